@@ -1,0 +1,61 @@
+"""The one tree of errors a user of recinfer can meet.
+
+    RecinferError
+    ├── InputError (ValueError)        a request or call with wrong data: shape, id, dtype, missing feature
+    ├── NotFoundError (LookupError)    a model, table or version that is not there
+    ├── ConfigError (ValueError)       a config, plan or contract that does not hold together
+    ├── CheckpointError (ValueError)   a checkpoint that cannot be read, or does not match the model
+    ├── ArchiveError (ValueError)      an archive that breaks a rule of archive/FORMAT.md (``.rule`` names it)
+    └── UnavailableError (RuntimeError) something that would work elsewhere or later: a missing extra, a stopped server
+
+Messages say what came, what was expected and what to do next. Bugs of our own are ``assert``s, never one of these.
+One table in :mod:`recinfer.serving.codec` maps them to gRPC and HTTP codes.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArchiveError",
+    "CheckpointError",
+    "ConfigError",
+    "InputError",
+    "NotFoundError",
+    "RecinferError",
+    "UnavailableError",
+]
+
+
+class RecinferError(Exception):
+    """Base of every error recinfer raises on purpose."""
+
+
+class InputError(RecinferError, ValueError):
+    """The data of one call is wrong; the message names the field, what came and what was expected."""
+
+
+class NotFoundError(RecinferError, LookupError):
+    """A named thing (model, version, table, feature) does not exist; the message lists what does."""
+
+
+class ConfigError(RecinferError, ValueError):
+    """A config, plan or feature contract is inconsistent; raised when it is built, not when it is used."""
+
+
+class CheckpointError(RecinferError, ValueError):
+    """A checkpoint cannot be read or does not fit the model; the message names the key."""
+
+
+class ArchiveError(RecinferError, ValueError):
+    """An archive breaks a rule of ``archive/FORMAT.md``.
+
+    Attributes:
+        rule: the id of the rule that is broken, for example ``"M3"``; ``""`` when no single rule applies.
+    """
+
+    def __init__(self, message: str, *, rule: str = "") -> None:
+        super().__init__(f"[{rule}] {message}" if rule else message)
+        self.rule = rule
+
+
+class UnavailableError(RecinferError, RuntimeError):
+    """Something needed is not here now (an optional extra, a running server); the message says how to get it."""

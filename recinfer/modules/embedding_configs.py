@@ -1,0 +1,167 @@
+"""Configs of embedding tables: element type, pooling, and one checked dataclass per kind of table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, unique
+
+import torch
+
+from recinfer.errors import ConfigError
+
+__all__ = [
+    "BaseEmbeddingConfig",
+    "DataType",
+    "EmbeddingBagConfig",
+    "EmbeddingConfig",
+    "PoolingType",
+    "data_type_to_dtype",
+    "dtype_to_data_type",
+]
+
+
+@unique
+class DataType(Enum):
+    """Element type of a table. Values and names are TorchRec's."""
+
+    FP32 = "FP32"
+    FP16 = "FP16"
+    BF16 = "BF16"
+    INT64 = "INT64"
+    INT32 = "INT32"
+    INT8 = "INT8"
+    UINT8 = "UINT8"
+    INT4 = "INT4"
+    INT2 = "INT2"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def bits(self) -> int:
+        """Bits per element."""
+        return _BITS[self]
+
+    @classmethod
+    def parse(cls, text: str | DataType) -> DataType:
+        """The type named by ``text`` in any case (``"int8"``); raises ConfigError listing the known names."""
+        if isinstance(text, DataType):
+            return text
+        try:
+            return cls(str(text).upper())
+        except ValueError:
+            known = ", ".join(t.value.lower() for t in cls)
+            raise ConfigError(f"unknown data type {text!r}; expected one of: {known}") from None
+
+
+_BITS = {
+    DataType.FP32: 32,
+    DataType.FP16: 16,
+    DataType.BF16: 16,
+    DataType.INT64: 64,
+    DataType.INT32: 32,
+    DataType.INT8: 8,
+    DataType.UINT8: 8,
+    DataType.INT4: 4,
+    DataType.INT2: 2,
+}
+
+_TORCH_DTYPES = {
+    DataType.FP32: torch.float32,
+    DataType.FP16: torch.float16,
+    DataType.BF16: torch.bfloat16,
+    DataType.INT64: torch.int64,
+    DataType.INT32: torch.int32,
+    DataType.INT8: torch.int8,
+    DataType.UINT8: torch.uint8,
+    DataType.INT4: torch.quint4x2,
+    DataType.INT2: torch.quint2x4,
+}
+
+
+def data_type_to_dtype(data_type: DataType) -> torch.dtype:
+    """The torch dtype of a table of ``data_type`` (``quint4x2``/``quint2x4`` for INT4/INT2, as in TorchRec)."""
+    return _TORCH_DTYPES[data_type]
+
+
+def dtype_to_data_type(dtype: torch.dtype) -> DataType:
+    """The inverse of :func:`data_type_to_dtype`; ``torch.qint8`` reads as INT8. Raises ConfigError otherwise."""
+    if dtype == torch.qint8:
+        return DataType.INT8
+    for data_type, known in _TORCH_DTYPES.items():
+        if known == dtype:
+            return data_type
+    raise ConfigError(f"no table data type for {dtype}; expected one of {sorted(map(str, _TORCH_DTYPES.values()))}")
+
+
+@unique
+class PoolingType(Enum):
+    """How the rows of one bag become one vector. Values and names are TorchRec's."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    NONE = "NONE"
+
+
+@dataclass
+class BaseEmbeddingConfig:
+    """One table.
+
+    Args:
+        num_embeddings: rows.
+        embedding_dim: columns.
+        name: the table's name, unique in its collection.
+        data_type: element type of the float table.
+        feature_names: the features that look rows up in this table (several share it).
+        weight_init_max, weight_init_min: bounds of the uniform initial values; default ``±1/sqrt(num_embeddings)``.
+        num_embeddings_post_pruning: accepted for compatibility; pruning is not applied.
+        init_fn: fills the weight in place instead of the uniform values.
+        need_pos: the features carry positions (position-weighted processors).
+
+    Raises:
+        ConfigError: rows or dim below 1.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    name: str = ""
+    data_type: DataType = DataType.FP32
+    feature_names: list[str] = field(default_factory=list)
+    weight_init_max: float | None = None
+    weight_init_min: float | None = None
+    num_embeddings_post_pruning: int | None = None
+    init_fn: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    need_pos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_embeddings < 1 or self.embedding_dim < 1:
+            raise ConfigError(
+                f"table {self.name!r}: got num_embeddings={self.num_embeddings}, "
+                f"embedding_dim={self.embedding_dim}; both must be at least 1"
+            )
+
+    def get_weight_init_max(self) -> float:
+        """Upper bound of the initial values."""
+        return 1 / math.sqrt(self.num_embeddings) if self.weight_init_max is None else self.weight_init_max
+
+    def get_weight_init_min(self) -> float:
+        """Lower bound of the initial values."""
+        return -1 / math.sqrt(self.num_embeddings) if self.weight_init_min is None else self.weight_init_min
+
+    def num_features(self) -> int:
+        """How many features read this table."""
+        return len(self.feature_names)
+
+
+@dataclass
+class EmbeddingBagConfig(BaseEmbeddingConfig):
+    """A pooled table: every bag of ids becomes one vector. ``pooling`` is SUM or MEAN."""
+
+    pooling: PoolingType = PoolingType.SUM
+
+
+@dataclass
+class EmbeddingConfig(BaseEmbeddingConfig):
+    """An unpooled (sequence) table: every id becomes one vector."""
