@@ -1,0 +1,79 @@
+# Every target CI or a user runs. A fresh clone needs only Python 3.11 and make; all that is installed goes to .venv.
+#
+#   make demo    train, plan, export, check, serve and query a model: the whole pipeline in one run
+#   make test    the test suite
+#   make lint    ruff (lint and format) and mypy
+#   make bench   the side-by-side benchmarks
+#   make proto   regenerate the protobuf and gRPC code from proto/
+#   make clean   remove .venv and every build product
+#
+# PYTHON=...           the interpreter the virtual environment is made from
+# EXTRAS=cuda,onnx     install for GPUs instead of the CPU
+# TORCH_PIP_ARGS=...   extra arguments for installing torch alone, for example an index that has its CPU-only wheels
+# TEST_ARGS=...        arguments for pytest, for example TEST_ARGS="tests/quant -x"
+# DEMO_ARGS=...        arguments for `recinfer demo`, for example DEMO_ARGS="--data ratings.inter --format movielens"
+
+PYTHON ?= python3.11
+VENV ?= .venv
+EXTRAS ?= cpu,onnx
+TEST_ARGS ?= -n 2
+DEMO_ARGS ?=
+TORCH_PIP_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+STAMP := $(VENV)/.made
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench proto clean install install-dev
+
+help:
+	@sed -n 's/^#   make/make/p' Makefile
+
+# Stamps, so that a second make installs nothing: one for each thing that can go stale on its own.
+$(STAMP)/venv:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "recinfer needs Python 3.11 or later; say make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMP) && touch $@
+
+# torch first and on its own, so that the choice of its build (CPU or CUDA) is made once, by the user, and not by the
+# resolver of another package.
+$(STAMP)/$(TORCH): $(STAMP)/venv
+	$(PIP) $(TORCH_PIP_ARGS) $(TORCH)
+	@touch $@
+
+$(STAMP)/run: $(STAMP)/$(TORCH) pyproject.toml
+	$(PIP) --editable '.[$(EXTRAS)]'
+	@touch $@
+
+$(STAMP)/dev: $(STAMP)/run
+	$(PIP) --editable '.[$(EXTRAS),torchserve,plot,dev]'
+	@touch $@
+
+install: $(STAMP)/run
+
+install-dev: $(STAMP)/dev
+
+demo: $(STAMP)/run
+	$(BIN)/recinfer demo $(DEMO_ARGS)
+
+# One thread a worker: the suite runs in as many processes as -n says, and their pools would fight for the cores.
+test: $(STAMP)/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(STAMP)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)/dev
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output logs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
