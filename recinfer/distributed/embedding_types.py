@@ -1,0 +1,420 @@
+"""Embedding-specific vocabulary of sharding: compute kernels, configs of sharded tables, the base sharders.
+
+Names, fields and values are TorchRec's (``torchrec.distributed.embedding_types``).
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+from enum import Enum, unique
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+
+from recinfer.distributed.types import (
+    DataType,
+    ModuleSharder,
+    Multistreamable,
+    ParameterStorage,
+    QuantizedCommCodecs,
+    ShardedModule,
+    ShardingType,
+)
+from recinfer.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = [
+    "BaseEmbeddingLookup",
+    "BaseEmbeddingSharder",
+    "BaseGroupedFeatureProcessor",
+    "BaseQuantEmbeddingSharder",
+    "EmbeddingAttributes",
+    "EmbeddingComputeKernel",
+    "EmbeddingLocation",
+    "FeatureShardingMixIn",
+    "GroupedEmbeddingConfig",
+    "KJTList",
+    "ListOfKJTList",
+    "ModuleShardingMixIn",
+    "OptimType",
+    "ShardedConfig",
+    "ShardedEmbeddingModule",
+    "ShardedEmbeddingTable",
+    "ShardedMetaConfig",
+    "compute_kernel_to_embedding_location",
+    "embedding_parameters",
+]
+
+F = TypeVar("F", bound=Multistreamable)
+T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+CompIn = TypeVar("CompIn")
+DistOut = TypeVar("DistOut")
+Out = TypeVar("Out")
+ShrdCtx = TypeVar("ShrdCtx")
+
+
+@unique
+class EmbeddingComputeKernel(Enum):
+    """Which kernel looks a table up and where its rows live."""
+
+    DENSE = "dense"  # nn.EmbeddingBag, gradients as tensors
+    FUSED = "fused"  # batched lookup with the optimizer in the backward; rows on the device
+    FUSED_UVM = "fused_uvm"  # the same; rows in host memory
+    FUSED_UVM_CACHING = "fused_uvm_caching"  # the same; rows in host memory, a cache on the device
+    QUANT = "quant"  # inference, packed rows on the device
+    QUANT_UVM = "quant_uvm"
+    QUANT_UVM_CACHING = "quant_uvm_caching"
+
+
+@unique
+class EmbeddingLocation(Enum):
+    """Where the rows of a table are kept (FBGEMM's values)."""
+
+    DEVICE = 0
+    MANAGED = 1
+    MANAGED_CACHING = 2
+    HOST = 3
+
+
+@unique
+class OptimType(Enum):
+    """Optimizers a fused kernel can run."""
+
+    SGD = "SGD"
+    LARS_SGD = "LARS_SGD"
+    LAMB = "LAMB"
+    PARTIAL_ROWWISE_LAMB = "PARTIAL_ROWWISE_LAMB"
+    ADAM = "ADAM"
+    PARTIAL_ROWWISE_ADAM = "PARTIAL_ROWWISE_ADAM"
+    ADAGRAD = "ADAGRAD"
+    ROWWISE_ADAGRAD = "ROWWISE_ADAGRAD"
+    SHAMPOO = "SHAMPOO"
+    LION = "LION"
+
+
+_UVM_KERNELS = frozenset({"fused_uvm", "fused_uvm_caching", "quant_uvm", "quant_uvm_caching"})
+
+
+def compute_kernel_to_embedding_location(compute_kernel: EmbeddingComputeKernel) -> EmbeddingLocation:
+    """The memory of a kernel's rows: the device, host memory, or host memory behind a device cache."""
+    if compute_kernel.value.endswith("_uvm_caching"):
+        return EmbeddingLocation.MANAGED_CACHING
+    if compute_kernel.value.endswith("_uvm"):
+        return EmbeddingLocation.MANAGED
+    return EmbeddingLocation.DEVICE
+
+
+# --------------------------------------------------------------------------------------------------- feature lists
+
+
+class KJTList(Multistreamable):
+    """A list of KeyedJaggedTensors, one a shard group."""
+
+    def __init__(self, features: list[KeyedJaggedTensor]) -> None:
+        self.features = features
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, key: int) -> KeyedJaggedTensor:
+        return self.features[key]
+
+    def __setitem__(self, key: int, item: KeyedJaggedTensor) -> None:
+        self.features[key] = item
+
+    def __iter__(self) -> Iterator[KeyedJaggedTensor]:
+        return iter(self.features)
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep every member alive until ``stream`` is done with it."""
+        for feature in self.features:
+            feature.record_stream(stream)
+
+
+class ListOfKJTList(Multistreamable):
+    """A list of :class:`KJTList`."""
+
+    def __init__(self, features: list[KJTList]) -> None:
+        self.features_list = features
+
+    def __len__(self) -> int:
+        return len(self.features_list)
+
+    def __getitem__(self, key: int) -> KJTList:
+        return self.features_list[key]
+
+    def __setitem__(self, key: int, item: KJTList) -> None:
+        self.features_list[key] = item
+
+    def __iter__(self) -> Iterator[KJTList]:
+        return iter(self.features_list)
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep every member alive until ``stream`` is done with it."""
+        for feature in self.features_list:
+            feature.record_stream(stream)
+
+
+# --------------------------------------------------------------------------------------------------- table configs
+
+
+@dataclass
+class ShardedConfig:
+    """Size of a local shard."""
+
+    local_rows: int = 0
+    local_cols: int = 0
+
+
+@dataclass
+class ShardedMetaConfig(ShardedConfig):
+    """A local shard and where it lies in the whole table."""
+
+    local_metadata: ShardMetadata | None = None
+    global_metadata: ShardedTensorMetadata | None = None
+
+
+@dataclass
+class EmbeddingAttributes:
+    """What the kernel needs beyond the config."""
+
+    compute_kernel: EmbeddingComputeKernel = EmbeddingComputeKernel.DENSE
+
+
+@dataclass
+class ShardedEmbeddingTable(ShardedMetaConfig, EmbeddingAttributes, EmbeddingBagConfig):
+    """One shard of one table: its config, its rectangle and its kernel."""
+
+    is_weighted: bool = False
+    has_feature_processor: bool = False
+    embedding_names: list[str] = field(default_factory=list)
+    fused_params: dict[str, Any] | None = None
+
+
+@dataclass
+class GroupedEmbeddingConfig:
+    """Shards that one kernel call looks up together: same element type, pooling, weighting and kernel."""
+
+    data_type: DataType
+    pooling: PoolingType
+    is_weighted: bool
+    has_feature_processor: bool
+    compute_kernel: EmbeddingComputeKernel
+    embedding_tables: list[ShardedEmbeddingTable]
+    fused_params: dict[str, Any] | None = None
+
+    def feature_hash_sizes(self) -> list[int]:
+        """Rows of the table of each feature."""
+        return [t.num_embeddings for t in self.embedding_tables for _ in t.feature_names]
+
+    def num_features(self) -> int:
+        """Features of all tables."""
+        return sum(t.num_features() for t in self.embedding_tables)
+
+    def dim_sum(self) -> int:
+        """Local columns of all features."""
+        return sum(self.embedding_dims())
+
+    def table_names(self) -> list[str]:
+        """Names of the tables."""
+        return [t.name for t in self.embedding_tables]
+
+    def feature_names(self) -> list[str]:
+        """Features, table by table."""
+        return [f for t in self.embedding_tables for f in t.feature_names]
+
+    def embedding_dims(self) -> list[int]:
+        """Local columns of each feature."""
+        return [t.local_cols for t in self.embedding_tables for _ in t.feature_names]
+
+    def embedding_names(self) -> list[str]:
+        """Output names, one a feature."""
+        return [n for t in self.embedding_tables for n in t.embedding_names]
+
+    def embedding_shard_metadata(self) -> list[ShardMetadata | None]:
+        """The rectangle of each feature's shard."""
+        return [t.local_metadata for t in self.embedding_tables for _ in t.feature_names]
+
+
+# --------------------------------------------------------------------------------------------------- interfaces
+
+
+class FeatureShardingMixIn:
+    """Which features a sharding serves, and on which rank."""
+
+    def feature_names(self) -> list[str]:
+        """All features."""
+        raise NotImplementedError(f"{type(self).__name__} must implement feature_names")
+
+    def feature_names_per_rank(self) -> list[list[str]]:
+        """Features of each rank."""
+        raise NotImplementedError(f"{type(self).__name__} must implement feature_names_per_rank")
+
+    def features_per_rank(self) -> list[int]:
+        """How many features each rank has."""
+        raise NotImplementedError(f"{type(self).__name__} must implement features_per_rank")
+
+
+class ModuleShardingMixIn:
+    """Access to the shardings of a sharded module."""
+
+    @property
+    def shardings(self) -> dict[str, FeatureShardingMixIn]:
+        """Sharding type -> sharding."""
+        raise NotImplementedError(f"{type(self).__name__} must implement shardings")
+
+
+class BaseEmbeddingLookup(abc.ABC, nn.Module, Generic[F, T]):
+    """Looks features up in the local shards."""
+
+    @abc.abstractmethod
+    def forward(self, sparse_features: F) -> T:
+        """Vectors of ``sparse_features``."""
+
+
+class BaseGroupedFeatureProcessor(nn.Module):
+    """Turns features into features (weights) before the lookup."""
+
+    @abc.abstractmethod
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The processed features."""
+
+
+class ShardedEmbeddingModule(
+    ShardedModule[CompIn, DistOut, Out, ShrdCtx], ModuleShardingMixIn, Generic[CompIn, DistOut, Out, ShrdCtx]
+):
+    """A sharded embedding module: inputs and outputs are data-parallel, tables are not."""
+
+    def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None) -> None:
+        super().__init__(qcomm_codecs_registry)
+        self._input_dists: list[nn.Module] = []
+        self._lookups: list[nn.Module] = []
+        self._output_dists: list[nn.Module] = []
+
+    def extra_repr(self) -> str:
+        """The steps, which are kept out of the module tree."""
+        steps = (("input_dist", self._input_dists), ("lookup", self._lookups), ("output_dist", self._output_dists))
+        return "\n".join(f"({name}): {module!r}" for name, modules in steps for module in modules)
+
+    def prefetch(self, dist_input: Any, forward_stream: Any = None, ctx: Any = None) -> None:
+        """Let every lookup that has a cache bring in its rows."""
+        for features, lookup in zip(dist_input, self._lookups):
+            prefetch = getattr(lookup, "prefetch", None)
+            if prefetch is not None:
+                prefetch(sparse_features=features, forward_stream=forward_stream)
+
+
+# --------------------------------------------------------------------------------------------------- sharders
+
+_ON_DEVICE = [EmbeddingComputeKernel.FUSED.value]
+_ON_HOST = [EmbeddingComputeKernel.FUSED_UVM.value, EmbeddingComputeKernel.FUSED_UVM_CACHING.value]
+
+
+def embedding_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Tables of an embedding module by table name, from keys ``embedding_bags.<table>.weight`` and the like."""
+    return {
+        name.split(".")[-2]: parameter
+        for name, parameter in module.state_dict(keep_vars=True).items()
+        if name.endswith(".weight") and name.count(".") >= 1
+    }
+
+
+def _storage_of(compute_device_type: str, compute_kernel: str) -> str:
+    on_host = compute_device_type == "cpu" or compute_kernel in _UVM_KERNELS
+    return (ParameterStorage.DDR if on_host else ParameterStorage.HBM).value
+
+
+class BaseEmbeddingSharder(ModuleSharder[M]):
+    """Sharder of a float (training) embedding module.
+
+    Args:
+        fused_params: settings of the fused kernels (``optimizer``, ``learning_rate``, ``cache_load_factor`` ...).
+        qcomm_codecs_registry: ``CommOp`` name -> codecs.
+    """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        sharded_module_order_overwrite: list[str] | None = None,
+    ) -> None:
+        super().__init__(qcomm_codecs_registry)
+        self._fused_params = fused_params
+        self._sharded_module_order_overwrite = sharded_module_order_overwrite
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """All types on a GPU; on CPU the ones that need no reduce-scatter."""
+        types = [ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE]
+        if compute_device_type != "mtia":
+            types.insert(0, ShardingType.DATA_PARALLEL)
+        if compute_device_type != "cpu":
+            types += [ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD]
+        return [t.value for t in types]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """``dense`` for data parallel, else the fused kernels; host-memory ones only with a GPU."""
+        if sharding_type == ShardingType.DATA_PARALLEL.value:
+            return [EmbeddingComputeKernel.DENSE.value]
+        return _ON_DEVICE + (_ON_HOST if compute_device_type == "cuda" else [])
+
+    def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
+        """Tables by name."""
+        return embedding_parameters(module)
+
+    @property
+    def fused_params(self) -> dict[str, Any] | None:
+        """Settings of the fused kernels."""
+        return self._fused_params
+
+    def storage_usage(self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
+        """Bytes of the float rows, in the memory that the kernel keeps them in."""
+        return {_storage_of(compute_device_type, compute_kernel): tensor.element_size() * tensor.nelement()}
+
+
+class BaseQuantEmbeddingSharder(ModuleSharder[M]):
+    """Sharder of a quantized (inference) embedding module.
+
+    Args:
+        fused_params: settings of the quantized kernels.
+        shardable_params: shard only these tables.
+    """
+
+    def __init__(self, fused_params: dict[str, Any] | None = None, shardable_params: list[str] | None = None) -> None:
+        super().__init__()
+        self._fused_params = dict(fused_params) if fused_params else None
+        self._shardable_params = shardable_params or []
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Table-wise, row-wise and column-wise."""
+        return [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value, ShardingType.COLUMN_WISE.value]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """``quant``, and the host-memory kernels with a GPU."""
+        kernels = [EmbeddingComputeKernel.QUANT.value]
+        if compute_device_type == "cuda":
+            kernels += [EmbeddingComputeKernel.QUANT_UVM.value, EmbeddingComputeKernel.QUANT_UVM_CACHING.value]
+        return kernels
+
+    def shardable_parameters(self, module: M) -> dict[str, nn.Parameter]:
+        """Tables by name; only those in ``shardable_params`` when that was given."""
+        tables = embedding_parameters(module)
+        return {n: p for n, p in tables.items() if not self._shardable_params or n in self._shardable_params}
+
+    @property
+    def fused_params(self) -> dict[str, Any] | None:
+        """Settings of the quantized kernels."""
+        return self._fused_params
+
+    def storage_usage(self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
+        """Bytes of the packed rows: the elements, and a 2-byte scale and bias a row."""
+        num_bytes = tensor.element_size() * tensor.nelement() + tensor.shape[0] * 4
+        return {_storage_of(compute_device_type, compute_kernel): num_bytes}
