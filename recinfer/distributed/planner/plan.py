@@ -1,0 +1,491 @@
+"""A plan as plain data: table -> sharding type, kernel, precision, rectangles on ranks; JSON and a content hash.
+
+A :class:`Plan` is frozen, knows no device and no tensor, and is checked when built. It is what the planner hands to
+export, what an archive stores as ``plan.json``, and what ``recinfer inspect`` prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recinfer.distributed.embedding_types import EmbeddingComputeKernel
+from recinfer.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+    ShardMetadata,
+)
+from recinfer.errors import ConfigError, NotFoundError
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from recinfer.distributed.planner.types import Topology
+
+__all__ = ["Plan", "PlanChange", "ShardRect", "TablePlan", "column_unit", "embedding_tables", "placement"]
+
+PLAN_FORMAT = "recinfer.plan/1"
+_SHARDING_TYPES = frozenset(t.value for t in ShardingType)
+_KERNELS = frozenset(k.value for k in EmbeddingComputeKernel)
+
+
+def column_unit(precision: DataType) -> int:
+    """Columns that a column-wise piece must start and end on: 4 for INT4 and INT2 (whole bytes), else 1."""
+    return 4 if precision in (DataType.INT4, DataType.INT2) else 1
+
+
+def placement(compute_device: str, rank: int, local_world_size: int) -> str:
+    """TorchRec's placement text, ``rank:3/cuda:1``; all CPU ranks share one device."""
+    return f"rank:{rank}/cpu" if compute_device == "cpu" else f"rank:{rank}/{compute_device}:{rank % local_world_size}"
+
+
+def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[BaseEmbeddingConfig], bool]]:
+    """Embedding collections of ``model``, outermost first: (module path, module, table configs, pooled).
+
+    A collection is any module with ``embedding_bag_configs()`` (pooled) or ``embedding_configs()``; its children are
+    not searched. The path of the model itself is ``""``.
+    """
+    stack: list[tuple[str, nn.Module]] = [("", model)]
+    while stack:
+        path, module = stack.pop()
+        for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
+            configs = getattr(module, method, None)
+            if callable(configs):
+                yield path, module, list(configs()), pooled
+                break
+        else:
+            prefix = f"{path}." if path else ""
+            stack.extend(reversed([(prefix + name, child) for name, child in module.named_children()]))
+
+
+@dataclass(frozen=True, order=True)
+class ShardRect:
+    """The rectangle ``[row_start, row_stop) x [col_start, col_stop)`` of a table on a rank."""
+
+    rank: int
+    row_start: int
+    row_stop: int
+    col_start: int
+    col_stop: int
+
+    @property
+    def rows(self) -> int:
+        """Height."""
+        return self.row_stop - self.row_start
+
+    @property
+    def cols(self) -> int:
+        """Width."""
+        return self.col_stop - self.col_start
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """Where one table goes.
+
+    Args:
+        module: path of its embedding collection in the model.
+        table: its name.
+        sharding_type, compute_kernel: values of ``ShardingType`` and ``EmbeddingComputeKernel``.
+        precision: element type of the stored rows.
+        num_embeddings, embedding_dim: rows and columns of the whole table.
+        shards: rectangles that cover it exactly once (data_parallel: the whole table on every rank).
+        estimates: figures of the planner (ms, bytes); not part of the hash.
+
+    Raises:
+        ConfigError: unknown names, or rectangles that do not tile the table.
+    """
+
+    module: str
+    table: str
+    sharding_type: str
+    compute_kernel: str
+    precision: DataType
+    num_embeddings: int
+    embedding_dim: int
+    shards: tuple[ShardRect, ...]
+    estimates: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.sharding_type not in _SHARDING_TYPES:
+            self._fail(f"unknown sharding type {self.sharding_type!r}; expected one of {sorted(_SHARDING_TYPES)}")
+        if self.compute_kernel not in _KERNELS:
+            self._fail(f"unknown compute kernel {self.compute_kernel!r}; expected one of {sorted(_KERNELS)}")
+        if not self.shards:
+            self._fail("has no shards; expected at least one")
+        if self.sharding_type == ShardingType.DATA_PARALLEL.value:
+            self._check_replicas()
+        else:
+            self._check_tiles()
+
+    def _fail(self, message: str) -> None:
+        raise ConfigError(f"table {self.name!r} of the plan: {message}")
+
+    @property
+    def name(self) -> str:
+        """``module.table``."""
+        return f"{self.module}.{self.table}" if self.module else self.table
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each shard, in shard order."""
+        return tuple(s.rank for s in self.shards)
+
+    def _check_replicas(self) -> None:
+        whole = (0, self.num_embeddings, 0, self.embedding_dim)
+        for s in self.shards:
+            if (s.row_start, s.row_stop, s.col_start, s.col_stop) != whole:
+                self._fail(f"data_parallel needs the whole table on each rank; got {s}")
+        if len(set(self.ranks)) != len(self.shards):
+            self._fail(f"data_parallel places a replica twice on one rank: {self.ranks}")
+
+    def _check_tiles(self) -> None:
+        unit = column_unit(self.precision)
+        by_columns: dict[tuple[int, int], list[ShardRect]] = {}
+        for s in self.shards:
+            if s.rank < 0:
+                self._fail(f"negative rank in {s}")
+            by_columns.setdefault((s.col_start, s.col_stop), []).append(s)
+        at = 0
+        for start, stop in sorted(by_columns):
+            if start != at or stop <= start:
+                self._fail(f"columns [{start}, {stop}) follow column {at}; pieces must be adjacent and not empty")
+            if start % unit or (stop % unit and stop != self.embedding_dim):
+                self._fail(f"columns [{start}, {stop}) of {self.precision} must be cut at multiples of {unit}")
+            at = stop
+            row = 0
+            for s in sorted(by_columns[start, stop], key=lambda s: s.row_start):
+                if s.row_start != row or s.row_stop < row:
+                    self._fail(
+                        f"rows [{s.row_start}, {s.row_stop}) on rank {s.rank} follow row {row}; must be adjacent"
+                    )
+                row = s.row_stop
+            if row != self.num_embeddings:
+                self._fail(f"rows of columns [{start}, {stop}) end at {row}; the table has {self.num_embeddings}")
+        if at != self.embedding_dim:
+            self._fail(f"columns end at {at}; the table has {self.embedding_dim}")
+
+    def placement_data(self) -> dict[str, Any]:
+        """What the hash covers, as plain data."""
+        return {
+            "module": self.module,
+            "table": self.table,
+            "sharding_type": self.sharding_type,
+            "compute_kernel": self.compute_kernel,
+            "precision": self.precision.value,
+            "num_embeddings": self.num_embeddings,
+            "embedding_dim": self.embedding_dim,
+            "shards": [[s.rank, s.row_start, s.row_stop, s.col_start, s.col_stop] for s in self.shards],
+        }
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> TablePlan:
+        """The inverse of :meth:`placement_data`, with ``estimates`` when there."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        _check_keys("a table of the plan", data, known - {"estimates"}, known)
+        try:
+            shards = tuple(ShardRect(*(int(x) for x in row)) for row in data["shards"])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"table {data['table']!r} of the plan: shards must be lists of 5 integers "
+                f"(rank, row_start, row_stop, col_start, col_stop); {error}"
+            ) from None
+        return cls(
+            module=str(data["module"]),
+            table=str(data["table"]),
+            sharding_type=str(data["sharding_type"]),
+            compute_kernel=str(data["compute_kernel"]),
+            precision=DataType.parse(data["precision"]),
+            num_embeddings=int(data["num_embeddings"]),
+            embedding_dim=int(data["embedding_dim"]),
+            shards=shards,
+            estimates=dict(data.get("estimates", {})),
+        )
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """One difference between two plans: the table, what differs (``added``, ``removed`` or a field), both values."""
+
+    table: str
+    what: str
+    before: Any = None
+    after: Any = None
+
+    def __str__(self) -> str:
+        if self.what in ("added", "removed"):
+            return f"{self.table}: {self.what}"
+        return f"{self.table}: {self.what} {self.before} -> {self.after}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole plan.
+
+    Args:
+        world_size: ranks.
+        compute_device: ``"cpu"`` or ``"cuda"``.
+        tables: one entry a table, in the order of the model.
+        estimates: figures of the whole plan (max rank perf in ms, lower bound, per-rank lists ...); not hashed.
+        local_world_size: ranks a host; 0 means all on one host.
+
+    Raises:
+        ConfigError: a table twice, or a rank outside the world.
+    """
+
+    world_size: int
+    compute_device: str
+    tables: tuple[TablePlan, ...]
+    estimates: dict[str, Any] = field(default_factory=dict, compare=False)
+    local_world_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ConfigError(f"world_size {self.world_size}; expected at least 1")
+        if self.compute_device not in ("cpu", "cuda", "mtia"):
+            raise ConfigError(f"compute_device {self.compute_device!r}; expected cpu, cuda or mtia")
+        if not self.local_world_size:
+            object.__setattr__(self, "local_world_size", self.world_size)
+        if self.local_world_size < 1 or self.world_size % self.local_world_size:
+            raise ConfigError(f"local_world_size {self.local_world_size} must divide world_size {self.world_size}")
+        names = [(t.module, t.table) for t in self.tables]
+        if len(set(names)) != len(names):
+            twice = sorted({".".join(n) for n in names if names.count(n) > 1})
+            raise ConfigError(f"tables planned twice: {', '.join(twice)}")
+        for t in self.tables:
+            outside = sorted({r for r in t.ranks if r >= self.world_size})
+            if outside:
+                raise ConfigError(f"table {t.name!r} is placed on ranks {outside}, outside {self.world_size} ranks")
+
+    # ------------------------------------------------------------------ JSON
+
+    def placement_data(self) -> dict[str, Any]:
+        """What the hash covers, as plain data."""
+        return {
+            "format": PLAN_FORMAT,
+            "world_size": self.world_size,
+            "local_world_size": self.local_world_size,
+            "compute_device": self.compute_device,
+            "tables": [t.placement_data() for t in self.tables],
+        }
+
+    @property
+    def hash(self) -> str:
+        """sha256 (hex) of the placement; estimates do not change it."""
+        text = json.dumps(self.placement_data(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Deterministic text: the same plan gives the same bytes."""
+        data = self.placement_data()
+        for entry, t in zip(data["tables"], self.tables):
+            if t.estimates:
+                entry["estimates"] = t.estimates
+        data["estimates"] = self.estimates
+        data["hash"] = self.hash
+        head = {k: v for k, v in data.items() if k != "tables"}
+        lines = [f"  {json.dumps(k)}: {json.dumps(v, sort_keys=True)}" for k, v in sorted(head.items())]
+        rows = ",\n".join("    " + json.dumps(t, sort_keys=True) for t in data["tables"])
+        lines.append(f'  "tables": [\n{rows}\n  ]' if rows else '  "tables": []')
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Read :meth:`to_json`'s text; raises ConfigError on anything else, a changed hash included."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"the plan is not JSON: {error}") from None
+        if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
+            came = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ConfigError(f"plan format {came!r}; this version reads {PLAN_FORMAT!r}")
+        needed = {"format", "world_size", "compute_device", "tables"}
+        _check_keys("the plan", data, needed, needed | {"local_world_size", "estimates", "hash"})
+        if not isinstance(data["tables"], list) or not all(isinstance(t, dict) for t in data["tables"]):
+            raise ConfigError("tables of the plan must be a list of objects")
+        plan = cls(
+            world_size=int(data["world_size"]),
+            compute_device=str(data["compute_device"]),
+            tables=tuple(TablePlan.from_data(t) for t in data["tables"]),
+            estimates=dict(data.get("estimates", {})),
+            local_world_size=int(data.get("local_world_size", 0)),
+        )
+        if data.get("hash") not in (None, plan.hash):
+            raise ConfigError(
+                f"the plan was changed after it was written: hash {data['hash']}, content {plan.hash}; "
+                "remove the hash field if the change is meant"
+            )
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read the JSON; raises ConfigError, or NotFoundError when there is no such file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise NotFoundError(f"no plan file {str(path)!r}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the plan {str(path)!r}: {error}") from None
+        return cls.from_json(text)
+
+    # ------------------------------------------------------------------ look-ups and checks
+
+    def table(self, module: str, name: str) -> TablePlan:
+        """The entry of a table; raises NotFoundError."""
+        for t in self.tables:
+            if t.module == module and t.table == name:
+                return t
+        raise NotFoundError(f"table {name!r} of module {module!r} is not in the plan of {len(self.tables)} tables")
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise ConfigError unless the plan covers exactly the tables of ``model``, with their shapes."""
+        have = {(p, c.name): (c.num_embeddings, c.embedding_dim) for p, _, cs, _ in embedding_tables(model) for c in cs}
+        planned = {(t.module, t.table): (t.num_embeddings, t.embedding_dim) for t in self.tables}
+        problems = [f"{_dotted(k)} of the model is not planned" for k in sorted(have.keys() - planned.keys())]
+        problems += [f"{_dotted(k)} of the plan is not in the model" for k in sorted(planned.keys() - have.keys())]
+        for key in sorted(have.keys() & planned.keys()):
+            if have[key] != planned[key]:
+                problems.append(f"{_dotted(key)} is {_by(have[key])} in the model, {_by(planned[key])} in the plan")
+        if problems:
+            more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
+            raise ConfigError(
+                f"the plan does not fit the model: {'; '.join(problems[:10])}{more}; plan this model again"
+            )
+
+    def check_topology(self, topology: Topology) -> None:
+        """Raise ConfigError unless the plan was made for ranks, device and capacities like ``topology``'s."""
+        problems = []
+        for what in ("world_size", "local_world_size", "compute_device"):
+            mine, theirs = getattr(self, what), getattr(topology, what)
+            if mine != theirs:
+                problems.append(f"{what} is {mine} in the plan, {theirs} in the topology")
+        for memory in ("hbm", "ddr"):
+            used = self.estimates.get(f"{memory}_bytes_per_rank", [])
+            for rank, (num_bytes, device) in enumerate(zip(used, topology.devices)):
+                cap = getattr(device.storage, memory)
+                if num_bytes > cap:
+                    problems.append(f"rank {rank} needs {num_bytes} bytes of {memory}, the topology has {cap}")
+        if problems:
+            raise ConfigError(f"the plan does not fit the topology: {'; '.join(problems[:10])}")
+
+    def diff(self, other: Plan) -> list[PlanChange]:
+        """What changes from this plan to ``other``, table by table; empty when the hashes agree."""
+        changes = [
+            PlanChange("(plan)", what, getattr(self, what), getattr(other, what))
+            for what in ("world_size", "local_world_size", "compute_device")
+            if getattr(self, what) != getattr(other, what)
+        ]
+        mine, theirs = ({(t.module, t.table): t for t in p.tables} for p in (self, other))
+        changes += [PlanChange(mine[k].name, "removed") for k in mine if k not in theirs]
+        changes += [PlanChange(theirs[k].name, "added") for k in theirs if k not in mine]
+        for key in mine:
+            if key in theirs:
+                a, b = mine[key].placement_data(), theirs[key].placement_data()
+                changes += [PlanChange(mine[key].name, what, a[what], b[what]) for what in a if a[what] != b[what]]
+        return changes
+
+    # ------------------------------------------------------------------ TorchRec's plan
+
+    def to_sharding_plan(self) -> ShardingPlan:
+        """The same placement as TorchRec's objects."""
+        modules: dict[str, EmbeddingModuleShardingPlan] = {}
+        for t in self.tables:
+            spec = None
+            if t.sharding_type != ShardingType.DATA_PARALLEL.value:
+                spec = EnumerableShardingSpec(
+                    [
+                        ShardMetadata(
+                            shard_offsets=[s.row_start, s.col_start],
+                            shard_sizes=[s.rows, s.cols],
+                            placement=placement(self.compute_device, s.rank, self.local_world_size),
+                        )
+                        for s in t.shards
+                    ]
+                )
+            modules.setdefault(t.module, EmbeddingModuleShardingPlan())[t.table] = ParameterSharding(
+                sharding_type=t.sharding_type,
+                compute_kernel=t.compute_kernel,
+                ranks=list(t.ranks),
+                sharding_spec=spec,
+            )
+        return ShardingPlan(dict(modules))
+
+    @classmethod
+    def from_sharding_plan(
+        cls,
+        sharding_plan: ShardingPlan,
+        model: nn.Module,
+        world_size: int,
+        compute_device: str = "cpu",
+        precision: DataType | dict[str, DataType] | None = None,
+        local_world_size: int = 0,
+    ) -> Plan:
+        """The data form of ``sharding_plan`` for ``model``.
+
+        Args:
+            precision: of all tables, or by table name; default is each config's own.
+
+        Raises:
+            ConfigError: a table without a plan, or shards that do not tile it.
+        """
+        tables = []
+        for path, _, configs, _ in embedding_tables(model):
+            module_plan = sharding_plan.get_plan_for_module(path)
+            for config in configs:
+                sharding = module_plan.get(config.name) if isinstance(module_plan, dict) else None
+                if sharding is None:
+                    raise ConfigError(f"table {config.name!r} of module {path!r} is not in the sharding plan")
+                chosen = precision.get(config.name) if isinstance(precision, dict) else precision
+                tables.append(_table_plan(path, config, sharding, chosen or config.data_type, world_size))
+        return cls(world_size, compute_device, tuple(tables), {}, local_world_size)
+
+
+def _table_plan(
+    path: str, config: BaseEmbeddingConfig, sharding: ParameterSharding, precision: DataType, world_size: int
+) -> TablePlan:
+    rows, cols = config.num_embeddings, config.embedding_dim
+    pieces = getattr(sharding.sharding_spec, "shards", None)
+    if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
+        ranks = sharding.ranks or list(range(world_size))
+        shards = tuple(ShardRect(rank, 0, rows, 0, cols) for rank in ranks)
+    elif pieces is None:
+        raise ConfigError(f"table {config.name!r} ({sharding.sharding_type}) has no sharding_spec.shards")
+    else:
+        shards = tuple(_rect(piece, i, sharding.ranks) for i, piece in enumerate(pieces))
+    return TablePlan(path, config.name, sharding.sharding_type, sharding.compute_kernel, precision, rows, cols, shards)
+
+
+def _rect(piece: ShardMetadata, index: int, ranks: list[int] | None) -> ShardRect:
+    (row, col), (rows, cols) = piece.shard_offsets, piece.shard_sizes
+    rank = piece.placement.rank() if piece.placement is not None else (ranks or [])[index]
+    if rank is None:
+        raise ConfigError(f"shard {index} names no rank: placement {piece.placement}; expected rank:<n>/<device>")
+    return ShardRect(rank, row, row + rows, col, col + cols)
+
+
+def _dotted(key: tuple[str, str]) -> str:
+    return ".".join(part for part in key if part)
+
+
+def _by(shape: tuple[int, int]) -> str:
+    return f"{shape[0]} x {shape[1]}"
+
+
+def _check_keys(what: str, data: dict[str, Any], needed: set[str], known: set[str]) -> None:
+    if missing := sorted(needed - data.keys()):
+        raise ConfigError(f"{what} lacks {missing}")
+    if unknown := sorted(data.keys() - known):
+        raise ConfigError(f"{what} has unknown keys {unknown}; expected {sorted(known)}")
