@@ -1,0 +1,129 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class JaggedFeatures(_message.Message):
+    __slots__ = ("keys", "batch_size", "lengths", "values", "weights", "values_int32")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_INT32_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    batch_size: int
+    lengths: bytes
+    values: bytes
+    weights: bytes
+    values_int32: bytes
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., batch_size: _Optional[int] = ..., lengths: _Optional[bytes] = ..., values: _Optional[bytes] = ..., weights: _Optional[bytes] = ..., values_int32: _Optional[bytes] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("model", "version", "features")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    features: JaggedFeatures
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ...) -> None: ...
+
+class LookupResponse(_message.Message):
+    __slots__ = ("keys", "dims", "batch_size", "values", "model_version", "sequences")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    DIMS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    dims: _containers.RepeatedScalarFieldContainer[int]
+    batch_size: int
+    values: bytes
+    model_version: str
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., dims: _Optional[_Iterable[int]] = ..., batch_size: _Optional[int] = ..., values: _Optional[bytes] = ..., model_version: _Optional[str] = ..., sequences: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
+
+class SequenceOutput(_message.Message):
+    __slots__ = ("key", "dim", "lengths", "values")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    dim: int
+    lengths: bytes
+    values: bytes
+    def __init__(self, key: _Optional[str] = ..., dim: _Optional[int] = ..., lengths: _Optional[bytes] = ..., values: _Optional[bytes] = ...) -> None: ...
+
+class PredictRequest(_message.Message):
+    __slots__ = ("model", "version", "features", "dense")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    DENSE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    features: JaggedFeatures
+    dense: bytes
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., dense: _Optional[bytes] = ...) -> None: ...
+
+class NamedTensor(_message.Message):
+    __slots__ = ("name", "shape", "values")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    values: bytes
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., values: _Optional[bytes] = ...) -> None: ...
+
+class PredictResponse(_message.Message):
+    __slots__ = ("outputs", "model_version")
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    outputs: _containers.RepeatedCompositeFieldContainer[NamedTensor]
+    model_version: str
+    def __init__(self, outputs: _Optional[_Iterable[_Union[NamedTensor, _Mapping]]] = ..., model_version: _Optional[str] = ...) -> None: ...
+
+class GetModelRequest(_message.Message):
+    __slots__ = ("model", "version")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class FeatureInfo(_message.Message):
+    __slots__ = ("name", "table", "rows", "dim", "pooled")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    table: str
+    rows: int
+    dim: int
+    pooled: bool
+    def __init__(self, name: _Optional[str] = ..., table: _Optional[str] = ..., rows: _Optional[int] = ..., dim: _Optional[int] = ..., pooled: _Optional[bool] = ...) -> None: ...
+
+class ModelInfo(_message.Message):
+    __slots__ = ("name", "version", "features", "num_dense", "precision", "plan_hash")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    NUM_DENSE_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    PLAN_HASH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: str
+    features: _containers.RepeatedCompositeFieldContainer[FeatureInfo]
+    num_dense: int
+    precision: str
+    plan_hash: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Iterable[_Union[FeatureInfo, _Mapping]]] = ..., num_dense: _Optional[int] = ..., precision: _Optional[str] = ..., plan_hash: _Optional[str] = ...) -> None: ...
