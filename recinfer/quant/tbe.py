@@ -1,0 +1,255 @@
+"""The one seam to FBGEMM's table-batched embeddings (TBE): quantize rows, look packed rows up, register TBE modules.
+
+No other file imports FBGEMM's TBE classes. The lookup calls the op itself on tables that lie anywhere in one uint8
+buffer, so tables are never copied into a module's own storage: a memory-mapped archive serves as it is. FBGEMM's
+``IntNBitTableBatchedEmbeddingBagsCodegen`` is built only for those who want the module (registration, inspection); it
+shares the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recinfer.errors import ConfigError, UnavailableError
+from recinfer.modules.embedding_configs import DataType, PoolingType
+from recinfer.quant.packing import QPARAM_BYTES, padded_dim
+
+try:
+    import fbgemm_gpu  # noqa: F401  registers the ops
+    from fbgemm_gpu.split_embedding_configs import SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+        BoundsCheckMode,
+        EmbeddingLocation,
+        PoolingMode,
+    )
+    from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+except ImportError as error:
+    raise UnavailableError(
+        "FBGEMM is not installed; install recinfer with its extra 'cpu' (or 'cuda' on a GPU machine): "
+        f"pip install 'recinfer[cpu]' ({error})"
+    ) from error
+
+__all__ = [
+    "IntNBitTableBatchedEmbeddingBagsCodegen",
+    "TableBatch",
+    "TableSlot",
+    "ids_in_range",
+    "quantize_rows",
+]
+
+_SPARSE_TYPES = {
+    DataType.FP32: SparseType.FP32,
+    DataType.FP16: SparseType.FP16,
+    DataType.INT8: SparseType.INT8,
+    DataType.INT4: SparseType.INT4,
+    DataType.INT2: SparseType.INT2,
+}
+_POOLING_MODES = {
+    PoolingType.SUM: PoolingMode.SUM,
+    PoolingType.MEAN: PoolingMode.MEAN,
+    PoolingType.NONE: PoolingMode.NONE,
+}
+_OUTPUT_TYPES = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
+_FATAL = BoundsCheckMode.FATAL.value
+
+
+def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
+    """FBGEMM's row-wise quantization with fp16 scale and bias moved before the codes, as the TBE op reads them.
+
+    Args:
+        weight_RD: finite float32 rows on CPU, contiguous.
+        bits: 8, 4 or 2.
+
+    Returns:
+        uint8 [R, 4 + ceil(D * bits / 8)].
+    """
+    rows, dim = weight_RD.shape
+    per_byte = 8 // bits
+    payload = -(-dim // per_byte)
+    if rows == 0:
+        return torch.empty((0, QPARAM_BYTES + payload), dtype=torch.uint8)
+    fill = -dim % (2 * per_byte)
+    if fill:  # the op wants an even number of bytes; repeating a column changes neither minimum nor maximum
+        weight_RD = torch.cat([weight_RD, weight_RD[:, :1].expand(rows, fill)], dim=1)
+    fused = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(weight_RD, bits)
+    out = torch.cat([fused[:, -QPARAM_BYTES:], fused[:, :payload]], dim=1)
+    if dim % per_byte:
+        out[:, -1] &= (1 << (bits * (dim % per_byte))) - 1
+    return out
+
+
+@dataclass(frozen=True)
+class TableSlot:
+    """Where one packed table (or one rectangle of it) lies in a buffer.
+
+    Attributes:
+        name: for messages and registration.
+        rows, dim: its size; ``dim`` counts real columns, without padding.
+        data_type: INT8, INT4, INT2, FP16 or FP32.
+        offset: byte offset of its first row in the buffer.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    data_type: DataType
+    offset: int
+
+
+class TableBatch(nn.Module):
+    """One FBGEMM call over packed tables of any precision and width that lie in one buffer.
+
+    Args:
+        slots: the tables.
+        feature_slots: for every feature, in the order the ids come, the index of its slot; slots may repeat.
+        pooling: SUM or MEAN for bags; NONE for one row per id (then all slots have one padded width).
+        buffer: uint8, 1-D. Kept and read, never copied or written.
+        row_alignment: 1 for CPU buffers, 16 for CUDA ones.
+        output_dtype: float32 or float16.
+
+    Columns of INT4 and INT2 tables come out padded to whole bytes (``padded_dim``): the caller knows and drops them.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[TableSlot],
+        feature_slots: Sequence[int],
+        pooling: PoolingType,
+        buffer: Tensor,
+        *,
+        row_alignment: int = 1,
+        output_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        if output_dtype not in _OUTPUT_TYPES:
+            raise ConfigError(f"output_dtype: got {output_dtype}; expected torch.float32 or torch.float16")
+        self.slots = tuple(slots)
+        self.feature_slots = tuple(feature_slots)
+        self.pooling = pooling
+        self.row_alignment = row_alignment
+        self.output_dtype = output_dtype
+        self.register_buffer("weights", buffer, persistent=False)
+        device = buffer.device
+        used = [self.slots[i] for i in self.feature_slots]
+        widths = [padded_dim(slot.dim, slot.data_type) for slot in used]
+        if pooling is PoolingType.NONE and len(set(widths)) > 1:
+            raise ConfigError(f"unpooled tables of one batch must have one width; got {sorted(set(widths))}")
+        column_offsets = [0, *accumulate(widths)]
+        self.total_dim = widths[0] if pooling is PoolingType.NONE and widths else column_offsets[-1]
+        on_host = device.type in ("cpu", "meta")
+        location = EmbeddingLocation.HOST if on_host else EmbeddingLocation.DEVICE
+        widest = {t: max((w for s, w in zip(used, widths) if s.data_type is t), default=0) for t in _SPARSE_TYPES}
+
+        def tensor(data: list[int], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(data, dtype=dtype, device=device)
+
+        self.register_buffer("rows_per_feature", tensor([s.rows for s in used], torch.int64), persistent=False)
+        self.register_buffer("_warning", tensor([0], torch.int64), persistent=False)
+        # The op's arguments, built once; a tuple because attribute look-ups through nn.Module cost more than the op's
+        # own dispatch at batch 1.
+        self._head: tuple[Any, ...] = (
+            buffer,
+            torch.empty(0, dtype=torch.uint8, device=device),
+            tensor([location.value] * len(used), torch.int32),
+            tensor([s.offset for s in used], torch.int64),
+            tensor([_SPARSE_TYPES[s.data_type].as_int() for s in used], torch.uint8),
+            tensor(column_offsets, torch.int32),
+            column_offsets[-1],
+            widest[DataType.INT2],
+            widest[DataType.INT4],
+            widest[DataType.INT8],
+            widest[DataType.FP16],
+            widest[DataType.FP32],
+        )
+        self._pooling_mode = int(_POOLING_MODES[pooling])
+        self._output_type = _OUTPUT_TYPES[output_dtype].as_int()
+        self._op = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
+        self._fbgemm_module: IntNBitTableBatchedEmbeddingBagsCodegen | None = None
+
+    def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Look up ``indices`` [N] (int32 or int64), bags bounded by ``offsets`` [features x B + 1], feature-major.
+
+        Ids are not checked here: see :meth:`ids_in_range`.
+
+        Returns:
+            [B, total padded columns], or [N, padded width] when unpooled.
+        """
+        return self._op(
+            *self._head,
+            indices,
+            offsets,
+            self._pooling_mode,
+            per_sample_weights,
+            self._output_type,
+            None,
+            None,
+            self.row_alignment,
+            0,
+            -1,
+            -1,
+        )
+
+    def fbgemm_module(self) -> IntNBitTableBatchedEmbeddingBagsCodegen:
+        """FBGEMM's own TBE module over the same bytes (built at the first call), for registration and inspection."""
+        if self._fbgemm_module is None:
+            device = self.weights.device
+            location = EmbeddingLocation.HOST if device.type == "cpu" else EmbeddingLocation.DEVICE
+            tbe = IntNBitTableBatchedEmbeddingBagsCodegen(
+                embedding_specs=[
+                    (s.name, s.rows, padded_dim(s.dim, s.data_type), _SPARSE_TYPES[s.data_type], location)
+                    for s in self.slots
+                ],
+                feature_table_map=list(self.feature_slots),
+                pooling_mode=_POOLING_MODES[self.pooling],
+                device=device,
+                bounds_check_mode=BoundsCheckMode.NONE,
+                output_dtype=_OUTPUT_TYPES[self.output_dtype],
+                row_alignment=self.row_alignment,
+            )
+            tbe.weights_physical_offsets = [s.offset for s in self.slots]
+            tbe.initialize_logical_weights_placements_and_offsets()
+            size = self.weights.numel()
+            tbe.host_size, tbe.dev_size = (size, 0) if device.type == "cpu" else (0, size)
+            if device.type == "cpu":
+                tbe.weights_host = self.weights
+            else:
+                tbe.weights_dev = self.weights
+            tbe.weight_initialized = True
+            self.__dict__["_fbgemm_module"] = tbe  # not a submodule: its buffers are ours
+        return self._fbgemm_module
+
+
+def ids_in_range(rows_per_feature: Tensor, indices: Tensor, offsets: Tensor, warning: Tensor) -> bool:
+    """Whether every id of feature-major bags lies in ``0 <= id < rows`` of its feature.
+
+    On CPU one pass of FBGEMM's checker; it lets -1 through (a pruned row, for FBGEMM), so the minimum is read too.
+    On CUDA plain comparisons, because there the checker's answer is to abort the process.
+
+    Args:
+        rows_per_feature: int64 [F].
+        indices: [N] int32 or int64.
+        offsets: [F x B + 1].
+        warning: int64 [1], the checker's scratch counter.
+    """
+    if indices.numel() == 0:
+        return True
+    if indices.device.type != "cpu":
+        batch = max(1, (offsets.numel() - 1) // rows_per_feature.numel())
+        per_feature = offsets[batch::batch] - offsets[:-1:batch]
+        limits = torch.repeat_interleave(rows_per_feature, per_feature, output_size=indices.numel())
+        return bool(((indices >= 0) & (indices < limits)).all())
+    if int(indices.min()) < 0:
+        return False
+    try:
+        if offsets.dtype != indices.dtype:
+            offsets = offsets.to(indices.dtype)
+        torch.ops.fbgemm.bounds_check_indices.default(rows_per_feature, indices, offsets, _FATAL, warning)
+    except RuntimeError:
+        return False
+    return True
