@@ -1,1 +1,1 @@
-"""See docs/tour.md."""
+"""Reference models."""

@@ -1,1 +1,1 @@
-"""See docs/tour.md."""
+"""Building blocks of models: embedding collections and their configs, feature processors, dense layers."""

@@ -1,0 +1,727 @@
+"""KeyedJaggedTensor: one ragged dimension a key, all keys' values laid behind each other, key after key.
+
+Shapes: ``F`` keys, ``B`` batch size (the stride), ``N`` values. With a variable batch every key has its own batch
+size, split by rank: ``stride_per_key_per_rank[F][ranks]``, and ``inverse_indices`` say which row of the key's batch
+stands for each example of the full batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from recinfer.errors import InputError
+from recinfer.sparse import distribution
+from recinfer.sparse.checks import MissingKeyError, check_jagged, check_keys_per_stride, is_plain, require
+from recinfer.sparse.jagged import JaggedTensor, same_tensor
+from recinfer.sparse.offsets import (
+    batched_lengths_to_offsets,
+    gather_segments,
+    lengths_to_offsets,
+    offsets_to_lengths,
+    prefix_sums,
+    segment_sums,
+)
+from recinfer.sparse.printing import format_keyed_jagged
+from recinfer.sparse.proxyable import Proxyable
+
+__all__ = ["InverseIndices", "KeyedJaggedTensor", "Strides", "kjt_is_equal"]
+
+InverseIndices = tuple[list[str], Tensor]
+Strides = list[list[int]]
+
+
+class KeyedJaggedTensor(metaclass=Proxyable):
+    """Ids of several features for a batch of examples.
+
+    Args:
+        keys: the ``F`` feature names.
+        values: ``[N, ...]``, key after key, and in a key example after example.
+        weights: ``[N]`` or None.
+        lengths: integers ``[F * B]``, key-major.
+        offsets: integers ``[F * B + 1]``; at least one of lengths and offsets.
+        stride: ``B``; read off the lengths if None.
+        stride_per_key_per_rank: batch size of each key on each rank, ``[F][ranks]``: a variable batch.
+        stride_per_key: batch size of each key; unequal ones make a variable batch of one rank.
+        length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: what could be computed, when
+            the caller knows it already; taken as they are.
+        inverse_indices: ``(keys, int64[len(keys), full batch])`` of a variable batch.
+
+    Raises:
+        InputError: sizes that do not fit together, or negative lengths.
+
+    >>> kjt = KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 0, 0, 1]))
+    >>> kjt["b"].to_dense()
+    [tensor([], dtype=torch.int64), tensor([3])]
+    """
+
+    _fields = [  # noqa: RUF012 - the name and the type are TorchRec's
+        "_values",
+        "_weights",
+        "_lengths",
+        "_offsets",
+        "_stride_per_key_per_rank",
+        "_inverse_indices",
+    ]
+
+    def __init__(
+        self,
+        keys: list[str],
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Tensor | Strides | None = None,
+        stride_per_key: list[int] | None = None,
+        length_per_key: list[int] | None = None,
+        lengths_offset_per_key: list[int] | None = None,
+        offset_per_key: list[int] | None = None,
+        index_per_key: dict[str, int] | None = None,
+        jt_dict: dict[str, JaggedTensor] | None = None,
+        inverse_indices: InverseIndices | None = None,
+    ) -> None:
+        if stride_per_key_per_rank is None and stride_per_key is not None and len(set(stride_per_key)) > 1:
+            stride_per_key_per_rank = [[s] for s in stride_per_key]
+        self._set(keys, values, weights, lengths, offsets, stride, stride_per_key_per_rank, inverse_indices)
+        self._stride_per_key = stride_per_key
+        self._length_per_key = length_per_key
+        self._lengths_offset_per_key = lengths_offset_per_key
+        self._offset_per_key = offset_per_key
+        self._index_per_key = index_per_key
+        self._jt_dict = jt_dict
+        self._check()
+
+    def _set(
+        self,
+        keys: list[str],
+        values: Tensor,
+        weights: Tensor | None,
+        lengths: Tensor | None,
+        offsets: Tensor | None,
+        stride: int | None,
+        stride_per_key_per_rank: Tensor | Strides | None,
+        inverse_indices: InverseIndices | None,
+    ) -> None:
+        self._keys = keys
+        self._values = values
+        self._weights = weights
+        self._lengths = lengths
+        self._offsets = offsets
+        self._stride = stride
+        self._stride_per_key_per_rank = stride_per_key_per_rank
+        self._inverse_indices = inverse_indices
+        self._stride_per_key: list[int] | None = None
+        self._length_per_key: list[int] | None = None
+        self._lengths_offset_per_key: list[int] | None = None
+        self._offset_per_key: list[int] | None = None
+        self._index_per_key: dict[str, int] | None = None
+        self._jt_dict: dict[str, JaggedTensor] | None = None
+
+    def _check(self) -> None:
+        what = "KeyedJaggedTensor"
+        check_jagged(what, self._values, self._weights, self._lengths, self._offsets)
+        if not is_plain(self._values, self._lengths, self._offsets):
+            return
+        if self._lengths is not None:
+            num_lengths = self._lengths.numel()
+        else:
+            assert self._offsets is not None
+            num_lengths = max(self._offsets.numel() - 1, 0)
+        stride = None if self.variable_stride_per_key() else self._stride
+        strides = self.stride_per_key() if self.variable_stride_per_key() else self._stride_per_key
+        check_keys_per_stride(what, self._keys, num_lengths, stride, strides)
+        if self._inverse_indices is not None:
+            keys, indices = self._inverse_indices
+            require(
+                indices.dim() == 2 and indices.shape[0] == len(keys),
+                f"{what}: inverse_indices of {len(keys)} keys have shape {tuple(indices.shape)}; expected "
+                f"[{len(keys)}, full batch]",
+            )
+
+    # ---- constructors
+
+    @staticmethod
+    def from_parts_unchecked(
+        keys: list[str],
+        values: Tensor,
+        lengths: Tensor | None,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Tensor | Strides | None = None,
+        inverse_indices: InverseIndices | None = None,
+    ) -> KeyedJaggedTensor:
+        """Build without looking at the tensors: for the hot path, from parts whose sizes are known to fit."""
+        self = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
+        self._set(keys, values, weights, lengths, offsets, stride, stride_per_key_per_rank, inverse_indices)
+        return self
+
+    @staticmethod
+    def from_lengths_sync(
+        keys: list[str],
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Strides | None = None,
+        inverse_indices: InverseIndices | None = None,
+    ) -> KeyedJaggedTensor:
+        """From lengths, with the sizes of the keys computed now (waits for the device)."""
+        return KeyedJaggedTensor(
+            keys,
+            values,
+            weights,
+            lengths=lengths,
+            stride=stride,
+            stride_per_key_per_rank=stride_per_key_per_rank,
+            inverse_indices=inverse_indices,
+        ).sync()
+
+    @staticmethod
+    def from_offsets_sync(
+        keys: list[str],
+        values: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Strides | None = None,
+        inverse_indices: InverseIndices | None = None,
+    ) -> KeyedJaggedTensor:
+        """From offsets, with the sizes of the keys computed now (waits for the device)."""
+        return KeyedJaggedTensor(
+            keys,
+            values,
+            weights,
+            offsets=offsets,
+            stride=stride,
+            stride_per_key_per_rank=stride_per_key_per_rank,
+            inverse_indices=inverse_indices,
+        ).sync()
+
+    @staticmethod
+    def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
+        """One key a JaggedTensor, in the dict's order; different batch sizes make a variable batch.
+
+        Raises:
+            InputError: an empty dict, or weights for some keys only.
+        """
+        require(len(jt_dict) > 0, "KeyedJaggedTensor.from_jt_dict: got no keys; use KeyedJaggedTensor.empty")
+        parts = list(jt_dict.values())
+        weighted = [k for k, jt in jt_dict.items() if jt.weights_or_none() is not None]
+        require(
+            len(weighted) in (0, len(parts)),
+            f"KeyedJaggedTensor.from_jt_dict: weights for {weighted} but not for all of {list(jt_dict)}; "
+            "give them for all keys or for none",
+        )
+        strides = [jt.lengths().numel() for jt in parts]
+        uniform = len(set(strides)) == 1
+        kjt = KeyedJaggedTensor(
+            list(jt_dict),
+            torch.cat([jt.values() for jt in parts]),
+            torch.cat([jt.weights() for jt in parts]) if weighted else None,
+            lengths=torch.cat([jt.lengths() for jt in parts]),
+            stride=strides[0] if uniform else None,
+            stride_per_key_per_rank=None if uniform else [[s] for s in strides],
+        )
+        kjt._length_per_key = [jt.values().shape[0] for jt in parts]
+        return kjt
+
+    @staticmethod
+    def empty(
+        is_weighted: bool = False,
+        device: torch.device | None = None,
+        values_dtype: torch.dtype | None = None,
+        weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype = torch.int32,
+    ) -> KeyedJaggedTensor:
+        """No keys and no values, of the given dtypes."""
+        return KeyedJaggedTensor.from_parts_unchecked(
+            [],
+            torch.empty(0, dtype=values_dtype, device=device),
+            torch.empty(0, dtype=lengths_dtype, device=device),
+            weights=torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None,
+            stride=0,
+        )
+
+    @staticmethod
+    def empty_like(kjt: KeyedJaggedTensor, device: torch.device | None = None) -> KeyedJaggedTensor:
+        """No keys and no values; dtypes, batch size (and the device, unless given) of ``kjt``."""
+        lengths = kjt._lengths if kjt._lengths is not None else kjt.offsets()
+        variable = kjt.variable_stride_per_key()
+        return KeyedJaggedTensor.from_parts_unchecked(
+            [],
+            kjt._values.new_empty((0, *kjt._values.shape[1:]), device=device),
+            lengths.new_empty(0, device=device),
+            weights=None if kjt._weights is None else kjt._weights.new_empty(0, device=device),
+            stride=kjt.stride(),
+            stride_per_key_per_rank=[] if variable else None,
+        )
+
+    @staticmethod
+    def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        """The keys of all of ``kjt_list``, in order, for the same batch.
+
+        Raises:
+            InputError: an empty list; batch sizes that differ; weights, or a variable batch, in some only.
+        """
+        require(len(kjt_list) > 0, "KeyedJaggedTensor.concat: got an empty list; expected at least one")
+        weighted = {k._weights is not None for k in kjt_list}
+        require(len(weighted) == 1, "KeyedJaggedTensor.concat: got weighted and unweighted ones; give weights to all")
+        variables = {k.variable_stride_per_key() for k in kjt_list}
+        require(
+            len(variables) == 1,
+            "KeyedJaggedTensor.concat: got variable and fixed batches; give stride_per_key_per_rank to all or to none",
+        )
+        variable = variables.pop()
+        strides = sorted({k.stride() for k in kjt_list})
+        require(
+            variable or len(strides) == 1,
+            f"KeyedJaggedTensor.concat: got batch sizes (strides) {strides}; expected one",
+        )
+        result = KeyedJaggedTensor.from_parts_unchecked(
+            [key for k in kjt_list for key in k._keys],
+            torch.cat([k._values for k in kjt_list]),
+            torch.cat([k.lengths() for k in kjt_list]),
+            weights=torch.cat([k.weights() for k in kjt_list]) if weighted.pop() else None,
+            stride=None if variable else strides[0],
+            stride_per_key_per_rank=[s for k in kjt_list for s in k.stride_per_key_per_rank()] if variable else None,
+            inverse_indices=_concat_inverse([k._inverse_indices for k in kjt_list]),
+        )
+        if all(k._length_per_key is not None for k in kjt_list):
+            result._length_per_key = [n for k in kjt_list for n in k._length_per_key or ()]
+        return result
+
+    # ---- parts
+
+    def keys(self) -> list[str]:
+        """The ``F`` feature names."""
+        return self._keys
+
+    def values(self) -> Tensor:
+        """``[N, ...]``."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """``[N]``; InputError without weights."""
+        if self._weights is None:
+            raise InputError("this KeyedJaggedTensor has no weights; build it with weights=, or ask weights_or_none()")
+        return self._weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """``[N]`` or None."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """``[F * B]``, computed from the offsets once if need be."""
+        if self._lengths is None:
+            assert self._offsets is not None
+            self._lengths = offsets_to_lengths(self._offsets)
+        return self._lengths
+
+    def lengths_or_none(self) -> Tensor | None:
+        """``[F * B]``, or None when only offsets are known."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """``[F * B + 1]``, computed from the lengths once if need be."""
+        if self._offsets is None:
+            assert self._lengths is not None
+            self._offsets = lengths_to_offsets(self._lengths)
+        return self._offsets
+
+    def offsets_or_none(self) -> Tensor | None:
+        """``[F * B + 1]``, or None when only lengths are known."""
+        return self._offsets
+
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self._values.device
+
+    def _key_indices(self) -> dict[str, int]:
+        if self._index_per_key is None:
+            self._index_per_key = {key: i for i, key in enumerate(self._keys)}
+        return self._index_per_key
+
+    def index_per_key(self) -> dict[str, int]:
+        """Where each key is in :meth:`keys` (the last place of a key that occurs twice)."""
+        return self._key_indices()
+
+    # ---- batch sizes
+
+    def variable_stride_per_key(self) -> bool:
+        """Whether keys have batch sizes of their own."""
+        return self._stride_per_key_per_rank is not None
+
+    def stride(self) -> int:
+        """``B``. Variable batch: the full batch of the inverse indices, or else the largest of the keys'."""
+        if self._stride is None:
+            if self.variable_stride_per_key():
+                if self._inverse_indices is not None and self._inverse_indices[1].numel():
+                    self._stride = self._inverse_indices[1].shape[-1]
+                else:
+                    self._stride = max(self.stride_per_key(), default=0)
+            elif not self._keys:
+                self._stride = 0
+            elif self._lengths is not None:
+                self._stride = self._lengths.shape[0] // len(self._keys)
+            else:
+                assert self._offsets is not None
+                self._stride = (self._offsets.shape[0] - 1) // len(self._keys)
+        return self._stride
+
+    def stride_per_key(self) -> list[int]:
+        """Batch size of each key."""
+        if self._stride_per_key is None:
+            if self.variable_stride_per_key():
+                self._stride_per_key = [sum(s) for s in self.stride_per_key_per_rank()]
+            else:
+                self._stride_per_key = [self.stride()] * len(self._keys)
+        return self._stride_per_key
+
+    def stride_per_key_per_rank(self) -> Strides:
+        """Batch size of each key on each rank; ``[]`` for a fixed batch."""
+        if isinstance(self._stride_per_key_per_rank, Tensor):
+            self._stride_per_key_per_rank = self._stride_per_key_per_rank.tolist()
+        return self._stride_per_key_per_rank or []
+
+    def inverse_indices(self) -> InverseIndices:
+        """``(keys, int64[len(keys), full batch])``; InputError without them."""
+        if self._inverse_indices is None:
+            raise InputError("this KeyedJaggedTensor has no inverse indices; build it with inverse_indices=")
+        return self._inverse_indices
+
+    def inverse_indices_or_none(self) -> InverseIndices | None:
+        """``(keys, int64[len(keys), full batch])`` or None."""
+        return self._inverse_indices
+
+    # ---- sizes of the keys
+
+    def length_per_key(self) -> list[int]:
+        """How many values each key has; computed once (waits for the device)."""
+        if self._length_per_key is None:
+            self._length_per_key = self._compute_length_per_key()
+        return self._length_per_key
+
+    def _compute_length_per_key(self) -> list[int]:
+        if self._jt_dict is not None:
+            return [self._jt_dict[k].values().shape[0] for k in self._keys]
+        strides = self.stride_per_key()
+        if self._lengths is None and self._offsets is not None and self._offsets.numel():
+            ends = torch.tensor(prefix_sums(strides), device=self._offsets.device)
+            at = self._offsets[ends].tolist()
+            return [stop - start for start, stop in pairwise(at)]
+        return segment_sums(self.lengths(), strides)
+
+    def length_per_key_or_none(self) -> list[int] | None:
+        """What :meth:`length_per_key` computed, or None."""
+        return self._length_per_key
+
+    def offset_per_key(self) -> list[int]:
+        """Where each key's values start, and the end: ``F + 1`` numbers."""
+        if self._offset_per_key is None:
+            self._offset_per_key = prefix_sums(self.length_per_key())
+        return self._offset_per_key
+
+    def offset_per_key_or_none(self) -> list[int] | None:
+        """What :meth:`offset_per_key` computed, or None."""
+        return self._offset_per_key
+
+    def lengths_offset_per_key(self) -> list[int]:
+        """Where each key's lengths start, and the end: ``F + 1`` numbers."""
+        if self._lengths_offset_per_key is None:
+            self._lengths_offset_per_key = prefix_sums(self.stride_per_key())
+        return self._lengths_offset_per_key
+
+    def sync(self) -> KeyedJaggedTensor:
+        """Compute the sizes of the keys now; returns self."""
+        self.offset_per_key()
+        return self
+
+    def unsync(self) -> KeyedJaggedTensor:
+        """Forget the sizes of the keys (after changing lengths in place); returns self."""
+        self._length_per_key = None
+        self._offset_per_key = None
+        self._jt_dict = None
+        return self
+
+    # ---- views and rearrangements
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        """The rows of ``key`` as views; MissingKeyError (a KeyError) if there is no such key."""
+        index = self._key_indices().get(key)
+        if index is None:
+            raise MissingKeyError(f"no key {key!r} in this KeyedJaggedTensor; it has {self._keys}")
+        start, stop = self.offset_per_key()[index : index + 2]
+        at = self.lengths_offset_per_key()
+        return JaggedTensor.from_parts_unchecked(
+            self._values[start:stop],
+            None if self._weights is None else self._weights[start:stop],
+            self.lengths()[at[index] : at[index + 1]],
+        )
+
+    def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
+        """Key to JaggedTensor (views); built once.
+
+        Args:
+            compute_offsets: also fill the offsets of each, all keys in one operation.
+        """
+        if self._jt_dict is None:
+            self._jt_dict = self._build_dict(compute_offsets)
+        return self._jt_dict
+
+    def _build_dict(self, compute_offsets: bool) -> dict[str, JaggedTensor]:
+        if not self._keys:
+            return {}
+        sizes, strides = self.length_per_key(), self.stride_per_key()
+        values = self._values.split(sizes)
+        weights = [None] * len(sizes) if self._weights is None else self._weights.split(sizes)
+        lengths = self.lengths().split(strides)
+        offsets: Sequence[Tensor | None] = [None] * len(sizes)
+        if compute_offsets and self.variable_stride_per_key():
+            offsets = [lengths_to_offsets(part) for part in lengths]
+        elif compute_offsets:
+            offsets = batched_lengths_to_offsets(self.lengths().view(len(strides), -1)).unbind(0)
+        parts = zip(self._keys, values, weights, lengths, offsets)
+        return {k: JaggedTensor.from_parts_unchecked(v, w, n, o) for k, v, w, n, o in parts}
+
+    def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
+        """Cut the keys into runs of ``segments`` keys (views; a run may be empty).
+
+        Raises:
+            InputError: the segments are not as many keys as there are.
+        """
+        require(
+            sum(segments) == len(self._keys) and min(segments, default=0) >= 0,
+            f"KeyedJaggedTensor.split: segments {segments} hold {sum(segments)} keys; expected {len(self._keys)}",
+        )
+        ends = prefix_sums(segments)
+        return [self._slice(start, stop) for start, stop in pairwise(ends)]
+
+    def _slice(self, start: int, stop: int) -> KeyedJaggedTensor:
+        if start == 0 and stop == len(self._keys):
+            return self
+        if start == stop:
+            return KeyedJaggedTensor.empty_like(self)
+        at, lengths_at = self.offset_per_key(), self.lengths_offset_per_key()
+        variable = self.variable_stride_per_key()
+        part = KeyedJaggedTensor.from_parts_unchecked(
+            self._keys[start:stop],
+            self._values[at[start] : at[stop]],
+            self.lengths()[lengths_at[start] : lengths_at[stop]],
+            weights=None if self._weights is None else self._weights[at[start] : at[stop]],
+            stride=self.stride(),
+            stride_per_key_per_rank=self.stride_per_key_per_rank()[start:stop] if variable else None,
+        )
+        part._length_per_key = self.length_per_key()[start:stop]
+        return part
+
+    def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
+        """The keys at ``indices``, in that order (a copy); a key may come twice or not at all.
+
+        Args:
+            indices: places in :meth:`keys`.
+            indices_tensor: the same as an integer tensor, when the caller has one on the device.
+
+        Raises:
+            InputError: an index outside of the keys.
+        """
+        num_keys = len(self._keys)
+        for index in indices:
+            if not -num_keys <= index < num_keys:
+                raise InputError(f"KeyedJaggedTensor.permute: index {index} with {num_keys} keys; expected 0 to F - 1")
+        sizes = self.length_per_key()
+        variable = self.variable_stride_per_key()
+        if variable:
+            lengths = gather_segments(self.lengths(), self.stride_per_key(), indices)
+        else:
+            order = indices_tensor
+            if order is None:
+                order = torch.tensor(indices, dtype=torch.int64, device=self.lengths().device)
+            rows = self.lengths().view(num_keys, self.stride()) if num_keys else self.lengths().view(0, self.stride())
+            lengths = rows.index_select(0, order).flatten()
+        strides = self.stride_per_key_per_rank()
+        result = KeyedJaggedTensor.from_parts_unchecked(
+            [self._keys[i] for i in indices],
+            gather_segments(self._values, sizes, indices),
+            lengths,
+            weights=None if self._weights is None else gather_segments(self._weights, sizes, indices),
+            stride=self.stride(),
+            stride_per_key_per_rank=[strides[i] for i in indices] if variable else None,
+        )
+        result._length_per_key = [sizes[i] for i in indices]
+        return result
+
+    def flatten_lengths(self) -> KeyedJaggedTensor:
+        """The same with ``lengths`` of one dimension."""
+        flat = KeyedJaggedTensor.from_parts_unchecked(
+            self._keys,
+            self._values,
+            self.lengths().reshape(-1),
+            weights=self._weights,
+            stride=self.stride(),
+            stride_per_key_per_rank=self._stride_per_key_per_rank,
+        )
+        flat._length_per_key = self.length_per_key()
+        return flat
+
+    # ---- moving
+
+    def _map(self, function: Callable[[Tensor], Tensor], weights: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:
+        def apply(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else function(tensor)
+
+        inverse = self._inverse_indices
+        result = KeyedJaggedTensor.from_parts_unchecked(
+            self._keys,
+            function(self._values),
+            apply(self._lengths),
+            offsets=apply(self._offsets),
+            weights=None if self._weights is None else weights(self._weights),
+            stride=self._stride,
+            stride_per_key_per_rank=self._stride_per_key_per_rank,
+            inverse_indices=None if inverse is None else (inverse[0], function(inverse[1])),
+        )
+        result._stride_per_key = self._stride_per_key
+        result._length_per_key = self._length_per_key
+        result._lengths_offset_per_key = self._lengths_offset_per_key
+        result._offset_per_key = self._offset_per_key
+        result._index_per_key = self._index_per_key
+        return result
+
+    def to(
+        self, device: torch.device, non_blocking: bool = False, dtype: torch.dtype | None = None
+    ) -> KeyedJaggedTensor:
+        """A KeyedJaggedTensor on ``device``; ``dtype`` is for the weights only."""
+        return self._map(
+            lambda t: t.to(device, non_blocking=non_blocking),
+            lambda t: t.to(device, non_blocking=non_blocking, dtype=dtype),
+        )
+
+    def pin_memory(self) -> KeyedJaggedTensor:
+        """A copy in page-locked memory (needs an accelerator)."""
+        return self._map(lambda t: t.pin_memory(), lambda t: t.pin_memory())
+
+    def _parts(self) -> list[Tensor]:
+        strides = self._stride_per_key_per_rank
+        parts = [self._values, self._weights, self._lengths, self._offsets]
+        parts.append(strides if isinstance(strides, Tensor) else None)
+        return [p for p in parts if p is not None]
+
+    def record_stream(self, stream: torch.cuda.streams.Stream) -> None:
+        """Tell the allocator that ``stream`` uses the parts."""
+        parts = self._parts()
+        if self._inverse_indices is not None:
+            parts.append(self._inverse_indices[1])
+        for part in parts:
+            if part.device.type != "cpu":
+                part.record_stream(stream)
+
+    def size_in_bytes(self) -> int:
+        """Bytes of the parts that exist now; strides of a variable batch count 4 bytes a number."""
+        size = sum(p.numel() * p.element_size() for p in self._parts())
+        if isinstance(self._stride_per_key_per_rank, list):
+            size += 4 * sum(len(s) for s in self._stride_per_key_per_rank)
+        return size
+
+    def clear_storage(self) -> int:
+        """Free the memory of the parts now, whoever else holds them; returns the bytes freed."""
+        freed = 0
+        for part in self._parts():
+            storage = part.untyped_storage()
+            freed += storage.size()
+            storage.resize_(0)
+        return freed
+
+    def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> KeyedJaggedTensor:
+        """Copy the numbers of ``kjt``, of the same keys and sizes, into this one's memory; returns self."""
+        pairs = [
+            ("values", self._values, kjt._values),
+            ("weights", self._weights, kjt._weights),
+            ("lengths", self.lengths(), kjt.lengths()),
+        ]
+        for name, mine, theirs in pairs:
+            mine_shape = None if mine is None else tuple(mine.shape)
+            their_shape = None if theirs is None else tuple(theirs.shape)
+            require(
+                mine_shape == their_shape,
+                f"KeyedJaggedTensor.copy_: {name} are {mine_shape} here but {their_shape} in the source",
+            )
+        for _, mine, theirs in pairs:
+            if mine is not None and theirs is not None:
+                mine.copy_(theirs, non_blocking=non_blocking)
+        if self._offsets is not None:
+            self._offsets.copy_(kjt.offsets(), non_blocking=non_blocking)
+        return self.unsync()
+
+    # ---- exchange between ranks
+
+    def dist_labels(self) -> list[str]:
+        """Names of the tensors that are exchanged between ranks, in order."""
+        labels = ["lengths", "values"]
+        if self.variable_stride_per_key():
+            labels.append("strides")
+        if self._weights is not None:
+            labels.append("weights")
+        return labels
+
+    def dist_splits(self, key_splits: list[int]) -> list[list[int]]:
+        """How much of each of :meth:`dist_tensors` goes to each rank, when rank ``r`` gets ``key_splits[r]`` keys."""
+        return distribution.splits(self, key_splits)
+
+    def dist_tensors(self) -> list[Tensor]:
+        """The tensors that are exchanged between ranks, as :meth:`dist_labels` names them."""
+        return distribution.tensors(self)
+
+    @staticmethod
+    def dist_init(
+        keys: list[str],
+        tensors: list[Tensor],
+        variable_stride_per_key: bool,
+        num_workers: int,
+        recat: Tensor | None,
+        stride_per_rank: list[int] | None,
+        stagger: int = 1,
+    ) -> KeyedJaggedTensor:
+        """Build from what all ranks sent: see :func:`recinfer.sparse.distribution.received`."""
+        parts = distribution.received(
+            len(keys), tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger
+        )
+        kjt = KeyedJaggedTensor.from_parts_unchecked(
+            keys,
+            parts.values,
+            parts.lengths,
+            weights=parts.weights,
+            stride=parts.stride,
+            stride_per_key_per_rank=parts.strides,
+        )
+        return kjt.sync()
+
+    def __str__(self) -> str:
+        return format_keyed_jagged(self._keys, self._values, self._weights, self.lengths(), self.stride_per_key())
+
+    __repr__ = __str__
+
+
+def _concat_inverse(parts: Sequence[InverseIndices | None]) -> InverseIndices | None:
+    known = [p for p in parts if p is not None]
+    if len(known) != len(parts):
+        return None
+    return [key for keys, _ in known for key in keys], torch.cat([indices for _, indices in known])
+
+
+def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:
+    """Whether both have the same keys in the same order, the same batch sizes and equal numbers."""
+    if not (isinstance(kjt_1, KeyedJaggedTensor) and isinstance(kjt_2, KeyedJaggedTensor)):
+        return False
+    return (
+        kjt_1.keys() == kjt_2.keys()
+        and kjt_1.stride_per_key_per_rank() == kjt_2.stride_per_key_per_rank()
+        and kjt_1.stride() == kjt_2.stride()
+        and same_tensor(kjt_1.lengths(), kjt_2.lengths())
+        and same_tensor(kjt_1._values, kjt_2._values)
+        and same_tensor(kjt_1._weights, kjt_2._weights)
+    )

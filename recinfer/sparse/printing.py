@@ -1,0 +1,66 @@
+"""How jagged and keyed tensors print: TorchRec's layout, one key a line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["format_jagged", "format_keyed", "format_keyed_jagged"]
+
+
+def _rows(values: Tensor, lengths: Sequence[int]) -> list[list[Any]]:
+    return [run.tolist() for run in values.split(list(lengths))] if lengths else []
+
+
+def _shape(name: str, tensor: Tensor | None) -> str:
+    if tensor is None:
+        return ""
+    return f"{name}=({tensor.dtype}, {tuple(tensor.shape)}, {tensor.device})"
+
+
+def _meta(kind: str, **tensors: Tensor | None) -> str:
+    return f"{kind}({', '.join(filter(None, (_shape(n, t) for n, t in tensors.items())))})\n"
+
+
+def format_jagged(values: Tensor, weights: Tensor | None, lengths: Tensor) -> str:
+    """A JaggedTensor as text; on meta only shapes."""
+    if values.is_meta or lengths.is_meta:
+        return _meta("JaggedTensor", values=values, weights=weights, lengths=lengths)
+    sizes = lengths.tolist()
+    if weights is None:
+        return f"JaggedTensor({{\n    {_rows(values, sizes)}\n}})\n"
+    return f'JaggedTensor({{\n    "values": {_rows(values, sizes)},\n    "weights": {_rows(weights, sizes)}\n}})\n'
+
+
+def format_keyed_jagged(
+    keys: Sequence[str], values: Tensor, weights: Tensor | None, lengths: Tensor, strides: Sequence[int]
+) -> str:
+    """A KeyedJaggedTensor as text; on meta only keys and shapes."""
+    if values.is_meta or lengths.is_meta:
+        return _meta(f"KeyedJaggedTensor(keys={list(keys)}, ", values=values, weights=weights, lengths=lengths).replace(
+            ", (", ", ", 1
+        )
+    if not keys:
+        return "KeyedJaggedTensor()\n"
+    sizes = lengths.tolist()
+    value_rows = _rows(values, sizes)
+    weight_rows = _rows(weights, sizes) if weights is not None else None
+    lines, at = [], 0
+    for key, stride in zip(keys, strides):
+        line = str(value_rows[at : at + stride])
+        if weight_rows is not None:
+            line = f'{{\n        "values": {line},\n        "weights": {weight_rows[at : at + stride]}\n    }}'
+        lines.append(f'    "{key}": {line}')
+        at += stride
+    return "KeyedJaggedTensor({\n" + ",\n".join(lines) + "\n})\n"
+
+
+def format_keyed(keys: Sequence[str], parts: Sequence[Tensor], values: Tensor) -> str:
+    """A KeyedTensor as text; on meta only keys and shapes."""
+    if values.is_meta:
+        return f"KeyedTensor(keys={list(keys)}, {_shape('values', values)})\n"
+    if not keys:
+        return "KeyedTensor()\n"
+    return "KeyedTensor({\n" + ",\n".join(f'    "{k}": {p.tolist()}' for k, p in zip(keys, parts)) + "\n})\n"
