@@ -2,7 +2,7 @@
 #
 #   make demo    train, plan, export, check, serve and query a model: the whole pipeline in one run
 #   make test    the test suite
-#   make lint    ruff (lint and format) and mypy
+#   make lint    ruff (lint and format), mypy, and that the generated code is what proto/ says
 #   make bench   the side-by-side benchmarks
 #   make proto   regenerate the protobuf and gRPC code from proto/
 #   make clean   remove .venv and every build product
@@ -66,6 +66,7 @@ lint: $(STAMP)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/gen_proto.py --check
 
 format: $(STAMP)/dev
 	$(BIN)/ruff check --fix .
@@ -73,6 +74,9 @@ format: $(STAMP)/dev
 
 bench: $(STAMP)/dev
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+proto: $(STAMP)/dev
+	$(BIN)/python tools/gen_proto.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output logs

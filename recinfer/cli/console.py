@@ -1,0 +1,118 @@
+"""What every verb shares: where text goes, the ``--json`` line, and how an error or Ctrl-C reaches the user."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console, RenderableType
+from rich.markup import escape
+
+from recinfer import env
+from recinfer.errors import RecinferError
+
+__all__ = ["EXIT_ERROR", "EXIT_FAILED_CHECK", "EXIT_INTERRUPTED", "JsonOption", "Output", "set_debug", "verb"]
+
+EXIT_FAILED_CHECK = 1  # the command ran, and what it checked is not right
+EXIT_ERROR = 2  # the command could not do what was asked
+EXIT_INTERRUPTED = 130  # Ctrl-C, as shells report it
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+
+_PLAIN_WIDTH = 140  # columns when the output is a file or a pipe, which have no width of their own
+
+# The module that a missing extra brings, and how to name the extra.
+_EXTRA_OF_MODULE = {
+    "fbgemm_gpu": "cpu' or 'recinfer[cuda",
+    "onnx": "onnx",
+    "onnxscript": "onnx",
+    "matplotlib": "plot",
+    "torchserve": "torchserve",
+    "ts": "torchserve",
+}
+
+_debug = False
+
+
+def set_debug(on: bool) -> None:
+    """Show tracebacks of expected errors too, for the rest of the process (``recinfer --debug``)."""
+    global _debug
+    _debug = _debug or on
+
+
+class Output:
+    """Where one verb writes: its result to stdout and its progress to stderr.
+
+    With ``as_json``, what is for people goes to stderr, so that stdout holds the JSON object alone.
+    """
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.progress = _console(sys.stderr)
+        self.result = self.progress if as_json else _console(sys.stdout)
+
+    def show(self, *renderables: RenderableType) -> None:
+        """Print tables, panels or text for people."""
+        for renderable in renderables:
+            self.result.print(renderable)
+
+    def note(self, text: str) -> None:
+        """Say on stderr what is going on."""
+        self.progress.print(f"[dim]{escape(text)}[/dim]", highlight=False, soft_wrap=True)
+
+    def finish(self, payload: dict[str, Any]) -> None:
+        """Print ``payload`` as the last line of stdout, with ``--json``; nothing without it."""
+        if self.as_json:
+            print(json.dumps(payload, default=str), flush=True)
+
+
+def verb(function: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a command: an expected error becomes one red line on stderr and exit code 2, Ctrl-C exit code 130.
+
+    With ``--json`` the error is also printed as ``{"error": {"type", "message"}}``, so a caller always gets an object.
+    A bug of ours keeps its traceback; ``--debug`` and ``RECINFER_DEBUG=1`` show one for expected errors too.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except KeyboardInterrupt:
+            _console(sys.stderr).print("[yellow]interrupted[/yellow]")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:
+            raise  # `recinfer inspect ... | head`: typer ends quietly
+        except (RecinferError, OSError, ModuleNotFoundError) as error:
+            message = _explain(error)
+            if message is None or _debug or env.debug():
+                raise
+            _fail(type(error).__name__, message, as_json=bool(kwargs.get("as_json")))
+
+    return run
+
+
+def _fail(kind: str, message: str, *, as_json: bool) -> NoReturn:
+    _console(sys.stderr).print(f"[bold red]error:[/bold red] [red]{escape(message)}[/red]", highlight=False)
+    if as_json:
+        print(json.dumps({"error": {"type": kind, "message": message}}), flush=True)
+    raise typer.Exit(EXIT_ERROR) from None
+
+
+def _explain(error: Exception) -> str | None:
+    """The one line for an expected error; None when it is none, and the traceback is what helps."""
+    if isinstance(error, ModuleNotFoundError):
+        extra = _EXTRA_OF_MODULE.get((error.name or "").partition(".")[0])
+        return extra and f"this needs the package {error.name!r}; install it with: pip install 'recinfer[{extra}]'"
+    if isinstance(error, OSError) and not isinstance(error, RecinferError):
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror or error}{where}"
+    return " ".join(str(error).split())
+
+
+def _console(stream: Any) -> Console:
+    plain = not stream.isatty()
+    return Console(file=stream, width=_PLAIN_WIDTH if plain else None, soft_wrap=False)

@@ -1,0 +1,110 @@
+"""``recinfer export``: a checkpoint and a plan to an archive that any server can open."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.models import (
+    CheckpointOption,
+    ModelOption,
+    TablePrecisionOption,
+    open_checkpoint,
+    parse_precisions,
+)
+from recinfer.cli.options import Precision
+from recinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from recinfer.distributed.planner.plan import Plan
+
+__all__ = ["EXAMPLE", "NAME", "run"]
+
+NAME = "export"
+EXAMPLE = "Example: recinfer export --checkpoint movielens.ckpt --plan plan.json --out movielens.rqa"
+
+
+def run(
+    checkpoint: CheckpointOption,
+    out: Annotated[Path, typer.Option("--out", help="Archive folder to write, by custom *.rqa.")],
+    model: ModelOption = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="Plan of `recinfer plan`; brings its precisions.")] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="Plan for this many ranks now, on CPU.")] = None,
+    precision: Annotated[
+        Precision | None, typer.Option(help="Element type of the stored rows.", show_default="int8, or the plan's")
+    ] = None,
+    table_precision: TablePrecisionOption = None,
+    name: Annotated[str | None, typer.Option(help="Model name to serve under.", show_default="the checkpoint's")] = None,
+    version: Annotated[str | None, typer.Option(help="Model version.", show_default="the checkpoint's, or 1")] = None,
+    num_dense: Annotated[int | None, typer.Option(min=0, help="Dense inputs, when it cannot be read off.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Quantize, shard and pack a checkpoint into an archive, and check the archive against the float model.
+
+    Tables stream through in bounded chunks. The archive appears under its name only when it is whole.
+    """
+    from recinfer.inference.export import export_archive
+
+    output = Output(as_json)
+    started = time.perf_counter()
+    reader, module = open_checkpoint(checkpoint, model)
+    chosen = _plan(module, plan, world_size, precision, table_precision)
+    about = reader.model_json or {}
+    archive = export_archive(
+        module,
+        reader,
+        chosen,
+        out,
+        name=name or about.get("name") or out.stem,
+        version=version or about.get("version") or "1",
+        contract=reader.contract,
+        num_dense=num_dense,
+        progress=True,
+    )
+    manifest = archive.manifest
+    seconds = time.perf_counter() - started
+    output.show(f"[green]wrote[/green] {out}  {manifest.bytes_total / 2**20:.1f} MiB  {seconds:.1f} s")
+    output.finish(
+        {
+            "archive": str(out),
+            "model": manifest.name,
+            "version": manifest.version,
+            "plan_hash": chosen.hash,
+            "bytes_total": manifest.bytes_total,
+            "seconds": seconds,
+        }
+    )
+
+
+def _plan(
+    module: nn.Module,
+    path: Path | None,
+    world_size: int | None,
+    precision: Precision | None,
+    table_precision: list[str] | None,
+) -> Plan:
+    """The plan to export by: the file's, or one made now."""
+    from recinfer.distributed.planner.plan import Plan, plan_inference
+    from recinfer.modules.embedding_configs import DataType
+
+    per_table = parse_precisions(table_precision)
+    if path is None:
+        chosen = DataType.parse((precision or Precision.int8).value)
+        return plan_inference(
+            module, world_size=world_size or 1, compute_device="cpu", precision=chosen, per_table_precision=per_table
+        )
+    plan = Plan.load(path)
+    if world_size not in (None, plan.world_size):
+        raise ConfigError(f"--world-size {world_size}, but {path} is a plan for {plan.world_size}; give one of the two")
+    if per_table:
+        raise ConfigError("--table-precision with --plan: precisions are part of a plan; give it to `recinfer plan`")
+    other = sorted({t.precision.value for t in plan.tables} - {precision.value.upper()} if precision else ())
+    if precision and other:
+        raise ConfigError(f"--precision {precision.value}, but {path} plans {', '.join(other).lower()}; plan again")
+    return plan

@@ -1,0 +1,52 @@
+"""The ``recinfer`` command: one verb for each stage of the pipeline, in its order."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from recinfer import __version__
+from recinfer.cli import demo, export, inspect, lookup, mar, plan, predict, serve, train, verify
+from recinfer.cli.console import set_debug, verb
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="recinfer",
+    help="From a recommendation model's checkpoint to a quantized, sharded, running service.",
+    epilog="Start with: recinfer demo",
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+# In the order of the pipeline, which is the order `recinfer --help` lists them in.
+for _module in (train, plan, export, inspect, verify, serve, lookup, predict, mar, demo):
+    app.command(name=_module.NAME, epilog=_module.EXAMPLE)(verb(_module.run))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"recinfer {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks (also: RECINFER_DEBUG=1).")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    set_debug(debug)
+
+
+def main() -> None:
+    """Run the command line; the ``recinfer`` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The choices, options and small parsers that several verbs share."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from recinfer.errors import ConfigError
+
+__all__ = [
+    "DataFormat",
+    "Device",
+    "ModelNameOption",
+    "ModelVersionOption",
+    "Precision",
+    "TargetOption",
+    "TimeoutOption",
+    "parse_pair",
+]
+
+
+class DataFormat(str, Enum):
+    """Formats of raw rows that recinfer.data reads."""
+
+    criteo = "criteo"
+    movielens = "movielens"
+    synthetic = "synthetic"
+
+
+class Device(str, Enum):
+    """Where shards live and lookups run."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Precision(str, Enum):
+    """Element types that tables are stored in."""
+
+    int8 = "int8"
+    int4 = "int4"
+    int2 = "int2"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+TargetOption = Annotated[str, typer.Option("--target", metavar="HOST:PORT", help="A running `recinfer serve`.")]
+ModelNameOption = Annotated[str, typer.Option("--model", help="Served model; empty is the server's default.")]
+ModelVersionOption = Annotated[str, typer.Option("--version", help="Its version; empty is the default one.")]
+TimeoutOption = Annotated[float, typer.Option(min=0.001, help="Seconds to wait for each answer.")]
+
+
+def parse_pair(text: str, option: str, expected: str, *, allow_empty: bool = False) -> tuple[str, str]:
+    """``NAME=VALUE`` in two; raises ConfigError naming the option."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and (value or allow_empty)):
+        raise ConfigError(f"{option} {text!r}: expected {expected}")
+    return name, value

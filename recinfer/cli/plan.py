@@ -1,0 +1,69 @@
+"""``recinfer plan``: a checkpoint's tables to a plan that says which rank holds which piece."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.models import (
+    CheckpointOption,
+    ModelOption,
+    TablePrecisionOption,
+    open_checkpoint,
+    parse_precisions,
+)
+from recinfer.cli.options import Device, Precision
+
+__all__ = ["EXAMPLE", "NAME", "run"]
+
+NAME = "plan"
+EXAMPLE = "Example: recinfer plan --checkpoint movielens.ckpt --world-size 2 --precision int8 --out plan.json"
+
+
+def run(
+    checkpoint: CheckpointOption,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks to place the tables on.")],
+    out: Annotated[Path, typer.Option("--out", help="Plan to write (JSON).")],
+    model: ModelOption = None,
+    device: Annotated[Device, typer.Option(help="Where the ranks compute.")] = Device.cpu,
+    hbm_gb: Annotated[float | None, typer.Option(min=0, help="Device memory of a rank, GiB.")] = None,
+    ddr_gb: Annotated[float | None, typer.Option(min=0, help="Host memory of a rank, GiB.")] = None,
+    precision: Annotated[Precision, typer.Option(help="Element type of the stored rows.")] = Precision.int8,
+    table_precision: TablePrecisionOption = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows a request, for the estimates.")] = 512,
+    as_json: JsonOption = False,
+) -> None:
+    """Decide which rank holds which piece of which table.
+
+    Needs no GPU and none of the weights: it looks at the shapes alone. The plan is data; `recinfer inspect` shows it.
+    """
+    from recinfer.distributed.planner.plan import plan_inference
+    from recinfer.distributed.planner.stats import format_plan
+    from recinfer.modules.embedding_configs import DataType
+
+    output = Output(as_json)
+    _, module = open_checkpoint(checkpoint, model)
+    plan = plan_inference(
+        module,
+        world_size=world_size,
+        compute_device=device.value,
+        precision=DataType.parse(precision.value),
+        per_table_precision=parse_precisions(table_precision),
+        hbm_gb=hbm_gb,
+        ddr_gb=ddr_gb,
+        batch_size=batch_size,
+    )
+    plan.save(out)
+    output.show(format_plan(plan), f"[green]wrote[/green] {out}  {plan.hash[:12]}")
+    output.finish(
+        {
+            "plan": str(out),
+            "plan_hash": plan.hash,
+            "world_size": plan.world_size,
+            "tables": len(plan.tables),
+            "estimates": plan.estimates,
+        }
+    )

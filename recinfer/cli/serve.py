@@ -1,0 +1,41 @@
+"""``recinfer serve``: an archive behind a gRPC port."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recinfer.cli.console import JsonOption, Output
+
+__all__ = ["EXAMPLE", "NAME", "run"]
+
+NAME = "serve"
+EXAMPLE = "Example: recinfer serve movielens.rqa --port 8500"
+
+
+def run(
+    archive: Annotated[Path, typer.Argument(help="Archive folder.", show_default=False)],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one and prints it.")] = 8500,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    preload: Annotated[bool, typer.Option("--preload", help="Read all pages before the first request.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve lookups and predictions of an archive over gRPC, with health and reflection.
+
+    Ctrl-C and SIGTERM finish the requests in flight and stop.
+    """
+    from recinfer.inference.predictor import load
+    from recinfer.serving.server import serve
+
+    output = Output(as_json)
+    predictor = load(archive, preload=preload)
+    manifest = predictor.manifest
+
+    def ready(bound: int) -> None:
+        output.show(f"[green]serving[/green] {manifest.name} {manifest.version} on {host}:{bound}  (Ctrl-C stops)")
+        output.finish({"model": manifest.name, "version": manifest.version, "host": host, "port": bound})
+
+    serve({manifest.name: predictor}, host=host, port=port, on_ready=ready)
+    output.note("stopped")

@@ -1,0 +1,32 @@
+"""``recinfer verify``: re-check every file of an archive and replay its golden requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
+
+__all__ = ["EXAMPLE", "NAME", "run"]
+
+NAME = "verify"
+EXAMPLE = "Example: recinfer verify movielens.rqa"
+
+
+def run(
+    archive: Annotated[Path, typer.Argument(help="Archive folder.", show_default=False)], as_json: JsonOption = False
+) -> None:
+    """Re-hash all files of an archive and replay the requests under check/.
+
+    Exit code 0: everything agrees. 1: the answers differ from the stored ones. 2: the archive is damaged.
+    """
+    from recinfer.inference.verify import verify
+
+    output = Output(as_json)
+    report = verify(archive)
+    output.show(report)
+    output.finish({"archive": str(archive), "ok": report.ok})
+    if not report.ok:
+        raise typer.Exit(EXIT_FAILED_CHECK)

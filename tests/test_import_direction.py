@@ -1,0 +1,157 @@
+"""Imports point one way: every import statement of the package is read, also those inside functions."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "recinfer"
+
+# A module belongs to the longest prefix it matches. A layer may import itself and what ALLOWED names, nothing else.
+BASE = {"errors", "env"}
+MODEL_CODE = BASE | {"sparse", "modules"}
+PLAN_CODE = MODEL_CODE | {"distributed.types", "distributed.embedding_types", "distributed.planner"}
+RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "env": {"errors"},
+    "sparse": BASE,
+    "modules": BASE | {"sparse"},
+    "data": BASE | {"sparse"},
+    "models": MODEL_CODE,
+    "distributed.types": MODEL_CODE,
+    "distributed.embedding_types": MODEL_CODE | {"distributed.types"},
+    "distributed.planner": MODEL_CODE | {"distributed.types", "distributed.embedding_types"},
+    "quant": MODEL_CODE,
+    "optim": MODEL_CODE,
+    "distributed": RUNTIME,
+    "checkpoint": RUNTIME | {"models", "data"},
+    "archive": RUNTIME | {"models", "data", "checkpoint"},
+    "inference": RUNTIME | {"models", "data", "checkpoint", "archive"},
+    "training": RUNTIME | {"models", "data", "checkpoint"},
+    "serving": RUNTIME | {"models", "data", "checkpoint", "archive", "inference"},
+    "cli": RUNTIME | {"models", "data", "checkpoint", "archive", "inference", "training", "serving"},
+}
+
+
+def modules() -> list[Path]:
+    return sorted(p for p in PACKAGE.rglob("*.py") if not p.name.endswith(("_pb2.py", "_pb2_grpc.py")))
+
+
+def dotted(path: Path) -> str:
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer(name: str) -> str:
+    """The longest layer that ``name`` (dotted, without ``recinfer.``) lies in; "" for the package itself."""
+    matching = [known for known in ALLOWED if name == known or name.startswith(known + ".")]
+    return max(matching, key=len, default="")
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """(line, dotted name without ``recinfer.``) of every import of our own, ``from x import submodule`` included."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; write the whole name"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found += [(node.lineno, n.partition(".")[2]) for n in names if n == "recinfer" or n.startswith("recinfer.")]
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=dotted)
+def test_imports_point_one_way(path: Path) -> None:
+    own = layer(dotted(path))
+    if not own:
+        pytest.skip("the package itself and __main__ are the way in: they may name any layer")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} ({own}) imports recinfer.{name}"
+        for line, name in imports(path)
+        if layer(name) not in ALLOWED[own] | {own, ""}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_layers_themselves_have_no_cycle() -> None:
+    """The table above may not allow what the design forbids: following it never leads back to the start."""
+
+    def reach(name: str, seen: frozenset[str]) -> None:
+        for below in ALLOWED[name]:
+            # `distributed` names its own parts: that its runtime uses its planner and not the reverse is checked above.
+            if below == name:
+                continue
+            assert below not in seen, f"{below} can be reached from itself through {name}"
+            reach(below, seen | {below})
+
+    for name in ALLOWED:
+        reach(name, frozenset({name}))
+
+
+def test_training_is_not_imported_by_what_serves() -> None:
+    assert not any("training" in ALLOWED[name] for name in ("archive", "inference", "serving"))
+
+
+def test_one_file_imports_the_tbe_classes() -> None:
+    using = [
+        str(path.relative_to(PACKAGE))
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fbgemm_gpu.split_table_batched")
+    ]
+    assert set(using) == {"quant/tbe.py"}
+
+
+def test_the_environment_is_read_in_one_file() -> None:
+    using = set()
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):
+                using.add(str(path.relative_to(PACKAGE)))
+    assert using <= {"env.py"}
+
+
+def test_every_module_opens_with_a_sentence() -> None:
+    without = [
+        str(p.relative_to(ROOT)) for p in modules() if not (ast.get_docstring(ast.parse(p.read_text())) or "").strip()
+    ]
+    assert not without, f"modules with no docstring: {without}"
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stdout.split())
+
+
+def test_importing_recinfer_is_light() -> None:
+    loaded = loaded_after("import recinfer")
+    assert not loaded & {"torch", "numpy", "grpc", "fbgemm_gpu", "onnxruntime", "typer"}
+
+
+def test_importing_the_command_line_is_light() -> None:
+    loaded = loaded_after("import recinfer.cli.main")
+    assert not loaded & {"torch", "numpy", "grpc", "fbgemm_gpu", "onnxruntime"}
+
+
+def test_planning_needs_no_kernels() -> None:
+    loaded = loaded_after("import recinfer.distributed.planner.plan, recinfer.distributed.planner.planners")
+    assert "fbgemm_gpu" not in loaded
+    assert "recinfer.quant" not in loaded
+
+
+def test_importing_starts_no_process_group_and_no_cuda() -> None:
+    code = (
+        "import recinfer.inference.predictor, recinfer.serving.server, torch\n"
+        "assert not torch.distributed.is_initialized()\n"
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
