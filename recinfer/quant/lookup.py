@@ -21,7 +21,7 @@ from recinfer.quant.packing import padded_dim
 from recinfer.quant.tbe import TableBatch, TableSlot, ids_in_range
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["ColumnPiece", "PooledLookup", "SequenceLookup", "embedding_names"]
+__all__ = ["ColumnPiece", "FeatureArranger", "PooledLookup", "SequenceLookup", "embedding_names"]
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,33 @@ def _checked_pieces(
     return ordered
 
 
-class _Arranger(nn.Module):
+class FeatureArranger(nn.Module):
     """Brings a KeyedJaggedTensor's features into a fixed order (repeats allowed), and checks ids.
 
     The permutation for each order of keys that is met is computed once.
+
+    Args:
+        features: names in the order wanted; a repeated name reads its ids again.
+        rows: of each feature's table.
+        device: of the ids.
     """
 
-    def __init__(self, features: Sequence[str], rows: Sequence[int], weighted: bool, device: torch.device) -> None:
+    def __init__(self, features: Sequence[str], rows: Sequence[int], device: torch.device) -> None:
         super().__init__()
         self.features = list(features)
         self.rows = list(rows)
-        self.weighted = weighted
         self._orders: dict[tuple[str, ...], list[int]] = {}
         self.register_buffer("_rows", torch.tensor(self.rows, dtype=torch.int64, device=device), persistent=False)
         self.register_buffer("_warning", torch.zeros(1, dtype=torch.int64, device=device), persistent=False)
 
+    @classmethod
+    def of_tables(cls, configs: Sequence[BaseEmbeddingConfig]) -> FeatureArranger:
+        """Module order, every feature once, ids on CPU: for those who look up rank by rank."""
+        features = [f for c in configs for f in c.feature_names]
+        return cls(features, [c.num_embeddings for c in configs for _ in c.feature_names], torch.device("cpu"))
+
     def arrange(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """``features`` in this order; raises InputError naming what is missing."""
         keys = features.keys()
         if keys == self.features:
             return features
@@ -92,9 +103,9 @@ class _Arranger(nn.Module):
         return features.permute(order)
 
     def check(self, arranged: KeyedJaggedTensor) -> None:
-        """Refuse out-of-range ids, naming the first; arranged must be in this order."""
+        """Refuse out-of-range ids, naming the first; ``arranged`` must be in this order. Meta tensors hold none."""
         values, offsets = arranged.values(), arranged.offsets()
-        if not ids_in_range(self._rows, values, offsets, self._warning):
+        if values.device.type != "meta" and not ids_in_range(self._rows, values, offsets, self._warning):
             self._refuse(arranged)
 
     def _refuse(self, arranged: KeyedJaggedTensor) -> None:
@@ -184,10 +195,9 @@ class PooledLookup(nn.Module):
             slots, feature_slots, op_pooling, buffer, row_alignment=row_alignment, output_dtype=output_dtype
         )
         rows = [slots[i].rows for i in feature_slots]
-        self.arranger = _Arranger(feature_names, rows, is_weighted, buffer.device)
-        self._real_columns: Tensor | None = None
-        if len(columns) != column:
-            self.register_buffer("_real_columns", torch.tensor(columns, device=buffer.device), persistent=False)
+        self.arranger = FeatureArranger(feature_names, rows, buffer.device)
+        real = None if len(columns) == column else torch.tensor(columns, device=buffer.device)
+        self.register_buffer("_real_columns", real, persistent=False)
         self._mean_runs = _mean_runs(configs, pieces) if mixed else []
 
     def forward(self, features: KeyedJaggedTensor, *, check: bool = True) -> KeyedTensor:
@@ -255,13 +265,15 @@ class SequenceLookup(nn.Module):
         *,
         row_alignment: int = 1,
         output_dtype: torch.dtype = torch.float32,
+        need_indices: bool = False,
     ) -> None:
         super().__init__()
+        self.need_indices = need_indices
         self.names = embedding_names(configs)
         self.dims = [c.embedding_dim for c in configs for _ in c.feature_names]
         features = [f for c in configs for f in c.feature_names]
         rows = [c.num_embeddings for c in configs for _ in c.feature_names]
-        self.arranger = _Arranger(features, rows, False, buffer.device)
+        self.arranger = FeatureArranger(features, rows, buffer.device)
         groups: dict[int, tuple[list[TableSlot], list[int], list[int]]] = {}
         # For every feature its (group, place in the group, real width) pieces, left to right.
         self._parts: list[list[tuple[int, int, int]]] = []
@@ -299,6 +311,7 @@ class SequenceLookup(nn.Module):
             part = arranged if members is None else arranged.permute(members)
             outputs.append((batch(part.values(), part.offsets()), part.offset_per_key()))
         lengths_FB = arranged.lengths().view(len(self.arranger.features), -1)
+        starts_F = arranged.offset_per_key()
         result = {}
         for i, (name, parts) in enumerate(zip(self.names, self._parts)):
             columns = []
@@ -306,5 +319,6 @@ class SequenceLookup(nn.Module):
                 values, starts = outputs[group]
                 columns.append(values[starts[place] : starts[place + 1], :width])
             joined = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-            result[name] = JaggedTensor(values=joined, lengths=lengths_FB[i])
+            ids = arranged.values()[starts_F[i] : starts_F[i + 1]] if self.need_indices else None
+            result[name] = JaggedTensor(values=joined, lengths=lengths_FB[i], weights=ids)
         return result

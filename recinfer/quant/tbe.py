@@ -240,6 +240,7 @@ def ids_in_range(rows_per_feature: Tensor, indices: Tensor, offsets: Tensor, war
     if indices.numel() == 0:
         return True
     if indices.device.type != "cpu":
+        rows_per_feature = rows_per_feature.to(indices.device)
         batch = max(1, (offsets.numel() - 1) // rows_per_feature.numel())
         per_feature = offsets[batch::batch] - offsets[:-1:batch]
         limits = torch.repeat_interleave(rows_per_feature, per_feature, output_size=indices.numel())

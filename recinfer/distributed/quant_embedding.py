@@ -1,0 +1,214 @@
+"""Sharded quantized EmbeddingCollection (unpooled) over the ranks of one process, and its sharder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recinfer.distributed.embedding_types import BaseQuantEmbeddingSharder, ListOfKJTList
+from recinfer.distributed.quant_layout import PackedShard, fused_pieces
+from recinfer.distributed.quant_state import (
+    PackedSource,
+    ShardedQuantState,
+    rank_devices,
+    shards_of_plan,
+    source_of_buffer,
+    source_of_module,
+    table_plans,
+)
+from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardingEnv
+from recinfer.modules.embedding_configs import EmbeddingConfig
+from recinfer.quant.embedding_modules import EmbeddingCollection
+from recinfer.quant.lookup import ColumnPiece, FeatureArranger, SequenceLookup, embedding_names
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+__all__ = ["QuantEmbeddingCollectionSharder", "ShardedQuantEmbeddingCollection"]
+
+
+class ShardedQuantEmbeddingCollection(ShardedQuantState):
+    """A quantized EmbeddingCollection whose tables are cut over the ranks of one process.
+
+    Args as :class:`recinfer.distributed.quant_embeddingbag.ShardedQuantEmbeddingBagCollection`.
+    ``forward(features) -> dict[str, JaggedTensor]`` in module order, equal bit for bit to the unsharded module.
+    """
+
+    _pooled = False
+
+    def __init__(
+        self,
+        module: EmbeddingCollection,
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        *,
+        fused: bool | None = None,
+    ) -> None:
+        configs = module.embedding_configs()
+        plans = table_plans(configs, table_name_to_parameter_sharding, env)
+        devices = rank_devices(table_name_to_parameter_sharding, env)
+        pieces = None
+        if fused is not False and all(d.type in ("cpu", "meta") for d in [*devices.values(), module.device]):
+            pieces = {c.name: (ColumnPiece(0, c.embedding_dim, module.table_offsets[c.name]),) for c in configs}
+        self._setup(
+            configs,
+            table_name_to_parameter_sharding,
+            source_of_module(module, shards_of_plan(plans)),
+            pieces,
+            module.buffer,
+            module.row_alignment,
+            module.need_indices(),
+            module.output_dtype(),
+            devices,
+            device,
+        )
+
+    def _setup(
+        self,
+        configs: Sequence[EmbeddingConfig],
+        params: Mapping[str, ParameterSharding],
+        source: PackedSource,
+        pieces: Mapping[str, Sequence[ColumnPiece]] | None,
+        buffer: Tensor,
+        row_alignment: int,
+        need_indices: bool,
+        output_dtype: torch.dtype,
+        devices: Mapping[int, torch.device],
+        device: torch.device | None,
+    ) -> None:
+        lookup = None
+        if pieces is not None:
+            lookup = SequenceLookup(
+                configs,
+                pieces,
+                buffer,
+                row_alignment=row_alignment,
+                output_dtype=output_dtype,
+                need_indices=need_indices,
+            )
+        target = torch.device(device) if device is not None else devices[min(devices)]
+        super().__init__(configs, params, source, lookup, devices, target)
+        self._need_indices = need_indices
+        self._output_dtype = output_dtype
+        self._names = embedding_names(configs)
+        self._dims = [c.embedding_dim for c in configs for _ in c.feature_names]
+        self._arranger = FeatureArranger.of_tables(configs)
+
+    @classmethod
+    def from_packed(
+        cls,
+        tables: Sequence[EmbeddingConfig],
+        shards: Sequence[PackedShard],
+        buffer: Tensor,
+        *,
+        need_indices: bool = False,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+        output_dtype: torch.dtype = torch.float32,
+        fused: bool | None = None,
+    ) -> ShardedQuantEmbeddingCollection:
+        """Build it over packed shards that lie in ``buffer`` (an archive's mapping), with no copy on CPU."""
+        source = source_of_buffer(tables, shards, buffer)
+        kind = torch.device(device).type
+        devices = {r: torch.device("cpu") if kind == "cpu" else torch.device(kind, r) for r in range(world_size)}
+        pieces = fused_pieces(tables, shards) if kind == "cpu" and fused is not False else None
+        self = cls.__new__(cls)
+        self._setup(tables, {}, source, pieces, buffer, 1, need_indices, output_dtype, devices, None)
+        return self
+
+    def _arrange(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        arranged = self._arranger.arrange(features)
+        self._arranger.check(arranged)
+        return arranged
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:  # type: ignore[override]
+        """One vector per id of every feature."""
+        if self._fused is not None:
+            return self._fused(features)
+        ctx = self.create_context()
+        return self.compute_and_output_dist(ctx, self.input_dist(ctx, features))
+
+    def compute(self, ctx: NullShardedModuleContext, dist_input: ListOfKJTList) -> list[list[Tensor]]:
+        """Each rank's rows, on its device: one tensor per (feature, shard) pair."""
+        return [
+            [] if given is None else layout.sequences(given)
+            for layout, given in zip(self._build_ranks(), self._rank_inputs(ctx, dist_input))
+        ]
+
+    def output_dist(  # type: ignore[override]
+        self, ctx: NullShardedModuleContext, output: list[list[Tensor]]
+    ) -> dict[str, JaggedTensor]:
+        """Put every piece where its ids and columns stand."""
+        arranged: KeyedJaggedTensor = ctx.arranged  # type: ignore[attr-defined]
+        edges = arranged.offset_per_key()
+        device = self._output_device
+        rows = [
+            torch.zeros((edges[i + 1] - edges[i], dim), device=device, dtype=self._output_dtype)
+            for i, dim in enumerate(self._dims)
+        ]
+        for layout, rank_input, parts in zip(self._build_ranks(), ctx.inputs, output):  # type: ignore[attr-defined]
+            if rank_input is None:
+                continue
+            kept = rank_input.features.offset_per_key()
+            expanded = 0  # where this pair's ids start among the rank's expanded ids
+            for pair, part in enumerate(parts):
+                feature, shard = layout.order[pair], layout.shards[pair]
+                target = rows[feature][:, shard.col_start : shard.col_stop]
+                values = part.to(device=device, dtype=self._output_dtype)
+                if rank_input.positions is None:
+                    target.copy_(values)
+                else:
+                    at = rank_input.positions[kept[pair] : kept[pair + 1]].to(device) - expanded
+                    target.index_copy_(0, at, values)
+                expanded += edges[feature + 1] - edges[feature]
+        lengths_FB = arranged.lengths().view(len(self._dims), -1).to(device)
+        ids = arranged.values().to(device)
+        return {
+            name: JaggedTensor(
+                values=rows[i],
+                lengths=lengths_FB[i],
+                weights=ids[edges[i] : edges[i + 1]] if self._need_indices else None,
+            )
+            for i, name in enumerate(self._names)
+        }
+
+    def compute_and_output_dist(  # type: ignore[override]
+        self, ctx: NullShardedModuleContext, input: ListOfKJTList
+    ) -> dict[str, JaggedTensor]:
+        """Both steps."""
+        return self.output_dist(ctx, self.compute(ctx, input))
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The tables, with their packed precision."""
+        return self._configs
+
+    def need_indices(self) -> bool:
+        """Whether outputs carry their ids."""
+        return self._need_indices
+
+    def output_dtype(self) -> torch.dtype:
+        """Element type of the looked-up vectors."""
+        return self._output_dtype
+
+
+class QuantEmbeddingCollectionSharder(BaseQuantEmbeddingSharder[EmbeddingCollection]):
+    """Shards :class:`recinfer.quant.embedding_modules.EmbeddingCollection` by a plan."""
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedQuantEmbeddingCollection:
+        """The sharded module, holding its weights."""
+        return ShardedQuantEmbeddingCollection(module, params, env, self.fused_params, device)
+
+    @property
+    def module_type(self) -> type[EmbeddingCollection]:
+        """What it shards."""
+        return EmbeddingCollection

@@ -1,0 +1,292 @@
+"""Where packed shards lie, and the steps every sharding shares: expand features to shards, look up, combine.
+
+A shard is a rectangle of a table on a rank. Table-, column- and row-wise differ only in which rectangles exist, so one
+layout runs them all:
+
+- :func:`fused_pieces` merges the rectangles back into whole column pieces when their rows are neighbours in memory:
+  on one CPU host all ranks are then one op call, with nothing to bucketize, copy or sum.
+- :class:`RankLayout` is the general path, one rank a device: it picks the rank's features, keeps the ids that fall into
+  its rows, looks up, and says which output columns its results belong to.
+
+Shape suffixes: F features, B batch, N ids, D columns, P packed bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recinfer.errors import ConfigError
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
+from recinfer.quant.lookup import ColumnPiece
+from recinfer.quant.packing import padded_dim, row_bytes
+from recinfer.quant.tbe import TableBatch, TableSlot
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["PackedShard", "RankInput", "RankLayout", "fused_pieces", "place_shards", "shard_name"]
+
+_SLACK_BYTES = 64  # vectorised kernels may read past the last row
+_ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class PackedShard:
+    """Rows ``row_start:row_stop``, columns ``col_start:col_stop`` of a table, packed, on a rank.
+
+    ``offset`` is the byte offset of its first row in the buffer it comes with; its rows follow one another, each of
+    ``row_bytes(columns, precision, row_alignment)`` bytes.
+    """
+
+    table: str
+    row_start: int
+    row_stop: int
+    col_start: int
+    col_stop: int
+    rank: int
+    offset: int
+
+    @property
+    def rows(self) -> int:
+        """Height."""
+        return self.row_stop - self.row_start
+
+    @property
+    def cols(self) -> int:
+        """Width."""
+        return self.col_stop - self.col_start
+
+
+def shard_name(shard: PackedShard) -> str:
+    """``table[rows, columns]@rank``, for messages."""
+    span = f"{shard.row_start}:{shard.row_stop}, {shard.col_start}:{shard.col_stop}"
+    return f"{shard.table}[{span}]@{shard.rank}"
+
+
+def fused_pieces(
+    configs: Sequence[BaseEmbeddingConfig], shards: Sequence[PackedShard], row_alignment: int = 1
+) -> dict[str, tuple[ColumnPiece, ...]] | None:
+    """Whole column pieces of every table, when the row pieces of each are neighbours in the buffer; else None.
+
+    Raises:
+        ConfigError: the shards of a table do not cover it exactly once.
+    """
+    pieces: dict[str, tuple[ColumnPiece, ...]] = {}
+    for config in configs:
+        spans: dict[tuple[int, int], list[PackedShard]] = {}
+        for shard in shards:
+            if shard.table == config.name:
+                spans.setdefault((shard.col_start, shard.col_stop), []).append(shard)
+        merged = []
+        for (start, stop), parts in sorted(spans.items()):
+            parts.sort(key=lambda part: part.row_start)
+            width = row_bytes(stop - start, config.data_type, row_alignment)
+            edges = [0, *(part.row_stop for part in parts)]
+            if [part.row_start for part in parts] != edges[:-1] or edges[-1] != config.num_embeddings:
+                got = "; ".join(map(shard_name, parts))
+                raise ConfigError(f"table {config.name!r}: shards {got} do not cover its {config.num_embeddings} rows")
+            if any(part.offset != parts[0].offset + part.row_start * width for part in parts):
+                return None
+            merged.append(ColumnPiece(start, stop, parts[0].offset))
+        pieces[config.name] = tuple(merged)
+    return pieces
+
+
+def place_shards(
+    configs: Sequence[BaseEmbeddingConfig],
+    shards: Sequence[PackedShard],
+    rows_of: Callable[[PackedShard], Tensor],
+    device: torch.device,
+    row_alignment: int,
+) -> tuple[Tensor, list[PackedShard]]:
+    """Copy shards into a buffer of their own on ``device``, re-padding rows to ``row_alignment``.
+
+    Args:
+        rows_of: gives a shard's packed rows, uint8 [rows, >= row_bytes at alignment 1], on CPU.
+
+    Returns:
+        the buffer (uint8, 1-D) and the shards with their offsets in it.
+    """
+    types = {config.name: config.data_type for config in configs}
+    placed, size = [], 0
+    for shard in shards:
+        placed.append(PackedShard(**{**shard.__dict__, "offset": size}))
+        num_bytes = shard.rows * row_bytes(shard.cols, types[shard.table], row_alignment)
+        size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    buffer = torch.zeros(size + _SLACK_BYTES, dtype=torch.uint8, device=device)
+    for shard, spot in zip(shards, placed):
+        packed_RP = rows_of(shard)
+        need = row_bytes(shard.cols, types[shard.table])
+        width = row_bytes(shard.cols, types[shard.table], row_alignment)
+        view = buffer[spot.offset : spot.offset + shard.rows * width].view(-1, width)
+        view[:, :need].copy_(packed_RP[:, :need])
+    return buffer, placed
+
+
+@dataclass
+class RankInput:
+    """What one rank looks up: its features' ids, rebased to its rows.
+
+    Attributes:
+        features: the rank's (feature, shard) pairs as keys, in :attr:`RankLayout.names` order.
+        positions: for row shards, int64 [n]: where each kept id stood among the expanded ids; None when all were kept.
+    """
+
+    features: KeyedJaggedTensor
+    positions: Tensor | None
+
+
+class RankLayout:
+    """One rank's shards as one or more op calls, and how its outputs join the whole.
+
+    Args:
+        configs: all tables in module order.
+        shards: this rank's shards, offsets into ``buffer``.
+        buffer: packed rows on this rank's device.
+        pooled: bags (always summed here; MEAN is divided once, after all ranks are summed) or one row per id.
+        row_alignment: of the rows in ``buffer``.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[BaseEmbeddingConfig],
+        shards: Sequence[PackedShard],
+        buffer: Tensor,
+        *,
+        pooled: bool,
+        row_alignment: int,
+    ) -> None:
+        self.device = buffer.device
+        self.order: list[int] = []  # of the module's features, one an (feature, shard) pair
+        self.shards: list[PackedShard] = []
+        names: list[str] = []
+        slots: list[TableSlot] = []
+        feature_slots: list[int] = []
+        by_table: dict[str, list[PackedShard]] = {}
+        for shard in shards:
+            by_table.setdefault(shard.table, []).append(shard)
+        feature_index = 0
+        columns: list[int] = []  # the module's output columns of this rank's real columns
+        real: list[int] = []  # this rank's op columns that are real
+        op_column = column = 0
+        for config in configs:
+            first = len(slots)
+            mine = sorted(by_table.get(config.name, ()), key=lambda s: (s.col_start, s.row_start))
+            slots += [TableSlot(config.name, s.rows, s.cols, config.data_type, s.offset) for s in mine]
+            for feature in config.feature_names:
+                for k, shard in enumerate(mine):
+                    self.order.append(feature_index)
+                    self.shards.append(shard)
+                    names.append(feature)
+                    feature_slots.append(first + k)
+                    columns += range(column + shard.col_start, column + shard.col_stop)
+                    real += range(op_column, op_column + shard.cols)
+                    op_column += padded_dim(shard.cols, config.data_type)
+                feature_index += 1
+                column += config.embedding_dim
+        self.names = names
+        rows = {config.name: config.num_embeddings for config in configs}
+        self.cuts_rows = any(s.rows != rows[s.table] for s in self.shards)
+        self._starts = torch.tensor([s.row_start for s in self.shards], device=self.device)
+        self._stops = torch.tensor([s.row_stop for s in self.shards], device=self.device)
+        self.columns = torch.tensor(columns, dtype=torch.int64, device=self.device)
+        self._real = None if len(real) == op_column else torch.tensor(real, dtype=torch.int64, device=self.device)
+        self.batches: list[TableBatch] = []
+        # Unpooled batches must have one width each: (members among this rank's features, batch).
+        self._members: list[list[int] | None] = []
+        if pooled:
+            self._add_batch(slots, feature_slots, PoolingType.SUM, buffer, row_alignment, None)
+        else:
+            widths = [padded_dim(slots[i].dim, slots[i].data_type) for i in feature_slots]
+            for width in dict.fromkeys(widths):
+                members = [i for i, w in enumerate(widths) if w == width]
+                chosen = sorted({feature_slots[i] for i in members})
+                remapped = [chosen.index(feature_slots[i]) for i in members]
+                whole = None if len(members) == len(widths) else members
+                self._add_batch([slots[i] for i in chosen], remapped, PoolingType.NONE, buffer, row_alignment, whole)
+
+    def _add_batch(
+        self,
+        slots: list[TableSlot],
+        feature_slots: list[int],
+        pooling: PoolingType,
+        buffer: Tensor,
+        row_alignment: int,
+        members: list[int] | None,
+    ) -> None:
+        if slots:
+            self.batches.append(TableBatch(slots, feature_slots, pooling, buffer, row_alignment=row_alignment))
+            self._members.append(members)
+
+    def dist(self, arranged: KeyedJaggedTensor) -> RankInput | None:
+        """This rank's ids from the module's (features in module order, all ids in range); None when it has no shard."""
+        if not self.order:
+            return None
+        mine = arranged.permute(self.order).to(self.device, non_blocking=True)
+        if not self.cuts_rows:
+            return RankInput(mine, None)
+        values_N, offsets = mine.values(), mine.offsets()
+        batch = mine.stride()
+        starts_F = offsets[: len(self.order) * batch + 1 : max(batch, 1)]
+        lengths_F = starts_F[1:] - starts_F[:-1] if batch else torch.zeros_like(self._starts)
+        start_N = torch.repeat_interleave(self._starts, lengths_F, output_size=values_N.numel())
+        stop_N = torch.repeat_interleave(self._stops, lengths_F, output_size=values_N.numel())
+        keep_N = (values_N >= start_N) & (values_N < stop_N)
+        kept_before = torch.nn.functional.pad(keep_N.cumsum(0), (1, 0))
+        new_offsets = kept_before[offsets.long()]
+        positions = keep_N.nonzero().squeeze(1)
+        weights = mine.weights_or_none()
+        rebased = KeyedJaggedTensor.from_parts_unchecked(
+            keys=list(mine.keys()),
+            values=(values_N - start_N.to(values_N.dtype))[positions],
+            lengths=new_offsets[1:] - new_offsets[:-1],
+            offsets=new_offsets,
+            weights=None if weights is None else weights[positions],
+            stride=batch,
+        )
+        return RankInput(rebased, positions)
+
+    def pooled(self, rank_input: RankInput, is_weighted: bool) -> Tensor:
+        """Sums over this rank's ids, float32 [B, real columns of this rank]."""
+        features = rank_input.features
+        weights = features.weights() if is_weighted else None
+        out_BD = self.batches[0](features.values(), features.offsets(), weights)
+        return out_BD if self._real is None else out_BD.index_select(1, self._real)
+
+    def sequences(self, rank_input: RankInput) -> list[Tensor]:
+        """Rows of every (feature, shard) pair, float32 [ids kept, cols]."""
+        features = rank_input.features
+        out: list[Tensor | None] = [None] * len(self.order)
+        for batch, members in zip(self.batches, self._members):
+            part = features if members is None else features.permute(members)
+            rows = batch(part.values(), part.offsets())
+            edges = part.offset_per_key()
+            for place, i in enumerate(members if members is not None else range(len(self.order))):
+                out[i] = rows[edges[place] : edges[place + 1], : self.shards[i].cols]
+        return [rows for rows in out if rows is not None]
+
+
+def mean_columns(configs: Sequence[BaseEmbeddingConfig]) -> list[tuple[int, int, int]]:
+    """(feature index, first column, last column + 1) of every MEAN feature, in module order."""
+    spans, feature, column = [], 0, 0
+    for config in configs:
+        for _ in config.feature_names:
+            if getattr(config, "pooling", None) is PoolingType.MEAN:
+                spans.append((feature, column, column + config.embedding_dim))
+            feature += 1
+            column += config.embedding_dim
+    return spans
+
+
+def check_devices(ranks: Sequence[int], devices: Mapping[int, torch.device]) -> None:
+    """Refuse a plan that asks for GPUs this machine does not have."""
+    have = torch.cuda.device_count()
+    for rank in ranks:
+        device = devices[rank]
+        if device.type == "cuda" and (device.index or 0) >= have:
+            raise ConfigError(
+                f"rank {rank} is planned on {device}, but this machine has {have} CUDA devices; "
+                "plan for that many ranks, or for compute_device='cpu'"
+            )

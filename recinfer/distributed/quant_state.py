@@ -1,0 +1,268 @@
+"""What sharded quantized collections share: where their rows are, the fused call, the ranks, the registered TBEs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recinfer.distributed.embedding_types import (
+    EmbeddingComputeKernel,
+    GroupedEmbeddingConfig,
+    KJTList,
+    ListOfKJTList,
+    ShardedEmbeddingTable,
+)
+from recinfer.distributed.planner.plan import ShardRect, TablePlan
+from recinfer.distributed.quant_layout import PackedShard, RankInput, RankLayout, check_devices, place_shards
+from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardedModule, ShardingEnv
+from recinfer.errors import ConfigError, NotFoundError
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
+from recinfer.quant.embedding_modules import row_alignment_for
+from recinfer.quant.packing import row_bytes, slice_packed_columns
+from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["PackedSource", "ShardedQuantState", "shards_of_plan", "source_of_module"]
+
+
+@dataclass(frozen=True)
+class PackedSource:
+    """Packed shards and where their bytes are.
+
+    Attributes:
+        shards: every shard of every rank. ``offset`` counts only when ``buffer`` holds the shards themselves.
+        rows_of: a shard's packed rows, uint8 [rows, row_bytes at alignment 1] on CPU.
+        buffer: the uint8 buffer (row alignment 1, CPU) that holds the shards at their offsets, or None when the shards
+            are cut from whole tables on demand.
+    """
+
+    shards: tuple[PackedShard, ...]
+    rows_of: Callable[[PackedShard], Tensor]
+    buffer: Tensor | None
+
+
+def source_of_buffer(
+    configs: Sequence[BaseEmbeddingConfig], shards: Sequence[PackedShard], buffer: Tensor
+) -> PackedSource:
+    """Shards that lie in ``buffer`` (an archive's mapping)."""
+    types = {config.name: config.data_type for config in configs}
+    unknown = sorted({s.table for s in shards} - types.keys())
+    if unknown:
+        raise NotFoundError(f"shards of unknown tables {', '.join(unknown)}; there are: {', '.join(sorted(types))}")
+
+    def rows_of(shard: PackedShard) -> Tensor:
+        width = row_bytes(shard.cols, types[shard.table])
+        return buffer[shard.offset : shard.offset + shard.rows * width].view(shard.rows, width)
+
+    return PackedSource(tuple(shards), rows_of, buffer)
+
+
+def shards_of_plan(tables: Sequence[TablePlan]) -> list[PackedShard]:
+    """The rectangles of a plan's tables, rank by rank inside a table; offsets are not known yet (0)."""
+
+    def shard(table: TablePlan, rect: ShardRect) -> PackedShard:
+        return PackedShard(table.table, rect.row_start, rect.row_stop, rect.col_start, rect.col_stop, rect.rank, 0)
+
+    return [shard(table, rect) for table in tables for rect in table.shards]
+
+
+def source_of_module(module: nn.Module, shards: Sequence[PackedShard]) -> PackedSource:
+    """Shards cut from a quantized collection of ours, whose scales and biases come from whole rows."""
+    configs = {c.name: c for c in _configs_of(module)}
+
+    def rows_of(shard: PackedShard) -> Tensor:
+        config = configs[shard.table]
+        rows = module.packed_table(shard.table)[shard.row_start : shard.row_stop].cpu()
+        return slice_packed_columns(rows, config.embedding_dim, config.data_type, shard.col_start, shard.col_stop)
+
+    return PackedSource(tuple(shards), rows_of, None)
+
+
+def _configs_of(module: nn.Module) -> list[BaseEmbeddingConfig]:
+    pooled = hasattr(module, "embedding_bag_configs")
+    return list(module.embedding_bag_configs() if pooled else module.embedding_configs())
+
+
+class ShardedQuantState(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, NullShardedModuleContext]):
+    """Base of the sharded quantized collections.
+
+    Args:
+        configs: tables in module order, ``data_type`` the packed precision.
+        plans: sharding of each table, for introspection; may be empty.
+        source: the packed shards.
+        fused_lookup: one lookup over all ranks' shards when they share this host's memory, else None.
+        devices: rank -> device.
+        output_device: where outputs are wanted.
+
+    With a fused lookup, forward is that one call; the ranks' own lookups are built when someone asks for them
+    (``tbes_configs``, ``input_dist``). Without one they are built here, on their devices.
+    """
+
+    _pooled: bool
+
+    def __init__(
+        self,
+        configs: Sequence[BaseEmbeddingConfig],
+        plans: Mapping[str, ParameterSharding],
+        source: PackedSource,
+        fused_lookup: nn.Module | None,
+        devices: Mapping[int, torch.device],
+        output_device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._configs = list(configs)
+        self._plans = dict(plans)
+        self._source = source
+        self._devices = dict(devices)
+        self._output_device = output_device
+        # Kept out of the module tree: buffers are shared with an archive's mapping or with the unsharded module.
+        self.__dict__["_fused"] = fused_lookup
+        self.__dict__["_layouts"] = None
+        if fused_lookup is None:
+            self._build_ranks()
+
+    # ---------------------------------------------------------------- ranks
+
+    def _build_ranks(self) -> list[RankLayout]:
+        if self._layouts is not None:
+            return self._layouts
+        ranks = sorted(self._devices)
+        check_devices(ranks, self._devices)
+        layouts = []
+        for rank in ranks:
+            device = self._devices[rank]
+            mine: Sequence[PackedShard] = [s for s in self._source.shards if s.rank == rank]
+            alignment = row_alignment_for(device)
+            if self._source.buffer is not None and device.type == "cpu":
+                buffer = self._source.buffer
+            else:
+                buffer, mine = place_shards(self._configs, mine, self._source.rows_of, device, alignment)
+            layouts.append(RankLayout(self._configs, mine, buffer, pooled=self._pooled, row_alignment=alignment))
+        self.__dict__["_layouts"] = layouts
+        return layouts
+
+    def create_context(self) -> NullShardedModuleContext:
+        """Nothing is carried between the steps."""
+        return NullShardedModuleContext()
+
+    def input_dist(self, ctx: NullShardedModuleContext, features: KeyedJaggedTensor) -> ListOfKJTList:  # type: ignore[override]
+        """Check and arrange ids, then give every rank its own (rebased to its rows).
+
+        Returns:
+            one KJTList per rank that holds shards. Row shards keep only their ids; their positions stay with this
+            module's context.
+        """
+        arranged = self._arrange(features)
+        inputs = [layout.dist(arranged) for layout in self._build_ranks()]
+        ctx.arranged = arranged  # type: ignore[attr-defined]
+        ctx.inputs = inputs  # type: ignore[attr-defined]
+        return ListOfKJTList([KJTList([i.features] if i is not None else []) for i in inputs])
+
+    def _rank_inputs(self, ctx: Any, dist_input: ListOfKJTList) -> list[RankInput | None]:
+        """The context's inputs with the features that the caller hands on (it may have moved or replaced them)."""
+        return [
+            None if known is None else RankInput(given[0], known.positions)
+            for known, given in zip(ctx.inputs, dist_input, strict=True)
+        ]
+
+    def _arrange(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        raise AssertionError("each collection arranges its own features")
+
+    def check_ids(self, features: KeyedJaggedTensor) -> None:
+        """Refuse missing features and out-of-range ids.
+
+        Raises:
+            InputError: naming the feature, the sample, the id and the table's rows.
+        """
+        self._arrange(features)
+
+    # ---------------------------------------------------------------- introspection
+
+    @property
+    def fused(self) -> bool:
+        """Whether forward is one call over all ranks' shards in this host's memory."""
+        return self._fused is not None
+
+    @property
+    def shards(self) -> tuple[PackedShard, ...]:
+        """Every shard of every rank."""
+        return self._source.shards
+
+    def sharding_plan(self) -> dict[str, ParameterSharding]:
+        """The plan it was built with, table by table (empty when built from packed shards)."""
+        return dict(self._plans)
+
+    @property
+    def shardings(self) -> dict[str, list[str]]:
+        """Sharding type -> the tables sharded so."""
+        types: dict[str, list[str]] = {}
+        for table, plan in self._plans.items():
+            types.setdefault(plan.sharding_type, []).append(table)
+        return types
+
+    def tbes_configs(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
+        """Every rank's TBE module and the shards it looks up, for registration."""
+        configs = {c.name: c for c in self._configs}
+        result = {}
+        for layout in self._build_ranks():
+            for batch in layout.batches:
+                tables = []
+                seen: set[PackedShard] = set()
+                for shard in layout.shards:
+                    if shard not in seen:
+                        seen.add(shard)
+                        tables.append(_sharded_table(configs[shard.table], shard))
+                result[batch.fbgemm_module()] = GroupedEmbeddingConfig(
+                    data_type=batch.slots[0].data_type,
+                    pooling=batch.pooling,
+                    is_weighted=bool(getattr(self, "_is_weighted", False)),
+                    has_feature_processor=False,
+                    compute_kernel=EmbeddingComputeKernel.QUANT,
+                    embedding_tables=tables,
+                )
+        return result
+
+    def get_tbes_to_register(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
+        """The same as :meth:`tbes_configs`; the name that TorchRec's registration looks for."""
+        return self.tbes_configs()
+
+
+def _sharded_table(config: BaseEmbeddingConfig, shard: PackedShard) -> ShardedEmbeddingTable:
+    return ShardedEmbeddingTable(
+        num_embeddings=config.num_embeddings,
+        embedding_dim=config.embedding_dim,
+        name=config.name,
+        data_type=config.data_type,
+        feature_names=list(config.feature_names),
+        pooling=getattr(config, "pooling", PoolingType.NONE),
+        local_rows=shard.rows,
+        local_cols=shard.cols,
+        compute_kernel=EmbeddingComputeKernel.QUANT,
+        embedding_names=list(config.feature_names),
+    )
+
+
+def table_plans(
+    configs: Sequence[BaseEmbeddingConfig], params: Mapping[str, ParameterSharding], env: ShardingEnv
+) -> list[TablePlan]:
+    """The checked rectangles of every table of a module."""
+    from recinfer.distributed.planner.plan import table_plan
+
+    missing = [c.name for c in configs if c.name not in params]
+    if missing:
+        raise ConfigError(f"tables {', '.join(missing)} have no sharding; the plan has: {', '.join(sorted(params))}")
+    return [table_plan("", c, params[c.name], c.data_type, env.world_size) for c in configs]
+
+
+def rank_devices(params: Mapping[str, ParameterSharding], env: ShardingEnv) -> dict[int, torch.device]:
+    """Rank -> device, read from the shards' placements; CPU where a placement names none."""
+    devices = {rank: torch.device("cpu") for rank in range(env.world_size)}
+    for sharding in params.values():
+        for piece in getattr(sharding.sharding_spec, "shards", []):
+            if piece.placement is not None and piece.placement.device() is not None:
+                devices[piece.placement.rank()] = piece.placement.device()
+    return devices
