@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recinfer.cli.console import JsonOption, Output
-from recinfer.cli.options import ModelNameOption, ModelVersionOption, TargetOption, TimeoutOption, parse_pair
+from recinfer.cli.options import (
+    ModelNameOption,
+    ModelVersionOption,
+    TargetOption,
+    TimeoutOption,
+    WaitOption,
+    parse_pair,
+    wait_for,
+)
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +40,7 @@ def run(
     model: ModelNameOption = "",
     version: ModelVersionOption = "",
     timeout: TimeoutOption = 10.0,
+    wait: WaitOption = 0.0,
     as_json: JsonOption = False,
 ) -> None:
     """Look embeddings up in a running server."""
@@ -41,8 +50,9 @@ def run(
 
     output = Output(as_json)
     kjt = parse_features(feature)
-    with InferenceClient(target, timeout=timeout) as client:
-        result = client.lookup(kjt, model=model, version=version)
+    with InferenceClient(target, model=model, version=version, timeout=timeout) as client:
+        wait_for(client, wait)
+        result = client.lookup(kjt)
     pooled = {} if result.pooled is None else result.pooled.to_dict()
     table = Table("feature", "sample", "vectors", "dim", "embedding", title=f"{target}  version {result.model_version}")
     for name, values in pooled.items():

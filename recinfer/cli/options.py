@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from recinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from recinfer.serving.client import InferenceClient
 
 __all__ = [
     "DataFormat",
@@ -17,7 +20,9 @@ __all__ = [
     "Precision",
     "TargetOption",
     "TimeoutOption",
+    "WaitOption",
     "parse_pair",
+    "wait_for",
 ]
 
 
@@ -50,6 +55,14 @@ TargetOption = Annotated[str, typer.Option("--target", metavar="HOST:PORT", help
 ModelNameOption = Annotated[str, typer.Option("--model", help="Served model; empty is the server's default.")]
 ModelVersionOption = Annotated[str, typer.Option("--version", help="Its version; empty is the default one.")]
 TimeoutOption = Annotated[float, typer.Option(min=0.001, help="Seconds to wait for each answer.")]
+
+WaitOption = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the server to come up first.")]
+
+
+def wait_for(client: InferenceClient, seconds: float) -> None:
+    """Return when the server takes requests; at once with ``seconds`` 0. Raises UnavailableError after them."""
+    if seconds:
+        client.wait_until_ready(seconds)
 
 
 def parse_pair(text: str, option: str, expected: str, *, allow_empty: bool = False) -> tuple[str, str]:

@@ -1,0 +1,22 @@
+"""What all tests share: options, and where the sample data lies when it is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT.parent / "shared" / "data"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-surface", action="store_true", help="write the snapshot of the public surface anew")
+
+
+@pytest.fixture(scope="session")
+def sample_data() -> Path:
+    """The folder of sample data beside the repository; the test is skipped where there is none."""
+    if not DATA.is_dir():
+        pytest.skip("no sample data beside the repository (../shared/data)")
+    return DATA

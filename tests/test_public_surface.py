@@ -1,0 +1,105 @@
+"""The public surface is pinned: names, signatures, fields, read from the source with nothing imported.
+
+A change that is meant: ``pytest tests/test_public_surface.py --update-surface``, and commit the snapshot with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "recinfer"
+SNAPSHOT = Path(__file__).with_name("public_surface.json")
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package that is written by hand, by dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.stem.endswith(("_pb2", "_pb2_grpc")):
+            continue
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+    return found
+
+
+def exported(module: ast.Module) -> list[str] | None:
+    for node in module.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
+            return list(ast.literal_eval(node.value))
+    return None
+
+
+def signature(function: Definition) -> str:
+    returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
+    return f"({ast.unparse(function.args)}){returns}"
+
+
+def describe_class(node: ast.ClassDef) -> dict[str, str]:
+    bases = ", ".join(ast.unparse(base) for base in node.bases)
+    members = {"": f"class({bases})"}
+    for item in node.body:
+        if isinstance(item, Definition) and (not item.name.startswith("_") or item.name == "__init__"):
+            overloads = members.get(item.name)
+            members[item.name] = f"{overloads} | {signature(item)}" if overloads else signature(item)
+        elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id[0] != "_":
+            default = f" = {ast.unparse(item.value)}" if item.value else ""
+            members[item.target.id] = f": {ast.unparse(item.annotation)}{default}"
+    return members
+
+
+def describe(module: ast.Module, name: str) -> object:
+    found: object = None
+    for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return describe_class(node)
+        if isinstance(node, Definition) and node.name == name and found is None:
+            found = signature(node)
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return f"from {node.module}"
+    return found or "value"
+
+
+def surface() -> dict[str, dict[str, object]]:
+    """{module: {public name: what it is}} of every module with an ``__all__``."""
+    return {
+        name: {public: describe(module, public) for public in names}
+        for name, module in modules().items()
+        if (names := exported(module)) is not None
+    }
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_all_is_sorted_and_names_what_is_there(name: str) -> None:
+    module = modules()[name]
+    names = exported(module)
+    if names is None:
+        assert not any(
+            isinstance(node, Definition | ast.ClassDef) and not node.name.startswith("_") for node in module.body
+        ), f"{name} defines public names and has no __all__"
+        return
+    assert names == sorted(set(names)), f"__all__ of {name} is not sorted, or names something twice"
+
+
+def test_surface_is_the_pinned_one(request: pytest.FixtureRequest) -> None:
+    now = surface()
+    if request.config.getoption("--update-surface"):
+        SNAPSHOT.write_text(json.dumps(now, indent=1, sort_keys=True) + "\n")
+    pinned = json.loads(SNAPSHOT.read_text())
+    changes = [f"- {m}.{n}" for m in pinned for n in pinned[m] if n not in now.get(m, {})]
+    changes += [f"+ {m}.{n}" for m in now for n in now[m] if n not in pinned.get(m, {})]
+    changes += [
+        f"~ {m}.{n}: {pinned[m][n]} -> {now[m][n]}"
+        for m in now
+        for n in now[m]
+        if n in pinned.get(m, {}) and pinned[m][n] != now[m][n]
+    ]
+    assert not changes, "the public surface changed (see this file's head if that is meant):\n" + "\n".join(changes)
