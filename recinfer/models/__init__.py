@@ -1,1 +1,1 @@
-"""Reference models."""
+"""Reference models: DLRM and its variants."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from recinfer.errors import InputError
 from recinfer.sparse.checks import check_jagged, require
 from recinfer.sparse.offsets import lengths_to_offsets, offsets_to_lengths
-from recinfer.sparse.printing import format_jagged
+from recinfer.sparse.printing import format_jagged, summary
 from recinfer.sparse.proxyable import Proxyable
 
 __all__ = ["JaggedTensor", "jt_is_equal"]
@@ -72,7 +74,7 @@ class JaggedTensor(metaclass=Proxyable):
             torch.empty(0, dtype=values_dtype, device=device),
             torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None,
             torch.empty(0, dtype=lengths_dtype, device=device),
-            torch.empty(0, dtype=lengths_dtype, device=device),
+            torch.zeros(1, dtype=lengths_dtype, device=device),
         )
 
     @staticmethod
@@ -200,9 +202,11 @@ class JaggedTensor(metaclass=Proxyable):
         """Where the values are."""
         return self._values.device
 
-    def _map(self, function) -> JaggedTensor:  # type: ignore[no-untyped-def]
-        parts = (self._values, self._weights, self._lengths, self._offsets)
-        return JaggedTensor.from_parts_unchecked(*(None if p is None else function(p) for p in parts))
+    def _map(self, function: Callable[[Tensor], Tensor]) -> JaggedTensor:
+        weights, lengths, offsets = (
+            None if part is None else function(part) for part in (self._weights, self._lengths, self._offsets)
+        )
+        return JaggedTensor.from_parts_unchecked(function(self._values), weights, lengths, offsets)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> JaggedTensor:
         """A JaggedTensor whose parts are on ``device``."""
@@ -242,7 +246,10 @@ class JaggedTensor(metaclass=Proxyable):
     def __str__(self) -> str:
         return format_jagged(self._values, self._weights, self.lengths())
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return summary(
+            "JaggedTensor", values=self._values, weights=self._weights, lengths=self._lengths, offsets=self._offsets
+        )
 
 
 def jt_is_equal(jt_1: JaggedTensor, jt_2: JaggedTensor) -> bool:

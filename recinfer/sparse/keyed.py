@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recinfer.sparse.checks import MissingKeyError, is_plain, require
 from recinfer.sparse.offsets import prefix_sums
-from recinfer.sparse.printing import format_keyed
+from recinfer.sparse.printing import format_keyed, summary
 from recinfer.sparse.proxyable import Proxyable
 
 __all__ = ["KeyedTensor", "permute_multi_embedding", "regroup_kts"]
@@ -175,7 +175,8 @@ class KeyedTensor(metaclass=Proxyable):
     def __str__(self) -> str:
         return format_keyed(self._keys, self._blocks(), self._values)
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return summary("KeyedTensor", self._keys, values=self._values)
 
 
 def regroup_kts(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:

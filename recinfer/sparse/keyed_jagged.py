@@ -25,7 +25,7 @@ from recinfer.sparse.offsets import (
     prefix_sums,
     segment_sums,
 )
-from recinfer.sparse.printing import format_keyed_jagged
+from recinfer.sparse.printing import format_keyed_jagged, summary
 from recinfer.sparse.proxyable import Proxyable
 
 __all__ = ["InverseIndices", "KeyedJaggedTensor", "Strides", "kjt_is_equal"]
@@ -66,6 +66,12 @@ class KeyedJaggedTensor(metaclass=Proxyable):
         "_stride_per_key_per_rank",
         "_inverse_indices",
     ]
+    _stride_per_key: list[int] | None
+    _length_per_key: list[int] | None
+    _lengths_offset_per_key: list[int] | None
+    _offset_per_key: list[int] | None
+    _index_per_key: dict[str, int] | None
+    _jt_dict: dict[str, JaggedTensor] | None
 
     def __init__(
         self,
@@ -84,6 +90,8 @@ class KeyedJaggedTensor(metaclass=Proxyable):
         jt_dict: dict[str, JaggedTensor] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> None:
+        if keys and isinstance(stride_per_key_per_rank, list) and not stride_per_key_per_rank:
+            stride_per_key_per_rank = None  # what stride_per_key_per_rank() says of a fixed batch
         if stride_per_key_per_rank is None and stride_per_key is not None and len(set(stride_per_key)) > 1:
             stride_per_key_per_rank = [[s] for s in stride_per_key]
         self._set(keys, values, weights, lengths, offsets, stride, stride_per_key_per_rank, inverse_indices)
@@ -114,12 +122,12 @@ class KeyedJaggedTensor(metaclass=Proxyable):
         self._stride = stride
         self._stride_per_key_per_rank = stride_per_key_per_rank
         self._inverse_indices = inverse_indices
-        self._stride_per_key: list[int] | None = None
-        self._length_per_key: list[int] | None = None
-        self._lengths_offset_per_key: list[int] | None = None
-        self._offset_per_key: list[int] | None = None
-        self._index_per_key: dict[str, int] | None = None
-        self._jt_dict: dict[str, JaggedTensor] | None = None
+        self._stride_per_key = None
+        self._length_per_key = None
+        self._lengths_offset_per_key = None
+        self._offset_per_key = None
+        self._index_per_key = None
+        self._jt_dict = None
 
     def _check(self) -> None:
         what = "KeyedJaggedTensor"
@@ -703,7 +711,15 @@ class KeyedJaggedTensor(metaclass=Proxyable):
     def __str__(self) -> str:
         return format_keyed_jagged(self._keys, self._values, self._weights, self.lengths(), self.stride_per_key())
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return summary(
+            "KeyedJaggedTensor",
+            self._keys,
+            values=self._values,
+            weights=self._weights,
+            lengths=self._lengths,
+            offsets=self._offsets,
+        )
 
 
 def _concat_inverse(parts: Sequence[InverseIndices | None]) -> InverseIndices | None:

@@ -1,4 +1,4 @@
-"""How jagged and keyed tensors print: TorchRec's layout, one key a line."""
+"""How jagged and keyed tensors print: ``str`` in TorchRec's layout, one key a line; ``repr`` is one line of shapes."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["format_jagged", "format_keyed", "format_keyed_jagged"]
+__all__ = ["format_jagged", "format_keyed", "format_keyed_jagged", "summary"]
+
+
+def summary(kind: str, keys: Sequence[str] | None = None, **tensors: Tensor | None) -> str:
+    """Keys, dtypes, shapes and devices in one line; never looks at a number, so it never waits for a device."""
+    parts = [] if keys is None else [f"keys={list(keys)}"]
+    parts += [f"{n}={t.dtype}{list(t.shape)} on {t.device}" for n, t in tensors.items() if t is not None]
+    return f"{kind}({', '.join(parts)})"
 
 
 def _rows(values: Tensor, lengths: Sequence[int]) -> list[list[Any]]:
     return [run.tolist() for run in values.split(list(lengths))] if lengths else []
 
 
-def _shape(name: str, tensor: Tensor | None) -> str:
-    if tensor is None:
-        return ""
-    return f"{name}=({tensor.dtype}, {tuple(tensor.shape)}, {tensor.device})"
-
-
-def _meta(kind: str, **tensors: Tensor | None) -> str:
-    return f"{kind}({', '.join(filter(None, (_shape(n, t) for n, t in tensors.items())))})\n"
-
-
 def format_jagged(values: Tensor, weights: Tensor | None, lengths: Tensor) -> str:
-    """A JaggedTensor as text; on meta only shapes."""
+    """A JaggedTensor as text; on meta the summary."""
     if values.is_meta or lengths.is_meta:
-        return _meta("JaggedTensor", values=values, weights=weights, lengths=lengths)
+        return summary("JaggedTensor", values=values, weights=weights, lengths=lengths)
     sizes = lengths.tolist()
     if weights is None:
         return f"JaggedTensor({{\n    {_rows(values, sizes)}\n}})\n"
@@ -37,11 +34,9 @@ def format_jagged(values: Tensor, weights: Tensor | None, lengths: Tensor) -> st
 def format_keyed_jagged(
     keys: Sequence[str], values: Tensor, weights: Tensor | None, lengths: Tensor, strides: Sequence[int]
 ) -> str:
-    """A KeyedJaggedTensor as text; on meta only keys and shapes."""
+    """A KeyedJaggedTensor as text; on meta the summary."""
     if values.is_meta or lengths.is_meta:
-        return _meta(f"KeyedJaggedTensor(keys={list(keys)}, ", values=values, weights=weights, lengths=lengths).replace(
-            ", (", ", ", 1
-        )
+        return summary("KeyedJaggedTensor", keys, values=values, weights=weights, lengths=lengths)
     if not keys:
         return "KeyedJaggedTensor()\n"
     sizes = lengths.tolist()
@@ -58,9 +53,9 @@ def format_keyed_jagged(
 
 
 def format_keyed(keys: Sequence[str], parts: Sequence[Tensor], values: Tensor) -> str:
-    """A KeyedTensor as text; on meta only keys and shapes."""
+    """A KeyedTensor as text; on meta the summary."""
     if values.is_meta:
-        return f"KeyedTensor(keys={list(keys)}, {_shape('values', values)})\n"
+        return summary("KeyedTensor", keys, values=values)
     if not keys:
         return "KeyedTensor()\n"
     return "KeyedTensor({\n" + ",\n".join(f'    "{k}": {p.tolist()}' for k, p in zip(keys, parts)) + "\n})\n"

@@ -1,0 +1,25 @@
+"""Activations with parameters of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["SwishLayerNorm"]
+
+
+class SwishLayerNorm(nn.Module):
+    """``x * sigmoid(layer_norm(x))``.
+
+    Args:
+        input_dims: the trailing dimensions that are normalised over.
+        device: where the parameters are made.
+    """
+
+    def __init__(self, input_dims: int | list[int] | torch.Size, device: torch.device | None = None) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(nn.LayerNorm(input_dims, device=device), nn.Sigmoid())
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., *input_dims]`` to the same shape."""
+        return input * self.norm(input)

@@ -1,0 +1,102 @@
+"""Feature processors of TorchRec's older interface: dicts of JaggedTensors, and a grouped processor."""
+
+from __future__ import annotations
+
+import abc
+
+import torch
+from torch import nn
+
+from recinfer.errors import ConfigError
+from recinfer.modules.feature_processor_ import PositionWeightedModuleCollection
+from recinfer.modules.positions import position_weights
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+__all__ = [
+    "BaseFeatureProcessor",
+    "BaseGroupedFeatureProcessor",
+    "PositionWeightedModule",
+    "PositionWeightedProcessor",
+]
+
+
+class BaseFeatureProcessor(nn.Module):
+    """Changes a dict of features."""
+
+    @abc.abstractmethod
+    def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """The same features, changed."""
+
+
+class BaseGroupedFeatureProcessor(nn.Module):
+    """Changes all features of a KeyedJaggedTensor."""
+
+    @abc.abstractmethod
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The same features, changed."""
+
+
+class PositionWeightedModule(BaseFeatureProcessor):
+    """Position weights for the features of a dict: parameters ``position_weights.<feature>[length]``, at first 1.
+
+    Args:
+        max_feature_lengths: the longest bag of each feature.
+        device: where the parameters are made.
+
+    Raises:
+        ConfigError: a length below 1.
+    """
+
+    def __init__(self, max_feature_lengths: dict[str, int], device: torch.device | None = None) -> None:
+        super().__init__()
+        self.max_feature_lengths = max_feature_lengths
+        self.position_weights = nn.ParameterDict()
+        for name, length in max_feature_lengths.items():
+            if length < 1:
+                raise ConfigError(f"feature {name!r}: got max_feature_length={length}; it must be at least 1")
+            self.position_weights[name] = nn.Parameter(torch.empty(length, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """All weights to 1."""
+        for weight in self.position_weights.values():
+            nn.init.ones_(weight)
+
+    def forward(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """Ids with the weights of their positions; features without position weights pass as they came.
+
+        Raises:
+            InputError: a bag longer than its feature allows.
+        """
+        result = dict(features)
+        for name, weight in self.position_weights.items():
+            part = features.get(name)
+            if part is not None:
+                weights = position_weights(name, weight, part.offsets(), part.values().shape[0])
+                result[name] = JaggedTensor.from_parts_unchecked(part.values(), weights, part.lengths(), part.offsets())
+        return result
+
+
+class PositionWeightedProcessor(BaseGroupedFeatureProcessor):
+    """Position weights for a KeyedJaggedTensor: parameters ``position_weights.<feature>[length]``, at first 1.
+
+    Args:
+        max_feature_lengths: the longest bag of each feature.
+        device: where the parameters are made.
+
+    Raises:
+        ConfigError: a length below 1.
+    """
+
+    def __init__(self, max_feature_lengths: dict[str, int], device: torch.device | None = None) -> None:
+        super().__init__()
+        self.max_feature_lengths = max_feature_lengths
+        self.position_weights = PositionWeightedModuleCollection(max_feature_lengths, device).position_weights
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Ids with the weights of their positions, see :class:`PositionWeightedModuleCollection`.
+
+        Raises:
+            InputError: a bag longer than its feature allows.
+        """
+        return PositionWeightedModuleCollection.forward(self, features)  # type: ignore[arg-type]

@@ -1,0 +1,44 @@
+"""Positions of values in their bags, and the weights that they pick: what the position-weighted processors share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recinfer.errors import InputError
+from recinfer.sparse.checks import is_plain
+
+__all__ = ["check_positions", "offsets_to_positions", "position_weights"]
+
+
+def offsets_to_positions(offsets: Tensor, num_values: int) -> Tensor:
+    """``offsets[n + 1]`` to ``int64[num_values]``: 0, 1, 2, ... in each bag."""
+    offsets = offsets.long()
+    starts = torch.repeat_interleave(offsets[:-1], offsets[1:] - offsets[:-1], output_size=num_values)
+    return torch.arange(num_values, device=offsets.device) - starts
+
+
+def check_positions(name: str, positions: Tensor, max_length: int) -> None:
+    """Refuse bags longer than there are position weights (on the CPU; elsewhere the device's own check does).
+
+    Raises:
+        InputError: a bag is longer than ``max_length``.
+    """
+    if positions.numel() and positions.device.type == "cpu" and is_plain(positions):
+        longest = int(positions.max()) + 1
+        if longest > max_length:
+            raise InputError(
+                f"feature {name!r} has a bag of {longest} ids but position weights for {max_length}; "
+                "cut the bag or raise max_feature_length"
+            )
+
+
+def position_weights(name: str, weight: Tensor, offsets: Tensor, num_values: int) -> Tensor:
+    """``weight[L]`` picked by the position of each value in its bag: ``[num_values]``.
+
+    Raises:
+        InputError: a bag is longer than ``L``.
+    """
+    positions = offsets_to_positions(offsets, num_values)
+    check_positions(name, positions, weight.shape[0])
+    return weight.index_select(0, positions)
