@@ -45,7 +45,13 @@ def quantized_sequences(per_table: dict[str, DataType], shapes: list = SHAPES) -
 
 
 def random_features(
-    configs: list, batch: int, *, seed: int = 0, weighted: bool = False, longest: int = 5, dtype: torch.dtype = torch.int64
+    configs: list,
+    batch: int,
+    *,
+    seed: int = 0,
+    weighted: bool = False,
+    longest: int = 5,
+    dtype: torch.dtype = torch.int64,
 ) -> KeyedJaggedTensor:
     """Every feature of the tables, bags of 0 to ``longest`` ids."""
     generator = torch.Generator().manual_seed(seed)

@@ -51,7 +51,9 @@ def test_pooled_equals_the_reference(types: object, pooling: list[PoolingType], 
             features = random_features(module.embedding_bag_configs(), batch, weighted=weighted)
             out = module(features)
             assert out.keys() == ["f0", "f1", "f2", "f3", "f4"]
-            assert out.length_per_key() == [c.embedding_dim for c in module.embedding_bag_configs() for _ in c.feature_names]
+            assert out.length_per_key() == [
+                c.embedding_dim for c in module.embedding_bag_configs() for _ in c.feature_names
+            ]
             torch.testing.assert_close(out.values(), expected_bags(module, features), rtol=1e-5, atol=1e-5)
 
 
@@ -168,7 +170,14 @@ def test_meta_needs_no_memory() -> None:
     configs[0].data_type = DataType.INT8
     module = EmbeddingBagCollection(configs, False, "meta")
     assert module.packed_table("big").shape == (10**9, 132) and module.table_offsets == {"big": 0}
-    out = module(KeyedJaggedTensor(keys=["f"], values=torch.empty(6, dtype=torch.int64, device="meta"), lengths=torch.empty(3, dtype=torch.int64, device="meta"), stride=3))
+    out = module(
+        KeyedJaggedTensor(
+            keys=["f"],
+            values=torch.empty(6, dtype=torch.int64, device="meta"),
+            lengths=torch.empty(3, dtype=torch.int64, device="meta"),
+            stride=3,
+        )
+    )
     assert out.values().shape == (3, 128)
 
 

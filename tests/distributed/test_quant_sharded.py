@@ -1,0 +1,177 @@
+"""Sharded = unsharded: every sharding, precision, pooling and path gives the unsharded quantized module's numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recinfer.distributed.planner.plan import column_unit
+from recinfer.distributed.quant_embedding import QuantEmbeddingCollectionSharder, ShardedQuantEmbeddingCollection
+from recinfer.distributed.quant_embeddingbag import (
+    QuantEmbeddingBagCollectionSharder,
+    ShardedQuantEmbeddingBagCollection,
+)
+from recinfer.distributed.quant_layout import PackedShard, place_shards
+from recinfer.distributed.types import ParameterSharding, ShardingEnv
+from recinfer.errors import ConfigError, InputError
+from recinfer.modules.embedding_configs import DataType, PoolingType
+from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recinfer.quant.packing import PACKED_TYPES
+from tests.distributed.plans import sharding
+from tests.quant.cases import MIXED, float_bags, quantized_sequences, random_features
+
+SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
+KINDS = ["table_wise", "row_wise", "column_wise", "grid", "mixed"]
+TYPES = [*[dict.fromkeys("abcd", t) for t in PACKED_TYPES], MIXED]
+TYPE_IDS = [*[t.value for t in PACKED_TYPES], "mixed"]
+
+
+def plan_for(module: torch.nn.Module, kind: str, world_size: int, device: str = "cpu") -> dict[str, ParameterSharding]:
+    configs = module.embedding_bag_configs() if hasattr(module, "embedding_bag_configs") else module.embedding_configs()
+    order = ["column_wise", "row_wise", "table_wise", "grid"]
+    ranks = list(range(world_size))
+    return {
+        c.name: sharding(
+            c,
+            order[i % 4] if kind == "mixed" else kind,
+            [i % world_size] if kind == "table_wise" else ranks[i % world_size :] + ranks[: i % world_size],
+            device,
+            column_unit(c.data_type),
+        )
+        for i, c in enumerate(configs)
+    }
+
+
+def packed_twin(module: EmbeddingBagCollection | EmbeddingCollection, sharded: torch.nn.Module, **kwargs: object):
+    """The same shards rebuilt from one buffer, table-major as an archive maps them."""
+    order = {c.name: i for i, c in enumerate(sharded._configs)}
+    shards = sorted(sharded.shards, key=lambda s: (order[s.table], s.col_start, s.row_start))
+    packed = [sharded._source.rows_of(s) for s in shards]
+    buffer = torch.cat([*[p.reshape(-1) for p in packed], torch.zeros(64, dtype=torch.uint8)])
+    placed, at = [], 0
+    for shard, rows in zip(shards, packed):
+        placed.append(PackedShard(**{**shard.__dict__, "offset": at}))
+        at += rows.numel()
+    return type(sharded).from_packed(sharded._configs, placed, buffer, **kwargs)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("types", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_pooled(types: dict[str, DataType], kind: str, world_size: int, weighted: bool) -> None:
+    module = EmbeddingBagCollection.from_float(float_bags([SUM, MEAN, MEAN, SUM], weighted), per_table=types)
+    plan = plan_for(module, kind, world_size)
+    env = ShardingEnv.from_local(world_size, 0)
+    shared = ShardedQuantEmbeddingBagCollection(module, plan, env)
+    steps = ShardedQuantEmbeddingBagCollection(module, plan, env, fused=False)
+    mapped = packed_twin(module, shared, is_weighted=weighted, world_size=world_size)
+    mapped_steps = packed_twin(module, shared, is_weighted=weighted, world_size=world_size, fused=False)
+    assert shared.fused and mapped.fused and not steps.fused and not mapped_steps.fused
+    exact = kind in ("table_wise", "column_wise")
+    for batch, longest in ((1, 5), (17, 5), (4, 0), (0, 5)):
+        features = random_features(
+            module.embedding_bag_configs(), batch, weighted=weighted, longest=longest, seed=batch
+        )
+        features = features.permute([4, 1, 0, 3, 2])
+        want = module(features)
+        for sharded in (shared, mapped, steps, mapped_steps):
+            got = sharded(features)
+            assert got.keys() == want.keys() == ["f0", "f1", "f2", "f3", "f4"]
+            assert got.length_per_key() == want.length_per_key()
+            if exact or sharded in (shared, mapped):
+                assert torch.equal(got.values(), want.values())
+            else:
+                torch.testing.assert_close(got.values(), want.values(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("types", TYPES, ids=TYPE_IDS)
+def test_sequences(types: dict[str, DataType], kind: str, world_size: int) -> None:
+    module = quantized_sequences(types)
+    plan = plan_for(module, kind, world_size)
+    env = ShardingEnv.from_local(world_size, 0)
+    shared = ShardedQuantEmbeddingCollection(module, plan, env)
+    steps = ShardedQuantEmbeddingCollection(module, plan, env, fused=False)
+    mapped = packed_twin(module, shared, world_size=world_size)
+    mapped_steps = packed_twin(module, shared, world_size=world_size, fused=False)
+    for batch in (1, 17, 0):
+        features = random_features(module.embedding_configs(), batch, seed=batch).permute([4, 1, 0, 3, 2])
+        want = module(features)
+        for sharded in (shared, steps, mapped, mapped_steps):
+            got = sharded(features)
+            assert list(got) == list(want)
+            for name in want:
+                assert torch.equal(got[name].values(), want[name].values())
+                assert torch.equal(got[name].lengths(), want[name].lengths())
+
+
+def test_row_pieces_far_apart_are_not_taken_for_neighbours() -> None:
+    module = EmbeddingBagCollection.from_float(float_bags())
+    sharded = ShardedQuantEmbeddingBagCollection(module, plan_for(module, "row_wise", 2), ShardingEnv.from_local(2, 0))
+    rank_major = sorted(sharded.shards, key=lambda s: -s.rank)
+    buffer, placed = place_shards(sharded._configs, rank_major, sharded._source.rows_of, torch.device("cpu"), 1)
+    scattered = ShardedQuantEmbeddingBagCollection.from_packed(sharded._configs, placed, buffer, world_size=2)
+    assert not scattered.fused
+    features = random_features(sharded._configs, 8)
+    torch.testing.assert_close(scattered(features).values(), module(features).values(), rtol=1e-5, atol=1e-5)
+
+
+def test_int32_ids_stay_int32_through_the_steps() -> None:
+    module = EmbeddingBagCollection.from_float(float_bags())
+    sharded = ShardedQuantEmbeddingBagCollection(
+        module, plan_for(module, "row_wise", 2), ShardingEnv.from_local(2, 0), fused=False
+    )
+    features = random_features(module.embedding_bag_configs(), 8, dtype=torch.int32)
+    ctx = sharded.create_context()
+    dist = sharded.input_dist(ctx, features)
+    assert {part.values().dtype for ranks in dist for part in ranks} == {torch.int32}
+    torch.testing.assert_close(sharded(features).values(), module(features).values(), rtol=1e-5, atol=1e-5)
+
+
+def test_tbes_register_every_shard_and_share_the_mapped_bytes() -> None:
+    module = EmbeddingBagCollection.from_float(float_bags([SUM, MEAN, SUM, SUM]))
+    shared = ShardedQuantEmbeddingBagCollection(module, plan_for(module, "mixed", 2), ShardingEnv.from_local(2, 0))
+    mapped = packed_twin(module, shared, world_size=2)
+    tbes = mapped.get_tbes_to_register()
+    assert len(tbes) == 2 and all(t.weights_host.data_ptr() == mapped._source.buffer.data_ptr() for t in tbes)
+    rects = [(t.name, t.local_rows, t.local_cols) for group in tbes.values() for t in group.embedding_tables]
+    assert sum(rows * cols for _, rows, cols in rects) == sum(
+        c.num_embeddings * c.embedding_dim for c in module.embedding_bag_configs()
+    )
+    assert len(rects) == len(mapped.shards)
+    assert shared.shardings == {"column_wise": ["a"], "row_wise": ["b"], "table_wise": ["c"], "grid_shard": ["d"]}
+    assert {type(t).__name__ for t in shared.tbes_configs()} == {"IntNBitTableBatchedEmbeddingBagsCodegen"}
+
+
+def test_bad_ids_and_bad_plans_are_refused_by_name() -> None:
+    module = EmbeddingBagCollection.from_float(float_bags())
+    env = ShardingEnv.from_local(2, 0)
+    plan = plan_for(module, "row_wise", 2)
+    for fused in (None, False):
+        sharded = ShardedQuantEmbeddingBagCollection(module, plan, env, fused=fused)
+        features = random_features(module.embedding_bag_configs(), 3)
+        features.values()[-1] = 77
+        with pytest.raises(InputError, match=r"feature 'f4', sample [012]: id 77 is out of range"):
+            sharded(features)
+        with pytest.raises(InputError, match="id 77"):
+            sharded.check_ids(features)
+    with pytest.raises(ConfigError, match="tables d have no sharding"):
+        ShardedQuantEmbeddingBagCollection(module, {k: v for k, v in plan.items() if k != "d"}, env)
+    broken = plan_for(module, "row_wise", 2)
+    broken["a"].sharding_spec.shards.pop()
+    with pytest.raises(ConfigError, match=r"table '?a'?"):
+        ShardedQuantEmbeddingBagCollection(module, broken, env)
+    if torch.cuda.device_count() < 2:
+        with pytest.raises(ConfigError, match=r"planned on cuda:[01], but this machine has"):
+            ShardedQuantEmbeddingBagCollection(module, plan_for(module, "row_wise", 2, "cuda"), env)
+
+
+def test_sharders() -> None:
+    bags, sequences = QuantEmbeddingBagCollectionSharder(), QuantEmbeddingCollectionSharder()
+    assert bags.module_type is EmbeddingBagCollection and sequences.module_type is EmbeddingCollection
+    module = quantized_sequences(MIXED)
+    sharded = sequences.shard(module, plan_for(module, "mixed", 2), ShardingEnv.from_local(2, 0))
+    features = random_features(module.embedding_configs(), 3)
+    assert torch.equal(sharded(features)["f2"].values(), module(features)["f2"].values())
