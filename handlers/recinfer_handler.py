@@ -1,0 +1,108 @@
+"""TorchServe's door to an archive: a thin adapter on recinfer.inference and recinfer.serving.
+
+A request body is our protobuf (``application/octet-stream``) or JSON (``application/json``), the answer has the same
+form. It is a Predict unless the request says ``lookup``: over REST in the header ``X-Recinfer-Method``, over TorchServe's
+gRPC in an input named ``method`` beside the one named ``body``. docs/torchserve.md shows both.
+
+The archive is not in the model file: ``handler.archive`` in the model's config names its folder, and it is mapped there.
+"""
+
+import json
+import logging
+from pathlib import Path
+
+from ts.utils.util import PredictionException
+
+from recinfer.errors import InputError, RecinferError
+from recinfer.inference.predictor import load
+from recinfer.serving import json_codec
+from recinfer.serving.registry import ModelRegistry
+from recinfer.serving.service import InferenceService
+from recinfer.serving.status import status_of
+
+_METHOD_HEADER = "X-Recinfer-Method"
+_log = logging.getLogger(__name__)
+
+
+class RecinferHandler:
+    """Loads one archive in a TorchServe worker and answers requests on it."""
+
+    def initialize(self, context):
+        """Map the archive that the model's config names. TorchServe reports a RuntimeError as the model's failure."""
+        config = (context.model_yaml_config or {}).get("handler") or {}
+        archive = config.get("archive")
+        if not archive:
+            raise RuntimeError("the model's config has no handler.archive; pack the archive with: recinfer mar")
+        try:
+            predictor = load(Path(archive), preload=bool(config.get("preload", False)))
+        except (RecinferError, OSError) as error:
+            raise RuntimeError(f"cannot load the archive {archive}: {error}") from error
+        self._service = InferenceService(ModelRegistry({predictor.manifest.name: predictor}))
+
+    def handle(self, data, context):
+        """Answer a batch of requests, each on its own: one that fails does not fail the others."""
+        answers = [self._answer_or_error(row, index, context) for index, row in enumerate(data)]
+        if len(answers) == 1 and isinstance(answers[0], Exception):
+            # Alone in its batch: TorchServe turns this into the HTTP code and into the gRPC status with its meaning.
+            status = status_of(answers[0])
+            raise PredictionException(status.message, status.http) from answers[0]
+        return [self._encode_error(a, i, context) if isinstance(a, Exception) else a for i, a in enumerate(answers)]
+
+    def _answer_or_error(self, row, index, context):
+        try:
+            return self._answer(row, index, context)
+        except RecinferError as error:
+            return error
+        except Exception as error:  # a bug of ours: the log has it, the caller gets INTERNAL and not a retryable code
+            _log.exception("a request failed")
+            return error
+
+    def _answer(self, row, index, context):
+        method = _method(row, index, context)
+        body = row.get("body", row.get("data"))
+        if body is None:
+            raise InputError("body: got nothing, expected a serialized recinfer.v1 request or a JSON object")
+        if isinstance(body, dict) or _is_json(index, context):
+            text = json.dumps(getattr(self, f"_{method}_json")(body))
+            context.set_response_content_type(index, "application/json")
+            return text
+        if not isinstance(body, (bytes, bytearray)):
+            raise InputError(f"body: got {type(body).__name__}, expected bytes or a JSON object")
+        answer = getattr(self._service, method)(bytes(body))
+        context.set_response_content_type(index, "application/octet-stream")
+        return answer
+
+    def _predict_json(self, body):
+        return json_codec.predict_response(self._service.predict(json_codec.predict_request(_json_object(body))))
+
+    def _lookup_json(self, body):
+        return json_codec.lookup_response(self._service.lookup(json_codec.lookup_request(_json_object(body))))
+
+    def _encode_error(self, error, index, context):
+        # In a batch, an exception would fail the neighbours too, so the answer itself says what went wrong. REST has
+        # the HTTP code beside it; TorchServe's gRPC drops that code, so its callers look for {"error": ...}.
+        status = status_of(error)
+        context.set_response_status(status.http, status.code, index)
+        context.set_response_content_type(index, "application/json")
+        return json.dumps({"error": {"code": status.code, "message": status.message}})
+
+
+def _method(row, index, context):
+    named = row.get("method") or context.get_request_header(index, _METHOD_HEADER) or "predict"
+    method = bytes(named).decode("utf-8", "replace") if isinstance(named, (bytes, bytearray)) else str(named)
+    if method not in ("predict", "lookup"):
+        raise InputError(f"method: got {method[:80]!r}, expected 'predict' or 'lookup'")
+    return method
+
+
+def _is_json(index, context):
+    return (context.get_request_header(index, "Content-Type") or "").partition(";")[0].strip() == "application/json"
+
+
+def _json_object(body):
+    # TorchServe has parsed a JSON body already, unless it is broken: then it hands over the text.
+    if isinstance(body, (bytes, bytearray, str)):
+        return json_codec.parse_json(bytes(body) if isinstance(body, bytearray) else body)
+    if not isinstance(body, dict):
+        raise InputError(f"body: got a JSON {type(body).__name__}, expected an object")
+    return body

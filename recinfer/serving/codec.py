@@ -1,0 +1,261 @@
+"""Between the wire (proto/recinfer/v1) and tensors: decoding validates and is a view, encoding copies once.
+
+Shapes: F features, B samples, N ids, D embedding width.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+from google.protobuf.message import DecodeError, Message
+from torch import Tensor
+
+from recinfer.errors import InputError
+from recinfer.serving.limits import Limits
+from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.status import Status, error_of, status_of
+from recinfer.serving.wire import Buffer, bytes_field, tensor_bytes
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+__all__ = [
+    "Status",
+    "decode_dense",
+    "decode_features",
+    "decode_lookup_response",
+    "decode_predict_response",
+    "encode_lookup_request",
+    "encode_lookup_response",
+    "encode_predict_request",
+    "encode_predict_response",
+    "error_of",
+    "parse",
+    "status_of",
+]
+
+_INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
+_TORCH = {_INT32: torch.int32, _INT64: torch.int64, _FLOAT32: torch.float32}
+assert sys.byteorder == "little", "the wire is little-endian and read in place; this machine is big-endian"
+
+# torch warns, once a process, that a tensor over ``bytes`` must not be written. Nothing here or behind it writes to
+# one: get that one warning over with where nobody sees it.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+M = TypeVar("M", bound=Message)
+
+
+def parse(kind: type[M], data: bytes) -> M:
+    """The message in ``data``.
+
+    Raises:
+        InputError: the bytes are no message of that kind.
+    """
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InputError(f"request: {len(data)} bytes are not a {kind.DESCRIPTOR.full_name} message") from None
+
+
+def _view(field: str, data: bytes, dtype: np.dtype, expected: int | None, why: str) -> Tensor:
+    """``data`` as a 1-D tensor that shares its memory; checks that it holds ``expected`` elements."""
+    size = dtype.itemsize
+    if len(data) % size:
+        raise InputError(
+            f"{field}: got {len(data)} bytes, expected a multiple of {size} (little-endian {_name(dtype)})"
+        )
+    if expected is not None and len(data) != expected * size:
+        raise InputError(
+            f"{field}: got {len(data)} bytes ({len(data) // size} {_name(dtype)}), "
+            f"expected {expected * size} bytes ({expected} {_name(dtype)}: {why})"
+        )
+    if not data:
+        return torch.empty(0, dtype=_TORCH[dtype])
+    return torch.frombuffer(data, dtype=_TORCH[dtype])
+
+
+def _name(dtype: np.dtype) -> str:
+    return dtype.name
+
+
+def decode_features(message: pb.JaggedFeatures, limits: Limits) -> KeyedJaggedTensor:
+    """The ids of a request, as tensors over the message's own bytes.
+
+    Returns:
+        A KeyedJaggedTensor of F keys and B samples; values ``[N]`` int64 or int32 (as sent), lengths ``[F*B]`` int32,
+        weights ``[N]`` float32 or None. Ids are not checked against tables: the predictor knows those.
+
+    Raises:
+        InputError: a field that does not fit the others or a limit; the message names the field, got and expected.
+    """
+    keys = _decode_keys(message.keys, limits)
+    batch = message.batch_size
+    if not 1 <= batch <= limits.max_batch:
+        raise InputError(f"features.batch_size: got {batch}, expected 1 to {limits.max_batch}")
+    lengths = _view("features.lengths", message.lengths, _INT32, len(keys) * batch, "keys x batch_size")
+    num_ids = _count_ids(lengths.numpy(), keys, batch, limits)
+    values = _decode_values(message, num_ids)
+    weights = None
+    if raw := message.weights:
+        weights = _view("features.weights", raw, _FLOAT32, num_ids, "one an id, as features.lengths says")
+        _check_finite("features.weights", weights.numpy())
+    return KeyedJaggedTensor.from_parts_unchecked(keys, values, lengths, weights=weights, stride=batch)
+
+
+def _decode_keys(raw: Sequence[str], limits: Limits) -> list[str]:
+    if not raw:
+        raise InputError("features.keys: got none, expected at least one feature name")
+    if len(raw) > limits.max_keys:
+        raise InputError(f"features.keys: got {len(raw)}, expected at most {limits.max_keys}")
+    keys = list(raw)
+    if len(set(keys)) != len(keys):
+        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        raise InputError(f"features.keys: got {twice!r} more than once, expected each feature once")
+    return keys
+
+
+def _count_ids(lengths: np.ndarray, keys: list[str], batch: int, limits: Limits) -> int:
+    if lengths.min() < 0:
+        at = int(np.argmax(lengths < 0))
+        raise InputError(
+            f"features.lengths: got {lengths[at]} for feature {keys[at // batch]!r}, sample {at % batch}; "
+            "expected 0 or more"
+        )
+    num_ids = int(lengths.sum(dtype=np.int64))
+    if num_ids > limits.max_ids:
+        raise InputError(f"features.lengths: got {num_ids} ids in all, expected at most {limits.max_ids}")
+    return num_ids
+
+
+def _decode_values(message: pb.JaggedFeatures, num_ids: int) -> Tensor:
+    values, values_int32 = message.values, message.values_int32
+    if values and values_int32:
+        raise InputError("features.values: got both values and values_int32, expected one of them")
+    why = "the sum of features.lengths"
+    if values_int32:
+        return _view("features.values_int32", values_int32, _INT32, num_ids, why)
+    return _view("features.values", values, _INT64, num_ids, why)
+
+
+def decode_dense(raw: bytes, batch: int, num_dense: int) -> Tensor:
+    """``[B, num_dense]`` float32 over ``raw``.
+
+    Raises:
+        InputError: another number of bytes, or a value that is not finite.
+    """
+    dense = _view("dense", raw, _FLOAT32, batch * num_dense, f"batch_size {batch} x num_dense {num_dense}")
+    _check_finite("dense", dense.numpy(), width=num_dense)
+    return dense.view(batch, num_dense)
+
+
+def _check_finite(field: str, values: np.ndarray, width: int = 0) -> None:
+    finite = np.isfinite(values)
+    if finite.all():
+        return
+    at = int(np.argmin(finite))
+    where = f"sample {at // width}, column {at % width}" if width else f"position {at}"
+    raise InputError(f"{field}: got {values[at]} at {where}, expected finite numbers")
+
+
+# -- answers: what the server sends ------------------------------------------------------------------------------
+
+
+def encode_lookup_response(
+    pooled: KeyedTensor | None, sequences: dict[str, JaggedTensor], batch: int, version: str
+) -> bytes:
+    """A serialized LookupResponse of pooled embeddings ``[B, sum(D)]`` and unpooled ones ``{feature: [n, D]}``."""
+    head = pb.LookupResponse(batch_size=batch, model_version=version)
+    parts: list[Buffer] = []
+    if pooled is not None:
+        head.keys.extend(pooled.keys())
+        head.dims.extend(pooled.length_per_key())
+        parts += bytes_field(4, tensor_bytes(pooled.values(), _FLOAT32))
+    for key, sequence in sequences.items():
+        values = sequence.values()
+        small = pb.SequenceOutput(key=key, dim=values.shape[1], lengths=bytes(tensor_bytes(sequence.lengths(), _INT32)))
+        parts += bytes_field(6, small.SerializeToString(), *bytes_field(4, tensor_bytes(values, _FLOAT32)))
+    return b"".join([head.SerializeToString(), *parts])
+
+
+def encode_predict_response(outputs: dict[str, Tensor], version: str) -> bytes:
+    """A serialized PredictResponse of float32 tensors by name."""
+    parts: list[Buffer] = [pb.PredictResponse(model_version=version).SerializeToString()]
+    for name, tensor in outputs.items():
+        small = pb.NamedTensor(name=name, shape=tensor.shape).SerializeToString()
+        parts += bytes_field(1, small, *bytes_field(3, tensor_bytes(tensor, _FLOAT32)))
+    return b"".join(parts)
+
+
+# -- requests and answers: the client's side ---------------------------------------------------------------------
+
+
+def _encode_features(features: KeyedJaggedTensor) -> list[Buffer]:
+    if features.variable_stride_per_key():
+        raise InputError("features: got another batch size for each key, expected one batch size for all")
+    values, weights = features.values(), features.weights_or_none()
+    if values.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"features.values: got {values.dtype}, expected torch.int64 or torch.int32")
+    small = pb.JaggedFeatures(keys=features.keys(), batch_size=features.stride()).SerializeToString()
+    parts: list[Buffer] = [small, *bytes_field(3, tensor_bytes(features.lengths(), _INT32))]
+    wide = values.dtype == torch.int64
+    parts += bytes_field(4 if wide else 6, tensor_bytes(values, _INT64 if wide else _INT32))
+    if weights is not None:
+        parts += bytes_field(5, tensor_bytes(weights, _FLOAT32))
+    return bytes_field(3, *parts)
+
+
+def encode_lookup_request(features: KeyedJaggedTensor, model: str = "", version: str = "") -> bytes:
+    """A serialized LookupRequest.
+
+    Raises:
+        InputError: ids that are not int32 or int64, or a batch size that varies by key.
+    """
+    return b"".join([pb.LookupRequest(model=model, version=version).SerializeToString(), *_encode_features(features)])
+
+
+def encode_predict_request(dense: Tensor, features: KeyedJaggedTensor, model: str = "", version: str = "") -> bytes:
+    """A serialized PredictRequest from ``dense [B, num_dense]`` and the features of the same B samples.
+
+    Raises:
+        InputError: as encode_lookup_request, or ``dense`` is not a float matrix of the batch size.
+    """
+    if dense.dim() != 2 or dense.shape[0] != features.stride() or not dense.is_floating_point():
+        raise InputError(
+            f"dense: got {dense.dtype} of shape {list(dense.shape)}, "
+            f"expected float32 [{features.stride()} (the batch size), num_dense]"
+        )
+    head = pb.PredictRequest(model=model, version=version).SerializeToString()
+    return b"".join([head, *_encode_features(features), *bytes_field(4, tensor_bytes(dense, _FLOAT32))])
+
+
+def decode_lookup_response(data: bytes) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], str]:
+    """Pooled embeddings, unpooled ones and the model's version, out of a serialized LookupResponse."""
+    message = parse(pb.LookupResponse, data)
+    batch, dims = message.batch_size, list(message.dims)
+    pooled = None
+    if dims:
+        values = _view("values", message.values, _FLOAT32, batch * sum(dims), "batch_size x sum(dims)")
+        pooled = KeyedTensor(list(message.keys), dims, values.view(batch, sum(dims)))
+    sequences = {}
+    for item in message.sequences:
+        lengths = _view(f"sequences[{item.key!r}].lengths", item.lengths, _INT32, batch, "batch_size")
+        values = _view(f"sequences[{item.key!r}].values", item.values, _FLOAT32, None, "")
+        sequences[item.key] = JaggedTensor(values.view(-1, item.dim), lengths=lengths)
+    return pooled, sequences, message.model_version
+
+
+def decode_predict_response(data: bytes) -> tuple[dict[str, Tensor], str]:
+    """The output tensors by name and the model's version, out of a serialized PredictResponse."""
+    message = parse(pb.PredictResponse, data)
+    outputs = {}
+    for item in message.outputs:
+        shape = list(item.shape)
+        outputs[item.name] = _view(
+            f"outputs[{item.name!r}]", item.values, _FLOAT32, int(np.prod(shape)), f"shape {shape}"
+        ).view(shape)
+    return outputs, message.model_version

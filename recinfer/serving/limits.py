@@ -1,0 +1,36 @@
+"""How large a request may be: one frozen config that the gRPC server, the codec and the TorchServe handler share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from recinfer.errors import ConfigError
+
+__all__ = ["Limits"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on one request; a request beyond one is refused before anything is computed.
+
+    Attributes:
+        max_message_bytes: bytes of the serialized request; gRPC itself refuses a longer one (RESOURCE_EXHAUSTED).
+        max_batch: samples in a request.
+        max_ids: ids in a request, over all features.
+        max_keys: feature names in a request.
+        max_response_bytes: bytes of embeddings an answer may hold; known before the lookup runs.
+        max_concurrent: requests in the server at one time; one more is refused at once (RESOURCE_EXHAUSTED).
+    """
+
+    max_message_bytes: int = 64 << 20
+    max_batch: int = 16_384
+    max_ids: int = 4_194_304
+    max_keys: int = 4_096
+    max_response_bytes: int = 256 << 20
+    max_concurrent: int = 1_024
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"limit {field.name}: got {value!r}, expected an integer of at least 1")

@@ -1,0 +1,121 @@
+"""Packs an archive for TorchServe: a model entry that holds the handler and points at the archive where it lies."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from recinfer.archive.manifest import Manifest
+from recinfer.archive.reader import open_archive
+from recinfer.errors import InputError, UnavailableError
+
+__all__ = ["ARCHIVE_FORMATS", "pack"]
+
+# torch-model-archiver's formats that suit us, and what each appends to the entry's name.
+ARCHIVE_FORMATS = {"no-archive": "", "zip-store": ".mar"}
+
+_HANDLER = "recinfer_handler.py"
+_CONFIG = "model-config.yaml"
+# The archiver works in the shared temporary folder, under the model's name, and empties it first: give it its own.
+_ARCHIVER = (
+    "import sys, tempfile; tempfile.tempdir = sys.argv.pop(1); "
+    "from model_archiver.model_packaging import generate_model_archive; generate_model_archive()"
+)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
+
+
+def pack(
+    archive: str | Path,
+    export_path: str | Path,
+    *,
+    archive_format: str = "no-archive",
+    model_name: str | None = None,
+    archive_at: str | Path | None = None,
+    workers: int = 1,
+    batch_size: int = 1,
+    max_batch_delay_ms: int = 1,
+    force: bool = False,
+) -> Path:
+    """Write the TorchServe model entry of an archive with torch-model-archiver, and return its path.
+
+    The archive's gigabytes are not copied: the entry is a few kilobytes and names the folder, so the folder must stay.
+
+    Args:
+        archive: the archive's folder.
+        export_path: TorchServe's model store; made if absent.
+        archive_format: ``"no-archive"`` (a folder) or ``"zip-store"`` (one .mar file).
+        model_name: TorchServe's name for it; None: the archive's model name.
+        archive_at: where TorchServe finds the archive, if not where it is now (a path inside a container).
+        workers: worker processes TorchServe starts; they share the mapped archive's memory.
+        batch_size: requests TorchServe hands to a worker at once. With more than 1, an error keeps its HTTP code but
+            not its gRPC status (see docs/torchserve.md).
+        max_batch_delay_ms: how long it waits for a batch to fill.
+        force: overwrite an entry of that name.
+
+    Raises:
+        ArchiveError: the archive is damaged.
+        InputError: a bad argument, or an entry that exists.
+        UnavailableError: torch-model-archiver is not installed.
+    """
+    if archive_format not in ARCHIVE_FORMATS:
+        raise InputError(f"archive_format: got {archive_format!r}, expected one of {', '.join(ARCHIVE_FORMATS)}")
+    for what, value in (("workers", workers), ("batch_size", batch_size), ("max_batch_delay_ms", max_batch_delay_ms)):
+        if value < 1:
+            raise InputError(f"{what}: got {value}, expected at least 1")
+    folder = Path(archive).resolve()
+    manifest = open_archive(folder).manifest
+    name = manifest.model if model_name is None else model_name
+    if not _NAME.fullmatch(name):
+        raise InputError(
+            f"model name: got {name!r}, expected letters, digits, '_', '.', '-' (TorchServe's rule); give model_name"
+        )
+    store = Path(export_path).resolve()
+    store.mkdir(parents=True, exist_ok=True)
+    entry = store / f"{name}{ARCHIVE_FORMATS[archive_format]}"
+    if entry.exists() and not force:
+        raise InputError(f"{entry} exists already; remove it, choose another export path, or overwrite with force")
+    config = {
+        "minWorkers": workers,
+        "maxWorkers": workers,
+        "batchSize": batch_size,
+        "maxBatchDelay": max_batch_delay_ms,
+        "handler": {"archive": str(archive_at if archive_at is not None else folder)},
+    }
+    _run_archiver(name, manifest, config, store, archive_format)
+    return entry
+
+
+def _run_archiver(name: str, manifest: Manifest, config: dict[str, object], store: Path, archive_format: str) -> None:
+    if importlib.util.find_spec("model_archiver") is None:
+        raise UnavailableError(
+            "torch-model-archiver is not installed; install it with: pip install torch-model-archiver"
+        )
+    with tempfile.TemporaryDirectory(prefix="recinfer-mar-") as work:
+        # JSON is YAML too, and quotes whatever a path may hold.
+        (Path(work) / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        shutil.copyfile(_handler(), Path(work) / _HANDLER)
+        (Path(work) / "tmp").mkdir()
+        command = [sys.executable, "-c", _ARCHIVER, str(Path(work) / "tmp"), "--force"]
+        command += ["--model-name", name, "--version", manifest.version, "--handler", _HANDLER]
+        command += ["--config-file", _CONFIG, "--archive-format", archive_format, "--export-path", str(store)]
+        done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        raise UnavailableError(f"torch-model-archiver failed with exit code {done.returncode}: {last}")
+
+
+def _handler() -> Path:
+    """The handler's file: in the source tree, or where an installed wheel puts it."""
+    tree = Path(__file__).resolve().parents[2] / "handlers" / _HANDLER
+    installed = Path(sysconfig.get_path("data")) / "share" / "recinfer" / "handlers" / _HANDLER
+    for path in (tree, installed):
+        if path.is_file():
+            return path
+    raise UnavailableError(f"{_HANDLER} is in neither {tree.parent} nor {installed.parent}; install recinfer again")

@@ -1,0 +1,213 @@
+"""The gRPC server: our service, health and reflection on one port, and a stop that lets running requests end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from recinfer.errors import InputError, UnavailableError
+from recinfer.serving.limits import Limits
+from recinfer.serving.loop import run_on_loop
+from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.registry import ModelRegistry
+from recinfer.serving.service import InferenceService
+from recinfer.serving.stats import RequestStats
+from recinfer.serving.status import status_of
+
+if TYPE_CHECKING:
+    from recinfer.inference.predictor import Predictor
+
+__all__ = ["SERVICE_NAME", "Server", "serve"]
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+_log = logging.getLogger(__name__)
+
+# A request of up to this many bytes is answered on the event loop itself: handing it to a thread and back costs more
+# than running it. A larger one goes to the pool, so that the loop stays free for the small ones and for health.
+_INLINE_BYTES = 32 << 10
+_STOP_SLACK_S = 5.0
+
+_Answer = Callable[[bytes], bytes]
+_Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
+
+
+class Server:
+    """Serves predictors over gRPC from a background thread.
+
+    Args:
+        predictors: name -> predictor; the first is the default model.
+        host: address to listen on. The default is reachable from this machine only; there is no authentication.
+        port: TCP port; 0 takes a free one.
+        limits: bounds on requests.
+        threads: threads for large requests; None: one a core, at most 4.
+
+    >>> server = Server({"movies": recinfer.load("movies.rqa")}).start()    # doctest: +SKIP
+    >>> InferenceClient(f"127.0.0.1:{server.port}").lookup(features)        # doctest: +SKIP
+    >>> server.stop()                                                       # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        predictors: Mapping[str, Predictor],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        limits: Limits | None = None,
+        threads: int | None = None,
+    ) -> None:
+        if not 0 <= port <= 65535:
+            raise InputError(f"port: got {port}, expected 0 to 65535")
+        self.service = InferenceService(ModelRegistry(predictors), limits)
+        self.stats = RequestStats()
+        self.host = host
+        self._port = port
+        self._threads = threads or min(4, os.cpu_count() or 1)
+        self._server: grpc.aio.Server | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._health: health.aio.HealthServicer | None = None
+
+    @property
+    def port(self) -> int:
+        """The bound TCP port (after ``start``)."""
+        return self._port
+
+    @property
+    def target(self) -> str:
+        """What a client connects to."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self._port}"
+
+    def start(self) -> Server:
+        """Bind and accept requests; returns once the server answers.
+
+        Raises:
+            UnavailableError: the address cannot be bound.
+        """
+        if self._server is not None:
+            raise InputError("start: the server already runs; make a new Server for a second one")
+        run_on_loop(self._start())
+        return self
+
+    def stop(self, grace: float = 10.0) -> None:
+        """Refuse new requests, let those that run end for up to ``grace`` seconds, then close. A second call is free."""
+        if self._server is not None:
+            run_on_loop(self._stop(grace), timeout=grace + _STOP_SLACK_S)
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    async def _start(self) -> None:
+        limits = self.service.limits
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="recinfer-request")
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", limits.max_message_bytes),
+                ("grpc.max_send_message_length", -1),  # bounded by max_response_bytes, before anything is computed
+                ("grpc.so_reuseport", 0),  # a second server on a taken port must fail, not share it
+            ],
+            maximum_concurrent_rpcs=limits.max_concurrent,
+        )
+        server.add_generic_rpc_handlers((self._handlers(),))
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        try:
+            self._port = server.add_insecure_port(self.target)
+        except RuntimeError as error:
+            raise UnavailableError(
+                f"cannot listen on {self.target}: {_reason(error)}; choose another port, or 0 for a free one"
+            ) from None
+        await server.start()
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._server = server
+
+    async def _stop(self, grace: float) -> None:
+        server, self._server = self._server, None
+        if server is None or self._health is None or self._pool is None:
+            return
+        await self._health.enter_graceful_shutdown()
+        await server.stop(grace)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _handlers(self) -> grpc.GenericRpcHandler:
+        # Bytes in, bytes out: parsing happens in the service, so that its errors get a code and a message of ours.
+        service = self.service
+        calls = {"Lookup": service.lookup, "Predict": service.predict, "GetModel": service.get_model}
+        methods = {
+            call: grpc.unary_unary_rpc_method_handler(self._handler(call, answer))  # type: ignore[arg-type]
+            for call, answer in calls.items()
+        }
+        return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
+
+    def _handler(self, call: str, answer: _Answer) -> _Handler:
+        async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            start = time.perf_counter()
+            code = "CANCELLED"
+            try:
+                if len(data) <= _INLINE_BYTES:
+                    response = answer(data)
+                else:
+                    response = await asyncio.get_running_loop().run_in_executor(self._pool, answer, data)
+                code = "OK"
+                return response
+            except Exception as error:
+                status = status_of(error)
+                code = status.code
+                if code == "INTERNAL":
+                    _log.exception("%s failed on a request of %d bytes", call, len(data))
+                await context.abort(grpc.StatusCode[code], status.message)
+                raise  # not reached: abort raises
+            finally:
+                self.stats.add(call, code, time.perf_counter() - start)
+
+        return handle
+
+
+def _reason(error: RuntimeError) -> str:
+    text = str(error)
+    return "the port is taken" if "already in use" in text else "the address cannot be bound"
+
+
+def serve(
+    predictors: Mapping[str, Predictor],
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    limits: Limits | None = None,
+    grace: float = 10.0,
+    on_ready: Callable[[int], None] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT (Ctrl-C), then drain for up to ``grace`` seconds. Call from the main thread.
+
+    Args:
+        on_ready: called with the bound port once requests are accepted.
+    """
+    wanted = threading.Event()
+    before = {number: signal.signal(number, lambda *_: wanted.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    server = Server(predictors, host, port, limits=limits)
+    try:
+        server.start()
+        if on_ready is not None:
+            on_ready(server.port)
+        wanted.wait()
+    finally:
+        server.stop(grace)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,67 @@
+"""The one table from errors to gRPC and HTTP codes, and back on the client's side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recinfer.errors import (
+    ArchiveError,
+    CheckpointError,
+    ConfigError,
+    InputError,
+    NotFoundError,
+    RecinferError,
+    UnavailableError,
+)
+
+__all__ = ["Status", "error_of", "status_of"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a client sees of an error.
+
+    Attributes:
+        code: name of a ``grpc.StatusCode``, for example ``"INVALID_ARGUMENT"``.
+        http: the HTTP code with the same meaning; TorchServe's gRPC door turns it back into ``code``.
+        message: text for the caller; never a traceback or a path of the server.
+    """
+
+    code: str
+    http: int
+    message: str
+
+
+# First match wins. ConfigError and its like mean that the server's side is broken: nothing the caller sent is wrong.
+_TABLE: tuple[tuple[type[BaseException], str, int], ...] = (
+    (InputError, "INVALID_ARGUMENT", 400),
+    (NotFoundError, "NOT_FOUND", 404),
+    (UnavailableError, "UNAVAILABLE", 503),
+    (ConfigError, "INTERNAL", 500),
+    (CheckpointError, "INTERNAL", 500),
+    (ArchiveError, "INTERNAL", 500),
+    (RecinferError, "INTERNAL", 500),
+)
+_INTERNAL = Status("INTERNAL", 500, "internal error; the server's log has the details")
+_ERRORS: dict[str, type[RecinferError]] = {
+    "INVALID_ARGUMENT": InputError,
+    "OUT_OF_RANGE": InputError,
+    "NOT_FOUND": NotFoundError,
+    "UNAVAILABLE": UnavailableError,
+    "DEADLINE_EXCEEDED": UnavailableError,
+    "RESOURCE_EXHAUSTED": UnavailableError,
+    "CANCELLED": UnavailableError,
+}
+
+
+def status_of(error: BaseException) -> Status:
+    """The status a caller gets for ``error``; anything that is not a caller's affair becomes a bare INTERNAL."""
+    for kind, code, http in _TABLE:
+        if isinstance(error, kind):
+            return _INTERNAL if code == "INTERNAL" else Status(code, http, str(error))
+    return _INTERNAL
+
+
+def error_of(code: str, message: str) -> RecinferError:
+    """The error to raise on a client's side for the status ``code`` (a ``grpc.StatusCode`` name)."""
+    return _ERRORS.get(code, RecinferError)(message)

@@ -1,0 +1,91 @@
+"""JSON bodies mean the same as the protobuf messages, and broken ones are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recinfer.errors import InputError
+from recinfer.serving import codec, json_codec
+from recinfer.serving.limits import Limits
+from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+BODY = {"dense": [[1, 2.5], [3, 4]], "features": {"a": [[7], [8, 9]], "b": [3, []]}}
+
+
+def test_predict_request():
+    request = pb.PredictRequest.FromString(json_codec.predict_request({**BODY, "model": "m", "version": "v"}))
+    assert (request.model, request.version) == ("m", "v")
+    kjt = codec.decode_features(request.features, Limits())
+    assert kjt.keys() == ["a", "b"]
+    assert kjt.lengths().tolist() == [1, 2, 1, 0]
+    assert kjt.values().tolist() == [7, 8, 9, 3]
+    assert codec.decode_dense(request.dense, 2, 2).tolist() == [[1, 2.5], [3, 4]]
+
+
+def test_weights_follow_the_ids():
+    body = {"features": {"a": [[7], [8, 9]]}, "weights": {"a": [[1], [0.5, 2]]}}
+    request = pb.LookupRequest.FromString(json_codec.lookup_request(body))
+    assert codec.decode_features(request.features, Limits()).weights().tolist() == [1, 0.5, 2]
+
+
+def test_no_ids_at_all():
+    request = pb.LookupRequest.FromString(json_codec.lookup_request({"features": {"a": [[], []]}}))
+    assert codec.decode_features(request.features, Limits()).lengths().tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"features": None}, ["features", "NoneType", "object"]),
+        ({"features": {}}, ["features", "none", "at least one"]),
+        ({"features": {"a": 3}}, ["features['a']", "int", "list"]),
+        ({"features": {"a": [[1]], "b": [1, 2]}}, ["features['b']", "2 samples", "expected 1"]),
+        ({"features": {"a": [[1.5], [2]]}}, ["id", "64-bit integer"]),
+        ({"features": {"a": [["x"], [2]]}}, ["id", "64-bit integer"]),
+        ({"features": {"a": [[None], [2]]}}, ["id", "64-bit integer"]),
+        ({"features": {"a": [[[1]], [2]]}}, ["integer"]),
+        ({"features": {"a": [[2**70], [2]]}}, ["id", "64-bit integer"]),
+        ({"features": {"\ud800": [1, 2]}}, ["features", "surrogate"]),
+        ({"weights": {"a": [[1], [2, 3]]}}, ["weights", "features"]),
+        ({"weights": {"a": [[1], [2]], "b": [3, []]}}, ["weights['a']", "form"]),
+        ({"weights": {"a": [["x"], [2, 3]], "b": [3, []]}}, ["weights", "numbers"]),
+        ({"dense": [[1, 2]]}, ["dense", "[1, 2]", "2 samples"]),
+        ({"dense": [[1, 2], [3]]}, ["dense", "numbers"]),
+        ({"dense": [["x", 2], [3, 4]]}, ["dense", "numbers"]),
+        ({"dense": {"a": 1}}, ["dense", "numbers"]),
+        ({"model": 3}, ["model", "int", "string"]),
+        ({"colour": 3}, ["colour", "features"]),
+    ],
+)
+def test_refuses_by_name(change: dict[str, object], words: list[str]):
+    with pytest.raises(InputError) as caught:
+        json_codec.predict_request({**BODY, **change})
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", b"\xff", "[" * 100_000])
+def test_text_that_is_no_object(text: str | bytes):
+    with pytest.raises(InputError, match="body: got"):
+        json_codec.parse_json(text)
+
+
+def test_infinity_reaches_the_dense_check():
+    request = pb.PredictRequest.FromString(json_codec.predict_request({**BODY, "dense": [[1e300, 2], [3, 4]]}))
+    with pytest.raises(InputError, match="dense: got inf"):
+        codec.decode_dense(request.dense, 2, 2)
+
+
+def test_responses():
+    data = codec.encode_predict_response({"logits": torch.tensor([[0.5], [1.0]])}, "v")
+    assert json_codec.predict_response(data) == {"outputs": {"logits": [[0.5], [1.0]]}, "model_version": "v"}
+    pooled = KeyedTensor(["a"], [2], torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    sequence = JaggedTensor(torch.tensor([[1.0], [2.0]]), lengths=torch.tensor([2, 0]))
+    data = codec.encode_lookup_response(pooled, {"s": sequence}, 2, "v")
+    assert json_codec.lookup_response(data) == {
+        "embeddings": {"a": [[1.0, 2.0], [3.0, 4.0]]},
+        "sequences": {"s": [[[1.0], [2.0]], []]},
+        "model_version": "v",
+    }
