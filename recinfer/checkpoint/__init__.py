@@ -1,1 +1,20 @@
-"""See docs/tour.md."""
+"""Checkpoints: save, read in slices, and load into modules; torch.distributed.checkpoint with TorchRec's key names."""
+
+from __future__ import annotations
+
+from recinfer.checkpoint.loading import LoadReport, load_into
+from recinfer.checkpoint.model_json import ModelKind, register
+from recinfer.checkpoint.reader import CheckpointReader
+from recinfer.checkpoint.resolve import resolve_model
+from recinfer.checkpoint.writer import check_target, save_checkpoint
+
+__all__ = [
+    "CheckpointReader",
+    "LoadReport",
+    "ModelKind",
+    "check_target",
+    "load_into",
+    "register",
+    "resolve_model",
+    "save_checkpoint",
+]

@@ -1,0 +1,197 @@
+"""The index of a torch.distributed.checkpoint folder: which shard of which tensor lies at which bytes of which file.
+
+What is trusted: nothing. ``.metadata`` is a pickle, and torch reads it with the full unpickler, which runs what the
+file says. Here it is read by an unpickler that knows torch's few metadata classes and refuses all others, so a folder
+of unknown origin can be opened. Its content is then checked: shards lie inside their tensor, cover it once, and name
+files of the folder.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pathlib
+import pickle
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.serialization import _get_layout
+
+from recinfer.checkpoint.torch_file import TensorBytes, read_torch_file
+from recinfer.errors import CheckpointError
+
+__all__ = ["METADATA_FILE", "Chunk", "StoredTensor", "read_metadata"]
+
+METADATA_FILE = ".metadata"
+
+_METADATA_CLASSES: dict[str, Any] = {
+    **{
+        name: getattr(torch_metadata, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+}
+
+
+@dataclass
+class Chunk:
+    """A rectangle of a tensor and where it is stored.
+
+    Attributes:
+        offsets, sizes: the rectangle, one number a dimension.
+        path, start, length: the bytes of the torch.save file that holds it.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    path: Path
+    start: int = 0
+    length: int | None = None
+    known: TensorBytes | None = None
+
+    @cached_property
+    def data(self) -> TensorBytes:
+        """The chunk's tensor in its file; the description is read when first asked for.
+
+        Raises:
+            CheckpointError: the file does not hold the tensor that the index promises.
+        """
+        if self.known is not None:
+            return self.known
+        found = read_torch_file(self.path, self.start, self.length)
+        if not isinstance(found, TensorBytes) or found.shape != self.sizes:
+            what = found.shape if isinstance(found, TensorBytes) else type(found).__name__
+            raise CheckpointError(
+                f"{self.path}: at byte {self.start} lies {what}, expected a tensor of shape {self.sizes}; the file is "
+                "damaged or belongs to another checkpoint"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint: its shape, dtype, its place in the nested state dict, and its chunks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    path: tuple[Any, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def read_metadata(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of the torch.distributed.checkpoint in ``folder`` by their full key; reads no tensor data.
+
+    Raises:
+        CheckpointError: no ``.metadata``, one that is damaged or holds foreign classes, or shards that do not cover
+            their tensor; names the key.
+    """
+    metadata = _load(folder / METADATA_FILE)
+    storage = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    tensors = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, torch_metadata.TensorStorageMetadata):
+            continue  # numbers and strings of optimizers; torch pickles them, nothing here needs them
+        found = {}
+        for chunk in entry.chunks:
+            index = torch_metadata.MetadataIndex(key, chunk.offsets)
+            found[tuple(chunk.offsets), tuple(chunk.sizes)] = _chunk(folder, key, chunk, storage.get(index))
+        chunks = tuple(sorted(found.values(), key=lambda c: c.offsets))
+        tensor = StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(paths.get(key, (key,))), chunks)
+        _check_cover(folder, key, tensor)
+        tensors[key] = tensor
+    return tensors
+
+
+def _chunk(folder: Path, key: str, chunk: torch_metadata.ChunkStorageMetadata, info: Any) -> Chunk:
+    if not isinstance(info, _StorageInfo):
+        raise CheckpointError(
+            f"{folder}: the shard of {key} at {tuple(chunk.offsets)} has no place in a file; the checkpoint is damaged"
+        )
+    if getattr(info, "transform_descriptors", None):
+        raise CheckpointError(
+            f"{folder}: {key} was saved through {info.transform_descriptors}; expected plain "
+            "torch.distributed.checkpoint files, save without extensions"
+        )
+    path = folder / info.relative_path
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError(f"{folder}: {key} points out of the folder, to {info.relative_path!r}; refused")
+    return Chunk(tuple(chunk.offsets), tuple(chunk.sizes), path, info.offset, info.length)
+
+
+def _check_cover(folder: Path, key: str, tensor: StoredTensor) -> None:
+    """The chunks cover the tensor, each element once."""
+    wrong = None
+    sizes = np.array([c.sizes for c in tensor.chunks], dtype=np.int64).reshape(len(tensor.chunks), -1)
+    offsets = np.array([c.offsets for c in tensor.chunks], dtype=np.int64).reshape(len(tensor.chunks), -1)
+    if sizes.shape[1:] != (len(tensor.shape),) and tensor.chunks:
+        wrong = "have other dimensions than the tensor"
+    elif np.any(offsets < 0) or np.any(sizes < 0) or np.any(offsets + sizes > np.array(tensor.shape, dtype=np.int64)):
+        wrong = "reach beyond it"
+    elif sum(math.prod(c.sizes) for c in tensor.chunks) != math.prod(tensor.shape):
+        wrong = "do not cover it once"
+    elif len(tensor.chunks) > 1:
+        ends = offsets + sizes
+        apart = np.any((ends[:, None] <= offsets) | (ends <= offsets[:, None]), axis=2)
+        if not np.all(apart | np.eye(len(sizes), dtype=bool)):
+            wrong = "overlap"
+    if wrong:
+        rectangles = [(c.offsets, c.sizes) for c in tensor.chunks[:4]]
+        raise CheckpointError(
+            f"{folder}: the shards of {key} {wrong}: shape {tensor.shape}, {len(tensor.chunks)} shards (offsets, "
+            f"sizes) {rectangles}; was every rank's file copied?"
+        )
+
+
+def _load(path: Path) -> torch_metadata.Metadata:
+    try:
+        metadata = _MetadataUnpickler(path).load()
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path.parent}: no {METADATA_FILE} in it; expected a folder of torch.distributed.checkpoint, or a .pt file"
+        ) from None
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise CheckpointError(f"{path}: cannot be read: {error!r}; the checkpoint is damaged") from error
+    if not isinstance(metadata, torch_metadata.Metadata):
+        raise CheckpointError(f"{path}: holds a {type(metadata).__name__}, expected the index of a checkpoint")
+    return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        super().__init__(io.BytesIO(path.read_bytes()))
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch.distributed.checkpoint.metadata" and name in _METADATA_CLASSES:
+            return _METADATA_CLASSES[name]
+        if (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
+            return _StorageInfo
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _get_layout
+        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):
+            return pathlib.PurePosixPath  # where it was saved; kept by torch, not used
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        raise CheckpointError(
+            f"{self.path}: names {module}.{name}, which no checkpoint index needs; refused, because loading it could "
+            "run code. Save the checkpoint again with torch.distributed.checkpoint"
+        )

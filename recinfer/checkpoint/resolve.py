@@ -1,0 +1,49 @@
+"""Finds the function that a user names to get the module: ``pkg.module:function``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from torch import nn
+
+from recinfer.errors import ConfigError, NotFoundError
+
+__all__ = ["resolve_model"]
+
+
+def resolve_model(spec: str) -> nn.Module:
+    """Import ``pkg.module`` (the working directory counts) and call its ``function`` with no arguments.
+
+    The function returns the module; build embedding tables with ``device="meta"``, so that they cost no memory. This
+    runs the user's own code, on the user's word.
+
+    Raises:
+        ConfigError: not of the form ``pkg.module:function``, or something else than a module came back.
+        NotFoundError: no such module or function.
+    """
+    name, colon, function = spec.partition(":")
+    if not (colon and name and function.isidentifier()):
+        raise ConfigError(f"--model {spec!r}: expected pkg.module:function, as in my_models.ranker:build")
+    here = os.getcwd()
+    added = here not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name + ".").startswith(error.name + "."):
+            raise  # the user's module is there, something that it imports is not
+        raise NotFoundError(f"--model {spec!r}: no module {error.name!r}; looked in {here} and in sys.path") from error
+    finally:
+        if added:
+            sys.path.remove(here)
+    build = getattr(module, function, None)
+    if not callable(build):
+        known = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise NotFoundError(f"--model {spec!r}: {name} has no function {function!r}; it has {', '.join(known[:10])}")
+    model = build()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"--model {spec!r}: returned a {type(model).__name__}, expected a torch.nn.Module")
+    return model

@@ -1,0 +1,292 @@
+"""Where the bytes of tensors saved by torch.save lie in a file, found and read without loading the file.
+
+torch.save writes a zip of uncompressed records: ``data.pkl`` describes the tensors, ``data/<n>`` hold their storages.
+Here ``data.pkl`` is read by an unpickler that knows nothing but tensors and plain containers, so no code in a file
+can run, and what it returns are byte ranges that are read row by row with ``pread``.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recinfer.errors import CheckpointError
+
+__all__ = ["TensorBytes", "read_torch_file"]
+
+_STORAGE_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+_LOCAL_HEADER_BYTES = 30
+# What is not contiguous in the file passes through a buffer of this size.
+_BUFFER_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class TensorBytes:
+    """One tensor in a file.
+
+    Attributes:
+        path: the file.
+        offset: byte offset of the tensor's first element in the file.
+        available: bytes of its storage from ``offset`` on.
+        dtype, shape, strides: as of a torch tensor; strides count elements.
+    """
+
+    path: Path
+    offset: int
+    available: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def check(self) -> None:
+        """Raises CheckpointError if the shape reaches beyond the storage."""
+        if min(self.shape, default=0) < 0 or min(self.strides, default=0) < 0 or len(self.shape) != len(self.strides):
+            raise CheckpointError(f"{self.path}: a tensor of shape {self.shape}, strides {self.strides}")
+        needed = self._span(self.shape) * self.dtype.itemsize
+        if needed > self.available:
+            raise CheckpointError(
+                f"{self.path}: a tensor of shape {self.shape} and {self.dtype} needs {needed} bytes, its storage has "
+                f"{self.available}; the file is damaged"
+            )
+
+    def read_rows(self, start: int, stop: int, out: Tensor) -> None:
+        """Rows ``start`` to ``stop`` into ``out`` (any strides and dtype). A scalar is one row.
+
+        Raises:
+            CheckpointError: the file is missing or shorter than it should be.
+        """
+        shape = self.shape or (1,)
+        strides = self.strides or (1,)
+        direct = out.is_contiguous() and out.dtype == self.dtype and _is_contiguous(shape, strides)
+        row_bytes = max(1, math.prod(shape[1:]) * self.dtype.itemsize)
+        step = max(1, stop - start) if direct else max(1, _BUFFER_BYTES // row_bytes)
+        out = out.reshape(stop - start, *shape[1:]) if out.dim() == 0 else out
+        with _open(self.path) as file:
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                target = out[first - start : last - start]
+                block = (last - first, *shape[1:])
+                at = self.offset + first * strides[0] * self.dtype.itemsize
+                if direct:
+                    _pread(file, at, target)
+                    continue
+                # The elements between the block's first and last, whatever the strides are.
+                span = torch.empty(self._span(block), dtype=self.dtype)
+                _pread(file, at, span)
+                target.copy_(span.as_strided(block, strides))
+
+    def _span(self, shape: tuple[int, ...]) -> int:
+        """Elements from the first to the last one of a block of ``shape``."""
+        if 0 in shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(shape, self.strides))
+
+
+def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> Any:
+    """What torch.save wrote at ``offset`` of ``path``, with a :class:`TensorBytes` in place of every tensor.
+
+    Reads the descriptions only. Any class but tensors, containers and numbers is refused, so the file need not be
+    trusted.
+
+    Raises:
+        CheckpointError: no file, not a whole torch.save zip, or content that is refused; names the path and the cause.
+    """
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = size - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > size:
+            raise CheckpointError(
+                f"{path}: has {size} bytes, expected at least {offset + length}; the file is truncated, copy it again"
+            )
+        view = _FileView(file, offset, length)
+        try:
+            with zipfile.ZipFile(view) as archive:
+                return _read_archive(_Records(path, offset, length, view, archive))
+        except CheckpointError:
+            raise
+        except zipfile.BadZipFile as error:
+            raise CheckpointError(
+                f"{path}: bytes {offset} to {offset + length} are no whole torch.save file ({error}); expected the zip "
+                "format of torch 1.6 and later"
+            ) from error
+        except Exception as error:  # a damaged pickle raises nearly anything
+            raise CheckpointError(f"{path}: cannot be read as a torch.save file: {error!r}") from error
+
+
+class _Records:
+    """The records of one torch.save zip, by the part of their name after the top folder."""
+
+    def __init__(self, path: Path, offset: int, length: int, view: io.RawIOBase, archive: zipfile.ZipFile) -> None:
+        self.path, self.offset, self.length, self.view, self.archive = path, offset, length, view, archive
+        self.infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+
+    def read(self, name: str) -> bytes | None:
+        info = self.infos.get(name)
+        return None if info is None else self.archive.read(info)
+
+    def locate(self, name: str) -> tuple[int, int]:
+        """(offset in the file, bytes) of a record's content."""
+        info = self.infos.get(name)
+        if info is None:
+            raise CheckpointError(f"{self.path}: has no record {name!r}; the file is damaged")
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise CheckpointError(f"{self.path}: record {name!r} is compressed; save again with plain torch.save")
+        # The central directory says where the local header is; only the local header says how long it is.
+        self.view.seek(info.header_offset)
+        header = self.view.read(_LOCAL_HEADER_BYTES) or b""
+        if len(header) < _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
+            raise CheckpointError(f"{self.path}: record {name!r} has no header; the file is damaged")
+        name_bytes, extra_bytes = struct.unpack("<HH", header[26:30])
+        start = info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
+        if start + info.file_size > self.length:
+            raise CheckpointError(f"{self.path}: record {name!r} reaches beyond its file; the file is truncated")
+        return self.offset + start, info.file_size
+
+
+def _read_archive(records: _Records) -> Any:
+    description = records.read("data.pkl")
+    if description is None:
+        raise CheckpointError(f"{records.path}: a zip without data.pkl; expected what torch.save writes")
+    order = records.read("byteorder")
+    if order not in (None, b"little"):
+        raise CheckpointError(f"{records.path}: byte order {order!r}; expected little")
+    return _TensorUnpickler(description, records).load()
+
+
+@dataclass(frozen=True)
+class _Storage:
+    offset: int
+    num_bytes: int
+    dtype: torch.dtype | None
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Unpickles descriptions of tensors, containers and numbers; every other class is refused."""
+
+    def __init__(self, data: bytes, records: _Records) -> None:
+        super().__init__(io.BytesIO(data))
+        self.records = records
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return self._tensor
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+            return lambda data, *_: data
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module in ("torch", "torch.storage") and (name in _STORAGE_DTYPES or name == "UntypedStorage"):
+            return _STORAGE_DTYPES.get(name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointError(
+            f"{self.records.path}: holds a {module}.{name}; expected tensors, dicts, lists and numbers only. "
+            "Save model.state_dict() on its own: torch.save(model.state_dict(), path)"
+        )
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, dtype, key, _, _ = pid
+        offset, num_bytes = self.records.locate(f"data/{key}")
+        return _Storage(offset, num_bytes, dtype)
+
+    def _tensor(self, storage: _Storage, first: int, shape: Any, strides: Any, *rest: Any) -> TensorBytes:
+        # v3 (dtypes that have no storage class of their own) has the dtype behind requires_grad and hooks.
+        dtype = storage.dtype if storage.dtype is not None else rest[2]
+        skipped = first * dtype.itemsize
+        found = TensorBytes(
+            self.records.path,
+            storage.offset + skipped,
+            storage.num_bytes - skipped,
+            dtype,
+            tuple(int(s) for s in shape),
+            tuple(int(s) for s in strides),
+        )
+        found.check()
+        return found
+
+
+class _FileView(io.RawIOBase):
+    """Bytes ``offset`` to ``offset + length`` of an open file as a file of their own."""
+
+    def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
+        super().__init__()
+        self.file, self.offset, self.length, self.at = file, offset, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.length}[whence]
+        if base + offset < 0:
+            raise OSError(f"seek to {base + offset}")  # what a real file raises; zipfile expects it
+        self.at = base + offset
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self.length - self.at))
+        data = os.pread(self.file.fileno(), count, self.offset + self.at)
+        view[: len(data)] = data
+        self.at += len(data)
+        return len(data)
+
+
+def _open(path: Path) -> io.FileIO:
+    try:
+        return open(path, "rb", buffering=0)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened ({error.strerror}); is the checkpoint complete?") from error
+
+
+def _pread(file: io.FileIO, offset: int, out: Tensor) -> None:
+    """Fill the contiguous ``out`` with the bytes at ``offset``."""
+    if not out.numel():
+        return
+    view = out.reshape(-1).view(torch.uint8).numpy().data
+    done = 0
+    while done < len(view):
+        # One call reads at most 2 GiB on Linux.
+        count = os.preadv(file.fileno(), [view[done:]], offset + done)
+        if count == 0:
+            raise CheckpointError(
+                f"{file.name}: ends at byte {offset + done}, expected {offset + len(view)}; the file is truncated"
+            )
+        done += count
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
