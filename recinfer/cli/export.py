@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.format import mebibytes
 from recinfer.cli.models import (
     CheckpointOption,
     ModelOption,
@@ -69,11 +70,11 @@ def run(
     )
     manifest = archive.manifest
     seconds = time.perf_counter() - started
-    output.show(f"[green]wrote[/green] {out}  {manifest.bytes_total / 2**20:.1f} MiB  {seconds:.1f} s")
+    output.show(f"[green]wrote[/green] {out}  {mebibytes(manifest.bytes_total)}  {seconds:.1f} s")
     output.finish(
         {
             "archive": str(out),
-            "model": manifest.name,
+            "model": manifest.model,
             "version": manifest.version,
             "plan_hash": chosen.hash,
             "bytes_total": manifest.bytes_total,

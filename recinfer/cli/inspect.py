@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.format import mebibytes
 from recinfer.errors import NotFoundError
 
 if TYPE_CHECKING:
     from recinfer.archive.manifest import Manifest
     from recinfer.distributed.planner.plan import Plan
 
-__all__ = ["EXAMPLE", "NAME", "run"]
+__all__ = ["EXAMPLE", "NAME", "describe_archive", "describe_plan", "run"]
 
 NAME = "inspect"
 EXAMPLE = "Example: recinfer inspect movielens.rqa --json | tail -1"
@@ -25,20 +27,105 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Show what an archive or a plan holds: tables, where each piece is, precisions, sizes, hashes."""
-    from recinfer.distributed.planner.stats import format_plan
-
     output = Output(as_json)
-    if not path.exists():
-        raise NotFoundError(f"nothing at {path}; expected an archive folder or a plan.json")
     if path.is_dir():
         from recinfer.archive.reader import open_archive
 
-        archive = open_archive(path)
-        output.show(_summary(archive.manifest), format_plan(archive.plan))
-        output.finish(describe_archive(archive.manifest, archive.plan))
-    else:
+        manifest = open_archive(path).manifest
+        output.show(*_tables(manifest))
+        output.finish(describe_archive(manifest))
+    elif path.exists():
         from recinfer.distributed.planner.plan import Plan
+        from recinfer.distributed.planner.stats import format_plan
 
         plan = Plan.load(path)
         output.show(format_plan(plan))
         output.finish(describe_plan(plan))
+    else:
+        raise NotFoundError(f"nothing at {path}; expected an archive folder or a plan.json")
+
+
+def describe_archive(manifest: Manifest) -> dict[str, Any]:
+    """The manifest in short, as plain data: what ``inspect --json`` prints of an archive."""
+    dense = manifest.dense
+    return {
+        "kind": "archive",
+        "format_version": manifest.format_version,
+        "model": manifest.model,
+        "version": manifest.version,
+        "created": manifest.created,
+        "versions": manifest.versions,
+        "precision": manifest.precision,
+        "world_size": manifest.world_size,
+        "plan_hash": manifest.plan_hash,
+        "tables": [
+            {
+                "name": t.name,
+                "module": t.module,
+                "rows": t.rows,
+                "dim": t.dim,
+                "precision": t.precision,
+                "pooling": t.pooling,
+                "features": list(t.features),
+                "sharding": t.sharding,
+                "ranks": list(t.ranks),
+                "max_abs_error": t.quantization.max_abs_error,
+            }
+            for t in manifest.tables
+        ],
+        "num_dense": dense.num_dense if dense else 0,
+        "outputs": [o.name for o in dense.outputs] if dense else [],
+        "engine": dense.engine if dense else None,
+        "has_contract": manifest.contract is not None,
+        "num_files": len(manifest.files),
+        "bytes_total": manifest.bytes_total,
+    }
+
+
+def describe_plan(plan: Plan) -> dict[str, Any]:
+    """The plan in short, as plain data: what ``inspect --json`` prints of a plan."""
+    return {
+        "kind": "plan",
+        "world_size": plan.world_size,
+        "compute_device": plan.compute_device,
+        "plan_hash": plan.hash,
+        "tables": [
+            {
+                "name": t.table,
+                "module": t.module,
+                "rows": t.num_embeddings,
+                "dim": t.embedding_dim,
+                "precision": t.precision.value.lower(),
+                "sharding": t.sharding_type,
+                "compute_kernel": t.compute_kernel,
+                "ranks": list(t.ranks),
+            }
+            for t in plan.tables
+        ],
+        "estimates": plan.estimates,
+    }
+
+
+def _tables(manifest: Manifest) -> list[Table]:
+    about = Table(show_header=False, box=None, title=f"{manifest.model} {manifest.version}", title_justify="left")
+    dense = manifest.dense
+    built = ", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items()))
+    about.add_row("format", str(manifest.format_version))
+    about.add_row("created", f"{manifest.created}  ({built})")
+    about.add_row("precision", manifest.precision)
+    about.add_row("ranks", str(manifest.world_size))
+    about.add_row("plan", manifest.plan_hash)
+    about.add_row("size", f"{mebibytes(manifest.bytes_total)} in {len(manifest.files)} files")
+    if dense:
+        outputs = ", ".join(o.name for o in dense.outputs)
+        about.add_row("dense part", f"{dense.num_dense} dense inputs -> {outputs}, runs on {dense.engine}")
+    about.add_row("raw rows", "yes, it holds its feature contract" if manifest.contract else "no feature contract")
+    tables = Table("table", "features", "rows", "dim", "precision", "pooling", "sharding", "ranks", "max error")
+    for t in manifest.tables:
+        name, features = t.full_name, ", ".join(t.features)
+        error = f"{t.quantization.max_abs_error:.2g}"
+        ranks = ", ".join(map(str, t.ranks))
+        tables.add_row(name, features, f"{t.rows:,}", str(t.dim), t.precision, t.pooling, t.sharding, ranks, error)
+    for column in (2, 3, 8):
+        tables.columns[column].justify = "right"
+    return [about, tables]

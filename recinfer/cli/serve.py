@@ -34,8 +34,8 @@ def run(
     manifest = predictor.manifest
 
     def ready(bound: int) -> None:
-        output.show(f"[green]serving[/green] {manifest.name} {manifest.version} on {host}:{bound}  (Ctrl-C stops)")
-        output.finish({"model": manifest.name, "version": manifest.version, "host": host, "port": bound})
+        output.show(f"[green]serving[/green] {manifest.model} {manifest.version} on {host}:{bound}  (Ctrl-C stops)")
+        output.finish({"model": manifest.model, "version": manifest.version, "host": host, "port": bound})
 
-    serve({manifest.name: predictor}, host=host, port=port, on_ready=ready)
+    serve({manifest.model: predictor}, host=host, port=port, on_ready=ready)
     output.note("stopped")

@@ -1,0 +1,60 @@
+"""``recinfer serve`` as a child process for the length of a ``with`` block."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from recinfer.errors import UnavailableError
+
+__all__ = ["served"]
+
+_STOP_S = 30.0
+
+
+@contextmanager
+def served(archive: Path) -> Iterator[str]:
+    """Serve ``archive`` on a free loopback port and yield its target, ``"127.0.0.1:port"``.
+
+    The server has its own process, so that what is measured through it is what a user's client would see. It is stopped
+    by SIGTERM at the end of the block, also after an error.
+
+    Raises:
+        UnavailableError: it ended before it was ready, or did not stop cleanly; the message has its last line.
+    """
+    command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--port", "0", "--json"]
+    with tempfile.TemporaryFile("w+") as log:
+        # A session of its own: Ctrl-C in the terminal reaches us alone, and we stop the server.
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+        assert process.stdout is not None
+        try:
+            ready = process.stdout.readline()
+            if not ready:
+                process.wait(_STOP_S)
+                raise UnavailableError(f"the server of {archive} ended before it was ready: {_last_line(log)}")
+            yield f"127.0.0.1:{json.loads(ready)['port']}"
+        finally:
+            code = _stop(process)
+        if code != 0:
+            raise UnavailableError(f"the server of {archive} ended with exit code {code}: {_last_line(log)}")
+
+
+def _stop(process: subprocess.Popen[str]) -> int:
+    process.terminate()
+    try:
+        return process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def _last_line(log: IO[str]) -> str:
+    log.seek(0)
+    lines = [line.strip() for line in log if line.strip()]
+    return lines[-1] if lines else "it said nothing"
