@@ -441,7 +441,7 @@ class Plan:
         Raises:
             ConfigError: a table without a plan, or shards that do not tile it.
         """
-        tables = []
+        tables: list[TablePlan] = []
         for path, _, configs, _ in embedding_tables(model):
             module_plan = sharding_plan.get_plan_for_module(path)
             for config in configs:
@@ -449,13 +449,14 @@ class Plan:
                 if sharding is None:
                     raise ConfigError(f"table {config.name!r} of module {path!r} is not in the sharding plan")
                 chosen = precision.get(config.name) if isinstance(precision, dict) else precision
-                tables.append(_table_plan(path, config, sharding, chosen or config.data_type, world_size))
+                tables.append(table_plan(path, config, sharding, chosen or config.data_type, world_size))
         return cls(world_size, compute_device, tuple(tables), {}, local_world_size)
 
 
-def _table_plan(
+def table_plan(
     path: str, config: BaseEmbeddingConfig, sharding: ParameterSharding, precision: DataType, world_size: int
 ) -> TablePlan:
+    """The checked rectangles of one table from TorchRec's ParameterSharding; raises ConfigError."""
     rows, cols = config.num_embeddings, config.embedding_dim
     pieces = getattr(sharding.sharding_spec, "shards", None)
     if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:

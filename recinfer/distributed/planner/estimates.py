@@ -1,0 +1,239 @@
+"""The numbers of a shard, computed for whole arrays of shards at once: milliseconds by part, and bytes by memory.
+
+Every function takes one entry a shard (or scalars that broadcast) and returns one row a shard. The training model is
+TorchRec's wall-time model; inference is that of one process that looks one batch up on all its ranks.
+
+Legend: N shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from recinfer.distributed.planner.constants import (
+    BATCHED_COPY_PERF_FACTOR,
+    BIGINT_DTYPE,
+    DP_ELEMENTWISE_KERNELS_PERF_FACTOR,
+    FULL_BLOCK_EMB_DIM,
+    HALF_BLOCK_PENALTY,
+    QUARTER_BLOCK_PENALTY,
+    WEIGHTED_KERNEL_MULTIPLIER,
+)
+from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.types import PipelineType, ShardingType
+
+__all__ = ["PERF_PARTS", "ShardArrays", "inference_time", "packed_row_bytes", "storage_bytes", "training_time"]
+
+FloatN = npt.NDArray[np.float64]
+IntN = npt.NDArray[np.int64]
+
+PERF_PARTS = ("fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms", "input_dist_comms", "prefetch_compute")
+DP, TW, CW, RW, TWRW, TWCW, GRID = range(7)
+TYPE_CODES = {
+    ShardingType.DATA_PARALLEL.value: DP,
+    ShardingType.TABLE_WISE.value: TW,
+    ShardingType.COLUMN_WISE.value: CW,
+    ShardingType.ROW_WISE.value: RW,
+    ShardingType.TABLE_ROW_WISE.value: TWRW,
+    ShardingType.TABLE_COLUMN_WISE.value: TWCW,
+    ShardingType.GRID_SHARD.value: GRID,
+}
+TYPE_NAMES = tuple(TYPE_CODES)
+
+_MIN_LOOKUP_DIM = 32  # a warp reads at least this many columns
+_INTRA_LINE = {"cpu": 64, "cuda": 32, "mtia": 32}  # bytes that one access to the memory brings
+
+
+@dataclass(frozen=True)
+class ShardArrays:
+    """What the estimates depend on, one entry a shard.
+
+    ``batch_inputs`` are ids of one rank's batch for the whole table (sum of pooling factor x poolings x batch over its
+    features), ``batch_outputs`` its vectors. ``misses`` are expected rows fetched from host memory in a global batch.
+    """
+
+    kind: IntN  # sharding type code
+    rows: IntN  # of the shard
+    cols: IntN
+    table_rows: IntN
+    table_cols: IntN
+    batch_inputs: FloatN
+    batch_outputs: FloatN
+    features: FloatN
+    pooled: npt.NDArray[np.bool_]
+    weighted: npt.NDArray[np.bool_]
+    element_bytes: FloatN  # of the float table; for inference of one packed element
+    bits: FloatN  # of one element
+    output_bytes: FloatN  # of one element of the output
+    fwd_a2a: FloatN  # bytes an element in each collective
+    bwd_a2a: FloatN
+    fwd_sr: FloatN
+    bwd_sr: FloatN
+    device_bw: FloatN  # bytes per ms at which the kernel reads rows
+    misses: FloatN
+    cached: npt.NDArray[np.bool_]  # rows in host memory behind a device cache
+    on_host: npt.NDArray[np.bool_]  # rows in host memory
+    cache_ratio: FloatN
+    optimizer_full: FloatN  # optimizer state: this many times the table
+    optimizer_row_bytes: FloatN  # and this many bytes a row
+
+    def take(self, index: Any) -> ShardArrays:
+        """The entries at ``index``."""
+        return ShardArrays(**{name: value[index] for name, value in self.__dict__.items()})
+
+
+def packed_row_bytes(cols: Any, bits: Any, alignment: int = 1) -> IntN:
+    """Bytes of one packed row: the elements in whole bytes, a 2-byte scale and bias below 16 bits, padding."""
+    cols, bits = np.asarray(cols), np.asarray(bits)
+    size = -(-cols * bits.astype(np.int64) // 8) + np.where(bits < 16, 4, 0)
+    return -(-size // alignment) * alignment
+
+
+def _spread(a: ShardArrays, topology: Topology) -> FloatN:
+    """Over how many ranks the ids of a table go."""
+    by_host = (a.kind == TWRW) | (a.kind == GRID)
+    return np.where(a.kind == RW, topology.world_size, np.where(by_host, topology.local_world_size, 1)).astype(float)
+
+
+def _block_penalty(cols: IntN) -> FloatN:
+    half, quarter = HALF_BLOCK_PENALTY, QUARTER_BLOCK_PENALTY
+    return np.where(cols >= FULL_BLOCK_EMB_DIM, 1.0, np.where(cols >= FULL_BLOCK_EMB_DIM // 2, half, quarter))
+
+
+def training_time(a: ShardArrays, topology: Topology, *, forward_only: bool = False) -> FloatN:
+    """Milliseconds [N, 6] (``PERF_PARTS``) of data-parallel training with TorchRec's wall-time model.
+
+    Each rank brings a batch; rows are read where they live; pooled vectors travel back by all-to-all (table- and
+    column-wise), reduce-scatter (row-wise), or reduce-scatter in the host and all-to-all between hosts.
+    """
+    world, local = topology.world_size, topology.local_world_size
+    intra, inter = topology.intra_host_bw, topology.inter_host_bw
+    link = inter if world > local else intra
+    if topology.compute_device == "cpu" and world <= local:
+        link = intra
+    dp, whole = a.kind == DP, (a.kind == TW) | (a.kind == CW) | (a.kind == TWCW)
+    by_host = (a.kind == TWRW) | (a.kind == GRID)
+    replicas = np.where(dp, 1, world)
+    spread = _spread(a, topology)
+
+    ids = a.batch_inputs / spread
+    vectors = np.where(a.pooled, a.batch_outputs, ids)
+    fwd_size = np.where(dp, a.element_bytes, np.where(whole | ~a.pooled, a.fwd_a2a, a.fwd_sr))
+    bwd_size = np.where(dp, a.element_bytes, np.where(whole | ~a.pooled, a.bwd_a2a, a.bwd_sr))
+    read_ids = np.ceil(ids * replicas * BIGINT_DTYPE)
+    read = read_ids * np.where(a.weighted, 2, 1)
+    lookup_cols = np.where(whole, np.maximum(a.cols, _MIN_LOOKUP_DIM), a.cols)
+    lookup = ids * replicas * lookup_cols * a.element_bytes
+    fwd_out = vectors * replicas * a.cols * fwd_size
+    bwd_out = vectors * replicas * a.cols * bwd_size
+
+    penalty = np.where(whole, _block_penalty(a.cols), 1.0)
+    fwd_compute = (read + lookup + fwd_out) * penalty / a.device_bw
+    input_comms = np.where(dp, 0.0, np.ceil(a.batch_inputs * world * BIGINT_DTYPE) / link)
+
+    def travel(size: FloatN) -> FloatN:
+        hosts = size / intra + (size / local / inter if local < world else 0.0)
+        return np.where(by_host, hosts, np.where(dp, 0.0, size / link))
+
+    out = np.zeros((a.kind.size, 6))
+    out[:, 0], out[:, 1], out[:, 4] = fwd_compute, travel(fwd_out), input_comms
+    out[:, 5] = a.misses / spread * a.cols * a.element_bytes / topology.hbm_to_ddr_mem_bw
+    if forward_only:
+        return out
+
+    table_bytes = a.table_rows * a.table_cols * a.element_bytes
+    num_hosts = world // local
+    rings = 1.0 if num_hosts == 1 else 1.5 if num_hosts == 2 else 3.0
+    all_reduce = table_bytes * rings / local / inter
+    optimizer = table_bytes * DP_ELEMENTWISE_KERNELS_PERF_FACTOR / a.device_bw
+    batched_copy = np.where(whole | dp, 0.0, bwd_out * BATCHED_COPY_PERF_FACTOR / a.device_bw)
+    bwd = topology.bwd_compute_multiplier * np.where(a.weighted, topology.weighted_feature_bwd_compute_multiplier, 1.0)
+    out[:, 2] = fwd_compute * (bwd + np.where(a.weighted, WEIGHTED_KERNEL_MULTIPLIER, 0.0))
+    out[:, 3] = np.where(dp, all_reduce + optimizer, travel(bwd_out) + batched_copy)
+    if topology.uneven_sharding_perf_multiplier != 1.0:
+        uneven = by_host | (a.kind == RW)
+        uneven &= (a.table_rows % np.maximum(spread, 1)) != 0
+        out[uneven, :4] *= topology.uneven_sharding_perf_multiplier
+    return out
+
+
+def inference_time(a: ShardArrays, topology: Topology, alignment: int) -> FloatN:
+    """Milliseconds [N, 6] of one process that looks one batch up: no batch per rank, no backward.
+
+    A rank reads its share of the ids and the packed rows (whole memory lines) and writes its vectors; on a GPU ids come
+    and vectors go over the host link. On a CPU all ranks share memory and nothing travels. With a measured profile
+    (``topology.hardware``) the compute part is that of the profile.
+    """
+    ids = a.batch_inputs / _spread(a, topology)
+    vectors = np.where(a.pooled, a.batch_outputs, ids)
+    row = packed_row_bytes(a.cols, a.bits, alignment)
+    out = np.zeros((a.kind.size, 6))
+    written = vectors * a.cols * a.output_bytes
+    id_bytes = ids * BIGINT_DTYPE * np.where(a.weighted, 1.5, 1.0)
+    if topology.hardware is not None and topology.hardware.device == topology.compute_device:
+        out[:, 0] = topology.hardware.lookup_ms(ids, vectors, row, a.bits, a.rows, a.features, a.cols)
+        slow = topology.hbm_mem_bw if topology.compute_device != "cpu" else topology.ddr_mem_bw
+        out[:, 0] *= np.where(a.on_host & (topology.compute_device != "cpu"), slow / a.device_bw, 1.0)
+    else:
+        line = _INTRA_LINE[topology.compute_device]
+        lookup = ids * (-(-row // line) * line)
+        out[:, 0] = (id_bytes + lookup + written) / a.device_bw
+    if topology.compute_device != "cpu":
+        moves = topology.world_size > 1
+        link = topology.intra_host_bw if topology.world_size <= topology.local_world_size else topology.inter_host_bw
+        out[:, 1] = written / link if moves else 0.0
+        out[:, 4] = id_bytes / topology.hbm_to_ddr_mem_bw
+    out[:, 5] = a.misses / _spread(a, topology) * row / topology.hbm_to_ddr_mem_bw
+    return out
+
+
+def storage_bytes(
+    a: ShardArrays,
+    topology: Topology,
+    *,
+    pipeline_type: PipelineType = PipelineType.NONE,
+    run_embedding_at_peak_memory: bool = False,
+    is_inference: bool = False,
+    alignment: int = 1,
+) -> tuple[IntN, IntN]:
+    """Bytes (hbm[N], ddr[N]) of each shard: rows, cache, optimizer state, and what one iteration keeps in flight."""
+    world = topology.world_size
+    replicas = 1 if is_inference else np.where(a.kind == DP, 1, world)
+    spread = _spread(a, topology)
+    ids = a.batch_inputs / spread
+    vectors = np.where(a.pooled, a.batch_outputs, ids)
+    inputs = np.ceil(ids * replicas * BIGINT_DTYPE)
+    outputs = np.ceil(vectors * replicas * a.cols * a.output_bytes)
+    if is_inference:
+        table = (packed_row_bytes(a.cols, a.bits, alignment) * a.rows).astype(float)
+        optimizer = 0.0
+        in_flight = inputs * np.where(a.weighted, 1.5, 1.0) + outputs
+    else:
+        table = np.ceil(a.rows * a.cols * a.element_bytes)
+        optimizer = np.ceil(table * a.optimizer_full) + a.rows * a.optimizer_row_bytes
+        in_flight = _in_flight(inputs, outputs, a.cached, pipeline_type, run_embedding_at_peak_memory)
+    # The cache, 4 bytes a row to find it in the cache, and 16 a cache slot for its state.
+    cache = np.ceil(table * a.cache_ratio) + np.ceil(4 * a.rows + 16 * a.rows * a.cache_ratio)
+    cache_optimizer = np.ceil(optimizer * a.cache_ratio)
+    on_device = np.where(a.cached, cache + cache_optimizer, np.where(a.on_host, 0.0, table + optimizer))
+    on_host = np.where(a.on_host, table + optimizer, 0.0)
+    device = np.where(a.rows > 0, on_device + in_flight, 0.0)
+    if topology.compute_device == "cpu":
+        return np.zeros(a.kind.size, np.int64), (device + on_host).astype(np.int64)
+    return device.astype(np.int64), on_host.astype(np.int64)
+
+
+def _in_flight(
+    inputs: FloatN, outputs: FloatN, cached: npt.NDArray[np.bool_], pipeline: PipelineType, at_peak: bool
+) -> FloatN:
+    """Bytes of inputs and outputs alive at the peak: how many batches of input depends on the pipeline's depth."""
+    if pipeline in (PipelineType.NONE, PipelineType.TRAIN_BASE):
+        return inputs + outputs
+    copies: Any = 2
+    if pipeline is PipelineType.TRAIN_PREFETCH_SPARSE_DIST:
+        copies = np.where(cached, 10, 3)  # the prefetch of a cached table keeps seven more buffers of the input's size
+    return copies * inputs + (outputs if at_peak else 0.0)

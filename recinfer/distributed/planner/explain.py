@@ -1,0 +1,243 @@
+"""Why nothing fits: which memory binds, where, by how many bytes, for which tables, and the smallest change that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from recinfer.distributed.planner.problem import Problem, describe_option, make_problem
+from recinfer.distributed.planner.search import Placer, search
+from recinfer.distributed.planner.space import Estimate, SearchSpace, TableInfo, build_space
+from recinfer.distributed.planner.topology import CustomTopologyData, Topology
+
+__all__ = ["explain"]
+
+_MEMORIES = ("hbm", "ddr")
+_MAX_SHARDS = 400_000  # above this, changes that need a new search space are not tried
+
+
+def explain(
+    space: SearchSpace,
+    problem: Problem,
+    topology: Topology,
+    estimator: Callable[[Topology], Estimate],
+    *,
+    smaller_tables: Sequence[TableInfo] | None = None,
+) -> str:
+    """The message of the error, two lines.
+
+    Args:
+        estimator: gives the estimate function for another topology, to try more ranks.
+        smaller_tables: the same tables in the next smaller precision, to try that.
+    """
+    binds, memory = _what_binds(space, problem)
+    helps = _what_helps(space, topology, estimator, smaller_tables, memory)
+    advice = "; ".join(helps) if helps else "no single change of ranks, capacity, precision or kernel is enough"
+    return f"No plan fits. {binds}\nWhat would help: {advice}."
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1024**3:.3f} GiB ({int(num_bytes)} bytes)"
+
+
+def _what_binds(space: SearchSpace, problem: Problem) -> tuple[str, int]:
+    """The sentence, and the memory (0 hbm, 1 ddr) that binds."""
+    p = problem
+    unit_possible = np.logical_or.reduceat(p.possible, p.unit_ptr[:-1])
+    if not unit_possible.all():
+        return _single_shard(space, p, np.flatnonzero(~unit_possible))
+    caps, option_bytes = (p.hbm_cap, p.ddr_cap), (p.option_hbm, p.option_ddr)
+    for memory in (0, 1):
+        least = np.minimum.reduceat(np.where(p.possible, option_bytes[memory], np.inf), p.unit_ptr[:-1])
+        short = least.sum() - caps[memory].sum()
+        if short > 0:
+            tables = ", ".join(_unit_name(space, p, int(u)) for u in np.argsort(-least, kind="stable")[:3])
+            text = (
+                f"All tables together need at least {_size(least.sum())} of {_MEMORIES[memory]}; the {p.world_size} ranks "
+                f"have {_size(caps[memory].sum())} after the reservation: {int(short)} bytes short. Largest: {tables}."
+            )
+            return text, memory
+    return _packing(space, p)
+
+
+def _single_shard(space: SearchSpace, p: Problem, units: np.ndarray) -> tuple[str, int]:
+    best: tuple[float, int, int, int, int] | None = None  # excess, unit, option, memory, shard
+    for unit in units:
+        per_option = []
+        for option in range(int(p.unit_ptr[unit]), int(p.unit_ptr[unit + 1])):
+            s = p.shards_of(option)
+            fixed = p.fixed_rank[s]
+            worst = []
+            for memory, (used, cap) in enumerate(((p.hbm, p.hbm_cap), (p.ddr, p.ddr_cap))):
+                room = np.where(fixed < 0, cap.max(), cap[np.maximum(fixed, 0)])
+                excess = used[s] - room
+                worst.append((float(excess.max()), memory, int(excess.argmax())))
+            top = max(worst)
+            per_option.append((top[0], int(unit), option, top[1], top[2]))
+        least = min(per_option)
+        if best is None or least[0] > best[0]:
+            best = least
+    assert best is not None
+    excess, unit, option, memory, shard = best
+    used, cap = (p.hbm, p.hbm_cap) if memory == 0 else (p.ddr, p.ddr_cap)
+    s = p.shards_of(option)
+    rank = int(p.fixed_rank[s][shard])
+    rank = rank if rank >= 0 else int(cap.argmax())
+    names = ", ".join(_unit_name(space, p, int(u)) for u in units[:5])
+    text = (
+        f"{len(units)} table(s) have no option whose pieces fit an empty rank ({names}). The closest: a "
+        f"{describe_option(space, p.space_options(option)[0])} piece of {_unit_name(space, p, unit)} needs "
+        f"{_size(used[s][shard])} of {_MEMORIES[memory]}, rank {rank} has {_size(cap[rank])} after the reservation: "
+        f"{int(excess)} bytes short."
+    )
+    return text, memory
+
+
+def _packing(space: SearchSpace, p: Problem) -> tuple[str, int]:
+    """Sums would fit, pieces do not: place with open capacities and report the rank that overflows most."""
+    bytes_of = p.option_hbm / max(p.hbm_cap.max(), 1.0) + p.option_ddr / max(p.ddr_cap.max(), 1.0)
+    cost = np.where(p.possible, bytes_of, np.inf)
+    choice = np.array([p.unit_ptr[u] + cost[p.unit_ptr[u] : p.unit_ptr[u + 1]].argmin() for u in range(p.num_units)])
+    by_memory = p.hbm if p.hbm_cap.max() > 0 else p.ddr
+    opened = replace(
+        p, perf=by_memory, hbm_cap=np.full_like(p.hbm_cap, np.inf), ddr_cap=np.full_like(p.ddr_cap, np.inf)
+    )
+    at = Placer(opened).greedy(choice)
+    assert at is not None
+    over = np.stack([at.hbm - p.hbm_cap, at.ddr - p.ddr_cap])
+    memory, rank = (int(x) for x in np.unravel_index(int(over.argmax()), over.shape))
+    cap = (p.hbm_cap, p.ddr_cap)[memory]
+    here = [u for u in range(p.num_units) if (at.ranks[u] == rank).any()]
+    here.sort(key=lambda u: -float((p.option_hbm, p.option_ddr)[memory][choice[u]]))
+    names = ", ".join(_unit_name(space, p, u) for u in here[:5])
+    text = (
+        f"The tables would fit in sum, but their pieces do not pack: {_MEMORIES[memory]} of rank {rank} "
+        f"({_size(cap[rank])}) overflows by {int(max(over[memory, rank], 0))} bytes in the best packing by size, "
+        f"with {names}."
+    )
+    return text, memory
+
+
+def _unit_name(space: SearchSpace, p: Problem, unit: int) -> str:
+    options = p.space_options(int(p.unit_ptr[unit]))
+    return "+".join(space.tables[int(space.option_table[o])].fqn.lstrip(".") for o in options)
+
+
+# --------------------------------------------------------------------------------------------------- what helps
+
+
+def _what_helps(
+    space: SearchSpace,
+    topology: Topology,
+    estimator: Callable[[Topology], Estimate],
+    smaller_tables: Sequence[TableInfo] | None,
+    memory: int,
+) -> list[str]:
+    helps = []
+    if (cap := _capacity(space, topology, memory)) is not None:
+        helps.append(f"{_size(cap)} of {_MEMORIES[memory]} a rank")
+    if space.shard_option.size > _MAX_SHARDS:
+        return helps
+    if (ranks := _ranks(space, topology, estimator)) is not None:
+        helps.append(f"{ranks} ranks instead of {topology.world_size}")
+    if smaller_tables is not None and _fits(smaller_tables, topology, estimator):
+        helps.append(f"precision {smaller_tables[0].precision} instead of {space.tables[0].precision}")
+    wider = _with_host_memory(space.tables, topology)
+    if wider is not None and _fits(wider, topology, estimator):
+        helps.append("kernels that keep rows in host memory (fused_uvm, quant_uvm and their caching forms)")
+    types = _with_row_wise(space.tables)
+    if types is not None and _fits(types, topology, estimator):
+        helps.append("row_wise among the sharding types of the tables above")
+    return helps
+
+
+def _fits(tables: Sequence[TableInfo], topology: Topology, estimator: Callable[[Topology], Estimate]) -> bool:
+    space = build_space(tables, topology, estimator(topology))
+    return search(make_problem(space, topology), max_moves=0)[0] is not None
+
+
+def _resized(topology: Topology, world_size: int, hbm: list[int], ddr: list[int]) -> Topology:
+    local = topology.local_world_size if world_size % topology.local_world_size == 0 else world_size
+    return Topology(
+        world_size=world_size,
+        compute_device=topology.compute_device,
+        local_world_size=local,
+        hbm_mem_bw=topology.hbm_mem_bw,
+        ddr_mem_bw=topology.ddr_mem_bw,
+        hbm_to_ddr_mem_bw=topology.hbm_to_ddr_mem_bw,
+        generalized_comms_bandwidths=topology.comms_bandwidths,
+        custom_topology_data=CustomTopologyData({"hbm_cap": hbm, "ddr_cap": ddr}, world_size),
+        hardware=topology.hardware,
+    )
+
+
+def _capacity(space: SearchSpace, topology: Topology, memory: int) -> float | None:
+    """Least bytes a rank of the binding memory at which a plan is found, all ranks alike; to within 1 %."""
+    caps = [[d.storage.hbm for d in topology.devices], [d.storage.ddr for d in topology.devices]]
+
+    def fits(cap: float) -> bool:
+        trial = [list(c) for c in caps]
+        trial[memory] = [int(cap)] * topology.world_size
+        other = _resized(topology, topology.world_size, *trial)
+        return search(make_problem(space, other), max_moves=0)[0] is not None
+
+    sizes = (space.hbm, space.ddr)[memory]
+    low, high = float(max(max(caps[memory]), 1)), float(max(max(caps[memory]), int(sizes.max()), 1024))
+    for _ in range(12):
+        if fits(high):
+            break
+        low, high = high, high * 2
+    else:
+        return None
+    while high > low * 1.01:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return float(int(high))
+
+
+def _ranks(space: SearchSpace, topology: Topology, estimator: Callable[[Topology], Estimate]) -> int | None:
+    """Least number of ranks like the smallest of these, in whole hosts, at which a plan is found."""
+    hbm = min(d.storage.hbm for d in topology.devices)
+    ddr = min(d.storage.ddr for d in topology.devices)
+    step = topology.local_world_size if topology.local_world_size < topology.world_size else 1
+
+    def fits(steps: int) -> bool:
+        world = steps * step
+        return _fits(space.tables, _resized(topology, world, [hbm] * world, [ddr] * world), estimator)
+
+    low = topology.world_size // step
+    high = low
+    for _ in range(6):
+        high *= 2
+        if fits(high):
+            break
+        low = high
+    else:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high * step
+
+
+def _with_host_memory(tables: Sequence[TableInfo], topology: Topology) -> list[TableInfo] | None:
+    """The tables, each also offered in host memory; None when nothing is added."""
+    if topology.compute_device != "cuda":
+        return None
+    wider = []
+    for t in tables:
+        more = [(s, k + tail) for s, k in t.offers if k in ("fused", "quant") for tail in ("_uvm", "_uvm_caching")]
+        wider.append(replace(t, offers=(*t.offers, *(o for o in more if o not in t.offers))))
+    return wider if any(len(w.offers) > len(t.offers) for w, t in zip(wider, tables)) else None
+
+
+def _with_row_wise(tables: Sequence[TableInfo]) -> list[TableInfo] | None:
+    """The tables, each also offered row-wise with its kernels; None when nothing is added."""
+    wider = []
+    for t in tables:
+        kernels = dict.fromkeys(k for _, k in t.offers if k != "dense")
+        more = [("row_wise", k) for k in kernels]
+        wider.append(replace(t, offers=(*t.offers, *(o for o in more if o not in t.offers))))
+    return wider if any(len(w.offers) > len(t.offers) for w, t in zip(wider, tables)) else None

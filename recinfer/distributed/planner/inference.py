@@ -1,0 +1,216 @@
+"""The easy entry: a model on meta in, a :class:`Plan` for quantized inference out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import numpy as np
+from torch import nn
+
+from recinfer.distributed.planner.constants import BATCH_SIZE
+from recinfer.distributed.planner.estimates import FloatN, IntN, ShardArrays, inference_time, storage_bytes
+from recinfer.distributed.planner.explain import explain
+from recinfer.distributed.planner.outcome import build_plan, pin_tables
+from recinfer.distributed.planner.plan import Plan, TablePlan, embedding_tables
+from recinfer.distributed.planner.problem import make_problem
+from recinfer.distributed.planner.search import search
+from recinfer.distributed.planner.space import TableInfo, build_space, precision_unit
+from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
+from recinfer.distributed.planner.utils import gb_to_bytes
+from recinfer.errors import ConfigError
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
+
+__all__ = ["inference_tables", "plan_inference", "row_alignment"]
+
+_TYPES = ("table_wise", "row_wise", "column_wise")
+_KERNELS = {"cpu": ("quant",), "mtia": ("quant",), "cuda": ("quant", "quant_uvm", "quant_uvm_caching")}
+_PRECISIONS = (DataType.FP32, DataType.FP16, DataType.INT8, DataType.INT4, DataType.INT2)
+
+
+def row_alignment(compute_device: str) -> int:
+    """Bytes that packed rows are aligned to: 1 on CPU, 16 on a GPU."""
+    return 1 if compute_device == "cpu" else 16
+
+
+def inference_tables(
+    model: nn.Module,
+    *,
+    compute_device: str,
+    precision: DataType,
+    per_table_precision: Mapping[str, DataType] | None = None,
+    batch_size: int = BATCH_SIZE,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+) -> list[TableInfo]:
+    """The tables of ``model`` with what quantized inference may do with each.
+
+    Raises:
+        ConfigError: no embedding collection, a precision that inference does not know, or a name of a table (in
+            ``constraints`` or ``per_table_precision``) that the model does not have.
+    """
+    chosen, limits = dict(per_table_precision or {}), dict(constraints or {})
+    tables = []
+    for path, module, configs, pooled in embedding_tables(model):
+        for config in configs:
+            kind = chosen.get(config.name, precision)
+            if kind not in _PRECISIONS:
+                raise ConfigError(f"table {config.name!r}: precision {kind}; expected one of {[str(p) for p in _PRECISIONS]}")  # fmt: skip
+            limit = limits.get(config.name)
+            weighted = _is_weighted(module) or (limit is not None and limit.is_weighted)
+            tables.append(_table(path, module, config, pooled, weighted, kind, compute_device, batch_size, limit))
+    if not tables:
+        raise ConfigError(
+            f"{type(model).__name__} has no embedding collection to plan: no module with embedding_bag_configs() or "
+            "embedding_configs()"
+        )
+    names = {t.name for t in tables}
+    unknown = sorted((set(chosen) | set(limits)) - names)
+    if unknown:
+        raise ConfigError(f"constraints name tables {unknown}; the model has {sorted(names)[:20]}")
+    return tables
+
+
+def _is_weighted(module: nn.Module) -> bool:
+    method = getattr(module, "is_weighted", None)
+    return bool(method()) if callable(method) else True  # a feature processor weighs its features
+
+
+def _table(
+    path: str,
+    module: nn.Module,
+    config: BaseEmbeddingConfig,
+    pooled: bool,
+    weighted: bool,
+    precision: DataType,
+    device: str,
+    batch_size: int,
+    limit: ParameterConstraints | None,
+) -> TableInfo:
+    c = limit or ParameterConstraints()
+    num = max(len(config.feature_names), 1)
+    offers = tuple(
+        (s, k)
+        for s in _TYPES
+        if not c.sharding_types or s in c.sharding_types
+        for k in _KERNELS[device]
+        if not c.compute_kernels or k in c.compute_kernels
+    )
+    output_bytes = 4.0 if c.output_dtype is None else c.output_dtype.bits / 8
+    return TableInfo(
+        module_path=path,
+        name=config.name,
+        rows=config.num_embeddings,
+        cols=config.embedding_dim,
+        element_bytes=precision.bits / 8,
+        precision=precision,
+        offers=offers,
+        input_lengths=spread_over_features(c.pooling_factors, num, 1.0),
+        num_poolings=spread_over_features(c.num_poolings, num, 1.0),
+        batch_sizes=tuple(int(b) for b in spread_over_features(c.batch_sizes, num, batch_size)),
+        pooled=pooled,
+        weighted=weighted,
+        output_bytes=output_bytes,
+        min_partition=c.min_partition,
+        cache_ratio=c.cache_params.load_factor if c.cache_params is not None else None,
+        colocate_with=c.colocate_with,
+        module=module,
+        feature_names=tuple(config.feature_names),
+        constraints=limit,
+    )
+
+
+def spread_over_features(given: list[float] | list[int] | None, num: int, default: float) -> tuple[float, ...]:
+    """One figure a feature: as given, or the only one given (or ``default``) for all of them."""
+    values = [float(x) for x in given or [default]]
+    if len(values) == num:
+        return tuple(values)
+    if len(values) == 1:
+        return tuple(values * num)
+    raise ConfigError(
+        f"{len(values)} figures (pooling factors, poolings or batch sizes) for {num} features; give one each"
+    )
+
+
+def plan_inference(
+    model: nn.Module,
+    *,
+    world_size: int,
+    compute_device: str = "cpu",
+    precision: DataType = DataType.INT8,
+    per_table_precision: Mapping[str, DataType] | None = None,
+    hbm_gb: float | None = None,
+    ddr_gb: float | None = None,
+    batch_size: int = BATCH_SIZE,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    topology: Topology | None = None,
+    pinned: Plan | list[TablePlan] | None = None,
+    timeout_seconds: float | None = None,
+) -> Plan:
+    """The plan of ``model`` (meta is enough) for quantized inference: all ranks in one process.
+
+    Args:
+        world_size: ranks (GPUs, or parts of one CPU host).
+        compute_device: ``"cpu"`` or ``"cuda"``.
+        precision, per_table_precision: element type of the stored rows, for all tables and by table name.
+        hbm_gb, ddr_gb: GiB of device and host memory a rank (defaults of :class:`Topology`).
+        batch_size: samples a request batch.
+        constraints: by table name.
+        topology: used instead of one built from the sizes above; its world size and device must agree.
+        pinned: tables to leave where this plan has them; the rest is planned around them.
+        timeout_seconds: return the best plan found by then.
+
+    Raises:
+        ConfigError: sizes or names that do not fit together.
+        PlannerError: nothing fits; the message says what binds and what would help.
+    """
+    begin = time.monotonic()
+    deadline = begin + timeout_seconds if timeout_seconds is not None else float("inf")
+    if topology is None:
+        topology = Topology(
+            world_size=world_size,
+            compute_device=compute_device,
+            hbm_cap=gb_to_bytes(hbm_gb) if hbm_gb is not None else None,
+            ddr_cap=gb_to_bytes(ddr_gb) if ddr_gb is not None else None,
+        )
+    if (topology.world_size, topology.compute_device) != (world_size, compute_device):
+        raise ConfigError(
+            f"world_size={world_size}, compute_device={compute_device!r} were asked for, but the topology has "
+            f"{topology.world_size} ranks of {topology.compute_device!r}"
+        )
+
+    def tables_at(kind: DataType) -> list[TableInfo]:
+        return inference_tables(
+            model,
+            compute_device=compute_device,
+            precision=kind,
+            per_table_precision=per_table_precision if kind == precision else None,
+            batch_size=batch_size,
+            constraints=constraints,
+        )
+
+    tables = tables_at(precision)
+    space = build_space(tables, topology, inference_estimate(topology), column_unit_of=precision_unit)
+    fixed = pin_tables(space, list(pinned.tables) if isinstance(pinned, Plan) else pinned or [], topology)
+    problem = make_problem(space, topology, fixed)
+    placement, report = search(problem, deadline=deadline)
+    if placement is None:
+        narrower = {DataType.FP32: DataType.FP16, DataType.FP16: DataType.INT8, DataType.INT8: DataType.INT4}
+        smaller = tables_at(narrower.get(precision, DataType.INT2)) if precision != DataType.INT2 else None
+        message = explain(space, problem, topology, inference_estimate, smaller_tables=smaller)
+        raise PlannerError(message, PlannerErrorType.INSUFFICIENT_STORAGE)
+    plan = build_plan(space, problem, placement, report, topology, batch_size=batch_size, keep_empty=False)
+    return plan
+
+
+def inference_estimate(topology: Topology):
+    """The estimator of quantized inference on ``topology``, for :func:`build_space`."""
+    alignment = row_alignment(topology.compute_device)
+
+    def estimate(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
+        perf = inference_time(arrays, topology, alignment)
+        perf[np.asarray(arrays.rows) == 0] = 0.0  # an empty piece is not even looked at
+        hbm, ddr = storage_bytes(arrays, topology, is_inference=True, alignment=alignment)
+        return perf, hbm, ddr
+
+    return estimate

@@ -1,0 +1,142 @@
+"""From a placement back to plans: the data form, TorchRec's options with ranks, and pinning an earlier plan."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from recinfer.distributed.planner.constants import BIGINT_DTYPE
+from recinfer.distributed.planner.estimates import DP, PERF_PARTS, IntN
+from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan
+from recinfer.distributed.planner.problem import Problem
+from recinfer.distributed.planner.search import Placement, SearchReport
+from recinfer.distributed.planner.space import SearchSpace, option_label, shard_arrays
+from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.types import PlannerError, PlannerErrorType
+from recinfer.errors import ConfigError
+
+__all__ = ["build_plan", "chosen_options", "pin_tables"]
+
+
+def chosen_options(problem: Problem, placement: Placement) -> list[tuple[int, IntN]]:
+    """(option of the search space, ranks of its shards) of every table."""
+    return [
+        (option, placement.ranks[unit])
+        for unit in range(problem.num_units)
+        for option in problem.space_options(int(placement.choice[unit]))
+    ]
+
+
+def build_plan(
+    space: SearchSpace,
+    problem: Problem,
+    placement: Placement,
+    report: SearchReport,
+    topology: Topology,
+    *,
+    batch_size: int,
+    keep_empty: bool = True,
+) -> Plan:
+    """The plan as data, tables in the order of the space; ``keep_empty`` keeps shards of no rows."""
+    entries: list[TablePlan | None] = [None] * len(space.tables)
+    world = topology.world_size
+    inputs, outputs = np.zeros(world), np.zeros(world)
+    traffic = _traffic(space, topology)
+    for option, ranks in chosen_options(problem, placement):
+        t = int(space.option_table[option])
+        s = space.shards_of(option)
+        np.add.at(inputs, ranks, traffic[0][s])
+        np.add.at(outputs, ranks, traffic[1][s])
+        entries[t] = _entry(space, option, ranks, keep_empty)
+    estimates = {
+        "batch_size": batch_size,
+        "max_perf_ms": report.max_perf,
+        "lower_bound_ms": report.lower_bound,
+        "gap": report.gap,
+        "perf_ms_per_rank": placement.perf.tolist(),
+        "hbm_bytes_per_rank": [int(x) for x in placement.hbm],
+        "ddr_bytes_per_rank": [int(x) for x in placement.ddr],
+        "hbm_cap_per_rank": [int(x) for x in problem.hbm_cap],
+        "ddr_cap_per_rank": [int(x) for x in problem.ddr_cap],
+        "input_bytes_per_rank": [int(x) for x in inputs],
+        "output_bytes_per_rank": [int(x) for x in outputs],
+    }
+    tables = tuple(e for e in entries if e is not None)
+    return Plan(world, topology.compute_device, tables, estimates, topology.local_world_size)
+
+
+def _entry(space: SearchSpace, option: int, ranks: IntN, keep_empty: bool) -> TablePlan:
+    table = space.tables[int(space.option_table[option])]
+    s = space.shards_of(option)
+    sharding_type, kernel = option_label(space, option)
+    shards = tuple(
+        ShardRect(int(rank), int(r), int(r + h), int(c), int(c + w))
+        for rank, (r, h, c, w) in zip(ranks, space.rect[s])
+        if h > 0 or keep_empty
+    )
+    parts = {name: float(x) for name, x in zip(PERF_PARTS, space.perf[s].sum(axis=0)) if x}
+    return TablePlan(
+        module=table.module_path,
+        table=table.name,
+        sharding_type=sharding_type,
+        compute_kernel=kernel,
+        precision=table.precision,
+        num_embeddings=table.rows,
+        embedding_dim=table.cols,
+        shards=shards,
+        estimates={
+            "perf_ms": float(space.total[s].sum()),
+            "max_shard_ms": float(space.total[s].max()),
+            "hbm_bytes": int(space.hbm[s].sum()),
+            "ddr_bytes": int(space.ddr[s].sum()),
+            **parts,
+        },
+    )
+
+
+def _traffic(space: SearchSpace, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of ids in and of vectors out, each shard, one iteration."""
+    from recinfer.distributed.planner.estimates import _spread
+
+    a = shard_arrays(space, topology)
+    quant = np.char.startswith(np.array([option_label(space, o)[1] for o in range(space.num_options)]), "quant")
+    replicas = np.where(quant[space.shard_option] | (a.kind == DP), 1, topology.world_size)
+    ids = a.batch_inputs / _spread(a, topology) * replicas
+    vectors = np.where(a.pooled, a.batch_outputs * replicas, ids)
+    return ids * BIGINT_DTYPE, vectors * a.cols * a.output_bytes
+
+
+def pin_tables(space: SearchSpace, pinned: list[TablePlan], topology: Topology) -> dict[int, tuple[int, IntN]]:
+    """Table -> (option, ranks) for entries of an earlier plan.
+
+    Raises:
+        PlannerError: a pinned table that is not in the model, or whose pieces are no option here.
+    """
+    index = {(t.module_path, t.name): i for i, t in enumerate(space.tables)}
+    found: dict[int, tuple[int, IntN]] = {}
+    for entry in pinned:
+        if (entry.module, entry.table) not in index:
+            raise ConfigError(f"pinned table {entry.name!r} is not in the model")
+        t = index[entry.module, entry.table]
+        found[t] = _matching_option(space, t, entry, topology)
+    return found
+
+
+def _matching_option(space: SearchSpace, t: int, entry: TablePlan, topology: Topology) -> tuple[int, IntN]:
+    want = {(s.row_start, s.rows, s.col_start, s.cols): s.rank for s in entry.shards if s.rows}
+    for option in space.options_of(t):
+        if option_label(space, option) != (entry.sharding_type, entry.compute_kernel):
+            continue
+        s = space.shards_of(option)
+        rects = [tuple(int(x) for x in row) for row in space.rect[s]]
+        fixed = space.fixed_rank[s]
+        ranks = np.array([want.get((r[0], r[1], r[2], r[3]), max(int(f), 0)) for r, f in zip(rects, fixed)], np.int64)
+        filled = {r for r in rects if r[1]}
+        if entry.sharding_type == "data_parallel":
+            return option, fixed
+        if filled == set(want) and ranks.max() < topology.world_size:
+            return option, ranks
+    raise PlannerError(
+        f"pinned table {entry.name!r} ({entry.sharding_type}/{entry.compute_kernel}, {len(entry.shards)} pieces) matches "
+        f"no option of this model and topology ({topology.world_size} ranks); unpin it or plan on the same ranks",
+        PlannerErrorType.PLAN_LOADING_FAILED,
+    )

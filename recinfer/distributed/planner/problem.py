@@ -1,0 +1,269 @@
+"""The placement problem that the search solves: units with options with shards, ranks with capacities; and its bounds.
+
+A unit is one table, or several that must share ranks. An option of a unit is a set of shards, each with a load (ms) and
+bytes; a plan picks one option a unit and one rank a shard, so that the largest sum of loads on a rank is small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from recinfer.distributed.planner.estimates import DP, GRID, RW, TWCW, TWRW, TYPE_NAMES, FloatN, IntN
+from recinfer.distributed.planner.space import KERNELS, SearchSpace
+from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.types import PlannerError, PlannerErrorType
+
+__all__ = ["Bound", "Problem", "lower_bound", "make_problem"]
+
+# How the shards of an option may be placed.
+FREE, FIXED, HOST, HOST_FREE, MULTI_HOST = range(5)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """U units, O options, S shards, W ranks."""
+
+    unit_ptr: IntN  # [U+1]
+    option_unit: IntN  # [O]
+    mode: IntN  # [O] FREE ... MULTI_HOST
+    shard_ptr: IntN  # [O+1]
+    perf: FloatN  # [S]
+    hbm: FloatN  # [S]
+    ddr: FloatN  # [S]
+    fixed_rank: IntN  # [S]
+    option_perf: FloatN  # [O] sums over shards, and the largest shard
+    option_max: FloatN
+    option_hbm: FloatN
+    option_ddr: FloatN
+    possible: npt.NDArray[np.bool_]  # [O] every shard fits an empty rank
+    hbm_cap: FloatN  # [W]
+    ddr_cap: FloatN
+    local_world_size: int
+    members: tuple[tuple[int, ...], ...] | None  # [O] options of the space; None: option o is option o
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.hbm_cap.size
+
+    @property
+    def num_units(self) -> int:
+        """Units."""
+        return self.unit_ptr.size - 1
+
+    def shards_of(self, option: int) -> slice:
+        """Shards of an option."""
+        return slice(int(self.shard_ptr[option]), int(self.shard_ptr[option + 1]))
+
+    def space_options(self, option: int) -> tuple[int, ...]:
+        """The options of the search space that an option stands for: one a table of the unit."""
+        return (option,) if self.members is None else self.members[option]
+
+
+_MODE = {RW: FIXED, DP: FIXED, TWRW: HOST, TWCW: HOST_FREE, GRID: MULTI_HOST}
+
+
+def make_problem(space: SearchSpace, topology: Topology, pinned: dict[int, tuple[int, IntN]] | None = None) -> Problem:
+    """The problem of ``space`` on ``topology``.
+
+    Args:
+        pinned: table -> (option, ranks of its shards): that option only, there.
+
+    Raises:
+        PlannerError: co-located tables with no option in common.
+    """
+    mode = np.array([_MODE.get(k, FREE) for k in range(len(TYPE_NAMES))], np.int64)[space.option_type]
+    groups: dict[str, list[int]] = {}
+    for t, table in enumerate(space.tables):
+        if table.colocate_with is not None:
+            groups.setdefault(table.colocate_with, []).append(t)
+    together = {t: members for members in groups.values() if len(members) > 1 for t in members}
+    if not together and not pinned:
+        shard_ptr, fixed = space.shard_ptr, space.fixed_rank
+        arrays = (space.total, space.hbm.astype(float), space.ddr.astype(float))
+        return _finish(space.option_ptr, mode, shard_ptr, arrays, fixed, topology, None)
+    return _grouped(space, topology, mode, together, pinned or {})
+
+
+def _grouped(
+    space: SearchSpace,
+    topology: Topology,
+    mode: IntN,
+    together: dict[int, list[int]],
+    pinned: dict[int, tuple[int, IntN]],
+) -> Problem:
+    unit_ptr, modes, members = [0], [], []
+    parts: list[tuple[FloatN, FloatN, FloatN, IntN]] = []
+    columns = (space.total, space.hbm.astype(float), space.ddr.astype(float))
+    for t in range(len(space.tables)):
+        mates = together.get(t, [t])
+        if mates[0] != t:
+            continue
+        if len(mates) > 1 and any(m in pinned for m in mates):
+            names = [space.tables[m].fqn for m in mates]
+            raise PlannerError(f"tables {names} are co-located and some of them pinned; pin all or none of them",
+                               PlannerErrorType.STRICT_CONSTRAINTS)  # fmt: skip
+        for options in _common_options(space, mates):
+            if t in pinned and options[0] != pinned[t][0]:
+                continue
+            slices = [space.shards_of(o) for o in options]
+            sums = [np.sum([c[s] for s in slices], axis=0) for c in columns]
+            fixed = pinned[t][1] if t in pinned else space.fixed_rank[slices[0]]
+            parts.append((sums[0], sums[1], sums[2], fixed))
+            modes.append(FIXED if t in pinned else mode[options[0]])
+            members.append(options)
+        unit_ptr.append(len(members))
+    shard_ptr = np.concatenate([[0], np.cumsum([p[0].size for p in parts])]).astype(np.int64)
+    perf, hbm, ddr, fixed_rank = (np.concatenate([p[i] for p in parts]) for i in range(4))
+    return _finish(
+        np.array(unit_ptr), np.array(modes), shard_ptr, (perf, hbm, ddr), fixed_rank, topology, tuple(members)
+    )
+
+
+def _common_options(space: SearchSpace, tables: list[int]) -> list[tuple[int, ...]]:
+    """Options that all ``tables`` have: same type, kernel and number of shards."""
+    if len(tables) == 1:
+        return [(o,) for o in space.options_of(tables[0])]
+    keyed = []
+    for t in tables:
+        counts = space.shard_ptr[1:] - space.shard_ptr[:-1]
+        keyed.append(
+            {
+                (int(space.option_type[o]), int(space.option_kernel[o]), int(counts[o])): o
+                for o in space.options_of(t)
+            }
+        )  # fmt: skip
+    common = [key for key in keyed[0] if all(key in other for other in keyed[1:])]
+    if not common:
+        names = [space.tables[t].fqn for t in tables]
+        raise PlannerError(
+            f"tables {names} must share ranks (colocate_with={space.tables[tables[0]].colocate_with!r}) but have no "
+            "sharding type, kernel and number of pieces in common; widen their constraints or set min_partition so "
+            "that they have as many column pieces",
+            PlannerErrorType.STRICT_CONSTRAINTS,
+        )
+    return [tuple(other[key] for other in keyed) for key in common]
+
+
+def _finish(
+    unit_ptr: IntN,
+    mode: IntN,
+    shard_ptr: IntN,
+    arrays: tuple[FloatN, FloatN, FloatN],
+    fixed: IntN,
+    topology: Topology,
+    members: tuple[tuple[int, ...], ...] | None,
+) -> Problem:
+    perf, hbm, ddr = arrays
+    starts = shard_ptr[:-1]
+    hbm_cap = np.array([d.storage.hbm for d in topology.devices], float)
+    ddr_cap = np.array([d.storage.ddr for d in topology.devices], float)
+    free = fixed < 0
+    at = np.where(free, 0, fixed)
+    fits = np.where(free, (hbm <= hbm_cap.max()) & (ddr <= ddr_cap.max()), (hbm <= hbm_cap[at]) & (ddr <= ddr_cap[at]))
+    return Problem(
+        unit_ptr=unit_ptr,
+        option_unit=np.repeat(np.arange(unit_ptr.size - 1), np.diff(unit_ptr)),
+        mode=mode,
+        shard_ptr=shard_ptr,
+        perf=perf,
+        hbm=hbm,
+        ddr=ddr,
+        fixed_rank=fixed,
+        option_perf=np.add.reduceat(perf, starts),
+        option_max=np.maximum.reduceat(perf, starts),
+        option_hbm=np.add.reduceat(hbm, starts),
+        option_ddr=np.add.reduceat(ddr, starts),
+        possible=np.logical_and.reduceat(fits, starts),
+        hbm_cap=hbm_cap,
+        ddr_cap=ddr_cap,
+        local_world_size=topology.local_world_size,
+        members=members,
+    )
+
+
+# --------------------------------------------------------------------------------------------------- lower bound
+
+
+@dataclass(frozen=True)
+class Bound:
+    """``value`` ms: no plan has a rank below it. ``prices`` are ms a byte of (hbm, ddr) at which it was found."""
+
+    value: float
+    prices: tuple[float, float]
+
+
+def cheapest(problem: Problem, limit: float, prices: tuple[float, float]) -> tuple[FloatN, FloatN]:
+    """(cost [O] with infinity for barred options, least cost a unit [U]) among options with no shard above ``limit``."""
+    cost = problem.option_perf + prices[0] * problem.option_hbm + prices[1] * problem.option_ddr
+    cost = np.where(problem.possible & (problem.option_max <= limit), cost, np.inf)
+    return cost, np.minimum.reduceat(cost, problem.unit_ptr[:-1])
+
+
+def lower_bound(problem: Problem) -> Bound:
+    """The best bound of its kind: the least z such that options with no shard above z, priced for memory, sum to W z.
+
+    For any z a plan with its largest rank at z uses only options whose shards are at most z, and its loads sum to at
+    most W z; charging memory by any price lowers the sum by no more than price x capacity (Lagrangian relaxation). So
+    the least z that passes is a bound, for any prices; they are chosen to make it large. It is at least both of
+    (sum of cheapest options / W) and (the largest unavoidable shard).
+    """
+    caps = (float(problem.hbm_cap.sum()), float(problem.ddr_cap.sum()))
+    steps = np.unique(problem.option_max[problem.possible])
+    if not steps.size:
+        return Bound(float("inf"), (0.0, 0.0))
+
+    def average(limit: float, prices: tuple[float, float]) -> float:
+        least = cheapest(problem, limit, prices)[1]
+        return (float(least.sum()) - prices[0] * caps[0] - prices[1] * caps[1]) / problem.world_size
+
+    def solve(prices: tuple[float, float]) -> float:
+        low, high = 0, steps.size - 1  # average() falls and the step rises: find where they cross
+        while low < high:
+            middle = (low + high) // 2
+            if average(steps[middle], prices) <= steps[middle]:
+                high = middle
+            else:
+                low = middle + 1
+        at_step = max(float(steps[low]), average(steps[low], prices))
+        before = average(steps[low - 1], prices) if low else float("inf")
+        return min(at_step, before)
+
+    value, best = solve((0.0, 0.0)), (0.0, 0.0)
+    if not np.isfinite(value):
+        return Bound(value, best)
+    cost, least = cheapest(problem, value, best)
+    chosen = _argmin_rows(problem, cost, least)
+    for memory, used in enumerate((problem.option_hbm[chosen].sum(), problem.option_ddr[chosen].sum())):
+        if used <= caps[memory]:
+            continue
+        scale = float(problem.option_perf[chosen].sum() / max(used, 1.0))
+        # The bound is concave in log-ish price: a coarse scan, then a finer one around its best.
+        grid = scale * np.logspace(-3, 4, 29)
+        for _ in range(2):
+            tried = []
+            for price in grid:
+                trial = (float(price), best[1]) if memory == 0 else (best[0], float(price))
+                tried.append((solve(trial), trial))
+            top = max(tried)
+            if top[0] > value:
+                value, best = top
+            price = best[memory] or scale
+            grid = price * np.logspace(-0.25, 0.25, 21)
+    return Bound(value, best)
+
+
+def _argmin_rows(problem: Problem, cost: FloatN, least: FloatN) -> IntN:
+    """The first option of each unit that attains its least cost."""
+    hits = np.flatnonzero(cost <= least[problem.option_unit])
+    units = problem.option_unit[hits]
+    first = np.concatenate([[True], units[1:] != units[:-1]])
+    return hits[first]
+
+
+def describe_option(space: SearchSpace, option: int) -> str:
+    """``row_wise/fused``, for messages."""
+    return f"{TYPE_NAMES[int(space.option_type[option])]}/{KERNELS[int(space.option_kernel[option])]}"

@@ -1,0 +1,433 @@
+"""The default search: pick an option a unit near the lower bound, place greedily, then relieve the bottleneck rank.
+
+Everything is deterministic: work is bounded by counts, and the clock only cuts it short when ``deadline`` passes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from recinfer.distributed.planner.estimates import FloatN, IntN
+from recinfer.distributed.planner.problem import (
+    FIXED,
+    FREE,
+    HOST,
+    HOST_FREE,
+    Bound,
+    Problem,
+    _argmin_rows,
+    cheapest,
+    lower_bound,
+)
+
+__all__ = ["Placement", "SearchReport", "search"]
+
+
+@dataclass
+class Placement:
+    """One option a unit, one rank a shard, and the load and bytes of each rank."""
+
+    choice: IntN  # [U]
+    ranks: list[IntN]  # [U] -> rank of each shard of the chosen option
+    perf: FloatN  # [W]
+    hbm: FloatN
+    ddr: FloatN
+
+    @property
+    def worst(self) -> float:
+        """Load of the busiest rank, ms."""
+        return float(self.perf.max())
+
+    def copy(self) -> Placement:
+        """An independent copy."""
+        return Placement(self.choice.copy(), list(self.ranks), self.perf.copy(), self.hbm.copy(), self.ddr.copy())
+
+
+@dataclass
+class SearchReport:
+    """How good the plan is, and what finding it took."""
+
+    max_perf: float  # ms on the busiest rank
+    lower_bound: float  # ms; no plan is below it
+    seconds: float = 0.0
+    num_proposals: int = 0
+    num_plans: int = 0
+    moves: int = 0
+    source: str = "search"
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def gap(self) -> float:
+        """max_perf / lower_bound; 1 is optimal."""
+        return self.max_perf / self.lower_bound if self.lower_bound > 0 else 1.0
+
+
+# --------------------------------------------------------------------------------------------------- placing
+
+
+class Placer:
+    """Puts options on ranks one after another, each where it makes the busiest rank least busy, within capacities."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.num_hosts = problem.world_size // problem.local_world_size
+
+    def empty(self) -> Placement:
+        """Nothing placed."""
+        p = self.problem
+        zeros = np.zeros(p.world_size)
+        return Placement(
+            np.full(p.num_units, -1, np.int64), [np.zeros(0, np.int64)] * p.num_units, zeros, zeros.copy(), zeros.copy()
+        )
+
+    def find(self, at: Placement, option: int) -> IntN | None:
+        """Ranks for the shards of ``option`` on top of ``at``; None when it does not fit."""
+        p = self.problem
+        s, mode = p.shards_of(option), p.mode[option]
+        if mode == FIXED:
+            ranks = p.fixed_rank[s]
+            ok = (at.hbm[ranks] + p.hbm[s] <= p.hbm_cap[ranks]).all() and (
+                at.ddr[ranks] + p.ddr[s] <= p.ddr_cap[ranks]
+            ).all()
+            return ranks if ok else None
+        if mode == FREE:
+            return self._free(at, s, 0, p.world_size)
+        if mode == HOST:
+            return self._host_rows(at, s)
+        if mode == HOST_FREE:
+            return self._best_host(at, s)
+        return self._multi_host(at, s)
+
+    def _free(self, at: Placement, s: slice, first: int, last: int) -> IntN | None:
+        """Each shard on the least loaded rank of [first, last) that has room, largest first."""
+        p = self.problem
+        perf, hbm, ddr = p.perf[s], p.hbm[s], p.ddr[s]
+        if perf.size == 1:
+            room = (at.hbm[first:last] + hbm[0] <= p.hbm_cap[first:last]) & (
+                at.ddr[first:last] + ddr[0] <= p.ddr_cap[first:last]
+            )
+            load = np.where(room, at.perf[first:last], np.inf)
+            rank = int(load.argmin())
+            return np.array([first + rank]) if load[rank] < np.inf else None
+        load, used_h, used_d = at.perf[first:last].copy(), at.hbm[first:last].copy(), at.ddr[first:last].copy()
+        cap_h, cap_d = p.hbm_cap[first:last], p.ddr_cap[first:last]
+        ranks = np.empty(perf.size, np.int64)
+        for i in np.argsort(-perf, kind="stable"):
+            masked = np.where((used_h + hbm[i] <= cap_h) & (used_d + ddr[i] <= cap_d), load, np.inf)
+            rank = int(masked.argmin())
+            if masked[rank] == np.inf:
+                return None
+            load[rank] += perf[i]
+            used_h[rank] += hbm[i]
+            used_d[rank] += ddr[i]
+            ranks[i] = first + rank
+        return ranks
+
+    def _host_rows(self, at: Placement, s: slice) -> IntN | None:
+        """Shard i on rank i of the host where the busiest of its ranks is least busy."""
+        p, local = self.problem, self.problem.local_world_size
+        load = (at.perf.reshape(-1, local) + p.perf[s]).max(axis=1)
+        room = (at.hbm.reshape(-1, local) + p.hbm[s] <= p.hbm_cap.reshape(-1, local)).all(axis=1)
+        room &= (at.ddr.reshape(-1, local) + p.ddr[s] <= p.ddr_cap.reshape(-1, local)).all(axis=1)
+        load = np.where(room, load, np.inf)
+        host = int(load.argmin())
+        return host * local + np.arange(local) if load[host] < np.inf else None
+
+    def _best_host(self, at: Placement, s: slice) -> IntN | None:
+        """All shards on the ranks of one host; the hosts are tried by their load."""
+        local = self.problem.local_world_size
+        order = np.argsort(at.perf.reshape(-1, local).mean(axis=1), kind="stable")
+        for host in order:
+            ranks = self._free(at, s, int(host) * local, (int(host) + 1) * local)
+            if ranks is not None:
+                return ranks
+        return None
+
+    def _multi_host(self, at: Placement, s: slice) -> IntN | None:
+        """Each group of ``local`` shards on one host."""
+        local = self.problem.local_world_size
+        trial = at.copy()
+        found = []
+        for start in range(s.start, s.stop, local):
+            piece = slice(start, start + local)
+            ranks = self._host_rows(trial, piece)
+            if ranks is None:
+                return None
+            found.append(ranks)
+            self._add(trial, piece, ranks, 1.0)
+        return np.concatenate(found)
+
+    def _add(self, at: Placement, s: slice, ranks: IntN, sign: float) -> None:
+        p = self.problem
+        if ranks.size == 1:
+            rank = ranks[0]
+            at.perf[rank] += sign * p.perf[s.start]
+            at.hbm[rank] += sign * p.hbm[s.start]
+            at.ddr[rank] += sign * p.ddr[s.start]
+            return
+        np.add.at(at.perf, ranks, sign * p.perf[s])
+        np.add.at(at.hbm, ranks, sign * p.hbm[s])
+        np.add.at(at.ddr, ranks, sign * p.ddr[s])
+
+    def put(self, at: Placement, unit: int, option: int, ranks: IntN) -> None:
+        """Record ``option`` on ``ranks``."""
+        at.choice[unit], at.ranks[unit] = option, ranks
+        self._add(at, self.problem.shards_of(option), ranks, 1.0)
+
+    def take(self, at: Placement, unit: int) -> tuple[int, IntN]:
+        """Undo :meth:`put`."""
+        option, ranks = int(at.choice[unit]), at.ranks[unit]
+        self._add(at, self.problem.shards_of(option), ranks, -1.0)
+        return option, ranks
+
+    def greedy(self, choice: IntN, by_memory: bool = False) -> Placement | None:
+        """Place the chosen options: fixed ones, then hosts, then single shards from large to small."""
+        p = self.problem
+        at = self.empty()
+        size = p.option_perf[choice] / np.maximum(np.diff(p.shard_ptr)[choice], 1)
+        if by_memory:
+            size = p.option_hbm[choice] / max(p.hbm_cap.max(), 1.0) + p.option_ddr[choice] / max(p.ddr_cap.max(), 1.0)
+        rigid = np.array([1, 3, 2, 2, 2])[p.mode[choice]]  # by mode: fixed first, free last
+        for unit in np.lexsort((np.arange(choice.size), -size, -rigid)):
+            option = int(choice[unit])
+            ranks = self.find(at, option)
+            if ranks is None:
+                return None
+            self.put(at, int(unit), option, ranks)
+        return at
+
+
+# --------------------------------------------------------------------------------------------------- local search
+
+
+class LocalSearch:
+    """Relieves the busiest rank until nothing helps: move a shard, swap two, or change the option of a unit."""
+
+    def __init__(self, problem: Problem, placer: Placer, deadline: float, max_moves: int) -> None:
+        self.problem, self.placer = problem, placer
+        self.deadline, self.max_moves = deadline, max_moves
+        self.moves = 0
+        self.alternatives = self._prune()
+
+    def _prune(self) -> list[IntN]:
+        """Options of each unit that no other option of it beats in load, largest shard, and both memories."""
+        p = self.problem
+        keep = []
+        for unit in range(p.num_units):
+            o = np.arange(p.unit_ptr[unit], p.unit_ptr[unit + 1])
+            o = o[p.possible[o]]
+            v = np.stack([p.option_perf[o], p.option_max[o], p.option_hbm[o], p.option_ddr[o]], axis=1)
+            worse = (v[:, None, :] >= v[None, :, :]).all(axis=2)  # [i, j]: j is at least as good as i
+            equal = worse & worse.T
+            earlier = np.tri(o.size, k=-1, dtype=bool)  # j < i
+            beaten = (worse & ~equal).any(axis=1) | (equal & earlier).any(axis=1)
+            keep.append(o[~beaten])
+        return keep
+
+    def _collect(self, at: Placement) -> None:
+        """Arrays of all shards that may go to any rank: unit, position, rank, load, bytes."""
+        p = self.problem
+        free_units = np.flatnonzero(p.mode[at.choice] == FREE)
+        counts = np.diff(p.shard_ptr)[at.choice[free_units]]
+        self.item_unit = np.repeat(free_units, counts)
+        start = np.repeat(p.shard_ptr[at.choice[free_units]], counts)
+        before = np.repeat(np.cumsum(counts) - counts, counts)
+        self.item_at = np.arange(self.item_unit.size) - before
+        shard = start + self.item_at
+        self.item_perf, self.item_hbm, self.item_ddr = p.perf[shard], p.hbm[shard], p.ddr[shard]
+        ranks = [at.ranks[u] for u in free_units]
+        self.item_rank = np.concatenate(ranks) if ranks else np.zeros(0, np.int64)
+
+    def run(self, at: Placement, target: float) -> Placement:
+        """Improve ``at`` in place until its busiest rank is at ``target`` or nothing helps."""
+        self._collect(at)
+        while self.moves < self.max_moves and at.worst > target * (1 + 1e-6) and time.monotonic() < self.deadline:
+            busy = int(at.perf.argmax())
+            if not (self._move_or_swap(at, busy) or self._change_option(at, busy)):
+                break
+            self.moves += 1
+        return at
+
+    def _relocate(self, at: Placement, item: int, rank: int) -> None:
+        unit, position, old = int(self.item_unit[item]), int(self.item_at[item]), int(self.item_rank[item])
+        ranks = at.ranks[unit].copy()
+        ranks[position] = rank
+        at.ranks[unit] = ranks
+        for used, amount in ((at.perf, self.item_perf), (at.hbm, self.item_hbm), (at.ddr, self.item_ddr)):
+            used[old] -= amount[item]
+            used[rank] += amount[item]
+        self.item_rank[item] = rank
+
+    def _move_or_swap(self, at: Placement, busy: int) -> bool:
+        """The best move of a shard off ``busy``, or swap with a smaller shard elsewhere, if it lowers both ranks."""
+        p = self.problem
+        mine = np.flatnonzero(self.item_rank == busy)
+        if not mine.size:
+            return False
+        top = at.perf[busy]
+        size = self.item_perf[mine]
+        # Moves: [mine, W]
+        after = np.maximum(top - size[:, None], at.perf[None, :] + size[:, None])
+        room = (at.hbm[None, :] + self.item_hbm[mine, None] <= p.hbm_cap) & (
+            at.ddr[None, :] + self.item_ddr[mine, None] <= p.ddr_cap
+        )
+        after = np.where(room, after, np.inf)
+        after[:, busy] = np.inf
+        best = int(after.argmin())
+        move_value, (mi, rank) = after.flat[best], divmod(best, p.world_size)
+        # Swaps with shards on the least busy ranks: [mine, theirs]
+        idle = np.argsort(at.perf, kind="stable")[: max(4, min(16, p.world_size // 4))]
+        theirs = np.flatnonzero(np.isin(self.item_rank, idle[idle != busy]))
+        swap_value, pair = self._best_swap(at, mine, theirs, busy) if theirs.size else (np.inf, (0, 0))
+        if min(move_value, swap_value) >= top * (1 - 1e-9):
+            return False
+        if move_value <= swap_value:
+            self._relocate(at, int(mine[mi]), rank)
+        else:
+            a, b = pair
+            rank = int(self.item_rank[b])
+            self._relocate(at, a, rank)
+            self._relocate(at, b, busy)
+        return True
+
+    def _best_swap(self, at: Placement, mine: IntN, theirs: IntN, busy: int) -> tuple[float, tuple[int, int]]:
+        p = self.problem
+        if mine.size * theirs.size > 2_000_000:  # keep the largest and smallest of mine
+            mine = mine[np.argsort(-self.item_perf[mine], kind="stable")[: max(1, 2_000_000 // theirs.size)]]
+        gain = self.item_perf[mine, None] - self.item_perf[None, theirs]
+        other = self.item_rank[theirs]
+        after = np.maximum(at.perf[busy] - gain, at.perf[other] + gain)
+        more_h = self.item_hbm[mine, None] - self.item_hbm[None, theirs]
+        more_d = self.item_ddr[mine, None] - self.item_ddr[None, theirs]
+        room = (at.hbm[other] + more_h <= p.hbm_cap[other]) & (at.ddr[other] + more_d <= p.ddr_cap[other])
+        room &= (at.hbm[busy] - more_h <= p.hbm_cap[busy]) & (at.ddr[busy] - more_d <= p.ddr_cap[busy])
+        after = np.where(room, after, np.inf)
+        best = int(after.argmin())
+        i, j = divmod(best, theirs.size)
+        return float(after.flat[best]), (int(mine[i]), int(theirs[j]))
+
+    def _change_option(self, at: Placement, busy: int, max_units: int = 96) -> bool:
+        """Give a unit with load on ``busy`` another option (or place), if all ranks it touches end below the top."""
+        p, placer = self.problem, self.placer
+        top = at.perf[busy]
+        on_busy = []
+        for unit, ranks in enumerate(at.ranks):
+            here = p.perf[p.shards_of(int(at.choice[unit]))][ranks == busy]
+            if here.size:
+                on_busy.append((-float(here.sum()), unit))
+        best: tuple[float, int, int, IntN] | None = None
+        for _, unit in sorted(on_busy)[:max_units]:
+            old_option, old_ranks = placer.take(at, unit)
+            for option in self.alternatives[unit]:
+                ranks = placer.find(at, int(option))
+                if ranks is None or (option == old_option and np.array_equal(ranks, old_ranks)):
+                    continue
+                trial = at.perf.copy()
+                np.add.at(trial, ranks, p.perf[p.shards_of(int(option))])
+                touched = trial[np.union1d(ranks, old_ranks)].max()
+                if touched < top * (1 - 1e-9) and (best is None or touched < best[0]):
+                    best = (float(touched), unit, int(option), ranks)
+            placer.put(at, unit, old_option, old_ranks)
+        if best is None:
+            return False
+        _, unit, option, ranks = best
+        placer.take(at, unit)
+        placer.put(at, unit, option, ranks)
+        self._collect(at)
+        return True
+
+
+# --------------------------------------------------------------------------------------------------- the search
+
+
+def search(
+    problem: Problem,
+    *,
+    deadline: float = float("inf"),
+    bound: Bound | None = None,
+    starts: list[IntN] | None = None,
+    max_moves: int = 20_000,
+) -> tuple[Placement | None, SearchReport]:
+    """The best placement found, or None when nothing fits; and the report.
+
+    Args:
+        deadline: ``time.monotonic()`` value after which the best so far is returned.
+        starts: further choices of options to start from (of proposers).
+    """
+    begin = time.monotonic()
+    bound = bound or lower_bound(problem)
+    report = SearchReport(float("inf"), bound.value)
+    if not np.isfinite(bound.value):
+        return None, report
+    placer = Placer(problem)
+    seeds: list[Placement] = []
+    seen: set[bytes] = set()
+
+    def consider(choice: IntN) -> bool:
+        key = choice.tobytes()
+        if key in seen:
+            return False
+        seen.add(key)
+        report.num_proposals += 1
+        placed = placer.greedy(choice) or placer.greedy(choice, by_memory=True)
+        if placed is not None:
+            report.num_plans += 1
+            seeds.append(placed)
+        return placed is not None
+
+    for choice in starts or []:
+        consider(choice)
+    for factor in (1.0, 1.01, 1.03, 1.1, 1.3, 2.0, np.inf):
+        if time.monotonic() > deadline and seeds:
+            break
+        fits = False
+        for prices in _price_ladder(problem, bound):
+            cost, least = cheapest(problem, bound.value * factor, prices)
+            if not np.isfinite(least).all():
+                break
+            before = len(seeds)
+            known = consider(_argmin_rows(problem, cost, least))
+            fits = known or len(seeds) > before
+            if fits or time.monotonic() > deadline:
+                break
+        if seeds and min(s.worst for s in seeds) <= bound.value * 1.0005:
+            break
+    if not seeds:
+        return None, report
+    local = LocalSearch(problem, placer, deadline, max_moves)
+    seeds.sort(key=lambda s: s.worst)
+    best = seeds[0]
+    for seed in seeds[:3]:
+        improved = local.run(seed.copy(), bound.value)
+        if improved.worst < best.worst:
+            best = improved
+        if best.worst <= bound.value * 1.0005 or time.monotonic() > deadline:
+            break
+    best = refresh(problem, best)
+    report.max_perf, report.moves = best.worst, local.moves
+    report.seconds = time.monotonic() - begin
+    return best, report
+
+
+def _price_ladder(problem: Problem, bound: Bound) -> list[tuple[float, float]]:
+    """Prices of memory to try in turn when a choice does not fit: those of the bound, then dearer ones."""
+    perf = float(np.median(problem.option_perf))
+    unit_h = perf / max(float(np.median(problem.option_hbm)), 1.0)
+    unit_d = perf / max(float(np.median(problem.option_ddr)), 1.0)
+    ladder = [bound.prices]
+    for factor in np.logspace(-3, 5, 17):
+        h, d = float(factor) * unit_h, float(factor) * unit_d
+        ladder += [(bound.prices[0] + h, bound.prices[1]), (bound.prices[0] + h, bound.prices[1] + d)]
+    return ladder
+
+
+def refresh(problem: Problem, at: Placement) -> Placement:
+    """The same placement with sums taken afresh, free of the rounding that many moves leave."""
+    fresh = Placer(problem).empty()
+    placer = Placer(problem)
+    for unit in range(problem.num_units):
+        placer.put(fresh, unit, int(at.choice[unit]), at.ranks[unit])
+    return fresh

@@ -1,0 +1,303 @@
+"""The search space as arrays: tables, their options, the options' shards, each estimated.
+
+Options of one table are neighbours, shards of one option too (``option_ptr``, ``shard_ptr``). What the search moves is
+a *unit*: one table, or several that must share ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from recinfer.distributed.planner.constants import (
+    MIN_CW_DIM,
+    UVM_CACHING_RATIO,
+    kernel_bw_lookup,
+)
+from recinfer.distributed.planner.estimates import (
+    CW,
+    DP,
+    GRID,
+    RW,
+    TWCW,
+    TWRW,
+    TYPE_CODES,
+    TYPE_NAMES,
+    FloatN,
+    IntN,
+    ShardArrays,
+)
+from recinfer.distributed.planner.plan import column_unit
+from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
+from recinfer.modules.embedding_configs import DataType
+
+__all__ = ["SearchSpace", "TableInfo", "build_space", "column_pieces"]
+
+KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "quant", "quant_uvm", "quant_uvm_caching")
+KERNEL_CODES = {name: code for code, name in enumerate(KERNELS)}
+
+Estimate = Callable[[ShardArrays], tuple[FloatN, IntN, IntN]]
+
+
+@dataclass(frozen=True, eq=False)
+class TableInfo:
+    """All the planner knows of one table."""
+
+    module_path: str
+    name: str
+    rows: int
+    cols: int
+    element_bytes: float
+    precision: DataType
+    offers: tuple[tuple[str, str], ...]  # (sharding type, kernel), in the order they are enumerated
+    input_lengths: tuple[float, ...] = (1.0,)
+    num_poolings: tuple[float, ...] = (1.0,)
+    batch_sizes: tuple[int, ...] = (512,)
+    pooled: bool = True
+    weighted: bool = False
+    output_bytes: float = 4.0
+    comm_bytes: tuple[float, float, float, float] = (4.0, 4.0, 4.0, 4.0)  # fwd/bwd all-to-all, fwd/bwd reduce-scatter
+    min_partition: int | None = None
+    cache_ratio: float | None = None
+    misses: float = 0.0
+    prefetch: bool = False
+    optimizer_full: float = 0.0
+    optimizer_row_bytes: float = 0.0
+    colocate_with: str | None = None
+    module: nn.Module | None = None
+    tensor: torch.Tensor | None = None
+    feature_names: tuple[str, ...] = ()
+    constraints: ParameterConstraints | None = None
+    sharder: Any = None
+
+    @property
+    def fqn(self) -> str:
+        """``path.table``."""
+        return f"{self.module_path}.{self.name}"
+
+    @property
+    def batch_inputs(self) -> float:
+        """Ids of one batch."""
+        return float(sum(n * p * b for n, p, b in zip(self.input_lengths, self.num_poolings, self.batch_sizes)))
+
+    @property
+    def batch_outputs(self) -> float:
+        """Vectors of one batch, if pooled."""
+        return float(sum(p * b for p, b in zip(self.num_poolings, self.batch_sizes)))
+
+
+def column_pieces(cols: int, min_partition: int | None = None, unit: int = 4) -> int:
+    """Width of the column pieces of a table: the smallest divisor of ``cols`` that is a multiple of ``unit`` and at
+    least ``min_partition`` (default 128); ``cols`` when there is none."""
+    least = min_partition or MIN_CW_DIM
+    first = -(-least // unit) * unit
+    return next((width for width in range(first, cols, unit) if cols % width == 0), cols)
+
+
+@dataclass(frozen=True, eq=False)
+class SearchSpace:
+    """Options and shards of all tables, estimated. O options, S shards."""
+
+    tables: Sequence[TableInfo]
+    option_ptr: IntN  # [T+1] first option of each table
+    option_table: IntN  # [O]
+    option_type: IntN  # [O] sharding type code
+    option_kernel: IntN  # [O]
+    shard_ptr: IntN  # [O+1] first shard of each option
+    shard_option: IntN  # [S]
+    rect: IntN  # [S, 4] row, rows, column, columns
+    fixed_rank: IntN  # [S] the rank a shard must have, -1 when free
+    perf: FloatN = field(default_factory=lambda: np.zeros((0, 6)))  # [S, 6]
+    total: FloatN = field(default_factory=lambda: np.zeros(0))  # [S] ms
+    hbm: IntN = field(default_factory=lambda: np.zeros(0, np.int64))  # [S] bytes
+    ddr: IntN = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @property
+    def num_options(self) -> int:
+        """Options."""
+        return self.option_table.size
+
+    def shards_of(self, option: int) -> slice:
+        """Shards of an option."""
+        return slice(int(self.shard_ptr[option]), int(self.shard_ptr[option + 1]))
+
+    def options_of(self, table: int) -> range:
+        """Options of a table."""
+        return range(int(self.option_ptr[table]), int(self.option_ptr[table + 1]))
+
+
+def build_space(
+    tables: Sequence[TableInfo],
+    topology: Topology,
+    estimate: Estimate,
+    *,
+    column_unit_of: Callable[[TableInfo], int] | None = None,
+) -> SearchSpace:
+    """Enumerate and estimate every offered option of every table.
+
+    Args:
+        tables: the tables.
+        topology: ranks.
+        estimate: fills in perf [S, 6], hbm [S], ddr [S].
+        column_unit_of: columns that a piece is a multiple of; default 4.
+
+    Raises:
+        PlannerError: a table with no option.
+    """
+    for table in tables:
+        if not table.offers:
+            _no_options(table)
+    num = np.array([len(t.offers) for t in tables], np.int64)
+    option_ptr = np.concatenate([[0], np.cumsum(num)]).astype(np.int64)
+    option_table = np.repeat(np.arange(len(tables)), num)
+    option_type = np.array([TYPE_CODES[s] for t in tables for s, _ in t.offers], np.int64)
+    option_kernel = np.array([KERNEL_CODES[k] for t in tables for _, k in t.offers], np.int64)
+    geometry = _geometry(tables, topology, column_unit_of or (lambda t: 4), option_table, option_type)
+    space = SearchSpace(tables, option_ptr, option_table, option_type, option_kernel, *geometry)
+    arrays = shard_arrays(space, topology)
+    perf, hbm, ddr = estimate(arrays)
+    total = perf[:, 0] + perf[:, 1] + perf[:, 2] + perf[:, 3] + perf[:, 5]
+    return replace(space, perf=perf, total=total, hbm=hbm, ddr=ddr)
+
+
+def _no_options(table: TableInfo) -> None:
+    c = table.constraints
+    asked = f"sharding types {c.sharding_types}, kernels {c.compute_kernels}" if c is not None else "no constraints"
+    raise PlannerError(
+        f"table {table.fqn!r} has no sharding option: the constraints ask for {asked}, and its sharder offers none of "
+        "that on this device; widen the constraints or use another sharder",
+        PlannerErrorType.STRICT_CONSTRAINTS,
+    )
+
+
+def _geometry(
+    tables: Sequence[TableInfo],
+    topology: Topology,
+    unit_of: Callable[[TableInfo], int],
+    option_table: IntN,
+    option_type: IntN,
+) -> tuple[IntN, IntN, IntN, IntN]:
+    """Rectangles of all options, vectorised: a grid of ``down`` x ``across`` pieces, column by column."""
+    world, local = topology.world_size, topology.local_world_size
+    rows = np.array([t.rows for t in tables], np.int64)[option_table]
+    cols = np.array([t.cols for t in tables], np.int64)[option_table]
+    # Widths depend on few distinct (cols, min_partition, unit, alone) tuples.
+    memo: dict[tuple[Any, ...], int] = {}
+    width_of_table = np.empty(len(tables), np.int64)
+    for i, t in enumerate(tables):
+        alone = {s for s, _ in t.offers} <= {"column_wise", "table_column_wise", "grid_shard"}
+        key = (t.cols, t.min_partition, unit_of(t), alone)
+        if key not in memo:
+            memo[key] = _piece_width(*key, ranks=world)
+        width_of_table[i] = memo[key]
+    by_columns = np.isin(option_type, (CW, TWCW, GRID))
+    width = np.where(by_columns, width_of_table[option_table], cols)
+    across = np.where(by_columns, cols // width, 1)
+    down = np.ones_like(rows)
+    down[option_type == RW] = world
+    down[(option_type == TWRW) | (option_type == GRID)] = local
+    replicas = np.where(option_type == DP, world, 1)
+
+    count = across * down * replicas
+    shard_ptr = np.concatenate([[0], np.cumsum(count)]).astype(np.int64)
+    shard_option = np.repeat(np.arange(option_table.size), count)
+    index = np.arange(shard_ptr[-1]) - shard_ptr[shard_option]
+    s_rows, s_down = rows[shard_option], down[shard_option]
+    block = -(-s_rows // s_down)
+    i_down = np.where(option_type[shard_option] == DP, 0, index % s_down)
+    i_across = np.where(option_type[shard_option] == DP, 0, index // s_down)
+    start = np.minimum(i_down * block, s_rows)
+    height = np.minimum(block, s_rows - start)
+    rect = np.stack([start, height, i_across * width[shard_option], width[shard_option]], axis=1)
+    uniform = (option_type == RW) | (option_type == DP)
+    fixed = np.where(uniform[shard_option], index, -1)
+    return shard_ptr, shard_option, rect, fixed
+
+
+def _piece_width(cols: int, min_partition: int | None, unit: int, alone: bool, ranks: int) -> int:
+    width = column_pieces(cols, min_partition, unit)
+    # Asked for column pieces and nothing else: give pieces even to a narrow table, down to 32 columns.
+    if alone and min_partition is None and width == cols:
+        width = column_pieces(cols, max(32, -(-cols // ranks)), unit)
+    return width
+
+
+def shard_arrays(space: SearchSpace, topology: Topology) -> ShardArrays:
+    """The inputs of the estimates, one entry a shard."""
+    tables, o = space.tables, space.option_table
+
+    def column(get: Callable[[TableInfo], Any], dtype: Any = np.float64) -> npt.NDArray[Any]:
+        return np.array([get(t) for t in tables], dtype)
+
+    kernel = space.option_kernel
+    cached = np.isin(kernel, (KERNEL_CODES["fused_uvm_caching"], KERNEL_CODES["quant_uvm_caching"]))
+    on_host = cached | np.isin(kernel, (KERNEL_CODES["fused_uvm"], KERNEL_CODES["quant_uvm"]))
+    given = column(lambda t: np.nan if t.cache_ratio is None else t.cache_ratio)[o]
+    ratio = np.where(cached, np.where(np.isnan(given), UVM_CACHING_RATIO, given), 0.0)
+    bandwidth = np.empty(space.num_options)
+    memo: dict[tuple[int, float, bool], float] = {}
+    prefetch = column(lambda t: t.prefetch, bool)[o]
+    for i, key in enumerate(zip(kernel.tolist(), ratio.tolist(), prefetch.tolist())):
+        if key not in memo:
+            bw = kernel_bw_lookup(
+                topology.compute_device,
+                KERNELS[key[0]],
+                topology.hbm_mem_bw,
+                topology.ddr_mem_bw,
+                topology.hbm_to_ddr_mem_bw,
+                key[1],
+                key[2],
+            )
+            if bw is None:
+                raise PlannerError(
+                    f"kernel {KERNELS[key[0]]!r} (table {tables[o[i]].fqn!r}) does not run on "
+                    f"{topology.compute_device}; constrain the table to other kernels",
+                    PlannerErrorType.INVALID_COMPUTE_KERNEL,
+                )
+            memo[key] = bw
+        bandwidth[i] = memo[key]
+    per_option = {
+        "kind": space.option_type,
+        "table_rows": column(lambda t: t.rows, np.int64)[o],
+        "table_cols": column(lambda t: t.cols, np.int64)[o],
+        "batch_inputs": column(lambda t: t.batch_inputs)[o],
+        "batch_outputs": column(lambda t: t.batch_outputs)[o],
+        "features": column(lambda t: len(t.input_lengths))[o],
+        "pooled": column(lambda t: t.pooled, bool)[o],
+        "weighted": column(lambda t: t.weighted, bool)[o],
+        "element_bytes": column(lambda t: t.element_bytes)[o],
+        "bits": column(lambda t: t.precision.bits)[o],
+        "output_bytes": column(lambda t: t.output_bytes)[o],
+        "fwd_a2a": column(lambda t: t.comm_bytes[0])[o],
+        "bwd_a2a": column(lambda t: t.comm_bytes[1])[o],
+        "fwd_sr": column(lambda t: t.comm_bytes[2])[o],
+        "bwd_sr": column(lambda t: t.comm_bytes[3])[o],
+        "device_bw": bandwidth,
+        "misses": np.where(cached, column(lambda t: t.misses)[o], 0.0),
+        "cached": cached,
+        "on_host": on_host,
+        "cache_ratio": ratio,
+        "optimizer_full": column(lambda t: t.optimizer_full)[o],
+        "optimizer_row_bytes": column(lambda t: t.optimizer_row_bytes)[o],
+    }
+    s = space.shard_option
+    return ShardArrays(
+        rows=space.rect[:, 1], cols=space.rect[:, 3], **{name: value[s] for name, value in per_option.items()}
+    )
+
+
+def option_label(space: SearchSpace, option: int) -> tuple[str, str]:
+    """(sharding type, kernel) of an option."""
+    return TYPE_NAMES[int(space.option_type[option])], KERNELS[int(space.option_kernel[option])]
+
+
+def precision_unit(table: TableInfo) -> int:
+    """Column unit of a table stored in its precision: whole bytes below 8 bits, and never less than TorchRec's 4."""
+    return max(4, column_unit(table.precision))

@@ -1,0 +1,368 @@
+"""The hardware a plan is made for: ranks, hosts, capacities (bytes) and bandwidths (bytes per millisecond)."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from recinfer.distributed.planner.constants import (
+    BWD_COMPUTE_MULTIPLIER,
+    CROSS_NODE_BANDWIDTH,
+    DDR_CAP,
+    DDR_MEM_BW,
+    HBM_CAP,
+    HBM_MEM_BW,
+    HBM_TO_DDR_MEM_BW,
+    INTRA_NODE_BANDWIDTH,
+    WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
+)
+from recinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from recinfer.distributed.planner.calibration import HardwareProfile
+
+__all__ = [
+    "BasicCommsBandwidths",
+    "CollectiveType",
+    "CustomTopologyData",
+    "DeviceHardware",
+    "GeneralizedCommsBandwidth",
+    "Perf",
+    "Storage",
+    "Topology",
+]
+
+
+@dataclass(repr=True, eq=True)
+class Perf:
+    """Milliseconds of one shard in one iteration, by part."""
+
+    fwd_compute: float
+    fwd_comms: float
+    bwd_compute: float
+    bwd_comms: float
+    input_dist_comms: float = 0.0
+    prefetch_compute: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Forward and backward; prefetch overlaps with them and counts only for what sticks out.
+
+        The transfer of the inputs is overlapped by the pipeline and not counted, as in TorchRec.
+        """
+        return self.fwd_compute + self.bwd_compute + self.fwd_comms + self.bwd_comms + self.prefetch_compute
+
+    def __add__(self, other: Perf) -> Perf:
+        return Perf(
+            self.fwd_compute + other.fwd_compute,
+            self.fwd_comms + other.fwd_comms,
+            self.bwd_compute + other.bwd_compute,
+            self.bwd_comms + other.bwd_comms,
+            self.input_dist_comms + other.input_dist_comms,
+            self.prefetch_compute + other.prefetch_compute,
+        )
+
+    def __hash__(self) -> int:
+        return hash(
+            (
+                self.fwd_compute,
+                self.fwd_comms,
+                self.bwd_compute,
+                self.bwd_comms,
+                self.input_dist_comms,
+                self.prefetch_compute,
+            )
+        )
+
+
+@dataclass(repr=True, eq=True)
+class Storage:
+    """Bytes of device memory (hbm), host memory (ddr) and disk (ssd)."""
+
+    hbm: int
+    ddr: int
+    ssd: int = 0
+
+    def __add__(self, other: Storage) -> Storage:
+        return Storage(self.hbm + other.hbm, self.ddr + other.ddr, self.ssd + other.ssd)
+
+    def __sub__(self, other: Storage) -> Storage:
+        return Storage(self.hbm - other.hbm, self.ddr - other.ddr, self.ssd - other.ssd)
+
+    def __hash__(self) -> int:
+        return hash((self.hbm, self.ddr, self.ssd))
+
+    def fits_in(self, other: Storage) -> bool:
+        """Every part is at most ``other``'s."""
+        return self.hbm <= other.hbm and self.ddr <= other.ddr and self.ssd <= other.ssd
+
+
+@dataclass
+class DeviceHardware:
+    """One rank: what is left of its memory, and the load put on it so far."""
+
+    rank: int
+    storage: Storage
+    perf: Perf
+
+
+class CollectiveType(Enum):
+    """Kinds of collective."""
+
+    ALL_TO_ALL = "all_to_all"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    ALL_REDUCE = "all_reduce"
+
+
+class GeneralizedCommsBandwidth(abc.ABC):
+    """Bandwidth of a collective as a function of the group; derive from it to model a real network."""
+
+    @abc.abstractmethod
+    def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
+        """Bytes per millisecond of the collective over ``world_size`` ranks, ``local_world_size`` a host."""
+
+    @property
+    def intra_host_bw(self) -> float:
+        """Bytes per millisecond within a host; 0 when not known apart."""
+        return 0.0
+
+    @property
+    def inter_host_bw(self) -> float:
+        """Bytes per millisecond between hosts; 0 when not known apart."""
+        return 0.0
+
+
+class BasicCommsBandwidths(GeneralizedCommsBandwidth):
+    """Two figures: the slower one as soon as the group spans hosts."""
+
+    def __init__(
+        self, inter_host_bw: float = CROSS_NODE_BANDWIDTH, intra_host_bw: float = INTRA_NODE_BANDWIDTH
+    ) -> None:
+        self._inter_host_bw = inter_host_bw
+        self._intra_host_bw = intra_host_bw
+
+    def __str__(self) -> str:
+        return f"inter_host_bw={self._inter_host_bw} intra_host_bw={self._intra_host_bw}"
+
+    @property
+    def inter_host_bw(self) -> float:
+        """Between hosts."""
+        return self._inter_host_bw
+
+    @property
+    def intra_host_bw(self) -> float:
+        """Within a host."""
+        return self._intra_host_bw
+
+    def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
+        """The slower link that the group needs."""
+        return self._inter_host_bw if world_size > local_world_size else self._intra_host_bw
+
+
+class CustomTopologyData:
+    """Capacities that differ by rank.
+
+    Args:
+        data: ``"hbm_cap"`` and/or ``"ddr_cap"`` -> bytes of each rank.
+        world_size: ranks.
+    """
+
+    supported_fields = ("ddr_cap", "hbm_cap")
+
+    def __init__(self, data: dict[str, list[int]], world_size: int) -> None:
+        unknown = sorted(set(data) - set(self.supported_fields))
+        if unknown:
+            raise ConfigError(f"custom topology data has {unknown}; expected some of {list(self.supported_fields)}")
+        for key, values in data.items():
+            if len(values) != world_size:
+                raise ConfigError(f"custom {key} lists {len(values)} ranks; the world has {world_size}")
+        self._data = data
+        self._world_size = world_size
+
+    def get_data(self, key: str) -> list[int]:
+        """Bytes of each rank."""
+        if key not in self._data:
+            raise ConfigError(f"custom topology data has no {key!r}; it has {sorted(self._data)}")
+        return self._data[key]
+
+    def has_data(self, key: str) -> bool:
+        """Whether ``key`` was given."""
+        return key in self._data
+
+
+class Topology:
+    """Ranks, hosts, memories and links.
+
+    Args:
+        world_size: ranks in all.
+        compute_device: ``"cuda"``, ``"cpu"`` or ``"mtia"``.
+        hbm_cap: bytes of device memory a rank (default 32 GiB; 0 on CPU). A list gives one figure a rank.
+        ddr_cap: bytes of host memory a rank (default 128 GiB). A list gives one figure a rank.
+        ssd_cap: accepted for compatibility; no kernel here lives on disk.
+        local_world_size: ranks a host; default all on one.
+        pod_size: accepted for compatibility.
+        hbm_mem_bw, ddr_mem_bw, hbm_to_ddr_mem_bw: memory bandwidths, bytes per millisecond.
+        intra_host_bw, inter_host_bw: link bandwidths, bytes per millisecond.
+        bwd_compute_multiplier: backward compute over forward compute.
+        custom_topology_data: capacities that differ by rank.
+        weighted_feature_bwd_compute_multiplier, uneven_sharding_perf_multiplier: model factors.
+        generalized_comms_bandwidths: replaces the two link figures.
+        hardware: a measured profile (see ``recinfer calibrate``); the inference estimator prefers its figures.
+
+    Raises:
+        ConfigError: sizes that do not fit together.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        compute_device: str,
+        hbm_cap: int | Sequence[int] | None = None,
+        ddr_cap: int | Sequence[int] | None = None,
+        ssd_cap: int | None = None,
+        local_world_size: int | None = None,
+        pod_size: int | None = None,
+        hbm_mem_bw: float = HBM_MEM_BW,
+        ddr_mem_bw: float = DDR_MEM_BW,
+        ssd_mem_bw: float = 0.0,
+        hbm_to_ddr_mem_bw: float = HBM_TO_DDR_MEM_BW,
+        intra_host_bw: float = INTRA_NODE_BANDWIDTH,
+        inter_host_bw: float = CROSS_NODE_BANDWIDTH,
+        bwd_compute_multiplier: float = BWD_COMPUTE_MULTIPLIER,
+        custom_topology_data: CustomTopologyData | None = None,
+        weighted_feature_bwd_compute_multiplier: float = WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
+        uneven_sharding_perf_multiplier: float = 1.0,
+        generalized_comms_bandwidths: GeneralizedCommsBandwidth | None = None,
+        hardware: HardwareProfile | None = None,
+    ) -> None:
+        if compute_device not in ("cpu", "cuda", "mtia"):
+            raise ConfigError(f"compute_device {compute_device!r}; expected cuda, cpu or mtia")
+        if world_size < 1:
+            raise ConfigError(f"world_size {world_size}; expected at least 1")
+        local = local_world_size or world_size
+        if local > world_size or world_size % local:
+            raise ConfigError(f"local_world_size {local} must divide world_size {world_size}")
+        self._world_size = world_size
+        self._local_world_size = local
+        self._pod_size = pod_size
+        self._compute_device = compute_device
+        self._bandwidths = (hbm_mem_bw, ddr_mem_bw, hbm_to_ddr_mem_bw)
+        self._ssd = (ssd_cap or 0, ssd_mem_bw)
+        self._comms = generalized_comms_bandwidths or BasicCommsBandwidths(inter_host_bw, intra_host_bw)
+        self._bwd_compute_multiplier = bwd_compute_multiplier
+        self._weighted_multiplier = weighted_feature_bwd_compute_multiplier
+        self._uneven_multiplier = uneven_sharding_perf_multiplier
+        self._custom_topology_data = custom_topology_data
+        self.hardware = hardware
+        hbm_default = HBM_CAP if compute_device != "cpu" else 0
+        hbm = self._per_rank("hbm_cap", hbm_cap, hbm_default)
+        ddr = self._per_rank("ddr_cap", ddr_cap, DDR_CAP)
+        if compute_device == "cpu":
+            hbm = [0] * world_size
+        self._devices = [
+            DeviceHardware(rank=r, storage=Storage(hbm=hbm[r], ddr=ddr[r], ssd=self._ssd[0]), perf=Perf(0, 0, 0, 0))
+            for r in range(world_size)
+        ]
+
+    def _per_rank(self, name: str, given: int | Sequence[int] | None, default: int) -> list[int]:
+        custom = self._custom_topology_data
+        if custom is not None and custom.has_data(name):
+            caps: list[int] = list(custom.get_data(name))
+        elif given is None:
+            caps = [default] * self._world_size
+        elif isinstance(given, Sequence):
+            caps = [int(x) for x in given]
+        else:
+            caps = [int(given)] * self._world_size
+        if len(caps) != self._world_size:
+            raise ConfigError(f"{name} lists {len(caps)} ranks; the world has {self._world_size}")
+        if min(caps) < 0:
+            raise ConfigError(f"{name} of rank {caps.index(min(caps))} is {min(caps)} bytes; expected 0 or more")
+        return caps
+
+    @property
+    def compute_device(self) -> str:
+        """Kind of device."""
+        return self._compute_device
+
+    @property
+    def devices(self) -> list[DeviceHardware]:
+        """One entry a rank; partitioners change ``storage`` and ``perf`` of a copy."""
+        return self._devices
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self._world_size
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks a host."""
+        return self._local_world_size
+
+    @property
+    def intra_group_size(self) -> int:
+        """Ranks within the fast interconnect: the pod, or the host."""
+        return self._pod_size or self._local_world_size
+
+    @property
+    def hbm_mem_bw(self) -> float:
+        """Device memory, bytes per millisecond."""
+        return self._bandwidths[0]
+
+    @property
+    def ddr_mem_bw(self) -> float:
+        """Host memory, bytes per millisecond."""
+        return self._bandwidths[1]
+
+    @property
+    def hbm_to_ddr_mem_bw(self) -> float:
+        """Link between the two, bytes per millisecond."""
+        return self._bandwidths[2]
+
+    @property
+    def comms_bandwidths(self) -> GeneralizedCommsBandwidth:
+        """The links between ranks."""
+        return self._comms
+
+    @property
+    def intra_host_bw(self) -> float:
+        """Within a host, bytes per millisecond."""
+        return self._comms.intra_host_bw
+
+    @property
+    def inter_host_bw(self) -> float:
+        """Between hosts, bytes per millisecond."""
+        return self._comms.inter_host_bw
+
+    @property
+    def bwd_compute_multiplier(self) -> float:
+        """Backward compute over forward compute."""
+        return self._bwd_compute_multiplier
+
+    @property
+    def weighted_feature_bwd_compute_multiplier(self) -> float:
+        """Extra backward compute of weighted features."""
+        return self._weighted_multiplier
+
+    @property
+    def uneven_sharding_perf_multiplier(self) -> float:
+        """Slowdown of unevenly cut tables."""
+        return self._uneven_multiplier
+
+    def signature(self) -> tuple[Any, ...]:
+        """What makes two topologies plan alike, as plain data."""
+        caps = tuple((d.storage.hbm, d.storage.ddr) for d in self._devices)
+        factors = (self._bwd_compute_multiplier, self._weighted_multiplier, self._uneven_multiplier)
+        links = (self.intra_host_bw, self.inter_host_bw)
+        return (self._world_size, self._local_world_size, self._compute_device, caps, self._bandwidths, links, factors)
+
+    def __repr__(self) -> str:
+        lines = [f"world_size={self._world_size}", f"compute_device={self._compute_device}", "devices="]
+        lines += [f"\tdevice {d.rank} {d.storage}" for d in self._devices]
+        lines += [f"local_world_size={self._local_world_size}", str(self._comms)]
+        return " \n".join(lines) + "\n"

@@ -1,0 +1,466 @@
+"""The planner's vocabulary: options, shards, constraints, errors, and the interfaces of its parts.
+
+Names and fields are TorchRec's (``torchrec.distributed.planner.types``); the hardware half is in ``topology``.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from recinfer.distributed.planner.constants import BATCH_SIZE
+from recinfer.distributed.planner.topology import (
+    BasicCommsBandwidths,
+    CollectiveType,
+    CustomTopologyData,
+    DeviceHardware,
+    GeneralizedCommsBandwidth,
+    Perf,
+    Storage,
+    Topology,
+)
+from recinfer.distributed.types import (
+    BoundsCheckMode,
+    CacheParams,
+    DataType,
+    ModuleSharder,
+    ShardingPlan,
+    ShardingType,
+)
+from recinfer.errors import ConfigError, RecinferError
+
+if TYPE_CHECKING:
+    from recinfer.distributed.planner.search import SearchReport
+
+__all__ = [
+    "BasicCommsBandwidths",
+    "CollectiveType",
+    "CustomTopologyData",
+    "DeviceHardware",
+    "Enumerator",
+    "GeneralizedCommsBandwidth",
+    "ParameterConstraints",
+    "PartitionByType",
+    "Partitioner",
+    "Perf",
+    "PerfModel",
+    "PlanLoader",
+    "PlannerError",
+    "PlannerErrorType",
+    "Proposer",
+    "Shard",
+    "ShardEstimator",
+    "ShardingOption",
+    "Stats",
+    "Storage",
+    "StorageReservation",
+    "Topology",
+]
+
+
+class PartitionByType(Enum):
+    """What a sharding option is placed on as a whole."""
+
+    DEVICE = "device"  # each shard on any rank
+    HOST = "host"  # all shards on the ranks of one host
+    UNIFORM = "uniform"  # shard i on rank i
+    MULTI_HOST = "multi_host"  # groups of shards, each group on the ranks of one host
+
+
+_PARTITION_BY = {
+    ShardingType.TABLE_WISE.value: PartitionByType.DEVICE,
+    ShardingType.COLUMN_WISE.value: PartitionByType.DEVICE,
+    ShardingType.ROW_WISE.value: PartitionByType.UNIFORM,
+    ShardingType.DATA_PARALLEL.value: PartitionByType.UNIFORM,
+    ShardingType.TABLE_ROW_WISE.value: PartitionByType.HOST,
+    ShardingType.TABLE_COLUMN_WISE.value: PartitionByType.HOST,
+    ShardingType.GRID_SHARD.value: PartitionByType.MULTI_HOST,
+}
+
+
+def partition_by_of(sharding_type: str) -> str:
+    """The :class:`PartitionByType` value of a sharding type; raises ConfigError for an unknown one."""
+    try:
+        return _PARTITION_BY[sharding_type].value
+    except KeyError:
+        raise ConfigError(f"sharding type {sharding_type!r}; expected one of {sorted(_PARTITION_BY)}") from None
+
+
+@dataclass
+class ParameterConstraints:
+    """What the user knows or wants of one table.
+
+    Args:
+        sharding_types: offer only these.
+        compute_kernels: offer only these.
+        min_partition: narrowest column piece.
+        pooling_factors: mean ids a bag, one a feature (default 1).
+        num_poolings: bags a sample, one a feature (default 1).
+        batch_sizes: batch of each feature when it differs from the planner's.
+        is_weighted: features carry a weight an id.
+        cache_params, enforce_hbm, stochastic_rounding, bounds_check_mode: passed on to the kernel.
+        feature_names: the table's features, when the module does not say.
+        output_dtype: element type of the looked-up vectors.
+        device_group: kind of device the table must live on, for mixed plans.
+        key_value_params, use_virtual_table: accepted for compatibility.
+        colocate_with: tables with the same value share all their ranks (ours). Such a table is placed whole.
+    """
+
+    sharding_types: list[str] | None = None
+    compute_kernels: list[str] | None = None
+    min_partition: int | None = None
+    pooling_factors: list[float] = field(default_factory=lambda: [1.0])
+    num_poolings: list[float] | None = None
+    batch_sizes: list[int] | None = None
+    is_weighted: bool = False
+    cache_params: CacheParams | None = None
+    enforce_hbm: bool | None = None
+    stochastic_rounding: bool | None = None
+    bounds_check_mode: BoundsCheckMode | None = None
+    feature_names: list[str] | None = None
+    output_dtype: DataType | None = None
+    device_group: str | None = None
+    key_value_params: Any | None = None
+    use_virtual_table: bool = False
+    colocate_with: str | None = None
+
+    def __hash__(self) -> int:
+        lists = (self.sharding_types, self.compute_kernels, self.pooling_factors, self.num_poolings, self.batch_sizes)
+        return hash(
+            (
+                *(tuple(x) if x is not None else None for x in lists),
+                self.min_partition,
+                self.is_weighted,
+                self.cache_params,
+                self.enforce_hbm,
+                self.stochastic_rounding,
+                self.bounds_check_mode,
+                tuple(self.feature_names or ()),
+                self.output_dtype,
+                self.device_group,
+                self.colocate_with,
+            )
+        )
+
+
+class PlannerErrorType(Enum):
+    """Why no plan came out."""
+
+    INSUFFICIENT_STORAGE = "insufficient_storage"
+    STRICT_CONSTRAINTS = "strict_constraints"
+    PARTITION = "partition"
+    OTHER = "other"
+    PLANNER_INPUT_CONTEXT_MISMATCH = "planner_input_context_mismatch"
+    PLAN_LOADING_FAILED = "plan_loading_failed"
+    INVALID_RANK_ASSIGNMENT = "invalid_rank_assignment"
+    INPUT_VALIDATION = "input_validation"
+    MISSING_MODULE_IN_PLAN = "missing_module_in_plan"
+    INVALID_COMPUTE_KERNEL = "invalid_compute_kernel"
+
+
+class PlannerError(RecinferError, ValueError):
+    """No plan; ``error_type`` says why in one word, the message says what binds and what would help."""
+
+    def __init__(self, message: str, error_type: PlannerErrorType = PlannerErrorType.OTHER) -> None:
+        super().__init__(message)
+        self.error_type = error_type
+
+
+@dataclass
+class Shard:
+    """A rectangle: ``size`` and ``offset`` are [rows, columns]; storage and perf once estimated, rank once placed."""
+
+    size: list[int]
+    offset: list[int]
+    storage: Storage | None = None
+    perf: Perf | None = None
+    rank: int | None = None
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.size), tuple(self.offset), self.storage, self.perf, self.rank))
+
+    def __str__(self) -> str:
+        return f"Shard size: {tuple(self.size)}, offset: {tuple(self.offset)}, {self.storage}, {self.perf}, {self.rank}"
+
+
+class ShardingOption:
+    """One way to shard one table.
+
+    Args:
+        name: table name.
+        tensor: its weight (meta is enough).
+        module: (path, module) of its embedding collection.
+        input_lengths: mean ids a bag of each feature.
+        batch_size: samples a rank.
+        sharding_type, partition_by, compute_kernel: enum values.
+        shards: its rectangles.
+        dependency: options with the same value must share ranks (co-location).
+        is_pooled: pooled lookup; default read off the module.
+        feature_names: features of the table.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        module: tuple[str, nn.Module],
+        input_lengths: list[float],
+        batch_size: int,
+        sharding_type: str,
+        partition_by: str,
+        compute_kernel: str,
+        shards: list[Shard],
+        cache_params: CacheParams | None = None,
+        enforce_hbm: bool | None = None,
+        stochastic_rounding: bool | None = None,
+        bounds_check_mode: BoundsCheckMode | None = None,
+        dependency: str | None = None,
+        is_pooled: bool | None = None,
+        feature_names: list[str] | None = None,
+        output_dtype: DataType | None = None,
+        key_value_params: Any | None = None,
+        num_poolings: list[float] | None = None,
+    ) -> None:
+        self.name = name
+        self._tensor = tensor
+        self._module = module
+        self.input_lengths = input_lengths
+        self.batch_size = batch_size
+        self.sharding_type = sharding_type
+        self.partition_by = partition_by
+        self.compute_kernel = compute_kernel
+        self.shards = shards
+        self.cache_params = cache_params
+        self.enforce_hbm = enforce_hbm
+        self.stochastic_rounding = stochastic_rounding
+        self.bounds_check_mode = bounds_check_mode
+        self.dependency = dependency
+        self._is_pooled = is_pooled
+        self.feature_names = feature_names
+        self.output_dtype = output_dtype
+        self.key_value_params = key_value_params
+        self.num_poolings = num_poolings
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The weight, or a meta tensor of its shape."""
+        return self._tensor
+
+    @property
+    def module(self) -> tuple[str, nn.Module]:
+        """(path, module)."""
+        return self._module
+
+    @property
+    def fqn(self) -> str:
+        """``path.table``."""
+        return self.module[0] + "." + self.name
+
+    @property
+    def cache_load_factor(self) -> float | None:
+        """Share of the rows that the cache holds, if set."""
+        return self.cache_params.load_factor if self.cache_params is not None else None
+
+    @property
+    def path(self) -> str:
+        """Module path."""
+        return self.module[0]
+
+    @property
+    def num_shards(self) -> int:
+        """Rectangles."""
+        return len(self.shards)
+
+    @property
+    def num_inputs(self) -> int:
+        """Features."""
+        return len(self.input_lengths)
+
+    @property
+    def total_storage(self) -> Storage:
+        """Sum over the shards."""
+        total = Storage(0, 0)
+        for shard in self.shards:
+            assert shard.storage is not None, f"{self.fqn} is not estimated"
+            total += shard.storage
+        return total
+
+    @property
+    def total_perf(self) -> float:
+        """Milliseconds, summed over the shards."""
+        return sum(shard.perf.total for shard in self.shards if shard.perf is not None)
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether the table's collection pools."""
+        if self._is_pooled is None:
+            self._is_pooled = self.module_pooled(self.module[1], self.name)
+        return self._is_pooled
+
+    @staticmethod
+    def module_pooled(module: nn.Module, sharding_option_name: str) -> bool:
+        """Whether ``module`` pools: everything but a module with ``embedding_configs()``."""
+        return not callable(getattr(module, "embedding_configs", None))
+
+    @property
+    def has_feature_processor(self) -> bool:
+        """Whether the module weighs its features first."""
+        return getattr(self.module[1], "_feature_processors", None) is not None
+
+    def get_shards_assignment(self) -> list[int | None]:
+        """The rank of each shard."""
+        return [shard.rank for shard in self.shards]
+
+    def __hash__(self) -> int:
+        return hash((self.fqn, self.sharding_type, self.compute_kernel, tuple(self.shards), self.cache_params))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShardingOption) and hash(self) == hash(other)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None) -> ShardingOption:
+        copied = ShardingOption.__new__(ShardingOption)
+        copied.__dict__.update(self.__dict__)
+        copied.shards = [Shard(list(s.size), list(s.offset), s.storage, s.perf, s.rank) for s in self.shards]
+        return copied
+
+    def __str__(self) -> str:
+        lines = [f"name: {self.name}", f"module: {self.path}", f"sharding type: {self.sharding_type}"]
+        lines += [f"compute kernel: {self.compute_kernel}", f"partition by: {self.partition_by}"]
+        return "\n".join([*lines, *(str(s) for s in self.shards)])
+
+
+# --------------------------------------------------------------------------------------------------- interfaces
+
+
+class StorageReservation(abc.ABC):
+    """Takes the memory that is not for tables out of a topology."""
+
+    @abc.abstractmethod
+    def reserve(
+        self,
+        topology: Topology,
+        batch_size: int,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        constraints: dict[str, ParameterConstraints] | None = None,
+    ) -> Topology:
+        """A copy of ``topology`` with what is left."""
+
+    @property
+    @abc.abstractmethod
+    def last_reserved_topology(self) -> Topology | None:
+        """What the last :meth:`reserve` returned."""
+
+
+class PerfModel(abc.ABC):
+    """Rates a placed plan; lower is better."""
+
+    @abc.abstractmethod
+    def rate(self, plan: list[ShardingOption]) -> float:
+        """The rating."""
+
+
+class ShardEstimator(abc.ABC):
+    """Fills in perf or storage of the shards of options."""
+
+    @abc.abstractmethod
+    def __init__(self, topology: Topology, constraints: dict[str, ParameterConstraints] | None = None) -> None: ...
+
+    @abc.abstractmethod
+    def estimate(
+        self,
+        sharding_options: list[ShardingOption],
+        sharder_map: dict[str, ModuleSharder[nn.Module]] | None = None,
+    ) -> None:
+        """Change the shards in place."""
+
+
+class Enumerator(abc.ABC):
+    """Lists the options of a model."""
+
+    @abc.abstractmethod
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int = BATCH_SIZE,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        estimator: ShardEstimator | list[ShardEstimator] | None = None,
+    ) -> None: ...
+
+    @abc.abstractmethod
+    def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
+        """Estimated options of every table."""
+
+    @abc.abstractmethod
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """Estimate ``sharding_options`` (again)."""
+
+
+class Proposer(abc.ABC):
+    """Proposes one option a table, round after round, learning from what became of the last proposal."""
+
+    @abc.abstractmethod
+    def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        """Start with these options."""
+
+    @abc.abstractmethod
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """How the last proposal fared."""
+
+    @abc.abstractmethod
+    def propose(self) -> list[ShardingOption] | None:
+        """The next proposal, or None at the end."""
+
+
+class Partitioner(abc.ABC):
+    """Gives the shards of a proposal their ranks."""
+
+    @abc.abstractmethod
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
+        """``proposal`` with ranks; raises PlannerError when it does not fit."""
+
+
+class Stats(abc.ABC):
+    """Reports a plan."""
+
+    @abc.abstractmethod
+    def log(
+        self,
+        sharding_plan: ShardingPlan,
+        topology: Topology,
+        batch_size: int,
+        storage_reservation: StorageReservation,
+        num_proposals: int,
+        num_plans: int,
+        run_time: float,
+        best_plan: list[ShardingOption],
+        constraints: dict[str, ParameterConstraints] | None = None,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        enumerator: Enumerator | None = None,
+        debug: bool = False,
+        report: SearchReport | None = None,
+    ) -> None:
+        """Report; ``report`` carries the lower bound and the gap when the default search ran."""
+
+
+class PlanLoader(abc.ABC):
+    """Brings back an earlier plan."""
+
+    @abc.abstractmethod
+    def load(self) -> dict[int, ShardingOption] | None:
+        """Options by ``hash``; None when there is none."""
+
+    @abc.abstractmethod
+    def plan_context_hash(self) -> str | None:
+        """Hash of the inputs it was made from."""
