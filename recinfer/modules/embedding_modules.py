@@ -21,7 +21,7 @@ from recinfer.modules.embedding_configs import (
     EmbeddingConfig,
     PoolingType,
 )
-from recinfer.sparse.checks import MissingKeyError
+from recinfer.sparse.checks import MissingKeyError, is_plain
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
@@ -168,11 +168,12 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
 
         Raises:
             MissingKeyError: a feature is not in ``features``.
-            InputError: no weights though the collection is weighted; a variable batch without inverse indices.
+            InputError: no weights though the collection is weighted; a variable batch without inverse indices; an id
+                that is not in the table (on the CPU).
         """
         by_name = features.to_dict()
         pooled = [
-            _pool(self.embedding_bags[table.name], _feature(by_name, name), self._is_weighted)  # type: ignore[arg-type]
+            _pool(self.embedding_bags[table.name], name, _feature(by_name, name), self._is_weighted)  # type: ignore[arg-type]
             for table in self._embedding_bag_configs
             for name in table.feature_names
         ]
@@ -215,22 +216,38 @@ def _feature(by_name: dict[str, JaggedTensor], name: str) -> JaggedTensor:
     return found
 
 
-def _pool(bag: nn.EmbeddingBag, feature: JaggedTensor, weighted: bool) -> Tensor:
+def _refuse_bad_ids(name: str, ids: Tensor, rows: int, error: Exception) -> None:
+    # Looked at only after torch has refused the lookup, so good batches pay nothing.
+    if not is_plain(ids):
+        return
+    bad = ((ids < 0) | (ids >= rows)).nonzero()
+    if bad.numel():
+        at = int(bad[0])
+        raise InputError(
+            f"feature {name!r}: id {int(ids[at])} at position {at} is not in its table; expected 0 to {rows - 1}"
+        ) from error
+
+
+def _pool(bag: nn.EmbeddingBag, name: str, feature: JaggedTensor, weighted: bool) -> Tensor:
     weights = feature.weights().to(bag.weight.dtype) if weighted else None
     offsets = feature.offsets()
     ids = feature.values()
     # embedding_bag wants ids and offsets of one dtype.
     if ids.dtype != offsets.dtype:
         ids, offsets = ids.long(), offsets.long()
-    pooled = F.embedding_bag(
-        ids,
-        bag.weight,
-        offsets,
-        mode="sum" if weighted else bag.mode,
-        sparse=bag.sparse,
-        per_sample_weights=weights,
-        include_last_offset=True,
-    ).float()
+    try:
+        pooled = F.embedding_bag(
+            ids,
+            bag.weight,
+            offsets,
+            mode="sum" if weighted else bag.mode,
+            sparse=bag.sparse,
+            per_sample_weights=weights,
+            include_last_offset=True,
+        ).float()
+    except (IndexError, RuntimeError) as error:
+        _refuse_bad_ids(name, ids, bag.num_embeddings, error)
+        raise
     if weighted and bag.mode == "mean":
         # embedding_bag has no weighted mean; like FBGEMM's, ours divides by the number of ids of the bag.
         pooled = pooled / feature.lengths().clamp(min=1).unsqueeze(1)
@@ -321,6 +338,7 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
 
         Raises:
             MissingKeyError: a feature is not in ``features``.
+            InputError: an id that is not in the table (on the CPU).
         """
         by_name = features.to_dict()
         result = {}
@@ -329,10 +347,13 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
             for feature_name, name in zip(table.feature_names, names):
                 feature = _feature(by_name, feature_name)
                 ids = feature.values()
+                try:
+                    rows = F.embedding(ids, weight).float()  # type: ignore[arg-type]
+                except (IndexError, RuntimeError) as error:
+                    _refuse_bad_ids(feature_name, ids, table.num_embeddings, error)
+                    raise
                 result[name] = JaggedTensor.from_parts_unchecked(
-                    F.embedding(ids, weight).float(),  # type: ignore[arg-type]
-                    ids if self._need_indices else None,
-                    feature.lengths(),
+                    rows, ids if self._need_indices else None, feature.lengths()
                 )
         return result
 

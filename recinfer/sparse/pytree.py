@@ -1,4 +1,4 @@
-"""Registration of the sparse types with torch's pytrees, so that they pass through torch.export, fx and DDP."""
+"""Registration of the sparse types with torch: pytrees (torch.export, fx, DDP) and weights-only loading."""
 
 from __future__ import annotations
 
@@ -84,6 +84,9 @@ def _register(cls: type, flatten: Any, unflatten: Any, fields: list[str]) -> Non
 _register(JaggedTensor, _flatten_jt, _unflatten_jt, JaggedTensor._fields)
 _register(KeyedJaggedTensor, _flatten_kjt, _unflatten_kjt, KeyedJaggedTensor._fields)
 _register(KeyedTensor, _flatten_kt, _unflatten_kt, ["_values"])
+
+# Tensors, lists and strings only: torch.load(weights_only=True) and torch.export.load may read saved batches.
+torch.serialization.add_safe_globals([JaggedTensor, KeyedJaggedTensor, KeyedTensor])
 
 
 def flatten_kjt_list(kjt_arr: list[KeyedJaggedTensor]) -> tuple[list[Tensor | None], list[_Context]]:
