@@ -1,0 +1,125 @@
+"""Rows in the format of the Criteo set, made up, with a signal planted in them that a model can find.
+
+Columns as in the real set: ``label``, 13 counts ``I1..I13`` with a heavy tail, 26 categories ``C1..C26`` as 8 hex
+digits whose frequencies follow a bounded Zipf law; both may be empty. A click is a coin thrown with the probability
+``sigmoid(bias + dense effects + category effects + pair effects)``, which :class:`SyntheticRows` keeps, so the best AUC
+that any model could reach is known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.data.metrics import auc
+from recinfer.errors import InputError
+
+__all__ = ["NUM_DENSE", "NUM_SPARSE", "SyntheticRows", "generate_criteo"]
+
+NUM_DENSE = 13
+NUM_SPARSE = 26
+
+# Distinct values of C1..C26: a few large ones, many small ones, as in the real set.
+CARDINALITIES = (
+    1_400, 550, 40_000, 25_000, 300, 16, 11_000, 600, 3, 8_000, 5_000, 30_000, 3_000,
+    26, 7_500, 20_000, 10, 4_000, 1_800, 4, 28_000, 14, 15, 12_000, 70, 9_000,
+)  # fmt: skip
+# Part of the rows in which a column is empty; the pattern repeats over the columns.
+_DENSE_EMPTY = (0.45, 0.0, 0.2, 0.22, 0.03, 0.22, 0.04, 0.0, 0.04, 0.45, 0.04, 0.75, 0.22)
+_SPARSE_EMPTY = (0.0, 0.0, 0.03, 0.03, 0.0, 0.12, 0.0, 0.0, 0.0, 0.0, 0.0, 0.03, 0.0)
+_ZIPF_EXPONENT = 1.2
+_ZIPF_SHIFT = 3.0
+_NUM_PAIRS = 6  # pairs of categories that act together, which a model needs its interactions for
+_SPREAD = {"dense": 0.9, "sparse": 1.5, "pairs": 0.8}  # standard deviations of the three parts of the log-odds
+_BIAS = -1.3
+
+
+@dataclass(frozen=True)
+class SyntheticRows:
+    """Rows and the truth about them.
+
+    Attributes:
+        columns: ``label`` (int64), ``I1..I13`` (float64, nan is empty), ``C1..C26`` (str, ``""`` is empty).
+        probability: float64 ``[rows]``, the probability each label was thrown with.
+    """
+
+    columns: dict[str, NDArray]
+    probability: NDArray[np.float64]
+
+    def best_auc(self) -> float:
+        """The AUC of the true probabilities on these labels: no model does better but by luck."""
+        return auc(self.columns["label"], self.probability)
+
+
+def generate_criteo(num_rows: int, seed: int = 0) -> SyntheticRows:
+    """``num_rows`` rows in the format of the Criteo set; the same ``num_rows`` and seed give the same rows.
+
+    Raises:
+        InputError: fewer than 1 row.
+    """
+    if num_rows < 1:
+        raise InputError(f"synthetic data: got {num_rows} rows; expected at least 1")
+    rng = np.random.default_rng(seed)
+    dense, dense_effect = _dense_columns(rng, num_rows)
+    sparse, sparse_effect, pair_effect = _sparse_columns(rng, num_rows)
+    log_odds = (
+        _BIAS + _SPREAD["dense"] * dense_effect + _SPREAD["sparse"] * sparse_effect + _SPREAD["pairs"] * pair_effect
+    )
+    probability = 1 / (1 + np.exp(-log_odds))
+    label = (rng.random(num_rows) < probability).astype(np.int64)
+    return SyntheticRows({"label": label, **dense, **sparse}, probability)
+
+
+def _dense_columns(rng: np.random.Generator, num_rows: int) -> tuple[dict[str, NDArray], NDArray]:
+    """Counts, and the sum of their effects scaled to about unit variance; an empty one has no effect."""
+    weights = rng.normal(size=NUM_DENSE)
+    weights /= np.linalg.norm(weights)
+    columns: dict[str, NDArray] = {}
+    effect = np.zeros(num_rows)
+    for at in range(NUM_DENSE):
+        normal = rng.normal(size=num_rows)
+        counts = np.floor(np.exp(normal * rng.uniform(0.8, 1.6) + rng.uniform(0.5, 4.0)))
+        empty = rng.random(num_rows) < _DENSE_EMPTY[at]
+        effect += np.where(empty, 0.0, weights[at] * normal)
+        columns[f"I{at + 1}"] = np.where(empty, np.nan, counts)
+    return columns, effect
+
+
+def _sparse_columns(rng: np.random.Generator, num_rows: int) -> tuple[dict[str, NDArray], NDArray, NDArray]:
+    """Categories, the scaled sum of their own effects, and that of pairs of them."""
+    weights = rng.exponential(size=NUM_SPARSE)
+    weights /= np.linalg.norm(weights)
+    columns: dict[str, NDArray] = {}
+    effect = np.zeros(num_rows)
+    hidden = np.zeros((NUM_SPARSE, num_rows))  # a second trait of each value, for the pairs
+    for at, cardinality in enumerate(CARDINALITIES):
+        ranks = _zipf(rng, cardinality, num_rows)
+        empty = rng.random(num_rows) < _SPARSE_EMPTY[at % len(_SPARSE_EMPTY)]
+        traits = rng.normal(size=(2, cardinality))
+        effect += np.where(empty, 0.0, weights[at] * traits[0, ranks])
+        hidden[at] = np.where(empty, 0.0, traits[1, ranks])
+        columns[f"C{at + 1}"] = np.where(empty, "", _hex_tokens(at, cardinality)[ranks])
+    pairs = rng.permutation(NUM_SPARSE)[: 2 * _NUM_PAIRS].reshape(2, -1)
+    pair_effect = (hidden[pairs[0]] * hidden[pairs[1]]).sum(axis=0) / np.sqrt(_NUM_PAIRS)
+    return columns, effect, pair_effect
+
+
+def _zipf(rng: np.random.Generator, cardinality: int, num_rows: int) -> NDArray[np.int64]:
+    """Ranks in 0..cardinality-1, with probabilities proportional to ``1 / (rank + shift) ** exponent``."""
+    mass = np.cumsum((np.arange(cardinality) + _ZIPF_SHIFT) ** -_ZIPF_EXPONENT)
+    found = np.searchsorted(mass, rng.random(num_rows) * mass[-1], side="right")
+    return np.minimum(found, cardinality - 1)
+
+
+def _hex_tokens(column: int, cardinality: int) -> NDArray[np.str_]:
+    """``cardinality`` different 8-digit hex words for a column: a bijection of 32-bit numbers, so none repeats."""
+    x = np.arange(cardinality, dtype=np.uint64) + np.uint64(column * 1_000_003 + 1)
+    mask = np.uint64(0xFFFFFFFF)
+    for factor in (0x85EBCA6B, 0xC2B2AE35):  # odd: multiplication is a bijection modulo 2^32
+        x = (x * np.uint64(factor)) & mask
+        x ^= x >> np.uint64(16)
+    nibbles = (x[:, None] >> np.arange(28, -4, -4, dtype=np.uint64)) & np.uint64(15)
+    digits = np.frombuffer(b"0123456789abcdef", dtype=np.uint8).astype(np.uint32)[nibbles]
+    return np.ascontiguousarray(digits).view("U8").reshape(-1)
