@@ -31,19 +31,17 @@ __all__ = ["METADATA_FILE", "Chunk", "StoredTensor", "read_metadata"]
 METADATA_FILE = ".metadata"
 
 _METADATA_CLASSES: dict[str, Any] = {
-    **{
-        name: getattr(torch_metadata, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
+    name: getattr(torch_metadata, name)
+    for name in (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
 }
 
 
@@ -100,6 +98,15 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
             their tensor; names the key.
     """
     metadata = _load(folder / METADATA_FILE)
+    try:
+        return _tensors(folder, metadata)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged or forged index can hold anything anywhere
+        raise CheckpointError(f"{folder / METADATA_FILE}: is no index of tensors: {error!r}") from error
+
+
+def _tensors(folder: Path, metadata: torch_metadata.Metadata) -> dict[str, StoredTensor]:
     storage = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     tensors = {}
@@ -135,26 +142,31 @@ def _chunk(folder: Path, key: str, chunk: torch_metadata.ChunkStorageMetadata, i
 
 def _check_cover(folder: Path, key: str, tensor: StoredTensor) -> None:
     """The chunks cover the tensor, each element once."""
-    wrong = None
-    sizes = np.array([c.sizes for c in tensor.chunks], dtype=np.int64).reshape(len(tensor.chunks), -1)
-    offsets = np.array([c.offsets for c in tensor.chunks], dtype=np.int64).reshape(len(tensor.chunks), -1)
-    if sizes.shape[1:] != (len(tensor.shape),) and tensor.chunks:
-        wrong = "have other dimensions than the tensor"
-    elif np.any(offsets < 0) or np.any(sizes < 0) or np.any(offsets + sizes > np.array(tensor.shape, dtype=np.int64)):
-        wrong = "reach beyond it"
-    elif sum(math.prod(c.sizes) for c in tensor.chunks) != math.prod(tensor.shape):
-        wrong = "do not cover it once"
-    elif len(tensor.chunks) > 1:
-        ends = offsets + sizes
-        apart = np.any((ends[:, None] <= offsets) | (ends <= offsets[:, None]), axis=2)
-        if not np.all(apart | np.eye(len(sizes), dtype=bool)):
-            wrong = "overlap"
+    wrong = _cover_fault(tensor)
     if wrong:
         rectangles = [(c.offsets, c.sizes) for c in tensor.chunks[:4]]
         raise CheckpointError(
             f"{folder}: the shards of {key} {wrong}: shape {tensor.shape}, {len(tensor.chunks)} shards (offsets, "
             f"sizes) {rectangles}; was every rank's file copied?"
         )
+
+
+def _cover_fault(tensor: StoredTensor) -> str:
+    dims, count = len(tensor.shape), len(tensor.chunks)
+    if any(len(c.offsets) != dims or len(c.sizes) != dims for c in tensor.chunks):
+        return "have other dimensions than the tensor"
+    sizes = np.array([c.sizes for c in tensor.chunks], dtype=np.int64).reshape(count, dims)
+    offsets = np.array([c.offsets for c in tensor.chunks], dtype=np.int64).reshape(count, dims)
+    if np.any(offsets < 0) or np.any(sizes < 0) or np.any(offsets + sizes > np.array(tensor.shape, dtype=np.int64)):
+        return "reach beyond it"
+    if sum(math.prod(c.sizes) for c in tensor.chunks) != math.prod(tensor.shape):
+        return "do not cover it once"
+    if count > 1:
+        ends = offsets + sizes
+        apart = np.any((ends[:, None] <= offsets) | (ends <= offsets[:, None]), axis=2)
+        if not np.all(apart | np.eye(count, dtype=bool)):
+            return "overlap"
+    return ""
 
 
 def _load(path: Path) -> torch_metadata.Metadata:

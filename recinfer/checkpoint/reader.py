@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from recinfer.checkpoint.dcp import Chunk, StoredTensor, read_metadata
 from recinfer.checkpoint.model_json import build_model, read_model_json
 from recinfer.checkpoint.torch_file import TensorBytes, read_torch_file
-from recinfer.errors import CheckpointError
+from recinfer.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from recinfer.checkpoint.loading import KeyFilter, LoadReport
@@ -163,10 +163,15 @@ class CheckpointReader:
     @cached_property
     def contract(self) -> FeatureContract | None:
         """The feature contract of ``model.json``, if it has one."""
+        found = (self.model_json or {}).get("contract")
+        if found is None:
+            return None
         from recinfer.data.contract import FeatureContract
 
-        found = (self.model_json or {}).get("contract")
-        return None if found is None else FeatureContract.from_dict(found)
+        try:
+            return FeatureContract.from_dict(found)
+        except ConfigError as error:
+            raise CheckpointError(f"{self.path}: the contract in model.json does not hold together: {error}") from error
 
     def build_model(self, device: str | torch.device = "meta") -> nn.Module:
         """The module that ``model.json`` describes, without its weights (see :meth:`load_into`).

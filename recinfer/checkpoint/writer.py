@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,9 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     if together:
         dist.barrier()
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), no_dist=not together)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), no_dist=not together)
     if first:
         (partial / MODEL_JSON).write_text(text, encoding="utf-8")
         _put(partial, target)
