@@ -16,7 +16,7 @@ from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.status import error_of
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["Embeddings", "FeatureDescription", "InferenceClient", "ModelDescription"]
+__all__ = ["Embeddings", "FeatureDescription", "InferenceClient", "ModelDescription", "invoke"]
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -143,22 +143,31 @@ class InferenceClient:
 
     def _call(self, method: Callable[..., bytes], request: bytes, timeout: float | None) -> bytes:
         seconds = self.timeout if timeout is None else timeout
-        try:
-            return method(request, timeout=seconds)
-        except grpc.RpcError as error:
-            code, details = error.code(), error.details() or ""  # type: ignore[attr-defined]
-        except ValueError as error:  # grpc's word for a closed channel
-            raise UnavailableError(f"{self.target}: {error}; make a new InferenceClient") from None
-        raise self._error(code, details, seconds)
+        return invoke(method, request, self.target, seconds, start_with="recinfer serve ARCHIVE --port N")
 
-    def _error(self, code: grpc.StatusCode, details: str, seconds: float) -> RecinferError:
-        if code is grpc.StatusCode.UNAVAILABLE:
-            return UnavailableError(
-                f"no answer from {self.target} ({details}); is the server running? "
-                "Start one with: recinfer serve ARCHIVE --port N"
-            )
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return UnavailableError(f"{self.target} did not answer within {seconds:g} s; send less or wait longer")
-        if code is grpc.StatusCode.UNIMPLEMENTED:
-            return RecinferError(f"{self.target} is no recinfer server of this version ({details})")
-        return error_of(code.name, details)
+
+def invoke(
+    method: Callable[..., bytes],
+    request: bytes,
+    target: str,
+    seconds: float,
+    *,
+    start_with: str,
+    metadata: tuple[tuple[str, str], ...] = (),
+) -> bytes:
+    """Call ``method`` of a channel to ``target`` and turn what gRPC raises into an error of ours."""
+    try:
+        return method(request, timeout=seconds, metadata=metadata)
+    except grpc.RpcError as error:
+        code, details = error.code(), error.details() or ""  # type: ignore[attr-defined]
+    except ValueError as error:  # gRPC's word for a closed channel
+        raise UnavailableError(f"{target}: {error}; make a new client") from None
+    if code is grpc.StatusCode.UNAVAILABLE:
+        raise UnavailableError(
+            f"no answer from {target} ({details}); is the server running? Start one with: {start_with}"
+        )
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        raise UnavailableError(f"{target} did not answer within {seconds:g} s; send less or wait longer")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        raise RecinferError(f"{target} does not know this call; is it a server of another kind? ({details})")
+    raise error_of(code.name, details)

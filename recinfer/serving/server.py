@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -127,12 +128,11 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
+        _check_address(self.host, self._port)
         try:
             self._port = server.add_insecure_port(self.target)
-        except RuntimeError as error:
-            raise UnavailableError(
-                f"cannot listen on {self.target}: {_reason(error)}; choose another port, or 0 for a free one"
-            ) from None
+        except RuntimeError as error:  # taken since the check
+            raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
         await server.start()
         for name in ("", SERVICE_NAME):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
@@ -180,9 +180,16 @@ class Server:
         return handle
 
 
-def _reason(error: RuntimeError) -> str:
-    text = str(error)
-    return "the port is taken" if "already in use" in text else "the address cannot be bound"
+def _check_address(host: str, port: int) -> None:
+    """Bind and release the address: the system says why it cannot be had, gRPC does not."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise UnavailableError(
+            f"cannot listen on {host}:{port}: {reason}; choose another port (0: a free one) or host"
+        ) from None
 
 
 def serve(

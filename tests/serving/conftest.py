@@ -1,0 +1,89 @@
+"""A small archive, exported for real, and a server on it, shared by the serving and TorchServe tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from recinfer.inference.predictor import Predictor, load
+from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.server import Server
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+NUM_DENSE = 3
+ROWS = {"user": 50, "item": 40, "history": 40, "shop": 30}
+DIM = 8
+
+
+def build_archive(folder: Path, name: str = "tiny", version: str = "3") -> Path:
+    """Train nothing, but take every other step: a float DLRM, its checkpoint, a plan for two ranks, the archive."""
+    from recinfer.checkpoint import CheckpointReader, save_checkpoint
+    from recinfer.distributed.planner.inference import plan_inference
+    from recinfer.inference.export import export_archive
+    from recinfer.models.dlrm import DLRM
+
+    torch.manual_seed(0)
+    tables = [
+        EmbeddingBagConfig(num_embeddings=50, embedding_dim=DIM, name="t_user", feature_names=["user"]),
+        EmbeddingBagConfig(
+            num_embeddings=40,
+            embedding_dim=DIM,
+            name="t_item",
+            feature_names=["item", "history"],
+            pooling=PoolingType.MEAN,
+        ),
+        EmbeddingBagConfig(num_embeddings=30, embedding_dim=DIM, name="t_shop", feature_names=["shop"]),
+    ]
+    model = DLRM(EmbeddingBagCollection(tables=tables), NUM_DENSE, [16, DIM], [16, 1])
+    checkpoint = save_checkpoint(folder / "checkpoint", model, model_name=name, model_version=version)
+    reader = CheckpointReader(checkpoint)
+    on_meta = reader.build_model(device="meta")
+    plan = plan_inference(on_meta, world_size=2, precision=DataType.INT8)
+    out = folder / f"{name}.rqa"
+    export_archive(on_meta, reader, plan, out, name=name, version=version, num_dense=NUM_DENSE)
+    return out
+
+
+@pytest.fixture(scope="session")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small INT8 archive: four features, one shared table, three dense columns, two ranks."""
+    return build_archive(tmp_path_factory.mktemp("archive"))
+
+
+@pytest.fixture(scope="session")
+def predictor(archive: Path) -> Predictor:
+    """The archive in this process: what every door is compared with."""
+    return load(archive)
+
+
+@pytest.fixture(scope="module")
+def server(predictor: Predictor) -> Iterator[Server]:
+    """A running server on the archive."""
+    with Server({"tiny": predictor}) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[InferenceClient]:
+    """A client of it."""
+    with InferenceClient(server.target) as open_client:
+        yield open_client
+
+
+def make_request(
+    seed: int, batch: int, keys: list[str] | None = None, dtype: torch.dtype = torch.int64
+) -> tuple[Tensor, KeyedJaggedTensor]:
+    """Random dense columns and ids: bags of 0 to 4 ids, features in a random order unless ``keys`` gives one."""
+    random = torch.Generator().manual_seed(seed)
+    if keys is None:
+        keys = [list(ROWS)[i] for i in torch.randperm(len(ROWS), generator=random)]
+    lengths = torch.randint(0, 5, (len(keys), batch), generator=random, dtype=torch.int32)
+    ids = [torch.randint(0, ROWS[key], (int(n.sum()),), generator=random) for key, n in zip(keys, lengths)]
+    kjt = KeyedJaggedTensor(keys, torch.cat(ids).to(dtype), lengths=lengths.reshape(-1))
+    return torch.randn(batch, NUM_DENSE, generator=random), kjt

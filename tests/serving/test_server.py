@@ -1,0 +1,281 @@
+"""A real server on loopback: the numbers of the predictor in this process, and errors that say what is wrong."""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from recinfer.errors import ConfigError, InputError, NotFoundError, RecinferError, UnavailableError
+from recinfer.inference.predictor import Predictor
+from recinfer.serving import codec
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.limits import Limits
+from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.proto import inference_pb2_grpc
+from recinfer.serving.server import SERVICE_NAME, Server
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.serving.conftest import DIM, NUM_DENSE, ROWS, make_request
+
+BATCHES = [1, 2, 33]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_lookup_equals_the_predictor(client: InferenceClient, predictor: Predictor, batch: int, dtype: torch.dtype):
+    _, kjt = make_request(batch, batch, dtype=dtype)
+    got, expected = client.lookup(kjt), predictor.lookup(kjt)
+    assert got.model_version == "3"
+    assert got.pooled is not None
+    assert got.pooled.keys() == expected.pooled.keys() == ["user", "item", "history", "shop"]
+    assert got.pooled.length_per_key() == [DIM] * 4
+    assert torch.equal(got.pooled.values(), expected.pooled.values())
+    assert torch.equal(got["shop"], expected.pooled["shop"])
+
+
+def test_lookup_of_some_features_gives_those_in_the_models_order(client: InferenceClient, predictor: Predictor):
+    _, kjt = make_request(5, 4, keys=["shop", "item"])
+    got = client.lookup(kjt)
+    assert got.keys() == ["item", "shop"]
+    _, whole = make_request(6, 4)
+    assert torch.equal(got.pooled.values(), predictor.lookup(kjt).pooled.values())
+    assert client.lookup(whole).keys() == list(ROWS)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_predict_equals_the_predictor(client: InferenceClient, predictor: Predictor, batch: int):
+    dense, kjt = make_request(batch, batch)
+    got, expected = client.predict(dense, kjt), predictor.predict(dense, kjt)
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].shape == tensor.shape
+        assert torch.equal(got[name], tensor)
+
+
+def test_large_requests_take_the_other_road_to_the_same_numbers(client: InferenceClient, predictor: Predictor):
+    dense, kjt = make_request(1, 4000)
+    assert len(codec.encode_predict_request(dense, kjt)) > 32 << 10
+    assert torch.equal(client.lookup(kjt).pooled.values(), predictor.lookup(kjt).pooled.values())
+    for name, tensor in predictor.predict(dense, kjt).items():
+        assert torch.equal(client.predict(dense, kjt)[name], tensor)
+
+
+def test_get_model(client: InferenceClient, predictor: Predictor):
+    model = client.get_model()
+    assert (model.name, model.version, model.num_dense) == ("tiny", "3", NUM_DENSE)
+    assert (model.precision, model.plan_hash) == ("int8", predictor.manifest.plan_hash)
+    assert {f.name: f.rows for f in model.features} == ROWS
+    assert {f.name: f.table for f in model.features}["history"] == "t_item"
+    assert all(f.dim == DIM and f.pooled for f in model.features)
+
+
+def test_the_generated_stub_speaks_to_it(server: Server):
+    with grpc.insecure_channel(server.target) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        assert stub.GetModel(pb.GetModelRequest(model="tiny", version="3")).num_dense == NUM_DENSE
+
+
+def test_many_callers_at_once_get_their_own_answers(client: InferenceClient, predictor: Predictor):
+    requests = [make_request(seed, 1 + seed % 7) for seed in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda request: client.predict(*request), requests))
+    for request, answer in zip(requests, answers):
+        for name, tensor in predictor.predict(*request).items():
+            assert torch.allclose(answer[name], tensor, rtol=0, atol=1e-6)
+
+
+def one(feature: str, *ids: int) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor([feature], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
+
+
+def test_bad_input_is_named_and_the_server_lives_on(server: Server, client: InferenceClient):
+    dense, kjt = make_request(3, 2)
+    not_a_number = dense.clone()
+    not_a_number[1, 2] = float("nan")
+    calls = {
+        r"'colour'": lambda: client.lookup(one("colour", 1)),
+        r"user.*\b50\b.*\b50\b": lambda: client.lookup(one("user", 3, 50)),
+        r"user.*-7": lambda: client.lookup(one("user", -7)),
+        r"dense: got nan at sample 1, column 2": lambda: client.predict(not_a_number, kjt),
+        r"dense: got 32 bytes .*expected 24 bytes": lambda: client.predict(torch.zeros(2, 4), kjt),
+        r"batch_size: got 16385, expected 1 to 16384": lambda: client.lookup(make_request(0, 16385)[1]),
+    }
+    for words, call in calls.items():
+        with pytest.raises(InputError, match=re.compile(words, re.DOTALL)) as caught:
+            call()
+        assert "Traceback" not in str(caught.value)
+    assert client.lookup(one("user", 3)).keys() == ["user"]
+
+
+def test_unknown_model_and_version(server: Server):
+    with InferenceClient(server.target, model="huge") as client, pytest.raises(NotFoundError, match=r"'huge'.*'tiny'"):
+        client.lookup(one("user", 1))
+    with InferenceClient(server.target, version="9") as client, pytest.raises(NotFoundError, match=r"'9'.*'3'"):
+        client.get_model()
+
+
+def test_codes_on_the_wire(server: Server):
+    with grpc.insecure_channel(server.target) as channel:
+        lookup = channel.unary_unary(f"/{SERVICE_NAME}/Lookup")
+        for request, code in (
+            (b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
+            (b"", grpc.StatusCode.INVALID_ARGUMENT),
+            (pb.LookupRequest(model="huge").SerializeToString(), grpc.StatusCode.NOT_FOUND),
+            (codec.encode_lookup_request(one("user", 99)), grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                lookup(request)
+            assert caught.value.code() is code
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary(f"/{SERVICE_NAME}/Nothing")(b"")
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_health_and_reflection(server: Server):
+    with grpc.insecure_channel(server.target) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", SERVICE_NAME):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        requests = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME),
+        ]
+        listed, described = reflection.ServerReflectionInfo(iter(requests))
+        names = {service.name for service in listed.list_services_response.service}
+        assert {SERVICE_NAME, "grpc.health.v1.Health"} <= names
+        assert described.file_descriptor_response.file_descriptor_proto == [pb.DESCRIPTOR.serialized_pb]
+
+
+def test_a_bug_of_ours_is_logged_and_shows_nothing(
+    predictor: Predictor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("secret of the server")
+
+    monkeypatch.setattr(type(predictor), "predict", broken)
+    with Server({"tiny": predictor}) as server, InferenceClient(server.target) as client:
+        with caplog.at_level(logging.ERROR), pytest.raises(RecinferError) as caught:
+            client.predict(*make_request(0, 1))
+        assert str(caught.value) == "internal error; the server's log has the details"
+        assert "secret of the server" in caplog.text
+        assert client.lookup(one("user", 3)).keys() == ["user"]
+        assert server.stats.requests() == {("Predict", "INTERNAL"): 1, ("Lookup", "OK"): 1}
+
+
+def test_limits(predictor: Predictor):
+    limits = Limits(max_batch=4, max_ids=6, max_keys=3, max_message_bytes=1000, max_response_bytes=200)
+    with Server({"tiny": predictor}, limits=limits) as server, InferenceClient(server.target) as client:
+        with pytest.raises(InputError, match="batch_size: got 5, expected 1 to 4"):
+            client.lookup(make_request(0, 5, keys=["user"])[1])
+        with pytest.raises(InputError, match="lengths: got 7 ids in all, expected at most 6"):
+            client.lookup(one("user", *range(7)))
+        with pytest.raises(InputError, match="keys: got 4, expected at most 3"):
+            client.lookup(make_request(0, 1)[1])
+        with pytest.raises(InputError, match="take 256 bytes; expected at most 200"):
+            client.lookup(KeyedJaggedTensor(["user"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1])))
+        with pytest.raises(UnavailableError, match=r"larger than max \(\d+ vs\. 1000\)"):
+            client.lookup(one("user", *([1] * 200)))
+        assert client.lookup(one("user", 1)).keys() == ["user"]
+
+
+def test_listens_on_loopback_and_refuses_a_taken_port(server: Server, predictor: Predictor):
+    assert Server({"tiny": predictor}).host == "127.0.0.1"
+    with pytest.raises(UnavailableError, match=f"127.0.0.1:{server.port}.*in use.*another port"):
+        Server({"tiny": predictor}, port=server.port).start()
+    with pytest.raises(UnavailableError, match=r"cannot listen on 192\.0\.2\.1"):
+        Server({"tiny": predictor}, host="192.0.2.1").start()
+    with pytest.raises(InputError, match="port: got 70000"):
+        Server({"tiny": predictor}, port=70_000)
+    with pytest.raises(ConfigError, match="at least one model"):
+        Server({})
+
+
+def test_client_says_when_nobody_is_there():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    client = InferenceClient(f"127.0.0.1:{port}")
+    with pytest.raises(UnavailableError, match=rf"127.0.0.1:{port}.*is the server running.*recinfer serve"):
+        client.get_model()
+    assert not client.is_ready()
+    with pytest.raises(UnavailableError, match=r"not ready after 0.2 s"):
+        client.wait_until_ready(0.2)
+    client.close()
+    with pytest.raises(UnavailableError, match="make a new client"):
+        client.get_model()
+
+
+def slowly(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Make lookups of the real predictor wait; returns (set when one has begun, set to let it go on)."""
+    begun, go_on = threading.Event(), threading.Event()
+    real = type(predictor).lookup
+
+    def lookup(self: Predictor, kjt: KeyedJaggedTensor) -> object:
+        begun.set()
+        assert go_on.wait(20)
+        return real(self, kjt)
+
+    monkeypatch.setattr(type(predictor), "lookup", lookup)
+    return begun, go_on
+
+
+def test_a_call_is_given_up_in_time(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+    _, go_on = slowly(predictor, monkeypatch)
+    with Server({"tiny": predictor}) as server, InferenceClient(server.target, timeout=0.3) as client:
+        with pytest.raises(UnavailableError, match=r"did not answer within 0.3 s"):
+            client.lookup(make_request(0, 4000)[1])
+        assert client.is_ready()  # the loop is free while a large request runs
+        go_on.set()
+
+
+def test_stop_lets_running_requests_end_and_takes_no_new_ones(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+    begun, go_on = slowly(predictor, monkeypatch)
+    server = Server({"tiny": predictor}).start()
+    with ThreadPoolExecutor(2) as pool, InferenceClient(server.target) as client:
+        answer = pool.submit(client.lookup, make_request(0, 4000)[1])
+        assert begun.wait(10)
+        stopped = pool.submit(server.stop, 20.0)
+        with InferenceClient(server.target) as late:
+            end = time.monotonic() + 10
+            while late.is_ready(timeout=1) and time.monotonic() < end:
+                time.sleep(0.01)
+            with pytest.raises(UnavailableError):
+                late.get_model()
+        assert not answer.done()
+        go_on.set()
+        assert answer.result(10).pooled.values().shape == (4000, 4 * DIM)
+        stopped.result(20)
+    server.stop()  # a second stop is free
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_stop_the_serving_process(archive: Path, number: signal.Signals):
+    script = (
+        "import sys; from recinfer.inference.predictor import load; from recinfer.serving.server import serve\n"
+        "serve({'tiny': load(sys.argv[1])}, on_ready=lambda port: print(port, flush=True)); print('stopped', flush=True)"
+    )
+    command = [sys.executable, "-c", script, str(archive)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        with InferenceClient(f"127.0.0.1:{int(process.stdout.readline())}") as client:
+            assert client.lookup(one("user", 3)).keys() == ["user"]
+            process.send_signal(number)
+            out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (0, "stopped\n"), err
+    assert "Traceback" not in err

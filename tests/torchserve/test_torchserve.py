@@ -1,0 +1,152 @@
+"""A real TorchServe on loopback gives the numbers of our server, through REST and gRPC, and errors with their code."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from recinfer.errors import InputError, NotFoundError, RecinferError
+from recinfer.serving import codec
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.server import Server
+from recinfer.serving.torchserve_client import TorchServeClient
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.serving.conftest import make_request
+from tests.torchserve.conftest import MODELS
+from tests.torchserve.instance import TorchServe
+
+pytestmark = pytest.mark.slow
+
+OCTETS, JSON = "application/octet-stream", "application/json"
+TOLERANCE = {"rtol": 0, "atol": 1e-6}
+
+
+@pytest.fixture
+def ours(server: Server) -> Iterator[InferenceClient]:
+    """Our own gRPC server on the same archive."""
+    with InferenceClient(server.target) as client:
+        yield client
+
+
+def over_grpc(torchserve: TorchServe, model: str, token: str | None = None) -> TorchServeClient:
+    key = torchserve.inference_key if token is None else token
+    return TorchServeClient(torchserve.grpc_target, model, token=key, timeout=30)
+
+
+def as_json(kjt: KeyedJaggedTensor) -> dict[str, list[list[int]]]:
+    return {key: [bag.tolist() for bag in kjt[key].to_dense()] for key in kjt.keys()}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("batch", [1, 33])
+def test_same_numbers_through_every_door(torchserve: TorchServe, ours: InferenceClient, model: str, batch: int):
+    dense, kjt = make_request(batch, batch)
+    logits, embeddings = ours.predict(dense, kjt), ours.lookup(kjt)
+
+    reply = torchserve.predict(model, codec.encode_predict_request(dense, kjt), OCTETS)
+    assert (reply.code, reply.content_type) == (200, OCTETS), reply
+    over_rest, version = codec.decode_predict_response(reply.body)
+    assert version == "3"
+
+    reply = torchserve.predict(model, codec.encode_lookup_request(kjt), OCTETS, X_Recinfer_Method="lookup")
+    pooled, _, _ = codec.decode_lookup_response(reply.body)
+    assert pooled is not None and pooled.keys() == embeddings.keys()
+    torch.testing.assert_close(pooled.values(), embeddings.pooled.values(), **TOLERANCE)
+
+    body = json.dumps({"dense": dense.tolist(), "features": as_json(kjt)}).encode()
+    reply = torchserve.predict(model, body, JSON)
+    assert (reply.code, reply.content_type) == (200, JSON), reply
+    over_json = {name: torch.tensor(values) for name, values in json.loads(reply.body)["outputs"].items()}
+
+    with over_grpc(torchserve, model) as client:
+        outputs = client.predict(dense, kjt)
+        got = client.lookup(kjt)
+    assert got.keys() == embeddings.keys()
+    torch.testing.assert_close(got.pooled.values(), embeddings.pooled.values(), **TOLERANCE)
+    for answer in (over_rest, over_json, outputs):
+        assert answer.keys() == logits.keys()
+        for name, tensor in logits.items():
+            torch.testing.assert_close(answer[name], tensor, **TOLERANCE)
+
+
+def test_json_lookup_of_some_features(torchserve: TorchServe, ours: InferenceClient):
+    body = b'{"features": {"shop": [3, 4], "user": [[1, 2], []]}}'
+    reply = torchserve.predict("tiny", body, JSON, X_Recinfer_Method="lookup")
+    kjt = KeyedJaggedTensor(["user", "shop"], torch.tensor([1, 2, 3, 4]), lengths=torch.tensor([2, 0, 1, 1]))
+    answer = json.loads(reply.body)
+    assert list(answer["embeddings"]) == ["user", "shop"]
+    expected = ours.lookup(kjt).pooled.to_dict()
+    for name, values in answer["embeddings"].items():
+        torch.testing.assert_close(torch.tensor(values), expected[name], **TOLERANCE)
+
+
+@pytest.mark.parametrize("model", ["tiny", "zipped"])
+def test_errors_keep_their_code_and_message(torchserve: TorchServe, ours: InferenceClient, model: str):
+    dense, kjt = make_request(1, 2)
+    bad_id = KeyedJaggedTensor(["user"], torch.tensor([50]), lengths=torch.tensor([1]))
+    with pytest.raises(InputError) as expected:
+        ours.lookup(bad_id)
+    with over_grpc(torchserve, model) as client:
+        with pytest.raises(InputError) as caught:
+            client.lookup(bad_id)
+        assert str(caught.value).startswith(str(expected.value))
+        with pytest.raises(InputError, match="dense: got 32 bytes"):
+            client.predict(torch.zeros(2, 4), kjt)
+
+    reply = torchserve.predict(model, codec.encode_lookup_request(bad_id), OCTETS, X_Recinfer_Method="lookup")
+    assert reply.code == 400
+    assert json.loads(reply.body)["message"] == str(expected.value)
+    for body, content_type, headers, code, words in (
+        (b"\xff\xff", OCTETS, {}, 400, "not a recinfer.v1.PredictRequest"),
+        (b"{broken", JSON, {}, 400, "body: got text that is not JSON"),
+        (b"[1, 2]", JSON, {}, 400, "list"),
+        (b'{"features": {"user": "x"}}', JSON, {}, 400, "features['user']"),
+        (b"{}", JSON, {"X_Recinfer_Method": "delete"}, 400, "'delete'"),
+        (codec.encode_predict_request(dense, kjt, model="huge"), OCTETS, {}, 404, "'huge'"),
+    ):
+        reply = torchserve.predict(model, body, content_type, **headers)
+        assert reply.code == code, reply
+        assert words in json.loads(reply.body)["message"]
+
+
+def test_one_bad_request_in_a_batch_fails_alone(torchserve: TorchServe, ours: InferenceClient):
+    dense, kjt = make_request(2, 2)
+    wide = torch.zeros(2, 4)
+    with over_grpc(torchserve, "batched") as client, ThreadPoolExecutor(2) as pool:
+        good, bad = pool.submit(client.predict, dense, kjt), pool.submit(client.predict, wide, kjt)
+        for name, tensor in ours.predict(dense, kjt).items():
+            torch.testing.assert_close(good.result()[name], tensor, **TOLERANCE)
+        with pytest.raises(InputError, match="dense: got 32 bytes"):
+            bad.result()
+    with ThreadPoolExecutor(2) as pool:
+        bodies = [codec.encode_predict_request(dense, kjt), codec.encode_predict_request(wide, kjt)]
+        replies = list(pool.map(lambda body: torchserve.predict("batched", body, OCTETS), bodies))
+    assert [reply.code for reply in replies] == [200, 400]
+    assert json.loads(replies[1].body)["error"]["code"] == "INVALID_ARGUMENT"
+
+
+def test_nothing_is_answered_without_a_token(torchserve: TorchServe):
+    dense, kjt = make_request(0, 1)
+    url = f"{torchserve.rest}/predictions/tiny"
+    body = codec.encode_predict_request(dense, kjt)
+    assert torchserve.post(url, body).code == 400
+    assert torchserve.post(url, body, key=torchserve.management_key).code == 400
+    assert torchserve.post(f"{torchserve.management}/models?url=tiny", key=torchserve.inference_key).code == 400
+    for token in ("", "wrong"):
+        with over_grpc(torchserve, "tiny", token) as client, pytest.raises(RecinferError, match="Token"):
+            client.predict(dense, kjt)
+
+
+def test_unknown_model(torchserve: TorchServe):
+    with over_grpc(torchserve, "nobody") as client, pytest.raises((NotFoundError, RecinferError), match="nobody"):
+        client.lookup(make_request(0, 1)[1])
+
+
+def test_the_archive_stays_where_it_is(torchserve: TorchServe):
+    unpacked = [path for path in (torchserve.folder / "temp").rglob("*") if path.is_file()]
+    assert unpacked
+    assert not [path for path in unpacked if path.suffix in (".safetensors", ".onnx", ".pt2")]
