@@ -1,0 +1,502 @@
+"""Cutting the dense part out of a user's model: embedding modules are leaves, the rest becomes one function of tensors.
+
+The model runs with stand-ins: each embedding module returns given vectors instead of looking up, each argument of
+``forward`` is a stand-in that notes whether it reaches an embedding module (a sparse input) or is used as a tensor (the
+dense input). Whatever the Python between them does, the cut has seen it or refuses it by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from recinfer.distributed.planner.plan import embedding_tables
+from recinfer.errors import ConfigError
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig
+from recinfer.modules.embedding_modules import get_embedding_names_by_table
+from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+__all__ = ["Cut", "Leaf", "cut_model", "find_leaves"]
+
+_PROBE_WIDTH = 10007  # a dense width that no model has, to recognise the dense input where a Linear reads it
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An embedding collection of the model.
+
+    Attributes:
+        path: of the collection, as the plan and the checkpoint name it.
+        module: what is replaced: the collection, or the feature-processed module around it.
+        module_path: where that is.
+        configs: its tables.
+        pooled: EmbeddingBagCollection (True) or EmbeddingCollection.
+        is_weighted: ids carry weights.
+        position_weights: feature -> (state-dict key, positions), for position-weighted modules.
+    """
+
+    path: str
+    module: nn.Module
+    module_path: str
+    configs: tuple[BaseEmbeddingConfig, ...]
+    pooled: bool
+    is_weighted: bool
+    position_weights: dict[str, tuple[str, int]] | None
+
+    @property
+    def outputs(self) -> list[str]:
+        """Embedding names in output order."""
+        return [name for names in get_embedding_names_by_table(self.configs) for name in names]
+
+    @property
+    def features(self) -> list[str]:
+        """The feature of each output."""
+        return [feature for config in self.configs for feature in config.feature_names]
+
+    @property
+    def dims(self) -> list[int]:
+        """Columns of each output."""
+        return [config.embedding_dim for config in self.configs for _ in config.feature_names]
+
+
+def find_leaves(model: nn.Module) -> list[Leaf]:
+    """The embedding collections of ``model`` in module order.
+
+    Raises:
+        ConfigError: none there, or a feature processor other than position weights.
+    """
+    modules = dict(model.named_modules())
+    leaves = []
+    for path, module, configs, pooled in embedding_tables(model):
+        parent_path = path.rpartition(".")[0]
+        parent = modules.get(parent_path) if path else None
+        weights = None
+        outer, outer_path = module, path
+        if isinstance(parent, FeatureProcessedEmbeddingBagCollection):
+            outer, outer_path = parent, parent_path
+            weights = _position_weights(parent, parent_path)
+        weighted = bool(module.is_weighted()) if callable(getattr(module, "is_weighted", None)) else False
+        leaves.append(Leaf(path, outer, outer_path, tuple(configs), pooled, weighted, weights))
+    if not leaves:
+        raise ConfigError(
+            f"{type(model).__name__} has no EmbeddingBagCollection or EmbeddingCollection; recinfer serves models "
+            "whose tables are in one of these"
+        )
+    return leaves
+
+
+def _position_weights(module: FeatureProcessedEmbeddingBagCollection, path: str) -> dict[str, tuple[str, int]]:
+    prefix = f"{path}." if path else ""
+    found = {}
+    for name, parameter in module._feature_processors.named_parameters():
+        parts = name.split(".")
+        if parts[-1] == "position_weight":
+            feature = ".".join(parts[:-1])
+        elif parts[0] == "position_weights":
+            feature = ".".join(parts[1:])
+        else:
+            raise ConfigError(
+                f"feature processor of {path!r} has the parameter {name!r}; recinfer knows PositionWeightedModule and "
+                "PositionWeightedModuleCollection"
+            )
+        found[feature.removeprefix("_feature_processors.")] = (
+            f"{prefix}_feature_processors.{name}",
+            parameter.shape[0],
+        )
+    return found
+
+
+@dataclass
+class Cut:
+    """The dense part of a model as one function.
+
+    Attributes:
+        program: ``forward(*tensors) -> dict[str, Tensor]``; inputs as :attr:`inputs` name them, outputs float32 [B, ...].
+        inputs: names, in order.
+        example: makes random inputs of a batch size.
+        batch_axes: per input the name of its dynamic first dimension: ``"batch"``, or one of its own.
+        num_dense: columns of the dense input; 0 without one.
+        outputs: output names and shapes behind the batch.
+    """
+
+    program: nn.Module
+    inputs: list[str]
+    example: Callable[[int, int], list[Tensor]]
+    batch_axes: list[str]
+    num_dense: int
+    outputs: dict[str, tuple[int, ...]]
+
+
+def cut_model(
+    model: nn.Module, leaves: Sequence[Leaf], load: Callable[[nn.Module], object], num_dense: int | None = None
+) -> Cut | None:
+    """Cut ``model`` at ``leaves``.
+
+    Args:
+        model: not changed; its dense parameters may be on meta.
+        leaves: its embedding modules; their tables are neither copied nor read.
+        load: fills the parameters and buffers of the model without its leaves.
+        num_dense: columns of the dense input, when no Linear layer tells.
+
+    Returns:
+        the cut, or None when the model is one embedding module and nothing else.
+
+    Raises:
+        ConfigError: the input of an embedding module is computed inside forward, two tensors are used as dense inputs,
+            an output is not a batch of numbers, or num_dense is not known. The message names the place.
+    """
+    if len(leaves) == 1 and leaves[0].module is model:
+        return None
+    slots = _Slots(leaves)
+    stubs: dict[int, Any] = {id(leaf.module): _Stub(slots, i) for i, leaf in enumerate(leaves)}
+    body = copy.deepcopy(model, stubs).eval()
+    load(body)
+    _refuse_meta(body)
+    with torch.no_grad():
+        dense_path, width = _discover(body, slots, num_dense)
+        outputs = _check_outputs(body, slots, dense_path, width)
+    names, axes = _input_names(leaves, width)
+    program = _Program(body, slots, dense_path)
+    return Cut(program, names, lambda batch, seed: _example(leaves, width, batch, seed), axes, width, outputs)
+
+
+def _refuse_meta(body: nn.Module) -> None:
+    stuck = [name for name, tensor in [*body.named_parameters(), *body.named_buffers()] if tensor.is_meta]
+    for path, module in body.named_modules():
+        plain = [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
+        stuck += [f"{path}.{name}" if path else name for name in plain]
+    if stuck:
+        raise ConfigError(
+            f"{', '.join(stuck[:5])} of the model are on meta and no checkpoint holds them; build what is not a "
+            "parameter or persistent buffer on the CPU (only tables need device='meta')"
+        )
+
+
+class _Refused(Exception):
+    """A use of forward's arguments that cannot be cut; becomes a ConfigError."""
+
+
+class _UsedAsTensor(Exception):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+class _Found(Exception):
+    def __init__(self, num_dense: int) -> None:
+        self.num_dense = num_dense
+
+
+class _Argument:
+    """Stands for an argument of forward, or an attribute of one, until its use shows what it is."""
+
+    def __init__(self, path: str, dense: Mapping[str, Tensor]) -> None:
+        self.__dict__["_path"] = path
+        self.__dict__["_dense"] = dense
+
+    def _child(self, path: str) -> Any:
+        return self._dense[path] if path in self._dense else _Argument(path, self._dense)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if hasattr(Tensor, name):
+            raise _UsedAsTensor(self._path)
+        return self._child(f"{self._path}.{name}")
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str | int):
+            return self._child(f"{self._path}[{key!r}]")
+        raise _UsedAsTensor(self._path)
+
+    def __iter__(self) -> Any:
+        raise _Refused(f"forward iterates over its input {self._path!r}; name its parts instead")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in _flat([*args, *(kwargs or {}).values()]):
+            if isinstance(value, _Argument):
+                raise _UsedAsTensor(value._path)
+        raise AssertionError("a torch function without the stand-in that called it")
+
+
+def _arithmetic(name: str) -> None:
+    def used(self: _Argument, *_: Any) -> Any:
+        raise _UsedAsTensor(self._path)
+
+    setattr(_Argument, name, used)
+
+
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "matmul",
+    "pow",
+    "radd",
+    "rsub",
+    "rmul",
+    "rtruediv",
+    "neg",
+    "lt",
+    "gt",
+    "le",
+    "ge",
+):
+    _arithmetic(f"__{_name}__")
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    result: list[Any] = []
+    for value in values:
+        result += _flat(list(value)) if isinstance(value, list | tuple) else [value]
+    return result
+
+
+class _Slots:
+    """What the stand-ins of the embedding modules return, and which inputs they were given."""
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self.leaves = list(leaves)
+        self.values: list[list[Tensor]] = [[] for _ in leaves]
+        self.given: list[str | None] = [None] * len(leaves)
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """What the next calls return: per pooled module one tensor, per sequence feature values and lengths."""
+        rest = list(tensors)
+        for i, leaf in enumerate(self.leaves):
+            count = 1 if leaf.pooled else 2 * len(leaf.outputs)
+            self.values[i], rest = rest[:count], rest[count:]
+
+    def answer(self, index: int, argument: Any) -> Any:
+        leaf = self.leaves[index]
+        what = f"the embedding module {leaf.module_path or type(leaf.module).__name__!r}"
+        if not isinstance(argument, _Argument):
+            came = (
+                "a tensor input of forward that is also used elsewhere" if isinstance(argument, Tensor) else "a value"
+            )
+            raise _Refused(
+                f"the input of {what} is {came} of type {type(argument).__name__}, computed or used inside forward; "
+                "it must be an input of forward, or an attribute of one, handed on as it is"
+            )
+        path = argument._path
+        if self.given[index] not in (None, path):
+            raise _Refused(f"{what} is called with two inputs, {self.given[index]!r} and {path!r}; give it one")
+        self.given[index] = path
+        parts = self.values[index]
+        if leaf.pooled:
+            return KeyedTensor(keys=leaf.outputs, length_per_key=leaf.dims, values=parts[0])
+        return {
+            name: JaggedTensor.from_parts_unchecked(parts[2 * j], None, parts[2 * j + 1])
+            for j, name in enumerate(leaf.outputs)
+        }
+
+
+class _Stub(nn.Module):
+    """Stands for an embedding module."""
+
+    def __init__(self, slots: _Slots, index: int) -> None:
+        super().__init__()
+        self.__dict__["_slots"] = slots
+        self._index = index
+
+    def forward(self, features: Any) -> Any:
+        return self._slots.answer(self._index, features)
+
+    def __deepcopy__(self, memo: Any) -> _Stub:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        # Models read dims and names off their embedding modules; that is fine, and needs no weights.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            slots: _Slots = self.__dict__["_slots"]
+            if name.startswith("__"):
+                raise
+            return getattr(slots.leaves[self._index].module, name)
+
+
+class _Program(nn.Module):
+    """The dense part as a function of tensors: fills the stand-ins, calls the model, names its outputs."""
+
+    def __init__(self, body: nn.Module, slots: _Slots, dense_path: str) -> None:
+        super().__init__()
+        self.model = body
+        self.__dict__["_slots"] = slots
+        self._dense_path = dense_path
+
+    def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
+        path = self._dense_path
+        self._slots.fill(tensors[1:] if path else tensors)
+        try:
+            return _named_outputs(_call(self.model, {path: tensors[0]} if path else {}))
+        finally:
+            self._slots.fill([])
+
+
+def _call(body: nn.Module, dense: Mapping[str, Tensor]) -> Any:
+    """Run forward with stand-ins for the arguments that have no default."""
+    args, kwargs = [], {}
+    for name, parameter in inspect.signature(body.forward).parameters.items():
+        if (
+            parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            or parameter.default is not parameter.empty
+        ):
+            continue
+        value = dense[name] if name in dense else _Argument(name, dense)
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            kwargs[name] = value
+        else:
+            args.append(value)
+    return body(*args, **kwargs)
+
+
+def _named_outputs(value: Any) -> dict[str, Tensor]:
+    if isinstance(value, Tensor):
+        items: dict[str, Any] = {"output": value}
+    elif isinstance(value, KeyedTensor):
+        items = dict(value.to_dict())
+    elif isinstance(value, Mapping):
+        items = {str(key): item for key, item in value.items()}
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = dict(zip(value._fields, value))
+    elif isinstance(value, tuple | list):
+        items = {f"output_{i}": item for i, item in enumerate(value)}
+    else:
+        raise _Refused(
+            f"forward returns a {type(value).__name__}; expected a tensor, or a dict, tuple or KeyedTensor of them"
+        )
+    for name, item in items.items():
+        if not isinstance(item, Tensor):
+            raise _Refused(f"output {name!r} of forward is a {type(item).__name__}; expected a tensor")
+    return {name: item.float() for name, item in items.items()}
+
+
+class _FindDense(TorchFunctionMode):
+    """Watches for the Linear layer that reads the dense input of the probe width."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is nn.functional.linear and len(args) >= 2:
+            extra = args[0].shape[-1] - _PROBE_WIDTH
+            if extra >= 0 and args[1].shape[-1] > extra:
+                raise _Found(args[1].shape[-1] - extra)
+        return function(*args, **(kwargs or {}))
+
+
+def _discover(body: nn.Module, slots: _Slots, num_dense: int | None) -> tuple[str, int]:
+    """The path and the width of the dense input; ("", 0) without one."""
+    path = ""
+    width = num_dense
+    while True:
+        slots.given = [None] * len(slots.leaves)
+        try:
+            _run(body, slots, path, width, 4)
+        except _UsedAsTensor as used:
+            if path:
+                raise ConfigError(
+                    f"forward uses two inputs as tensors, {path!r} and {used.path!r}; recinfer gives a model one dense "
+                    "tensor: concatenate them, or cut the training part (the loss) off"
+                ) from None
+            path = used.path
+            continue
+        except _Found as found:
+            width = found.num_dense
+            continue
+        break
+    _check_features(slots)
+    if not path:
+        if num_dense:
+            raise ConfigError(f"num_dense is {num_dense}, but forward uses no dense tensor")
+        return "", 0
+    if width is None:
+        raise ConfigError(f"no Linear layer reads the dense input {path!r}, so its width is not known; give num_dense")
+    return path, width
+
+
+def _run(body: nn.Module, slots: _Slots, path: str, width: int | None, batch: int) -> dict[str, Tensor]:
+    """One run on random embeddings; a dense input of unknown width gets the probe's."""
+    dense = {path: torch.zeros(batch, _PROBE_WIDTH if width is None else width)} if path else {}
+    slots.fill(_example(slots.leaves, 0, batch, 0))
+    try:
+        with _FindDense() if width is None else nullcontext():
+            return _named_outputs(_call(body, dense))
+    except (_UsedAsTensor, _Found, ConfigError):
+        raise
+    except _Refused as refused:
+        raise ConfigError(f"the dense part cannot be cut out: {refused}") from None
+    except Exception as error:
+        if path and width is None:
+            raise ConfigError(
+                f"cannot tell the width of the dense input {path!r} ({type(error).__name__}: {error}); give num_dense"
+            ) from None
+        came = f"the dense input {path!r} of shape {(batch, width)}" if path else "no dense input"
+        raise ConfigError(
+            f"forward failed on the tables' outputs and {came}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_features(slots: _Slots) -> None:
+    """Every leaf must be called, and inputs that differ must not share feature names: a request has one of each."""
+    where: dict[str, str] = {}
+    for leaf, path in zip(slots.leaves, slots.given):
+        if path is None:
+            raise ConfigError(f"forward never calls the embedding module {leaf.module_path!r}; remove it or use it")
+        for feature in leaf.features:
+            if where.setdefault(feature, path) != path:
+                raise ConfigError(
+                    f"feature {feature!r} comes from two inputs of forward, {where[feature]!r} and {path!r}; "
+                    "give the features different names"
+                )
+
+
+def _input_names(leaves: Sequence[Leaf], num_dense: int) -> tuple[list[str], list[str]]:
+    names, axes = (["dense"], ["batch"]) if num_dense else ([], [])
+    for i, leaf in enumerate(leaves):
+        if leaf.pooled:
+            names.append(f"pooled_{i}")
+            axes.append("batch")
+            continue
+        for j in range(len(leaf.outputs)):
+            names += [f"sequence_{i}_{j}_values", f"sequence_{i}_{j}_lengths"]
+            axes += [f"values_{i}_{j}", "batch"]
+    return names, axes
+
+
+def _example(leaves: Sequence[Leaf], num_dense: int, batch: int, seed: int) -> list[Tensor]:
+    """Random inputs of the program for ``batch`` samples."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(batch, num_dense, generator=generator)] if num_dense else []
+    with torch.device("cpu"):
+        for leaf in leaves:
+            if leaf.pooled:
+                tensors.append(torch.randn(batch, sum(leaf.dims), generator=generator))
+                continue
+            for j, dim in enumerate(leaf.dims):
+                lengths = torch.randint(0, 4, (batch,), generator=generator)
+                lengths[0] = 2 + j % 2
+                tensors += [torch.randn(int(lengths.sum()), dim, generator=generator), lengths]
+    return tensors
+
+
+def _check_outputs(body: nn.Module, slots: _Slots, dense_path: str, width: int) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+    for batch in (3, 6):
+        for name, value in _run(body, slots, dense_path, width, batch).items():
+            if value.dim() < 1 or value.shape[0] != batch:
+                raise ConfigError(
+                    f"output {name!r} of forward has shape {tuple(value.shape)} for a batch of {batch}; "
+                    "expected the batch first (a loss or another summary does not belong to an inference model)"
+                )
+            shapes[name] = tuple(value.shape[1:])
+    slots.fill([])
+    return shapes

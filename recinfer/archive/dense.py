@@ -1,0 +1,203 @@
+"""The dense program: exported to torch and ONNX, compared, stored; opened again as one engine behind one call."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+
+from recinfer.archive.cut import Cut
+from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo
+from recinfer.archive.program import load_program, program_bytes
+from recinfer.archive.reader import Archive
+from recinfer.errors import ArchiveError, ConfigError, UnavailableError
+
+__all__ = ["DenseEngine", "ExportedDense", "OnnxEngine", "TorchEngine", "export_dense", "open_dense"]
+
+_OPSET = 18
+_TRIAL_BATCHES = (1, 3, 64)
+
+
+@dataclass(frozen=True)
+class ExportedDense:
+    """The dense part in both forms. ``onnx`` and ``onnx_info`` are None when ``onnx_refused`` says why."""
+
+    program: bytes
+    onnx: bytes | None
+    onnx_info: OnnxInfo | None
+    onnx_refused: str | None
+
+
+class DenseEngine(Protocol):
+    """Runs the dense program: tensors in the manifest's input order to outputs in its order. Safe from any thread."""
+
+    name: str
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+
+
+def export_dense(cut: Cut) -> ExportedDense:
+    """Export a cut to torch and ONNX and compare the two on random inputs.
+
+    Raises:
+        ConfigError: torch.export cannot trace the dense part with a free batch size.
+    """
+    axes = {name: Dim(name) for name in dict.fromkeys(cut.batch_axes)}
+    shapes = (tuple({0: axes[axis]} for axis in cut.batch_axes),)
+    try:
+        with _quiet(), torch.no_grad():
+            program = torch.export.export(cut.program, tuple(cut.example(5, 1)), dynamic_shapes=shapes, strict=False)
+            onnx, refused = _to_onnx(program, cut)
+            data = program_bytes(program)
+    except ArchiveError as error:
+        raise ConfigError(f"the dense part uses what an archive may not hold: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"torch.export cannot trace the dense part: {type(error).__name__}: {str(error)[:2000]}"
+        ) from error
+    if onnx is None:
+        return ExportedDense(data, None, None, refused)
+    try:
+        error_found = _compare(OnnxEngine(onnx, cut.inputs, list(cut.outputs), 1), TorchEngine(data), cut)
+    except (ArchiveError, UnavailableError) as error:
+        return ExportedDense(data, None, None, f"onnxruntime does not run it: {error}")
+    if not error_found <= MAX_ONNX_ERROR:
+        return ExportedDense(data, None, None, f"it differs from torch by {error_found:.2g}, over {MAX_ONNX_ERROR}")
+    return ExportedDense(data, onnx, OnnxInfo(_OPSET, error_found), None)
+
+
+def _to_onnx(program: ExportedProgram, cut: Cut) -> tuple[bytes | None, str | None]:
+    """The ONNX bytes, or why there are none."""
+    try:
+        exported: Any = torch.onnx.export(
+            program,
+            dynamo=True,
+            input_names=cut.inputs,
+            output_names=list(cut.outputs),
+            opset_version=_OPSET,
+            verbose=False,
+        )
+        return exported.model_proto.SerializeToString(), None
+    except ImportError as error:
+        return None, f"the ONNX exporter is not installed: {error}"
+    except Exception as error:  # whatever the exporter meets, the torch program serves
+        return None, f"it does not export to ONNX: {type(error).__name__}: {str(error).strip()[:300]}"
+
+
+def _compare(onnx: DenseEngine, torch_engine: DenseEngine, cut: Cut) -> float:
+    """The largest difference on random inputs, relative to outputs that are larger than 1."""
+    worst = 0.0
+    for batch in _TRIAL_BATCHES:
+        tensors = cut.example(batch, 100 + batch)
+        for a, b in zip(onnx(tensors), torch_engine(tensors), strict=True):
+            if a.shape != b.shape:
+                raise ArchiveError(f"an output has shape {tuple(a.shape)}, torch gives {tuple(b.shape)}")
+            if b.numel():
+                worst = max(worst, float((a - b).abs().max()) / max(1.0, float(b.abs().max())))
+    return worst
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporters log and warn about their own insides (a missing torchvision, deprecations in copyreg)."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
+class OnnxEngine:
+    """onnxruntime on the CPU. Input and output tensors are handed over without a copy."""
+
+    name = "onnx"
+
+    def __init__(self, model: bytes, inputs: Sequence[str], outputs: Sequence[str], num_threads: int) -> None:
+        try:
+            import onnxruntime
+        except ImportError:
+            raise UnavailableError(
+                "onnxruntime is not installed; pip install onnxruntime, or load with dense_engine='torch'"
+            ) from None
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = num_threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        # A serving thread that waits must not burn the core that another one needs.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        try:
+            self._session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # its exception types are not public
+            raise ArchiveError(f"model.onnx does not load: {str(error)[:300]}", rule="D3") from None
+        have = [i.name for i in self._session.get_inputs()], [o.name for o in self._session.get_outputs()]
+        # The exporter drops inputs that the program does not read.
+        if not set(have[0]) <= set(inputs) or have[1] != list(outputs):
+            raise ArchiveError(
+                f"model.onnx takes {have[0]} and gives {have[1]}; the manifest has {list(inputs)} and {list(outputs)}",
+                rule="D3",
+            )
+        self._feeds = [(name, inputs.index(name)) for name in have[0]]
+        self._run = self._session.run
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        feeds = {name: tensors[index].numpy() for name, index in self._feeds}
+        return [torch.from_numpy(output) for output in self._run(None, feeds)]
+
+
+class TorchEngine:
+    """The torch.export program, on any device."""
+
+    name = "torch"
+
+    def __init__(self, program: bytes, device: torch.device | str = "cpu") -> None:
+        with _quiet():
+            loaded = load_program(program)
+            if torch.device(device).type != "cpu":
+                from torch.export.passes import move_to_device_pass
+
+                loaded = move_to_device_pass(loaded, str(device))
+            self._module = loaded.module()
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return list(self._module(*tensors).values())
+
+
+def open_dense(
+    archive: Archive,
+    info: DenseInfo,
+    *,
+    device: str = "cpu",
+    num_threads: int = 1,
+    engine: Literal["onnx", "torch"] | None = None,
+) -> DenseEngine:
+    """The engine that the manifest chose (on CPU; elsewhere torch), or the one asked for.
+
+    Raises:
+        ArchiveError: rules F4, F5, D1 to D3.
+        ConfigError: the engine asked for is not in the archive.
+        UnavailableError: onnxruntime is needed and not installed.
+    """
+    chosen = engine or (info.engine if torch.device(device).type == "cpu" else "torch")
+    if chosen == "onnx":
+        if info.onnx is None:
+            raise ConfigError(f"this archive has no ONNX program: {info.onnx_refused}; use dense_engine='torch'")
+        if torch.device(device).type != "cpu":
+            raise ConfigError(f"the ONNX engine runs on the CPU; got device {device!r}; use dense_engine='torch'")
+        data = archive.read("dense/model.onnx")
+        names = [i.name for i in info.inputs], [o.name for o in info.outputs]
+        return OnnxEngine(data, names[0], names[1], num_threads)
+    return TorchEngine(archive.read("dense/model.pt2"), device)

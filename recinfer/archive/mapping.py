@@ -1,0 +1,244 @@
+"""Shards in memory: file pages mapped so that the row pieces of a table lie next to each other in one address range.
+
+The pages are the page cache's own: loading copies nothing (but the pages that two pieces share), and processes that
+serve the same archive share them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recinfer.archive.layout import Piece, RankLayout
+from recinfer.archive.paths import open_inside
+from recinfer.distributed.quant_layout import PackedShard
+from recinfer.errors import ArchiveError, UnavailableError
+
+__all__ = ["SLACK_BYTES", "MappedShards", "map_shards"]
+
+SLACK_BYTES = 64
+"""Readable bytes behind the last row: vectorised kernels may read past it."""
+
+_MAP_FIXED = 0x10
+_MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+@dataclass(frozen=True)
+class MappedShards:
+    """Packed shards in one buffer.
+
+    Attributes:
+        buffer: uint8, 1-D, read-only memory: do not write to it.
+        shards: module path -> its shards; row pieces of one table and column range are neighbours when all are here.
+        mapped_bytes: bytes of tables that are file pages.
+        copied_bytes: bytes that had to be copied: all of them where pages cannot be mapped.
+    """
+
+    buffer: Tensor
+    module_shards: dict[str, tuple[PackedShard, ...]]
+    mapped_bytes: int
+    copied_bytes: int
+
+    @property
+    def shards(self) -> tuple[PackedShard, ...]:
+        """The shards of all modules."""
+        return tuple(shard for shards in self.module_shards.values() for shard in shards)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    path: str
+    piece: Piece
+    offset: int  # in the buffer
+
+
+def map_shards(root: Path, layouts: Sequence[RankLayout], *, preload: bool = False, copy: bool = False) -> MappedShards:
+    """Bring the shards of ``layouts`` into one buffer.
+
+    Args:
+        root: the archive's folder.
+        layouts: checked layouts of the ranks wanted.
+        preload: read all pages now instead of at their first use.
+        copy: read into ordinary memory instead of mapping (what happens anyway where mapping is impossible).
+
+    Raises:
+        ArchiveError: a file is not there any more (F3) or shorter than its header says (F4).
+        UnavailableError: there is no memory for the copy.
+    """
+    placed, size = _place(layouts)
+    mapped = None if copy or not _can_map() else _map(root, placed, size, preload)
+    copied = 0
+    if mapped is None:
+        mapped = _copy(root, placed, size)
+        copied = sum(p.piece.bytes for p in placed)
+    elif isinstance(mapped, tuple):
+        mapped, copied = mapped
+    shards: dict[str, list[PackedShard]] = {}
+    for p in placed:
+        table, rect = p.piece.table, p.piece.rect
+        shards.setdefault(table.module, []).append(
+            PackedShard(table.table, rect.row_start, rect.row_stop, rect.col_start, rect.col_stop, rect.rank, p.offset)
+        )
+    total = sum(p.piece.bytes for p in placed)
+    return MappedShards(mapped, {path: tuple(s) for path, s in shards.items()}, total - copied, copied)
+
+
+def _place(layouts: Sequence[RankLayout]) -> tuple[list[_Placed], int]:
+    """Buffer offsets: each (table, columns) in a region that begins on a page, its pieces at their rows' place in it.
+
+    Regions follow the order of their first pieces in the files, so that neighbouring file pages stay neighbours and
+    the kernel keeps few mappings.
+    """
+    regions: dict[tuple[str, str, int, int], list[tuple[str, Piece]]] = {}
+    for layout in layouts:
+        for piece in layout.pieces:
+            rect = piece.rect
+            key = (piece.table.module, piece.table.table, rect.col_start, rect.col_stop)
+            parts = regions.setdefault(key, [])
+            # A replicated table (data_parallel) is on every rank; one copy is enough on this host.
+            if all(other.rect.row_start != rect.row_start for _, other in parts[-1:]):
+                parts.append((layout.path, piece))
+    placed, at = [], 0
+    for parts in regions.values():
+        parts.sort(key=lambda part: part[1].rect.row_start)
+        end = at
+        previous: Piece | None = None
+        base = 0
+        for path, piece in parts:
+            in_table = piece.rect.row_start * piece.row_bytes
+            if previous is None or piece.rect.row_start != previous.rect.row_stop:
+                # Not the neighbour of the last one (its rank is not here): begin a page of its own, at its phase.
+                base = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE - in_table // mmap.PAGESIZE * mmap.PAGESIZE
+            placed.append(_Placed(path, piece, base + in_table))
+            end = base + in_table + piece.bytes
+            previous = piece
+        at = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+    return placed, at + SLACK_BYTES
+
+
+def _can_map() -> bool:
+    return os.name == "posix" and hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MAP_ANONYMOUS")
+
+
+def _read(root: Path, path: str, spans: Sequence[tuple[int, memoryview]]) -> None:
+    """Fill each view from its file offset."""
+    with open_inside(root, path) as file:
+        for start, view in spans:
+            file.seek(start)
+            done = 0
+            while done < len(view):
+                count = file.readinto(view[done : done + (64 << 20)])  # type: ignore[attr-defined]
+                if not count:
+                    raise ArchiveError(f"{path} ends at byte {start + done}, inside a shard", rule="F4")
+                done += count
+
+
+def _copy(root: Path, placed: Sequence[_Placed], size: int) -> Tensor:
+    try:
+        buffer = torch.zeros(size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise UnavailableError(f"no memory for {size} bytes of tables: {error}; shard over more hosts") from None
+    view = memoryview(buffer.numpy())
+    for path, parts in _by_path(placed).items():
+        _read(root, path, [(p.piece.start, view[p.offset : p.offset + p.piece.bytes]) for p in parts])
+    return buffer
+
+
+def _by_path(placed: Sequence[_Placed]) -> dict[str, list[_Placed]]:
+    result: dict[str, list[_Placed]] = {}
+    for p in placed:
+        result.setdefault(p.path, []).append(p)
+    return result
+
+
+def _map(root: Path, placed: Sequence[_Placed], size: int, preload: bool) -> tuple[Tensor, int] | None:
+    """The buffer of mapped pages and the bytes that were copied into it; None where the system does not do it."""
+    if any((p.offset - p.piece.start) % mmap.PAGESIZE for p in placed):
+        return None  # pages of this machine are larger than the format's phase
+    try:
+        # Reserved without write access, so that it counts against no limit on memory.
+        reservation = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+    except (OSError, ValueError, OverflowError):
+        return None
+    holder = (ctypes.c_uint8 * size).from_address(_address(reservation))
+    holder.owner = reservation  # type: ignore[attr-defined]  # the mapping lives as long as the tensor does
+    base = ctypes.addressof(holder)
+    page = mmap.PAGESIZE
+    shared: dict[int, list[_Placed]] = {}  # pages that cannot be a file's page alone
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    flags = mmap.MAP_SHARED | _MAP_FIXED | (_MAP_POPULATE if preload else 0)
+    for path, parts in _by_path(placed).items():
+        with open_inside(root, path) as file:
+            length = os.fstat(file.fileno()).st_size
+            for p in parts:
+                if p.piece.start + p.piece.bytes > length:
+                    raise ArchiveError(f"{path} has {length} bytes and ends inside a shard", rule="F4")
+            for offset, file_offset, count in _runs(parts, shared, page):
+                got = libc.mmap(base + offset, count, mmap.PROT_READ, flags, file.fileno(), file_offset)
+                if got == _MAP_FAILED:
+                    return _cannot(ctypes.get_errno())
+    copied = 0
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    for offset, owners in shared.items():
+        if libc.mmap(base + offset, page, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _MAP_FAILED:
+            return _cannot(ctypes.get_errno())
+        target = memoryview(np.frombuffer(holder, dtype=np.uint8))
+        for p in owners:
+            first, last = max(p.offset, offset), min(p.offset + p.piece.bytes, offset + page)
+            _read(root, p.path, [(p.piece.start + first - p.offset, target[first:last])])
+            copied += last - first
+        libc.mprotect(base + offset, page, mmap.PROT_READ)
+    return torch.frombuffer(holder, dtype=torch.uint8), copied
+
+
+def _runs(parts: Sequence[_Placed], shared: dict[int, list[_Placed]], page: int) -> list[tuple[int, int, int]]:
+    """(buffer offset, file offset, bytes) of page runs to map; pages with bytes of two pieces go to ``shared``.
+
+    A piece's first page is its own only when it begins it; its last one when no other piece follows in it.
+    """
+    runs: list[tuple[int, int, int]] = []
+    for p in parts:
+        start, stop = p.offset, p.offset + p.piece.bytes
+        first, last = start // page * page, -(-stop // page) * page
+        low, high = first, last
+        if start % page:
+            shared.setdefault(first, []).append(p)
+            low = first + page
+        if stop % page and high > low and not _is_last(p):
+            shared.setdefault(last - page, []).append(p)
+            high = last - page
+        if high <= low:
+            continue
+        file_offset = p.piece.start - (start - low)
+        if runs and runs[-1][0] + runs[-1][2] == low and runs[-1][1] + runs[-1][2] == file_offset:
+            runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + high - low)
+        else:
+            runs.append((low, file_offset, high - low))
+    return runs
+
+
+def _is_last(p: _Placed) -> bool:
+    return p.piece.rect.row_stop == p.piece.table.num_embeddings
+
+
+def _cannot(code: int) -> None:
+    """Too many mappings, or a file system without them: the caller copies instead. Anything else is a bug of ours."""
+    assert code in (errno.ENOMEM, errno.ENODEV, errno.EACCES, errno.EPERM, errno.EAGAIN), os.strerror(code)
+
+
+def _address(reservation: mmap.mmap) -> int:
+    """Where a read-only mapping begins; ctypes only takes writable buffers, so ask numpy."""
+    return int(np.frombuffer(reservation, dtype=np.uint8).__array_interface__["data"][0])

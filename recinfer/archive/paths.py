@@ -1,0 +1,69 @@
+"""Files inside the archive folder: relative paths that stay in it, opened without following or hanging on odd ones."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from recinfer.errors import ArchiveError
+
+__all__ = ["MAX_PATH", "check_path", "file_sha256", "open_inside", "read_inside"]
+
+MAX_PATH = 1024
+_CHUNK = 1 << 20
+
+
+def check_path(path: str) -> None:
+    """Raise ArchiveError (F2) unless ``path`` is relative and stays below the folder it is joined to."""
+    bad = (
+        not path
+        or len(path) > MAX_PATH
+        or not path.isprintable()
+        or "\\" in path
+        or ":" in path
+        or any(part in ("", ".", "..") for part in path.split("/"))
+    )
+    if bad:
+        shown = repr(path[:80])
+        raise ArchiveError(f"path {shown}; expected a relative path inside the archive, parts joined by '/'", rule="F2")
+
+
+def open_inside(root: Path, path: str) -> BinaryIO:
+    """Open a listed file for reading; never blocks (on a pipe) and never leaves ``root``.
+
+    Raises:
+        ArchiveError: F2 (leaves the folder), F3 (not there, or not a regular file).
+    """
+    check_path(path)
+    full = root / path
+    try:
+        real = Path(os.path.realpath(full, strict=True))
+    except (OSError, ValueError) as error:
+        raise ArchiveError(f"cannot read {path!r}: {getattr(error, 'strerror', None) or error}", rule="F3") from None
+    if not real.is_relative_to(os.path.realpath(root)):
+        raise ArchiveError(f"{path!r} is a link to {str(real)!r}, outside the archive", rule="F2")
+    try:
+        descriptor = os.open(real, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+    except OSError as error:
+        raise ArchiveError(f"cannot open {path!r}: {error.strerror}", rule="F3") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ArchiveError(f"{path!r} is not a regular file", rule="F3")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_inside(root: Path, path: str, limit: int | None = None) -> bytes:
+    """The bytes of a listed file, at most ``limit`` + 1 of them when a limit is given."""
+    with open_inside(root, path) as file:
+        return file.read() if limit is None else file.read(limit + 1)
+
+
+def file_sha256(file: BinaryIO) -> str:
+    """The SHA-256 of the rest of an open file, hex, in bounded memory."""
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,151 @@
+"""The guard before ``torch.export.load``: a ``model.pt2`` that holds anything but a graph and numbers is refused.
+
+torch unpickles some entries of a program file and evaluates its symbolic expressions and guards as Python. An archive
+is data, so nothing of the kind is let through: rule D1.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import zipfile
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from recinfer.archive.strict_json import loads
+from recinfer.errors import ArchiveError
+
+__all__ = ["check_program", "load_program", "program_bytes"]
+
+_ENTRY = re.compile(
+    r"data/weights/(weight_\d+|model_weights_config\.json)"
+    r"|data/constants/(tensor_\d+|model_constants_config\.json)"
+    r"|data/sample_inputs/model\.pt|models/model\.json|archive_format|archive_version|byteorder|version"
+    r"|\.data/(version|serialization_id)"
+)
+_TARGET = re.compile(
+    r"torch\.ops\.(aten|prims|fbgemm)\.\w+\.\w+|_operator\.(getitem|add|sub|mul|floordiv|mod|neg|eq|ne|lt|le|gt|ge)"
+    r"|torch\.(sym_\w+|_check|_check_is_size)|math\.(ceil|floor)"
+)
+_FILE_OPERATORS = re.compile(r"file|save|load|dump|from_blob|alloc|share_memory|set_")
+_SYMBOL = re.compile(r"Symbol\('[su]\d+'((, (positive|nonnegative|integer)=True))*\)")
+_WORDS = re.compile(r"Integer|Add|Mul|Mod|PythonMod|FloorDiv|CleanDiv|Max|Min|int_oo|oo|True|False|evaluate")
+_ARITHMETIC = re.compile(r"[\d\s(),=<>!+*/%-]*")
+
+
+def program_bytes(program: ExportedProgram) -> bytes:
+    """``program`` as the bytes of ``model.pt2``: without example inputs, source locations and guards."""
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
+                    node.meta.pop(key, None)
+    program._example_inputs = None
+    program._guards_code = []
+    for parameter in program.state_dict.values():
+        parameter.requires_grad_(False)
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    data = buffer.getvalue()
+    check_program(data)
+    return data
+
+
+def load_program(data: bytes) -> ExportedProgram:
+    """Check and load ``model.pt2``; raises ArchiveError, rules D1 and D2."""
+    check_program(data)
+    try:
+        return torch.export.load(io.BytesIO(data))
+    except Exception as error:  # torch raises what its parsers happen to raise
+        raise ArchiveError(f"model.pt2 does not load: {type(error).__name__}: {str(error)[:300]}", rule="D2") from None
+
+
+def check_program(data: bytes) -> None:
+    """Raise ArchiveError (D1) unless the file holds a graph of known operators and raw numbers only."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entries = _entries(archive, len(data))
+            parsed = {name: loads(entries[name], f"model.pt2: {name}") for name in entries if name.endswith(".json")}
+    except ArchiveError as error:
+        raise _refused(str(error)) from None
+    except Exception as error:  # zipfile raises many kinds on damaged files
+        raise _refused(f"it is not a readable zip: {type(error).__name__}: {error}") from None
+    for name in ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json"):
+        _check_payloads(parsed.get(name), name, entries)
+    if "models/model.json" not in parsed:
+        raise _refused("models/model.json is missing")
+    _check_graph(parsed["models/model.json"])
+
+
+def _refused(message: str) -> ArchiveError:
+    return ArchiveError(f"dense/model.pt2: {message}", rule="D1")
+
+
+def _entries(archive: zipfile.ZipFile, size: int) -> dict[str, bytes]:
+    """Entry name without its first folder -> bytes (of weights: empty)."""
+    infos = archive.infolist()
+    if len({info.filename for info in infos}) != len(infos):
+        raise _refused("an entry appears twice")
+    if sum(info.file_size for info in infos) > size:
+        raise _refused("entries are larger than the file")
+    roots = {info.filename.partition("/")[0] for info in infos}
+    if len(roots) != 1:
+        raise _refused(f"expected one top folder, got {sorted(roots)[:5]}")
+    entries = {}
+    for info in infos:
+        name = info.filename.partition("/")[2]
+        if not _ENTRY.fullmatch(name):
+            raise _refused(f"the entry {name[:80]!r} is not part of a graph with raw weights")
+        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            raise _refused(f"the entry {name!r} is compressed or encrypted")
+        if name == "data/sample_inputs/model.pt" and info.file_size:
+            raise _refused("it holds sample inputs, which are pickled")
+        entries[name] = archive.read(info) if name.endswith(".json") else b""
+    return entries
+
+
+def _check_payloads(config: Any, name: str, entries: dict[str, bytes]) -> None:
+    items = config.get("config") if isinstance(config, dict) and config.keys() == {"config"} else None
+    if not isinstance(items, dict):
+        raise _refused(f"{name} is missing or not a config")
+    folder = name.rpartition("/")[0]
+    for key, entry in items.items():
+        path = entry.get("path_name") if isinstance(entry, dict) else None
+        if not isinstance(path, str) or f"{folder}/{path}" not in entries or path.endswith(".json"):
+            raise _refused(f"{name}: {key[:80]!r} has no raw bytes")
+        if entry.get("use_pickle") is not False:
+            raise _refused(f"{name}: {key[:80]!r} is pickled")
+
+
+def _check_graph(graph: dict[str, Any]) -> None:
+    if graph.get("guards_code"):
+        raise _refused("it carries guards, which are code")
+    stack: list[Any] = [graph]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, list):
+            stack.extend(value)
+        elif isinstance(value, dict):
+            stack.extend(value.values())
+            if "target" in value:
+                _check_target(value["target"])
+            if "expr_str" in value:
+                _check_expression(value["expr_str"])
+            if value.get("metadata"):
+                raise _refused("a node carries metadata")
+            if any(key in value for key in ("as_custom_obj", "custom_obj", "as_operator", "as_graph")):
+                raise _refused("it holds objects or graphs inside the graph")
+
+
+def _check_target(target: Any) -> None:
+    name = target if isinstance(target, str) else ""
+    if not _TARGET.fullmatch(name) or _FILE_OPERATORS.search(name):
+        raise _refused(f"the operator {str(target)[:80]!r} is not one of aten, prims or fbgemm that computes")
+
+
+def _check_expression(text: Any) -> None:
+    rest = _SYMBOL.sub("", text) if isinstance(text, str) and len(text) <= 4096 else "?"
+    if not _ARITHMETIC.fullmatch(_WORDS.sub("", rest)) or "**" in rest or re.search(r"\d{19}", rest):
+        raise _refused(f"the expression {str(text)[:80]!r} is not integer arithmetic")

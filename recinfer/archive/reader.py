@@ -1,0 +1,177 @@
+"""Opening an archive: every rule of FORMAT.md that needs no hash of shards is checked before anything is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from recinfer.archive.layout import RankLayout, pieces_by_rank, read_rank_layout
+from recinfer.archive.manifest import FileInfo, Manifest, shard_path
+from recinfer.archive.mapping import MappedShards, map_shards
+from recinfer.archive.paths import file_sha256, open_inside, read_inside
+from recinfer.archive.strict_json import MAX_JSON_BYTES, loads
+from recinfer.distributed.planner.plan import Plan
+from recinfer.errors import ArchiveError, InputError
+
+__all__ = ["Archive", "open_archive"]
+
+
+@dataclass(frozen=True)
+class Archive:
+    """An opened, checked archive.
+
+    Attributes:
+        root: its folder.
+        manifest: what is inside.
+        plan: where each rectangle is.
+        layouts: the checked shard files, one a rank.
+    """
+
+    root: Path
+    manifest: Manifest
+    plan: Plan
+    layouts: tuple[RankLayout, ...]
+
+    def map_shards(
+        self, ranks: Iterable[int] | None = None, preload: bool = False, *, copy: bool = False
+    ) -> MappedShards:
+        """The packed tables of some or all ranks in one buffer.
+
+        Args:
+            ranks: default all.
+            preload: read all pages now.
+            copy: use ordinary memory instead of file pages.
+
+        Raises:
+            InputError: a rank that the archive does not have.
+        """
+        chosen = range(len(self.layouts)) if ranks is None else sorted(set(ranks))
+        if any(not 0 <= rank < len(self.layouts) for rank in chosen):
+            raise InputError(f"ranks {list(chosen)}; the archive has ranks 0 to {len(self.layouts) - 1}")
+        return map_shards(self.root, [self.layouts[rank] for rank in chosen], preload=preload, copy=copy)
+
+    def read(self, path: str) -> bytes:
+        """The bytes of a listed file, their SHA-256 checked.
+
+        Raises:
+            ArchiveError: F2 to F5, F7.
+        """
+        listed = {file.path: file for file in self.manifest.files}
+        if path not in listed:
+            raise ArchiveError(f"{path!r} is not a file of this archive", rule="F7")
+        return _read_checked(self.root, listed[path])
+
+    def check_hash(self, file: FileInfo) -> None:
+        """Raise ArchiveError (F5) unless the file's bytes have the listed SHA-256."""
+        with open_inside(self.root, file.path) as opened:
+            _compare_hash(file, file_sha256(opened))
+
+    def unlisted_files(self) -> list[str]:
+        """Files in the folder that the manifest does not list (rule F6)."""
+        listed = {"manifest.json", *(file.path for file in self.manifest.files)}
+        found = []
+        for folder, _, names in os.walk(self.root):
+            found += [(Path(folder) / name).relative_to(self.root).as_posix() for name in names]
+        return sorted(set(found) - listed)
+
+
+def open_archive(path: str | os.PathLike[str], *, check_hashes: bool = False) -> Archive:
+    """Open and check an archive.
+
+    Args:
+        path: the archive's folder.
+        check_hashes: hash the shards too; reads every byte.
+
+    Raises:
+        ArchiveError: the rule that is broken is in ``.rule``.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise ArchiveError(f"{str(path)!r} {what}; expected an archive folder with manifest.json", rule="F1")
+    try:
+        text = read_inside(root, "manifest.json", MAX_JSON_BYTES)
+    except ArchiveError as error:
+        raise ArchiveError(f"{str(path)!r} is no archive: {error}", rule="F1") from None
+    manifest = Manifest.from_json(text)
+    for file in manifest.files:
+        with open_inside(root, file.path) as opened:
+            size = os.fstat(opened.fileno()).st_size
+        if size != file.bytes:
+            raise ArchiveError(
+                f"{file.path!r} has {size} bytes; expected {file.bytes}; it is cut or damaged", rule="F4"
+            )
+    plan = _read_plan(root, manifest)
+    archive = Archive(root, manifest, plan, tuple(_read_layouts(root, manifest, plan)))
+    if check_hashes:
+        for file in manifest.files:
+            archive.check_hash(file)
+    return archive
+
+
+def _compare_hash(file: FileInfo, digest: str) -> None:
+    if digest != file.sha256:
+        raise ArchiveError(
+            f"{file.path!r} has SHA-256 {digest[:16]}...; expected {file.sha256[:16]}...; it was changed or damaged, "
+            "copy the archive again",
+            rule="F5",
+        )
+
+
+def _read_checked(root: Path, file: FileInfo) -> bytes:
+    import hashlib
+
+    data = read_inside(root, file.path, file.bytes)
+    if len(data) != file.bytes:
+        raise ArchiveError(f"{file.path!r} has {len(data)} bytes; expected {file.bytes}", rule="F4")
+    _compare_hash(file, hashlib.sha256(data).hexdigest())
+    return data
+
+
+def _read_plan(root: Path, manifest: Manifest) -> Plan:
+    listed = next(file for file in manifest.files if file.path == "plan.json")
+    data = _read_checked(root, listed)
+    loads(data, "plan.json")
+    try:
+        plan = Plan.from_json(data)
+    except Exception as error:  # whatever a hostile plan provokes in its parser, it is no plan
+        raise ArchiveError(f"plan.json: {error}", rule="P1") from None
+    if plan.hash != manifest.plan_hash:
+        raise ArchiveError(f"plan.json has hash {plan.hash}; plan_hash is {manifest.plan_hash[:80]}", rule="P2")
+    _compare_plan(plan, manifest)
+    return plan
+
+
+def _compare_plan(plan: Plan, manifest: Manifest) -> None:
+    if plan.world_size != manifest.world_size:
+        raise ArchiveError(f"plan for {plan.world_size} ranks; world_size is {manifest.world_size}", rule="P3")
+    listed = [(t.module, t.name, t.rows, t.dim, t.precision, t.sharding, list(t.ranks)) for t in manifest.tables]
+    planned = [
+        (
+            t.module,
+            t.table,
+            t.num_embeddings,
+            t.embedding_dim,
+            t.precision.value.lower(),
+            t.sharding_type,
+            sorted(set(t.ranks)),
+        )
+        for t in plan.tables
+    ]
+    for mine, theirs in zip(sorted(listed), sorted(planned)):
+        if mine != theirs:
+            raise ArchiveError(f"the manifest has {mine}; plan.json has {theirs}", rule="P3")
+    if len(listed) != len(planned):
+        raise ArchiveError(f"the manifest has {len(listed)} tables; plan.json has {len(planned)}", rule="P3")
+
+
+def _read_layouts(root: Path, manifest: Manifest, plan: Plan) -> list[RankLayout]:
+    sizes = {file.path: file.bytes for file in manifest.files}
+    layouts = []
+    for rank, pieces in enumerate(pieces_by_rank(plan)):
+        path = shard_path(rank)
+        with open_inside(root, path) as file:
+            layouts.append(read_rank_layout(file, sizes[path], pieces, rank, manifest.plan_hash))
+    return layouts

@@ -1,0 +1,217 @@
+"""Writing an archive: a temporary folder beside the target, shards filled piece by piece, hashes, then one rename."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from torch import Tensor
+
+from recinfer.archive.layout import Piece, layout_rank, pieces_by_rank
+from recinfer.archive.manifest import FileInfo
+from recinfer.archive.paths import check_path, file_sha256
+from recinfer.distributed.planner.plan import Plan, TablePlan
+from recinfer.errors import ArchiveError, UnavailableError
+from recinfer.quant.packing import slice_packed_columns
+
+__all__ = ["ArchiveFolder", "ShardWriter", "archive_folder"]
+
+
+class _HashedFile:
+    """A file filled in any order. Bytes that come in order are hashed on the way, the rest when it is closed."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        self.size = size
+        self._file: BinaryIO = path.open("xb")
+        self._digest = hashlib.sha256()
+        self._hashed = 0
+        self._in_order = True
+
+    def write_at(self, offset: int, data: bytes | memoryview) -> None:
+        if offset != self._hashed:
+            if self._in_order and 0 < offset - self._hashed <= 8192:  # padding: zeros that nobody writes
+                self._digest.update(bytes(offset - self._hashed))
+                self._hashed = offset
+            else:
+                self._in_order = False
+        self._file.seek(offset)
+        self._file.write(data)
+        if self._in_order:
+            self._digest.update(data)
+            self._hashed += len(data)
+
+    def close(self) -> str:
+        """Bring it to its size and to the disk; the SHA-256."""
+        self._file.truncate(self.size)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        if self._in_order and self._hashed == self.size:
+            return self._digest.hexdigest()
+        with self.path.open("rb") as file:
+            return file_sha256(file)
+
+    def abandon(self) -> None:
+        self._file.close()
+
+
+class ArchiveFolder:
+    """The archive being written. Files are added under their archive paths; nothing shows at the target before the end.
+
+    Attributes:
+        root: the temporary folder.
+        files: what was added, in order.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.files: list[FileInfo] = []
+
+    def path(self, name: str) -> Path:
+        """Where the file ``name`` is to be written, its folder made."""
+        check_path(name)
+        full = self.root / name
+        full.parent.mkdir(parents=True, exist_ok=True)
+        return full
+
+    def add(self, name: str, data: bytes | None = None) -> None:
+        """Register ``name``, writing ``data`` to it first when given; flushed to the disk and hashed."""
+        full = self.path(name)
+        if data is not None:
+            full.write_bytes(data)
+        with full.open("rb") as file:
+            os.fsync(file.fileno())
+            self.files.append(FileInfo(name, full.stat().st_size, file_sha256(file)))
+
+    def write_manifest(self, text: str) -> None:
+        """Write ``manifest.json``, which lists the other files and so is not listed."""
+        full = self.root / "manifest.json"
+        full.write_text(text, encoding="utf-8")
+        with full.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+class ShardWriter:
+    """Fills the shard files of all ranks, table by table, rows in ascending chunks.
+
+    Use as a context manager; on success the files are registered in the folder.
+    """
+
+    def __init__(self, folder: ArchiveFolder, plan: Plan) -> None:
+        self._folder = folder
+        plan_hash = plan.hash
+        layouts = [layout_rank(pieces, rank, plan_hash) for rank, pieces in enumerate(pieces_by_rank(plan))]
+        _check_space(folder.root, sum(layout.bytes for layout in layouts))
+        self._files: dict[str, _HashedFile] = {}
+        self._pieces: dict[tuple[str, str], list[tuple[_HashedFile, Piece]]] = {}
+        for layout in layouts:
+            file = _HashedFile(folder.path(layout.path), layout.bytes)
+            self._files[layout.path] = file
+            file.write_at(0, layout.header)
+            for piece in layout.pieces:
+                self._pieces.setdefault((piece.table.module, piece.table.table), []).append((file, piece))
+
+    def write_rows(self, table: TablePlan, first_row: int, packed_RP: Tensor) -> None:
+        """Put packed full rows ``first_row ...`` (uint8 [R, row bytes], row alignment 1) into the shards they belong to."""
+        stop_row = first_row + packed_RP.shape[0]
+        for file, piece in self._pieces[table.module, table.table]:
+            rect = piece.rect
+            low, high = max(first_row, rect.row_start), min(stop_row, rect.row_stop)
+            if low >= high:
+                continue
+            rows = packed_RP[low - first_row : high - first_row]
+            rows = slice_packed_columns(
+                rows, table.embedding_dim, table.precision, rect.col_start, rect.col_stop
+            ).contiguous()
+            offset = piece.start + (low - rect.row_start) * piece.row_bytes
+            file.write_at(offset, memoryview(rows.numpy()).cast("B"))
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            for file in self._files.values():
+                file.abandon()
+            return
+        for name, file in self._files.items():
+            self._folder.files.append(FileInfo(name, file.size, file.close()))
+
+
+@contextmanager
+def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[ArchiveFolder]:
+    """A temporary folder beside ``target`` that becomes it when the block ends, and is removed when it fails.
+
+    Args:
+        target: where the archive goes; must not exist, unless ``overwrite``, and then must be an archive (or empty).
+
+    Raises:
+        ArchiveError: the target exists, or is something else than an archive.
+        UnavailableError: the disk is full, or the folder cannot be written.
+    """
+    target = Path(os.path.abspath(target))
+    _check_target(target, overwrite)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        root = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    except OSError as error:
+        raise UnavailableError(f"cannot write beside {str(target)!r}: {error.strerror}") from None
+    try:
+        root.chmod(0o755)
+        yield ArchiveFolder(root)
+        for folder in [*(p for p in root.rglob("*") if p.is_dir()), root]:
+            _sync_folder(folder)
+        _check_target(target, overwrite)
+        _replace(root, target)
+    except OSError as error:
+        raise UnavailableError(f"cannot write the archive {str(target)!r}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not overwrite:
+        raise ArchiveError(f"{str(target)!r} exists; choose another path, or overwrite it with overwrite=True")
+    is_archive = target.is_dir() and not target.is_symlink()
+    if not is_archive or (any(target.iterdir()) and not (target / "manifest.json").is_file()):
+        raise ArchiveError(f"{str(target)!r} exists and is no archive; it is not overwritten")
+
+
+def _replace(root: Path, target: Path) -> None:
+    """Put ``root`` at ``target``; a folder cannot be renamed over a filled one, so the old one steps aside first."""
+    if not target.exists():
+        os.rename(root, target)
+    else:
+        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+        os.rename(target, old / "archive")
+        try:
+            os.rename(root, target)
+        except BaseException:
+            os.rename(old / "archive", target)
+            raise
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+    _sync_folder(target.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_space(root: Path, need: int) -> None:
+    free = shutil.disk_usage(root).free
+    if need > free:
+        raise UnavailableError(f"the shards need {need} bytes; {free} are free at {str(root.parent)!r}")
