@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -15,6 +17,9 @@ from recinfer.serving import codec
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.status import error_of
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+if TYPE_CHECKING:
+    from recinfer.data.contract import FeatureContract
 
 __all__ = ["Embeddings", "FeatureDescription", "InferenceClient", "ModelDescription", "invoke"]
 
@@ -60,7 +65,10 @@ class FeatureDescription:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a served model takes and what it is made of."""
+    """What a served model takes and what it is made of.
+
+    ``contract`` makes its inputs of raw rows; None when the archive was exported without one.
+    """
 
     name: str
     version: str
@@ -68,6 +76,7 @@ class ModelDescription:
     num_dense: int
     precision: str
     plan_hash: str
+    contract: FeatureContract | None = None
 
 
 class InferenceClient:
@@ -108,7 +117,14 @@ class InferenceClient:
         request = pb.GetModelRequest(model=self.model, version=self.version).SerializeToString()
         info = codec.parse(pb.ModelInfo, self._call(self._get_model, request, timeout))
         features = tuple(FeatureDescription(f.name, f.table, f.rows, f.dim, f.pooled) for f in info.features)
-        return ModelDescription(info.name, info.version, features, info.num_dense, info.precision, info.plan_hash)
+        contract = None
+        if info.feature_contract:
+            from recinfer.data.contract import FeatureContract
+
+            contract = FeatureContract.from_dict(json.loads(info.feature_contract))
+        return ModelDescription(
+            info.name, info.version, features, info.num_dense, info.precision, info.plan_hash, contract
+        )
 
     def is_ready(self, *, timeout: float | None = None) -> bool:
         """Whether the server answers and takes requests."""

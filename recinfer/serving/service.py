@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from recinfer.errors import InputError
 from recinfer.serving import codec
 from recinfer.serving.limits import Limits
@@ -47,6 +49,7 @@ class InferenceService:
         request = self._parse(pb.GetModelRequest, data)
         model = self.registry.get(request.model, request.version)
         predictor = model.predictor
+        contract = predictor.manifest.contract
         features = [
             pb.FeatureInfo(name=f.name, table=f.table, rows=f.rows, dim=f.dim, pooled=f.pooled)
             for f in predictor.features
@@ -58,6 +61,7 @@ class InferenceService:
             num_dense=predictor.num_dense,
             precision=predictor.manifest.precision,
             plan_hash=predictor.manifest.plan_hash,
+            feature_contract=json.dumps(contract) if contract is not None else "",
         ).SerializeToString()
 
     def _parse(self, kind: type[codec.M], data: bytes) -> codec.M:

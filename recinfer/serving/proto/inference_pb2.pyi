@@ -113,17 +113,19 @@ class FeatureInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., table: _Optional[str] = ..., rows: _Optional[int] = ..., dim: _Optional[int] = ..., pooled: _Optional[bool] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "version", "features", "num_dense", "precision", "plan_hash")
+    __slots__ = ("name", "version", "features", "num_dense", "precision", "plan_hash", "feature_contract")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     NUM_DENSE_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
     PLAN_HASH_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_CONTRACT_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     features: _containers.RepeatedCompositeFieldContainer[FeatureInfo]
     num_dense: int
     precision: str
     plan_hash: str
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Iterable[_Union[FeatureInfo, _Mapping]]] = ..., num_dense: _Optional[int] = ..., precision: _Optional[str] = ..., plan_hash: _Optional[str] = ...) -> None: ...
+    feature_contract: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Iterable[_Union[FeatureInfo, _Mapping]]] = ..., num_dense: _Optional[int] = ..., precision: _Optional[str] = ..., plan_hash: _Optional[str] = ..., feature_contract: _Optional[str] = ...) -> None: ...
