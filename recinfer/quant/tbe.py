@@ -39,7 +39,6 @@ __all__ = [
     "IntNBitTableBatchedEmbeddingBagsCodegen",
     "TableBatch",
     "TableSlot",
-    "ids_in_range",
     "quantize_rows",
 ]
 
@@ -56,7 +55,6 @@ _POOLING_MODES = {
     PoolingType.NONE: PoolingMode.NONE,
 }
 _OUTPUT_TYPES = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
-_FATAL = BoundsCheckMode.FATAL.value
 
 
 def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
@@ -149,8 +147,6 @@ class TableBatch(nn.Module):
         def tensor(data: list[int], dtype: torch.dtype) -> Tensor:
             return torch.tensor(data, dtype=dtype, device=device)
 
-        self.register_buffer("rows_per_feature", tensor([s.rows for s in used], torch.int64), persistent=False)
-        self.register_buffer("_warning", tensor([0], torch.int64), persistent=False)
         # The op's arguments, built once; a tuple because attribute look-ups through nn.Module cost more than the op's
         # own dispatch at batch 1.
         self._head: tuple[Any, ...] = (
@@ -175,7 +171,7 @@ class TableBatch(nn.Module):
     def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """Look up ``indices`` [N] (int32 or int64), bags bounded by ``offsets`` [features x B + 1], feature-major.
 
-        Ids are not checked here: see :meth:`ids_in_range`.
+        Ids are not checked here: :class:`recinfer.quant.lookup.FeatureArranger` does.
 
         Returns:
             [B, total padded columns], or [N, padded width] when unpooled.
@@ -224,33 +220,3 @@ class TableBatch(nn.Module):
             self.__dict__["_fbgemm_module"] = tbe  # not a submodule: its buffers are ours
         return self._fbgemm_module
 
-
-def ids_in_range(rows_per_feature: Tensor, indices: Tensor, offsets: Tensor, warning: Tensor) -> bool:
-    """Whether every id of feature-major bags lies in ``0 <= id < rows`` of its feature.
-
-    On CPU one pass of FBGEMM's checker; it lets -1 through (a pruned row, for FBGEMM), so the minimum is read too.
-    On CUDA plain comparisons, because there the checker's answer is to abort the process.
-
-    Args:
-        rows_per_feature: int64 [F].
-        indices: [N] int32 or int64.
-        offsets: [F x B + 1].
-        warning: int64 [1], the checker's scratch counter.
-    """
-    if indices.numel() == 0:
-        return True
-    if indices.device.type != "cpu":
-        rows_per_feature = rows_per_feature.to(indices.device)
-        batch = max(1, (offsets.numel() - 1) // rows_per_feature.numel())
-        per_feature = offsets[batch::batch] - offsets[:-1:batch]
-        limits = torch.repeat_interleave(rows_per_feature, per_feature, output_size=indices.numel())
-        return bool(((indices >= 0) & (indices < limits)).all())
-    if int(indices.min()) < 0:
-        return False
-    try:
-        if offsets.dtype != indices.dtype:
-            offsets = offsets.to(indices.dtype)
-        torch.ops.fbgemm.bounds_check_indices.default(rows_per_feature, indices, offsets, _FATAL, warning)
-    except RuntimeError:
-        return False
-    return True
