@@ -41,7 +41,9 @@ def run(
         Precision | None, typer.Option(help="Element type of the stored rows.", show_default="int8, or the plan's")
     ] = None,
     table_precision: TablePrecisionOption = None,
-    name: Annotated[str | None, typer.Option(help="Model name to serve under.", show_default="the checkpoint's")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Model name to serve under.", show_default="the checkpoint's")
+    ] = None,
     version: Annotated[str | None, typer.Option(help="Model version.", show_default="the checkpoint's, or 1")] = None,
     num_dense: Annotated[int | None, typer.Option(min=0, help="Dense inputs, when it cannot be read off.")] = None,
     as_json: JsonOption = False,
@@ -91,7 +93,7 @@ def _plan(
     table_precision: list[str] | None,
 ) -> Plan:
     """The plan to export by: the file's, or one made now."""
-    from recinfer.distributed.planner.plan import Plan, plan_inference
+    from recinfer.distributed.planner import Plan, plan_inference
     from recinfer.modules.embedding_configs import DataType
 
     per_table = parse_precisions(table_precision)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ NAME = "mar"
 EXAMPLE = "Example: recinfer mar movielens.rqa --export-path model_store"
 
 
-class ArchiveFormat(str, Enum):
+class ArchiveFormat(StrEnum):
     """TorchServe's forms of a model archive that make sense for large tables."""
 
     no_archive = "no-archive"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-class DataFormat(str, Enum):
+class DataFormat(StrEnum):
     """Formats of raw rows that recinfer.data reads."""
 
     criteo = "criteo"
@@ -34,14 +34,14 @@ class DataFormat(str, Enum):
     synthetic = "synthetic"
 
 
-class Device(str, Enum):
+class Device(StrEnum):
     """Where shards live and lookups run."""
 
     cpu = "cpu"
     cuda = "cuda"
 
 
-class Precision(str, Enum):
+class Precision(StrEnum):
     """Element types that tables are stored in."""
 
     int8 = "int8"

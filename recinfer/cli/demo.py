@@ -1,0 +1,160 @@
+"""``recinfer demo``: the seven stages in one run, measured at the end through the gRPC client."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.format import mebibytes, milliseconds
+from recinfer.cli.measure import Latency, Quality, measure_latency, quality_of, served_logits
+from recinfer.cli.options import DataFormat
+from recinfer.cli.served import served
+
+if TYPE_CHECKING:
+    from recinfer.archive.manifest import Manifest
+    from recinfer.data import Dataset
+    from recinfer.distributed.planner import Plan
+
+__all__ = ["EXAMPLE", "NAME", "run"]
+
+NAME = "demo"
+EXAMPLE = "Example: recinfer demo --data ratings.inter --format movielens"
+
+_REQUESTS = 300  # of each kind and batch size, for the latencies
+_BATCHES = (1, 32)
+_EPOCHS = {DataFormat.synthetic: 1, DataFormat.criteo: 4, DataFormat.movielens: 2}
+_LIMITS = {DataFormat.synthetic: 100_000}
+
+
+def run(
+    data: Annotated[Path | None, typer.Option("--data", help="Rows to train on; without it they are made up.")] = None,
+    format: Annotated[DataFormat, typer.Option("--format", help="What the rows are.")] = DataFormat.synthetic,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Keep checkpoint, plan and archive here.", show_default="kept nowhere")
+    ] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks to shard over.")] = 2,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the rows.", show_default="by format")] = None,
+    embedding_dim: Annotated[int, typer.Option(min=1, help="Columns of every table.")] = 16,
+    limit: Annotated[int | None, typer.Option(min=20, help="Rows to use.", show_default="by format")] = None,
+    seed: Annotated[int, typer.Option(help="Of the rows, the split and the initial weights.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Train, checkpoint, plan, export to INT8, verify, serve and query: the whole pipeline on this machine.
+
+    Ends with the plan, AUC and log-loss of the float model and of the served INT8 archive, sizes and latencies.
+    """
+    from recinfer.data import load_dataset
+
+    started = time.perf_counter()
+    output = Output(as_json)
+    output.note(f"rows: {data or 'made up, in the Criteo format'}")
+    dataset = load_dataset(data, format.value, limit=limit or _LIMITS.get(format), seed=seed)
+    with _folder(out) as folder:
+        report = _pipeline(output, folder, dataset, world_size, epochs or _EPOCHS[format], embedding_dim, seed)
+    report["seconds"] = time.perf_counter() - started
+    kept = f"checkpoint, plan and archive are in {out}" if out else "--out DIR keeps checkpoint, plan and archive"
+    output.show(f"[green]done[/green] in {report['seconds']:.1f} s; the server has stopped; {kept}")
+    output.finish(report)
+
+
+def _pipeline(
+    output: Output, folder: Path, dataset: Dataset, world_size: int, epochs: int, embedding_dim: int, seed: int
+) -> dict[str, Any]:
+    """The stages, in order; shows the summary and returns it as plain data."""
+    from recinfer.checkpoint import CheckpointReader
+    from recinfer.distributed.planner import plan_inference
+    from recinfer.inference.export import export_archive
+    from recinfer.inference.verify import verify
+    from recinfer.serving.client import InferenceClient
+    from recinfer.training import train
+    from recinfer.training.batches import Examples
+    from recinfer.training.loop import predict_logits
+
+    output.note(f"train: {len(dataset.train):,} rows, {len(dataset.test):,} held out, {epochs} epochs")
+    trained = train(dataset, embedding_dim=embedding_dim, epochs=epochs, seed=seed, out=folder / "model.ckpt")
+    held_out = Examples.from_columns(dataset.contract, dataset.take(dataset.test))
+    float_logits = predict_logits(trained.model, held_out)
+
+    output.note(f"plan: {world_size} ranks on CPU, INT8")
+    reader = CheckpointReader(folder / "model.ckpt")
+    module = reader.build_model(device="meta")
+    plan = plan_inference(module, world_size=world_size)
+    plan.save(folder / "plan.json")
+
+    output.note("quantize, shard, archive: checked against the float model as it is written, then verified")
+    export_archive(module, reader, plan, folder / "model.rqa", name=dataset.name, version="1", contract=reader.contract)
+    manifest = verify(folder / "model.rqa").manifest
+
+    output.note("serve: a process of its own on a free loopback port, asked through the client")
+    with served(folder / "model.rqa") as target, InferenceClient(target) as client:
+        int8_logits = served_logits(client, held_out)
+        latencies = [
+            measure_latency(client, call, held_out, batch, _REQUESTS)
+            for call in ("lookup", "predict")
+            for batch in _BATCHES
+        ]
+
+    labels = held_out.labels.numpy()
+    quality = {"float": quality_of(labels, float_logits), "int8": quality_of(labels, int8_logits)}
+    sizes = {"checkpoint": reader.num_bytes(), "archive": manifest.bytes_total}
+    _show(output, plan, manifest, quality, sizes, latencies)
+    return {
+        "model": manifest.model,
+        "rows": {"train": len(dataset.train), "test": len(dataset.test)},
+        "world_size": plan.world_size,
+        "plan_hash": plan.hash,
+        "quality": {name: asdict(found) for name, found in quality.items()},
+        "auc_difference": abs(quality["float"].auc - quality["int8"].auc),
+        "max_logit_difference": float(abs(float_logits - int8_logits).max()),
+        "bytes": sizes,
+        "latency_seconds": [asdict(latency) for latency in latencies],
+    }
+
+
+@contextmanager
+def _folder(out: Path | None) -> Iterator[Path]:
+    """``out``, made if it is not there, or a temporary folder that goes at the end."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        yield out
+        return
+    with tempfile.TemporaryDirectory(prefix="recinfer-demo-") as folder:
+        yield Path(folder)
+
+
+def _show(
+    output: Output,
+    plan: Plan,
+    manifest: Manifest,
+    quality: dict[str, Quality],
+    sizes: dict[str, int],
+    latencies: list[Latency],
+) -> None:
+    from recinfer.distributed.planner.stats import format_plan
+
+    output.show(format_plan(plan))
+    found = Table("", "float model", "served INT8", "difference", title="held-out rows", title_justify="left")
+    for what in ("auc", "log_loss"):
+        before, after = (getattr(quality[name], what) for name in ("float", "int8"))
+        found.add_row(what.replace("_", "-"), f"{before:.5f}", f"{after:.5f}", f"{after - before:+.5f}")
+    space = Table("", "size", "of the checkpoint", title="bytes", title_justify="left")
+    for label, name in (("fp32 checkpoint (weights)", "checkpoint"), ("archive, INT8", "archive")):
+        space.add_row(label, mebibytes(sizes[name]), f"{sizes[name] / sizes['checkpoint']:.2f}x")
+    times = Table(
+        "request", "rows", "p50", "p99", title="latency over gRPC, one request at a time", title_justify="left"
+    )
+    for latency in latencies:
+        times.add_row(latency.call, str(latency.batch), milliseconds(latency.p50), milliseconds(latency.p99))
+    for table in (found, space, times):
+        for column in table.columns[1:]:
+            column.justify = "right"
+    output.show(found, space, times)

@@ -1,0 +1,161 @@
+"""``recinfer predict``: rows to scores, from a running server."""
+
+from __future__ import annotations
+
+import csv
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.options import ModelNameOption, ModelVersionOption, TargetOption, TimeoutOption, WaitOption, wait_for
+from recinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from recinfer.serving.client import InferenceClient
+    from recinfer.sparse import KeyedJaggedTensor
+
+__all__ = ["EXAMPLE", "NAME", "InputFormat", "run"]
+
+NAME = "predict"
+EXAMPLE = "Example: recinfer predict --target 127.0.0.1:8500 --input rows.csv --out scores.csv"
+
+_SHOWN = 10
+
+
+class InputFormat(StrEnum):
+    """Forms of ``--input``: raw rows, or ids and numbers as JSON."""
+
+    criteo = "criteo"
+    movielens = "movielens"
+    json = "json"
+
+
+_BY_SUFFIX = {
+    ".csv": InputFormat.criteo,
+    ".tsv": InputFormat.criteo,
+    ".txt": InputFormat.criteo,
+    ".inter": InputFormat.movielens,
+    ".json": InputFormat.json,
+}
+
+
+def run(
+    target: TargetOption,
+    input: Annotated[Path, typer.Option("--input", help="Rows as the training data had them, or JSON (see below).")],
+    format: Annotated[
+        InputFormat | None, typer.Option("--format", help="What the rows are.", show_default="by the file's suffix")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the scores here, CSV, one row each.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows a request.")] = 1024,
+    model: ModelNameOption = "",
+    version: ModelVersionOption = "",
+    timeout: TimeoutOption = 10.0,
+    wait: WaitOption = 0.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Score rows with a running server.
+
+    Raw rows become ids by the feature contract that the server gives out with the model, the one that training used.
+    JSON holds ids: {"dense": [[0.1, ...], ...], "features": {"C1": [[3, 7], [5]], ...}}.
+    """
+    from recinfer.serving.client import InferenceClient
+
+    output = Output(as_json)
+    kind = format or _format_of(input)
+    with InferenceClient(target, model=model, version=version, timeout=timeout) as client:
+        wait_for(client, wait)
+        dense, features = _from_json(input) if kind is InputFormat.json else _from_rows(input, kind, client)
+        outputs = _predict(client, dense, features, batch_size)
+    num_rows = features.stride()
+    output.show(_table(outputs, num_rows))
+    if out:
+        _write(out, outputs)
+        output.show(f"[green]wrote[/green] {out}  {num_rows} rows")
+    output.finish({"rows": num_rows, "outputs": {name: values.tolist() for name, values in outputs.items()}})
+
+
+def _format_of(path: Path) -> InputFormat:
+    kind = _BY_SUFFIX.get(path.suffix.lower())
+    if kind is None:
+        known = ", ".join(sorted(_BY_SUFFIX))
+        raise ConfigError(f"--input {path}: the suffix {path.suffix!r} says no format; say --format, or use {known}")
+    return kind
+
+
+def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> tuple[Tensor, KeyedJaggedTensor]:
+    """Dense inputs ``[N, d]`` and ids of raw rows, by the served model's contract."""
+    from recinfer.data import read_columns
+
+    about = client.get_model()
+    if about.contract is None:
+        raise ConfigError(
+            f"{client.target} serves {about.name} {about.version}, whose archive has no feature contract, so raw rows "
+            "cannot become ids; send ids as JSON (--format json)"
+        )
+    return about.contract.apply(read_columns(path, kind.value))
+
+
+def _from_json(path: Path) -> tuple[Tensor, KeyedJaggedTensor]:
+    """Dense inputs and ids of a JSON body, in the form that the TorchServe handler takes too."""
+    from recinfer.serving import codec, json_codec
+    from recinfer.serving.limits import Limits
+    from recinfer.serving.proto import inference_pb2 as pb
+
+    request = codec.parse(pb.PredictRequest, json_codec.predict_request(json_codec.parse_json(path.read_bytes())))
+    features = codec.decode_features(request.features, Limits())
+    batch = features.stride()
+    return codec.decode_dense(request.dense, batch, len(request.dense) // (4 * batch)), features
+
+
+def _predict(client: InferenceClient, dense: Tensor, features: KeyedJaggedTensor, batch_size: int) -> dict[str, Tensor]:
+    """The model's outputs for all rows, asked for ``batch_size`` rows at a time."""
+    import torch
+
+    starts = range(0, features.stride(), batch_size)
+    found = [client.predict(dense[at : at + batch_size], _rows(features, at, at + batch_size)) for at in starts]
+    return {name: torch.cat([outputs[name] for outputs in found]) for name in found[0]}
+
+
+def _rows(features: KeyedJaggedTensor, start: int, stop: int) -> KeyedJaggedTensor:
+    """The samples ``start`` to ``stop`` (or the last one) of ``features``."""
+    import torch
+
+    from recinfer.sparse import KeyedJaggedTensor
+
+    keys, num, weights = features.keys(), features.stride(), features.weights_or_none()
+    stop = min(stop, num)
+    ends = features.offsets().tolist()
+    spans = [slice(ends[f * num + start], ends[f * num + stop]) for f in range(len(keys))]
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.cat([features.values()[span] for span in spans]),
+        weights=None if weights is None else torch.cat([weights[span] for span in spans]),
+        lengths=features.lengths().view(len(keys), num)[:, start:stop].reshape(-1),
+    )
+
+
+def _table(outputs: dict[str, Tensor], num_rows: int) -> Table:
+    table = Table("row", *outputs)
+    for row in range(min(num_rows, _SHOWN)):
+        table.add_row(str(row), *(_text(values[row]) for values in outputs.values()))
+    if num_rows > _SHOWN:
+        table.add_row("...", *(f"{num_rows - _SHOWN} more" for _ in outputs))
+    return table
+
+
+def _write(path: Path, outputs: dict[str, Tensor]) -> None:
+    """CSV with one column for each output, several values of a row separated by spaces."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(outputs)
+        writer.writerows(zip(*([_text(row) for row in values] for values in outputs.values())))
+
+
+def _text(values: Tensor) -> str:
+    return " ".join(f"{value:.6g}" for value in values.reshape(-1).tolist())
