@@ -1,0 +1,90 @@
+"""Rows as tensors: all examples of a split in memory once, and batches gathered out of them.
+
+Shapes: ``F`` sparse features, ``N`` examples, ``B`` examples of a batch, ``d`` dense features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from recinfer.errors import InputError
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+if TYPE_CHECKING:
+    from recinfer.data.contract import FeatureContract
+
+__all__ = ["Batch", "Examples"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step of training or evaluation sees.
+
+    Attributes:
+        dense_features: float32 ``[B, d]``.
+        sparse_features: ids of ``F`` features for ``B`` examples.
+        labels: float32 ``[B]``, 0 or 1.
+    """
+
+    dense_features: Tensor
+    sparse_features: KeyedJaggedTensor
+    labels: Tensor
+
+
+class Examples:
+    """All examples of a split, as tensors. ``len()`` is ``N``.
+
+    Args:
+        dense: float32 ``[N, d]``.
+        sparse: ids of ``F`` features for ``N`` examples.
+        labels: ``[N]``, 0 or 1.
+
+    Raises:
+        InputError: parts with different numbers of examples.
+    """
+
+    def __init__(self, dense: Tensor, sparse: KeyedJaggedTensor, labels: Tensor) -> None:
+        num = dense.shape[0]
+        if not num == sparse.stride() == labels.numel():
+            raise InputError(
+                f"examples: {num} rows of dense features, {sparse.stride()} of sparse ones, {labels.numel()} labels; "
+                "expected the same number"
+            )
+        self.dense = dense
+        self.labels = labels.reshape(-1).to(torch.float32)
+        self.keys = sparse.keys()
+        self._values = sparse.values()
+        # int64 throughout: the gather below adds and compares places in `values`.
+        self._lengths_FN = sparse.lengths().reshape(len(self.keys), num).to(torch.int64)
+        self._starts_FN = sparse.offsets()[:-1].reshape(len(self.keys), num).to(torch.int64)
+
+    @classmethod
+    def from_columns(cls, contract: FeatureContract, columns: Any) -> Examples:
+        """The examples that ``contract`` makes of raw columns; raises InputError for values it refuses."""
+        dense, sparse = contract.apply(columns)
+        return cls(dense, sparse, torch.as_tensor(contract.labels(columns)))
+
+    def __len__(self) -> int:
+        return self.labels.numel()
+
+    def batch(self, rows: Tensor) -> Batch:
+        """The examples ``rows`` (int64 ``[B]``), in that order."""
+        lengths = self._lengths_FN[:, rows].reshape(-1)
+        starts = self._starts_FN[:, rows].reshape(-1)
+        ends = lengths.cumsum(0)
+        # Place k of the batch lies in bag j, at starts[j] + (k - ends[j] + lengths[j]).
+        shift = torch.repeat_interleave(starts - ends + lengths, lengths)
+        values = self._values[shift + torch.arange(shift.numel())]
+        sparse = KeyedJaggedTensor.from_parts_unchecked(self.keys, values, lengths, stride=rows.numel())
+        return Batch(self.dense[rows], sparse, self.labels[rows])
+
+    def batches(self, batch_size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
+        """All examples once, ``batch_size`` at a time, the last batch smaller; shuffled if there is a generator."""
+        order = torch.arange(len(self)) if generator is None else torch.randperm(len(self), generator=generator)
+        for rows in order.split(batch_size):
+            yield self.batch(rows)

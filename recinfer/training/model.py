@@ -1,0 +1,79 @@
+"""The model that training starts from: a DLRM with one table for each sparse feature of a contract."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from recinfer.errors import ConfigError
+from recinfer.models.dlrm import DLRM
+from recinfer.modules.embedding_configs import EmbeddingBagConfig
+from recinfer.modules.embedding_modules import EmbeddingBagCollection
+
+if TYPE_CHECKING:
+    from recinfer.data.contract import FeatureContract
+
+__all__ = ["build_dlrm", "start_at_rate"]
+
+
+def build_dlrm(
+    contract: FeatureContract,
+    *,
+    embedding_dim: int = 16,
+    dense_layers: Sequence[int] = (64,),
+    over_layers: Sequence[int] = (64, 32),
+    seed: int = 0,
+) -> DLRM:
+    """A DLRM for the features of ``contract``, with new weights.
+
+    Each sparse feature has its own table, named ``t_<feature>``, pooled by sum.
+
+    Args:
+        contract: says the features, the rows each needs and the number of dense ones.
+        embedding_dim: columns of every table.
+        dense_layers: columns of the bottom MLP before its last layer, which has ``embedding_dim``.
+        over_layers: columns of the top MLP before its last layer, which gives the logit.
+        seed: of the initial weights; the global random state stays as it is.
+
+    Raises:
+        ConfigError: a contract with no sparse or no dense feature, or sizes below 1.
+    """
+    if not contract.feature_names or not contract.num_dense:
+        raise ConfigError(
+            f"a DLRM needs sparse and dense features; the contract has {len(contract.feature_names)} and "
+            f"{contract.num_dense}"
+        )
+    if min((embedding_dim, *dense_layers, *over_layers)) < 1:
+        raise ConfigError(
+            f"embedding_dim={embedding_dim}, dense_layers={tuple(dense_layers)}, over_layers={tuple(over_layers)}; "
+            "expected sizes of at least 1"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tables = [
+            EmbeddingBagConfig(
+                name=f"t_{feature.name}",
+                num_embeddings=feature.num_embeddings,
+                embedding_dim=embedding_dim,
+                feature_names=[feature.name],
+            )
+            for feature in contract.sparse
+        ]
+        return DLRM(
+            EmbeddingBagCollection(tables=tables),
+            dense_in_features=contract.num_dense,
+            dense_arch_layer_sizes=[*dense_layers, embedding_dim],
+            over_arch_layer_sizes=[*over_layers, 1],
+        )
+
+
+@torch.no_grad()
+def start_at_rate(model: DLRM, positive_rate: float) -> None:
+    """Set the last bias to the log-odds of ``positive_rate``, so that training need not find the base rate first."""
+    rate = min(max(positive_rate, 1e-3), 1 - 1e-3)
+    last = next(m for m in reversed(list(model.over_arch.modules())) if isinstance(m, nn.Linear))
+    last.bias.fill_(math.log(rate / (1 - rate)))
