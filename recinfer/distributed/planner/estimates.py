@@ -104,7 +104,9 @@ def _block_penalty(cols: IntN) -> FloatN:
     return np.where(cols >= FULL_BLOCK_EMB_DIM, 1.0, np.where(cols >= FULL_BLOCK_EMB_DIM // 2, half, quarter))
 
 
-def training_time(a: ShardArrays, topology: Topology, *, forward_only: bool = False) -> FloatN:
+def training_time(
+    a: ShardArrays, topology: Topology, *, forward_only: bool = False, id_bytes: float = BIGINT_DTYPE
+) -> FloatN:
     """Milliseconds [N, 6] (``PERF_PARTS``) of data-parallel training with TorchRec's wall-time model.
 
     Each rank brings a batch; rows are read where they live; pooled vectors travel back by all-to-all (table- and
@@ -113,8 +115,6 @@ def training_time(a: ShardArrays, topology: Topology, *, forward_only: bool = Fa
     world, local = topology.world_size, topology.local_world_size
     intra, inter = topology.intra_host_bw, topology.inter_host_bw
     link = inter if world > local else intra
-    if topology.compute_device == "cpu" and world <= local:
-        link = intra
     dp, whole = a.kind == DP, (a.kind == TW) | (a.kind == CW) | (a.kind == TWCW)
     by_host = (a.kind == TWRW) | (a.kind == GRID)
     replicas = np.where(dp, 1, world)
@@ -124,7 +124,7 @@ def training_time(a: ShardArrays, topology: Topology, *, forward_only: bool = Fa
     vectors = np.where(a.pooled, a.batch_outputs, ids)
     fwd_size = np.where(dp, a.element_bytes, np.where(whole | ~a.pooled, a.fwd_a2a, a.fwd_sr))
     bwd_size = np.where(dp, a.element_bytes, np.where(whole | ~a.pooled, a.bwd_a2a, a.bwd_sr))
-    read_ids = np.ceil(ids * replicas * BIGINT_DTYPE)
+    read_ids = np.ceil(ids * replicas * id_bytes)
     read = read_ids * np.where(a.weighted, 2, 1)
     lookup_cols = np.where(whole, np.maximum(a.cols, _MIN_LOOKUP_DIM), a.cols)
     lookup = ids * replicas * lookup_cols * a.element_bytes
@@ -133,7 +133,7 @@ def training_time(a: ShardArrays, topology: Topology, *, forward_only: bool = Fa
 
     penalty = np.where(whole, _block_penalty(a.cols), 1.0)
     fwd_compute = (read + lookup + fwd_out) * penalty / a.device_bw
-    input_comms = np.where(dp, 0.0, np.ceil(a.batch_inputs * world * BIGINT_DTYPE) / link)
+    input_comms = np.where(dp, 0.0, np.ceil(a.batch_inputs * world * id_bytes) / link)
 
     def travel(size: FloatN) -> FloatN:
         hosts = size / intra + (size / local / inter if local < world else 0.0)

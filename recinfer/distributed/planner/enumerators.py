@@ -1,0 +1,194 @@
+"""Lists the sharding options of a model, as objects and (for the default search) as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from recinfer.distributed.planner.constants import BATCH_SIZE
+from recinfer.distributed.planner.estimates import FloatN, IntN, ShardArrays
+from recinfer.distributed.planner.facts import model_tables
+from recinfer.distributed.planner.inference import inference_estimate
+from recinfer.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
+from recinfer.distributed.planner.space import (
+    Estimate,
+    SearchSpace,
+    TableInfo,
+    build_space,
+    option_label,
+    precision_unit,
+)
+from recinfer.distributed.planner.topology import Perf, Storage, Topology
+from recinfer.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    Shard,
+    ShardEstimator,
+    ShardingOption,
+    partition_by_of,
+)
+from recinfer.distributed.planner.utils import sharder_name
+from recinfer.distributed.types import ModuleSharder
+from recinfer.errors import ConfigError
+
+__all__ = ["EmbeddingEnumerator", "get_partition_by_type", "option_object"]
+
+get_partition_by_type = partition_by_of
+
+
+class EmbeddingEnumerator(Enumerator):
+    """All options that the sharders offer and the constraints allow, estimated.
+
+    Args:
+        topology: hardware.
+        batch_size: samples a rank.
+        constraints: by table name.
+        estimator: what fills in perf and storage; default the training estimators, or those of inference for modules
+            that only quantized kernels serve.
+        use_exact_enumerate_order: accepted for compatibility; options always come in the order of the modules.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int = BATCH_SIZE,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        estimator: ShardEstimator | list[ShardEstimator] | None = None,
+        use_exact_enumerate_order: bool | None = False,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size {batch_size}; expected at least 1")
+        self._topology, self._batch_size, self._constraints = topology, batch_size, constraints
+        self._given: list[ShardEstimator] | None = None
+        if estimator is not None:
+            self._given = [estimator] if isinstance(estimator, ShardEstimator) else list(estimator)
+        self._sharder_map: dict[str, ModuleSharder[nn.Module]] = {}
+        self._last: list[ShardingOption] | None = None
+
+    @property
+    def sharder_map(self) -> dict[str, ModuleSharder[nn.Module]]:
+        """``sharder_name(module_type)`` -> sharder, of the last enumeration."""
+        return self._sharder_map
+
+    @property
+    def last_stored_search_space(self) -> list[ShardingOption] | None:
+        """What the last :meth:`enumerate` returned."""
+        return self._last
+
+    def space(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> SearchSpace | None:
+        """The options as arrays; None when the estimators only know objects.
+
+        Raises:
+            PlannerError: a table without any option.
+            ConfigError: nothing to shard, or constraints that do not fit.
+        """
+        self._sharder_map = {sharder_name(s.module_type): s for s in sharders}
+        tables = model_tables(module, sharders, self._topology, self._batch_size, self._constraints)
+        if not tables:
+            kinds = ", ".join(s.module_type.__name__ for s in sharders) or "none"
+            raise ConfigError(f"{type(module).__name__} has no table that the sharders (for {kinds}) can shard")
+        estimate = self.estimate_of(tables, self._topology)
+        if estimate is None:
+            return None
+        return build_space(tables, self._topology, estimate, column_unit_of=precision_unit)
+
+    def estimate_of(self, tables: Sequence[TableInfo], topology: Topology) -> Estimate | None:
+        """The estimate function over arrays, for a topology; None when the estimators only know objects."""
+        if self._given is None:
+            if all(k.startswith("quant") for t in tables for _, k in t.offers):
+                return inference_estimate(topology)
+            perf, storage = EmbeddingPerfEstimator(topology), EmbeddingStorageEstimator(topology)
+        else:
+            kinds = {EmbeddingPerfEstimator: None, EmbeddingStorageEstimator: None}
+            for given in self._given:
+                if type(given) not in kinds:  # a subclass may have changed estimate()
+                    return None
+                kinds[type(given)] = given
+            perf = kinds[EmbeddingPerfEstimator] or EmbeddingPerfEstimator(topology)
+            storage = kinds[EmbeddingStorageEstimator] or EmbeddingStorageEstimator(topology)
+
+        def both(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
+            hbm, ddr = storage.estimate_arrays(arrays)
+            return perf.estimate_arrays(arrays), hbm, ddr
+
+        return both
+
+    def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
+        """Valid options of every table, with perf and storage filled in."""
+        space = self.space(module, sharders)
+        if space is None:
+            tables = model_tables(module, sharders, self._topology, self._batch_size, self._constraints)
+            space = build_space(tables, self._topology, _nothing, column_unit_of=precision_unit)
+            options = [option_object(space, o, self._batch_size, estimated=False) for o in range(space.num_options)]
+            self.populate_estimates(options)
+        else:
+            options = [option_object(space, o, self._batch_size) for o in range(space.num_options)]
+        self._last = options
+        return options
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """Estimate ``sharding_options`` (again), for example after changing their cache parameters."""
+        estimators = self._given
+        if estimators is None:
+            inference = all(o.compute_kernel.startswith("quant") for o in sharding_options)
+            estimators = [
+                EmbeddingPerfEstimator(self._topology, self._constraints, is_inference=inference),
+                EmbeddingStorageEstimator(self._topology, self._constraints, is_inference=inference),
+            ]
+        for estimator in estimators:
+            estimator.estimate(sharding_options, self._sharder_map)
+
+
+def _nothing(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
+    import numpy as np
+
+    zeros = np.zeros(arrays.kind.size, np.int64)
+    return np.zeros((arrays.kind.size, 6)), zeros, zeros
+
+
+def option_object(
+    space: SearchSpace,
+    option: int,
+    batch_size: int,
+    ranks: IntN | None = None,
+    *,
+    estimated: bool = True,
+) -> ShardingOption:
+    """An option of the arrays as TorchRec's object, placed when ``ranks`` are given."""
+    table = space.tables[int(space.option_table[option])]
+    sharding_type, kernel = option_label(space, option)
+    s = space.shards_of(option)
+    shards = []
+    for i, (r, h, c, w) in enumerate(space.rect[s].tolist()):
+        shard = Shard([h, w], [r, c], rank=int(ranks[i]) if ranks is not None else None)
+        if estimated:
+            at = s.start + i
+            shard.perf = Perf(*space.perf[at].tolist())
+            shard.storage = Storage(hbm=int(space.hbm[at]), ddr=int(space.ddr[at]))
+        shards.append(shard)
+    c_ = table.constraints or ParameterConstraints()
+    tensor = table.tensor if table.tensor is not None else torch.empty(table.rows, table.cols, device="meta")
+    return ShardingOption(
+        name=table.name,
+        tensor=tensor,
+        module=(table.module_path, table.module if table.module is not None else nn.Module()),
+        input_lengths=list(table.input_lengths),
+        batch_size=batch_size,
+        sharding_type=sharding_type,
+        partition_by=partition_by_of(sharding_type),
+        compute_kernel=kernel,
+        shards=shards,
+        cache_params=c_.cache_params,
+        enforce_hbm=c_.enforce_hbm,
+        stochastic_rounding=c_.stochastic_rounding,
+        bounds_check_mode=c_.bounds_check_mode,
+        dependency=table.colocate_with,
+        is_pooled=table.pooled,
+        feature_names=list(table.feature_names),
+        output_dtype=c_.output_dtype,
+        key_value_params=c_.key_value_params,
+        num_poolings=list(table.num_poolings),
+    )

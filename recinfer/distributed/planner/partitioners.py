@@ -1,0 +1,235 @@
+"""Gives the shards of a proposal their ranks: greedily by load, or with memory evened out at little cost in load."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from enum import Enum
+
+import numpy as np
+
+from recinfer.distributed.planner.problem import FIXED, FREE, HOST, HOST_FREE, MULTI_HOST, Problem
+from recinfer.distributed.planner.search import Placement, Placer
+from recinfer.distributed.planner.topology import CustomTopologyData, Topology
+from recinfer.distributed.planner.types import (
+    PartitionByType,
+    Partitioner,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+)
+from recinfer.distributed.planner.utils import bytes_to_gb
+
+__all__ = ["GreedyPerfPartitioner", "MemoryBalancedPartitioner", "SortBy"]
+
+
+class SortBy(Enum):
+    """What makes an option large."""
+
+    STORAGE = "storage"
+    PERF = "perf"
+
+
+def _mode(option: ShardingOption, local_world_size: int) -> int:
+    by = option.partition_by
+    if by == PartitionByType.UNIFORM.value:
+        return FIXED
+    if by == PartitionByType.HOST.value:
+        rows = {tuple(s.offset)[1] for s in option.shards} == {0} and option.num_shards == local_world_size
+        return HOST if rows else HOST_FREE
+    if by == PartitionByType.MULTI_HOST.value:
+        return MULTI_HOST
+    if by == PartitionByType.DEVICE.value:
+        return FREE
+    raise PlannerError(f"table {option.fqn!r}: partition_by {by!r} is not known", PlannerErrorType.PARTITION)
+
+
+def proposal_problem(proposal: list[ShardingOption], topology: Topology) -> tuple[Problem, list[list[int]]]:
+    """The proposal as a problem with one option a unit, and the options of each unit (several when they depend)."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, option in enumerate(proposal):
+        groups[option.dependency if option.dependency is not None else f"#{i}"].append(i)
+    units = list(groups.values())
+    perf, hbm, ddr, fixed, modes, counts = [], [], [], [], [], []
+    for members in units:
+        first = proposal[members[0]]
+        if len({proposal[m].num_shards for m in members}) > 1:
+            names = [proposal[m].fqn for m in members]
+            raise PlannerError(f"{names} depend on each other but have different numbers of shards", PlannerErrorType.PARTITION)  # fmt: skip
+        mode = _mode(first, topology.local_world_size)
+        if mode == FIXED and first.num_shards != topology.world_size:
+            raise PlannerError(
+                f"table {first.fqn!r} is partitioned uniformly with {first.num_shards} shards; expected one for each of "
+                f"{topology.world_size} ranks",
+                PlannerErrorType.PARTITION,
+            )
+        modes.append(mode)
+        counts.append(first.num_shards)
+        for i in range(first.num_shards):
+            shards = [proposal[m].shards[i] for m in members]
+            assert all(s.perf is not None and s.storage is not None for s in shards), "the proposal is not estimated"
+            perf.append(sum(s.perf.total for s in shards if s.perf))
+            hbm.append(float(sum(s.storage.hbm for s in shards if s.storage)))
+            ddr.append(float(sum(s.storage.ddr for s in shards if s.storage)))
+            fixed.append(i if mode == FIXED else -1)
+    shard_ptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    p, h, d = np.array(perf, float), np.array(hbm), np.array(ddr)
+    starts = shard_ptr[:-1]
+    problem = Problem(
+        unit_ptr=np.arange(len(units) + 1),
+        option_unit=np.arange(len(units)),
+        mode=np.array(modes, np.int64),
+        shard_ptr=shard_ptr,
+        perf=p,
+        hbm=h,
+        ddr=d,
+        fixed_rank=np.array(fixed, np.int64),
+        option_perf=np.add.reduceat(p, starts),
+        option_max=np.maximum.reduceat(p, starts),
+        option_hbm=np.add.reduceat(h, starts),
+        option_ddr=np.add.reduceat(d, starts),
+        possible=np.ones(len(units), bool),
+        hbm_cap=np.array([x.storage.hbm for x in topology.devices], float),
+        ddr_cap=np.array([x.storage.ddr for x in topology.devices], float),
+        local_world_size=topology.local_world_size,
+        members=None,
+    )
+    return problem, units
+
+
+class GreedyPerfPartitioner(Partitioner):
+    """Uniform options first, then options bound to hosts, then single shards, each on the least loaded rank with room.
+
+    Args:
+        sort_by: place large options first, by storage or by perf.
+        balance_modules: place module by module, modules with fewer options first, so that each is spread evenly.
+    """
+
+    def __init__(self, sort_by: SortBy = SortBy.STORAGE, balance_modules: bool = False) -> None:
+        self._sort_by, self._balance_modules = sort_by, balance_modules
+
+    def partition(
+        self, proposal: list[ShardingOption], storage_constraint: Topology, hbm_per_device: int | None = None
+    ) -> list[ShardingOption]:
+        """``proposal`` with ranks, in place.
+
+        Args:
+            proposal: estimated options.
+            storage_constraint: topology; not changed.
+            hbm_per_device: cap the device memory of every rank at this many bytes.
+
+        Raises:
+            PlannerError: it does not fit; the message names the table and what is left.
+        """
+        if not proposal:
+            return proposal
+        topology = storage_constraint
+        if hbm_per_device is not None:
+            topology = _capped(storage_constraint, hbm_per_device)
+        problem, units = proposal_problem(proposal, topology)
+        placed = self._place(problem, units, proposal)
+        for unit, members in enumerate(units):
+            for m in members:
+                for shard, rank in zip(proposal[m].shards, placed.ranks[unit].tolist()):
+                    shard.rank = rank
+        return proposal
+
+    def _place(self, problem: Problem, units: list[list[int]], proposal: list[ShardingOption]) -> Placement:
+        placer = Placer(problem)
+        at = placer.empty()
+        for unit in self._order(problem, units, proposal):
+            ranks = placer.find(at, unit)
+            if ranks is None:
+                option = proposal[units[unit][0]]
+                left_h = float((problem.hbm_cap - at.hbm).max())
+                left_d = float((problem.ddr_cap - at.ddr).max())
+                s = problem.shards_of(unit)
+                raise PlannerError(
+                    f"table {option.fqn!r} ({option.sharding_type}/{option.compute_kernel}) finds no rank with room: its "
+                    f"largest shard needs {bytes_to_gb(problem.hbm[s].max()):.3f} GiB hbm and "
+                    f"{bytes_to_gb(problem.ddr[s].max()):.3f} GiB ddr, the roomiest rank has {bytes_to_gb(left_h):.3f} "
+                    f"and {bytes_to_gb(left_d):.3f} left",
+                    PlannerErrorType.PARTITION,
+                )
+            placer.put(at, unit, unit, ranks)
+        return at
+
+    def _order(self, problem: Problem, units: list[list[int]], proposal: list[ShardingOption]) -> list[int]:
+        if self._sort_by == SortBy.PERF:
+            size = problem.option_perf
+        else:
+            size = problem.option_hbm + problem.option_ddr
+        rigid = np.array([2, 0, 1, 1, 1])[problem.mode]
+        crowd = defaultdict(int)
+        for members in units:
+            crowd[proposal[members[0]].path] += 1
+        per_unit = [crowd[proposal[m[0]].path] if self._balance_modules else 0 for m in units]
+        paths = [proposal[m[0]].path if self._balance_modules else "" for m in units]
+        return sorted(range(len(units)), key=lambda u: (rigid[u], per_unit[u], paths[u], -size[u], u))
+
+
+def _capped(topology: Topology, hbm_per_device: int) -> Topology:
+    capped = copy.copy(topology)
+    hbm = [min(d.storage.hbm, hbm_per_device) for d in topology.devices]
+    ddr = [d.storage.ddr for d in topology.devices]
+    data = CustomTopologyData({"hbm_cap": hbm, "ddr_cap": ddr}, topology.world_size)
+    fresh = Topology(
+        topology.world_size,
+        topology.compute_device,
+        local_world_size=topology.local_world_size,
+        custom_topology_data=data,
+    )
+    capped._devices = fresh.devices
+    return capped
+
+
+class MemoryBalancedPartitioner(Partitioner):
+    """The most even use of device memory that costs at most ``tolerance`` in load over the greedy placement.
+
+    Args:
+        max_search_count: placements tried (a binary search over the memory a rank may use).
+        tolerance: share of the load that may be given up.
+        balance_modules: as in :class:`GreedyPerfPartitioner`.
+    """
+
+    def __init__(self, max_search_count: int = 10, tolerance: float = 0.02, balance_modules: bool = False) -> None:
+        self._max_search_count, self._tolerance, self._balance_modules = max_search_count, tolerance, balance_modules
+
+    def partition(self, proposal: list[ShardingOption], storage_constraint: Topology) -> list[ShardingOption]:
+        """``proposal`` with ranks, in place; raises PlannerError when not even the greedy placement fits."""
+        greedy = GreedyPerfPartitioner(SortBy.PERF, self._balance_modules)
+        greedy.partition(proposal, storage_constraint)
+        best = [[s.rank for s in o.shards] for o in proposal]
+        limit = _worst(proposal, storage_constraint)[0] * (1 + self._tolerance)
+        used = _worst(proposal, storage_constraint)[1]
+        total = sum(s.storage.hbm for o in proposal for s in o.shards if s.storage)
+        low, high = total // max(storage_constraint.world_size, 1), used
+        for _ in range(self._max_search_count):
+            if high - low <= max(high // 1000, 1):
+                break
+            middle = (low + high) // 2
+            try:
+                greedy.partition(proposal, storage_constraint, hbm_per_device=middle)
+                perf, hbm = _worst(proposal, storage_constraint)
+            except PlannerError:
+                low = middle
+                continue
+            if perf <= limit:
+                best, high = [[s.rank for s in o.shards] for o in proposal], hbm
+            else:
+                low = middle
+        for option, ranks in zip(proposal, best):
+            for shard, rank in zip(option.shards, ranks):
+                shard.rank = rank
+        return proposal
+
+
+def _worst(proposal: list[ShardingOption], topology: Topology) -> tuple[float, int]:
+    """(ms, bytes of device memory) of the busiest and of the fullest rank."""
+    perf, hbm = np.zeros(topology.world_size), np.zeros(topology.world_size, np.int64)
+    for option in proposal:
+        for s in option.shards:
+            assert s.rank is not None and s.perf is not None and s.storage is not None
+            perf[s.rank] += s.perf.total
+            hbm[s.rank] += s.storage.hbm
+    return float(perf.max()), int(hbm.max())

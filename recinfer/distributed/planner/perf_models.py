@@ -1,0 +1,42 @@
+"""Ratings of a placed plan; lower is better."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.types import PerfModel, ShardingOption
+
+__all__ = ["NoopPerfModel", "NoopStorageModel"]
+
+
+class NoopPerfModel(PerfModel):
+    """Milliseconds of the busiest rank: the sum of its shards' total perf."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+
+    def rate(self, plan: list[ShardingOption]) -> float:
+        """The largest sum over ranks."""
+        load = np.zeros(self._topology.world_size)
+        for option in plan:
+            for shard in option.shards:
+                if shard.rank is not None and shard.perf is not None:
+                    load[shard.rank] += shard.perf.total
+        return float(load.max())
+
+
+class NoopStorageModel(PerfModel):
+    """Bytes of the fullest rank, device memory if there is any, else host memory."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+
+    def rate(self, plan: list[ShardingOption]) -> float:
+        """The largest sum over ranks."""
+        used = np.zeros((2, self._topology.world_size))
+        for option in plan:
+            for shard in option.shards:
+                if shard.rank is not None and shard.storage is not None:
+                    used[:, shard.rank] += (shard.storage.hbm, shard.storage.ddr)
+        return float((used[0] if used[0].any() else used[1]).max())

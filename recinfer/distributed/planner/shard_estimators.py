@@ -1,0 +1,314 @@
+"""The estimators as objects: they fill shards of options with milliseconds and bytes, through ``estimates``' arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from recinfer.distributed.planner.constants import kernel_bw_lookup
+from recinfer.distributed.planner.estimates import (
+    TYPE_CODES,
+    FloatN,
+    IntN,
+    ShardArrays,
+    inference_time,
+    storage_bytes,
+    training_time,
+)
+from recinfer.distributed.planner.facts import facts_of_option
+from recinfer.distributed.planner.inference import row_alignment
+from recinfer.distributed.planner.space import KERNEL_CODES, SearchSpace, shard_arrays
+from recinfer.distributed.planner.topology import Perf, Storage, Topology
+from recinfer.distributed.planner.types import ParameterConstraints, ShardEstimator, ShardingOption
+from recinfer.distributed.planner.utils import sharder_name
+from recinfer.distributed.types import CacheStatistics, ModuleSharder, PipelineType
+from recinfer.errors import ConfigError
+
+__all__ = ["EmbeddingOffloadStats", "EmbeddingPerfEstimator", "EmbeddingStorageEstimator"]
+
+SharderMap = dict[str, ModuleSharder[nn.Module]]
+
+
+def _arrays_of_options(
+    options: list[ShardingOption],
+    topology: Topology,
+    constraints: dict[str, ParameterConstraints] | None,
+    sharder_map: SharderMap | None,
+) -> ShardArrays:
+    infos = []
+    for o in options:
+        sharder = (sharder_map or {}).get(sharder_name(type(o.module[1])))
+        infos.append(facts_of_option(o, sharder, topology, constraints))
+    num = np.array([o.num_shards for o in options], np.int64)
+    index = np.arange(len(options))
+    rect = np.array([[s.offset[0], s.size[0], s.offset[1], s.size[1]] for o in options for s in o.shards], np.int64)
+    space = SearchSpace(
+        infos,
+        np.arange(len(options) + 1),
+        index,
+        np.array([TYPE_CODES[o.sharding_type] for o in options], np.int64),
+        np.array([KERNEL_CODES[o.compute_kernel] for o in options], np.int64),
+        np.concatenate([[0], np.cumsum(num)]).astype(np.int64),
+        np.repeat(index, num),
+        rect.reshape(-1, 4),
+        np.full(int(num.sum()), -1, np.int64),
+    )
+    return shard_arrays(space, topology)
+
+
+class EmbeddingPerfEstimator(ShardEstimator):
+    """Milliseconds of each shard.
+
+    Training (``is_inference=False``) follows TorchRec's wall-time model. Inference is that of one process that looks
+    up one batch on all ranks: the batch is not multiplied by the world size, rows are packed, nothing runs backward.
+
+    Args:
+        topology: hardware.
+        constraints: by table name.
+        is_inference: planning for inference.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        is_inference: bool = False,
+    ) -> None:
+        self._topology, self._constraints, self._is_inference = topology, constraints, is_inference
+
+    def estimate_arrays(self, arrays: ShardArrays) -> FloatN:
+        """[N, 6] milliseconds of shards given as arrays."""
+        if self._is_inference:
+            return inference_time(arrays, self._topology, row_alignment(self._topology.compute_device))
+        return training_time(arrays, self._topology)
+
+    def estimate(self, sharding_options: list[ShardingOption], sharder_map: SharderMap | None = None) -> None:
+        """Fill in ``shard.perf``.
+
+        Args:
+            sharding_options: options to estimate.
+            sharder_map: ``sharder_name(type(module))`` -> sharder.
+        """
+        if not sharding_options:
+            return
+        arrays = _arrays_of_options(sharding_options, self._topology, self._constraints, sharder_map)
+        rows = iter(self.estimate_arrays(arrays).tolist())
+        for option in sharding_options:
+            for shard in option.shards:
+                shard.perf = Perf(*next(rows))
+
+    @classmethod
+    def perf_func_emb_wall_time(
+        cls,
+        shard_sizes: list[list[int]],
+        compute_kernel: str,
+        compute_device: str,
+        sharding_type: str,
+        batch_sizes: list[int],
+        world_size: int,
+        local_world_size: int,
+        input_lengths: list[float],
+        input_data_type_size: float,
+        table_data_type_size: float,
+        output_data_type_size: float,
+        fwd_a2a_comm_data_type_size: float,
+        bwd_a2a_comm_data_type_size: float,
+        fwd_sr_comm_data_type_size: float,
+        bwd_sr_comm_data_type_size: float,
+        num_poolings: list[float],
+        hbm_mem_bw: float,
+        ddr_mem_bw: float,
+        hbm_to_ddr_mem_bw: float,
+        intra_host_bw: float,
+        inter_host_bw: float,
+        bwd_compute_multiplier: float,
+        weighted_feature_bwd_compute_multiplier: float,
+        is_pooled: bool,
+        is_weighted: bool = False,
+        caching_ratio: float | None = None,
+        is_inference: bool = False,
+        prefetch_pipeline: bool = False,
+        expected_cache_fetches: float = 0,
+        uneven_sharding_perf_multiplier: float = 1.0,
+    ) -> list[Perf]:
+        """Relative wall time of each shard of one option, with TorchRec's model.
+
+        Args:
+            shard_sizes: [rows, columns] of each shard.
+            compute_kernel, compute_device, sharding_type: enum values.
+            batch_sizes, input_lengths, num_poolings: one a feature; samples a rank, ids a bag, bags a sample.
+            world_size, local_world_size: ranks in all and a host.
+            input_data_type_size: bytes of an id.
+            table_data_type_size: bytes of an element of the table.
+            output_data_type_size: bytes of an element of the output (kept for its place; the model writes elements of
+                the size that the collective carries).
+            fwd_a2a_comm_data_type_size ... bwd_sr_comm_data_type_size: bytes of an element in each collective.
+            hbm_mem_bw ... inter_host_bw: bytes per millisecond.
+            bwd_compute_multiplier, weighted_feature_bwd_compute_multiplier: backward over forward compute.
+            is_pooled, is_weighted: kind of lookup.
+            caching_ratio, prefetch_pipeline, expected_cache_fetches: of rows in host memory behind a cache.
+            is_inference: no backward.
+            uneven_sharding_perf_multiplier: slowdown of unevenly cut tables.
+
+        Raises:
+            ConfigError: a kernel that does not run on the device, or an unknown sharding type.
+        """
+        if sharding_type not in TYPE_CODES:
+            raise ConfigError(f"sharding type {sharding_type!r}; expected one of {sorted(TYPE_CODES)}")
+        bandwidth = kernel_bw_lookup(
+            compute_device, compute_kernel, hbm_mem_bw, ddr_mem_bw, hbm_to_ddr_mem_bw, caching_ratio, prefetch_pipeline
+        )
+        if bandwidth is None:
+            raise ConfigError(f"kernel {compute_kernel!r} does not run on {compute_device!r}")
+        topology = Topology(
+            world_size,
+            compute_device,
+            local_world_size=local_world_size,
+            hbm_mem_bw=hbm_mem_bw,
+            ddr_mem_bw=ddr_mem_bw,
+            hbm_to_ddr_mem_bw=hbm_to_ddr_mem_bw,
+            intra_host_bw=intra_host_bw,
+            inter_host_bw=inter_host_bw,
+            bwd_compute_multiplier=bwd_compute_multiplier,
+            weighted_feature_bwd_compute_multiplier=weighted_feature_bwd_compute_multiplier,
+            uneven_sharding_perf_multiplier=uneven_sharding_perf_multiplier,
+        )
+        sizes = np.array(shard_sizes, np.int64).reshape(-1, 2)
+        num = sizes.shape[0]
+        ids = sum(n * p * b for n, p, b in zip(input_lengths, num_poolings, batch_sizes))
+        vectors = sum(p * b for p, b in zip(num_poolings, batch_sizes))
+
+        def full(value: Any, dtype: Any = np.float64) -> Any:
+            return np.full(num, value, dtype)
+
+        by_columns = sharding_type in ("column_wise", "table_column_wise")
+        arrays = ShardArrays(
+            kind=full(TYPE_CODES[sharding_type], np.int64),
+            rows=sizes[:, 0],
+            cols=sizes[:, 1],
+            table_rows=full(
+                sizes[0, 0] if sharding_type == "data_parallel" or by_columns else sizes[:, 0].sum(), np.int64
+            ),
+            table_cols=full(sizes[:, 1].sum() if by_columns else sizes[0, 1], np.int64),
+            batch_inputs=full(ids),
+            batch_outputs=full(vectors),
+            features=full(len(input_lengths)),
+            pooled=full(is_pooled, bool),
+            weighted=full(is_weighted, bool),
+            element_bytes=full(table_data_type_size),
+            bits=full(8 * table_data_type_size),
+            output_bytes=full(output_data_type_size),
+            fwd_a2a=full(fwd_a2a_comm_data_type_size),
+            bwd_a2a=full(bwd_a2a_comm_data_type_size),
+            fwd_sr=full(fwd_sr_comm_data_type_size),
+            bwd_sr=full(bwd_sr_comm_data_type_size),
+            device_bw=full(bandwidth),
+            misses=full(expected_cache_fetches),
+            cached=full(compute_kernel.endswith("_caching"), bool),
+            on_host=full("_uvm" in compute_kernel, bool),
+            cache_ratio=full(caching_ratio or 0.0),
+            optimizer_full=full(0.0),
+            optimizer_row_bytes=full(0.0),
+        )
+        rows = training_time(arrays, topology, forward_only=is_inference, id_bytes=input_data_type_size)
+        return [Perf(*row) for row in rows.tolist()]
+
+
+class EmbeddingStorageEstimator(ShardEstimator):
+    """Bytes of each shard.
+
+    Args:
+        topology: hardware.
+        constraints: by table name.
+        pipeline_type: how many batches of input live at once.
+        run_embedding_at_peak_memory: count the outputs too; only with a ``pipeline_type``.
+        is_inference: packed rows (scale, bias and alignment included), no optimizer, one process's inputs and outputs.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        pipeline_type: PipelineType = PipelineType.NONE,
+        run_embedding_at_peak_memory: bool = False,
+        is_inference: bool = False,
+    ) -> None:
+        self._topology, self._constraints = topology, constraints
+        self._pipeline_type, self._at_peak = pipeline_type, run_embedding_at_peak_memory
+        self._is_inference = is_inference
+
+    def estimate_arrays(self, arrays: ShardArrays) -> tuple[IntN, IntN]:
+        """(hbm [N], ddr [N]) bytes of shards given as arrays."""
+        return storage_bytes(
+            arrays,
+            self._topology,
+            pipeline_type=self._pipeline_type,
+            run_embedding_at_peak_memory=self._at_peak,
+            is_inference=self._is_inference,
+            alignment=row_alignment(self._topology.compute_device),
+        )
+
+    def estimate(self, sharding_options: list[ShardingOption], sharder_map: SharderMap | None = None) -> None:
+        """Fill in ``shard.storage``.
+
+        Args:
+            sharding_options: options to estimate.
+            sharder_map: ``sharder_name(type(module))`` -> sharder.
+        """
+        if not sharding_options:
+            return
+        arrays = _arrays_of_options(sharding_options, self._topology, self._constraints, sharder_map)
+        hbm, ddr = self.estimate_arrays(arrays)
+        at = 0
+        for option in sharding_options:
+            for shard in option.shards:
+                shard.storage = Storage(hbm=int(hbm[at]), ddr=int(ddr[at]))
+                at += 1
+
+
+class EmbeddingOffloadStats(CacheStatistics):
+    """Cache statistics from a miss-ratio histogram.
+
+    Args:
+        cacheability: area under the miss curve, 0 (all hits) to 1.
+        expected_lookups: distinct rows in a global batch.
+        mrc_hist_counts: lookups that a cache of each size class would add as hits; the classes cut [0, height] evenly.
+        height: rows of the table that the last class ends at.
+    """
+
+    def __init__(self, cacheability: float, expected_lookups: int, mrc_hist_counts: torch.Tensor, height: int) -> None:
+        if mrc_hist_counts.dim() != 1 or not mrc_hist_counts.numel():
+            raise ConfigError(
+                f"mrc_hist_counts has shape {tuple(mrc_hist_counts.shape)}; expected one dimension, not empty"
+            )
+        if height <= 0:
+            raise ConfigError(f"height {height}; expected at least 1 row")
+        self._cacheability, self._expected_lookups = cacheability, expected_lookups
+        self._hist = mrc_hist_counts
+        self._bins = torch.linspace(0, height, mrc_hist_counts.numel() + 1)
+        self.height = height
+
+    @property
+    def expected_lookups(self) -> int:
+        """Distinct rows in a global batch."""
+        return self._expected_lookups
+
+    @property
+    def cacheability(self) -> float:
+        """Area under the miss curve."""
+        return self._cacheability
+
+    def expected_miss_rate(self, clf: float) -> float:
+        """Share of lookups that miss a cache of the fraction ``clf`` of the rows."""
+        size = torch.tensor([clf * self.height])
+        return float(self.estimate_cache_miss_rate(size, self._hist, self._bins)[0])
+
+    @staticmethod
+    def estimate_cache_miss_rate(cache_sizes: torch.Tensor, hist: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
+        """Miss rate of each of ``cache_sizes`` [N]: one minus the share of ``hist`` up to its class of ``bins``."""
+        hits = torch.cumsum(torch.cat([torch.zeros(1), hist.to(torch.float32)]), 0)
+        reached = torch.bucketize(cache_sizes.to(torch.float32), bins.to(torch.float32))
+        return 1.0 - hits[reached.clamp(max=hist.numel())] / hist.sum()

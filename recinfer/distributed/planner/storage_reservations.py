@@ -1,0 +1,215 @@
+"""Memory that is not for tables: dense parameters, the batch's features, and a margin."""
+
+from __future__ import annotations
+
+import copy
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from recinfer.distributed.planner.facts import kjt_bytes, model_tables, sharded_modules
+from recinfer.distributed.planner.topology import Storage, Topology
+from recinfer.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    StorageReservation,
+)
+from recinfer.distributed.planner.utils import gb_to_bytes, storage_repr_in_gb
+from recinfer.distributed.types import ModuleSharder
+from recinfer.errors import ConfigError
+
+__all__ = [
+    "FixedAbsoluteStorageReservation",
+    "FixedPercentageStorageReservation",
+    "HeuristicalStorageReservation",
+    "InferenceStorageReservation",
+    "StorageReservationType",
+]
+
+Constraints = dict[str, ParameterConstraints] | None
+_KJT_COPIES = 20  # batches of input alive in a training pipeline, with the buffers of their exchange
+
+
+class StorageReservationType(Enum):
+    """Kinds of reservation."""
+
+    HEURISTIC = "heuristic"
+    FIXED_PERCENTAGE = "fixed_percentage"
+    FIXED_ABSOLUTE = "fixed_absolute"
+
+
+def _check(percentage: float) -> float:
+    if not 0 <= percentage <= 1:
+        raise ConfigError(f"percentage {percentage}; expected 0 to 1")
+    return percentage
+
+
+def _less(topology: Topology, amounts: list[Storage], why: str) -> Topology:
+    """A copy of ``topology`` with ``amounts`` (one a rank) taken off; raises PlannerError when too little is there."""
+    reserved = copy.copy(topology)
+    reserved._devices = copy.deepcopy(topology.devices)
+    for device, amount in zip(reserved.devices, amounts):
+        before = device.storage
+        device.storage = before - amount
+        if device.storage.hbm < 0 or device.storage.ddr < 0:
+            raise PlannerError(
+                f"{why} need {storage_repr_in_gb(amount)} of rank {device.rank}, which has {storage_repr_in_gb(before)}; "
+                "give it more memory, lower the batch size or the percentage",
+                PlannerErrorType.INSUFFICIENT_STORAGE,
+            )
+    return reserved
+
+
+def _on(topology: Topology, num_bytes: float) -> Storage:
+    return Storage(0, int(num_bytes)) if topology.compute_device == "cpu" else Storage(int(num_bytes), 0)
+
+
+def _share(topology: Topology, percentage: float) -> list[Storage]:
+    """The margin of each rank: of device memory, or of host memory where that is all there is."""
+    devices = topology.devices
+    if topology.compute_device == "cpu":
+        return [Storage(0, int(d.storage.ddr * percentage)) for d in devices]
+    return [Storage(int(d.storage.hbm * percentage), 0) for d in devices]
+
+
+def _dense_bytes(module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> int:
+    """Bytes of parameters and buffers that no sharder takes."""
+    taken: set[str] = set()
+    for path, child, sharder in sharded_modules(module, sharders):
+        if sharder.shardable_parameters(child):
+            prefix = f"{path}." if path else ""
+            taken.update(prefix + name for name, _ in child.named_parameters())
+            taken.update(prefix + name for name, _ in child.named_buffers())
+    tensors: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
+    return sum(t.element_size() * t.nelement() for name, t in tensors if name not in taken)
+
+
+class _Reservation(StorageReservation):
+    def __init__(self) -> None:
+        self._dense_storage: Storage | None = None
+        self._kjt_storage: Storage | None = None
+        self._last: Topology | None = None
+
+    @property
+    def last_reserved_topology(self) -> Topology | None:
+        """What the last ``reserve`` returned."""
+        return self._last
+
+
+class FixedPercentageStorageReservation(_Reservation):
+    """Keeps a share of every rank's memory.
+
+    Args:
+        percentage: 0 to 1.
+    """
+
+    def __init__(self, percentage: float) -> None:
+        super().__init__()
+        self._percentage = _check(percentage)
+
+    def reserve(
+        self,
+        topology: Topology,
+        batch_size: int,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        constraints: Constraints = None,
+    ) -> Topology:
+        """A copy of ``topology`` with the rest."""
+        self._last = _less(topology, _share(topology, self._percentage), "the reserved percentage")
+        return self._last
+
+
+class FixedAbsoluteStorageReservation(_Reservation):
+    """Keeps so many bytes of every rank's memory.
+
+    Args:
+        hbm_reserved_bytes: bytes (of host memory on CPU).
+    """
+
+    def __init__(self, hbm_reserved_bytes: int) -> None:
+        super().__init__()
+        if hbm_reserved_bytes < 0:
+            raise ConfigError(f"hbm_reserved_bytes {hbm_reserved_bytes}; expected 0 or more")
+        self._hbm_reserved_bytes = hbm_reserved_bytes
+
+    @classmethod
+    def from_gb(cls, hbm_reserved_gb: float) -> FixedAbsoluteStorageReservation:
+        """The reservation of so many GiB."""
+        return cls(gb_to_bytes(hbm_reserved_gb))
+
+    def reserve(
+        self,
+        topology: Topology,
+        batch_size: int,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        constraints: Constraints = None,
+    ) -> Topology:
+        """A copy of ``topology`` with the rest."""
+        amount = _on(topology, self._hbm_reserved_bytes)
+        self._last = _less(topology, [amount] * topology.world_size, "the reserved bytes")
+        return self._last
+
+
+class _ModelReservation(_Reservation):
+    """A share, the dense parameters times a factor, and the features of a batch times a factor."""
+
+    _kjt_copies = 1
+
+    def __init__(self, percentage: float, parameter_multiplier: float, dense_tensor_estimate: int | None) -> None:
+        super().__init__()
+        self._percentage = _check(percentage)
+        self._parameter_multiplier = parameter_multiplier
+        self._dense_tensor_estimate = dense_tensor_estimate
+
+    def reserve(
+        self,
+        topology: Topology,
+        batch_size: int,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        constraints: Constraints = None,
+    ) -> Topology:
+        """A copy of ``topology`` with the rest; raises PlannerError when the model leaves nothing."""
+        dense = self._dense_tensor_estimate
+        if dense is None:
+            dense = int(_dense_bytes(module, sharders) * self._parameter_multiplier)
+        tables = model_tables(module, sharders, topology, batch_size, constraints)
+        self._dense_storage = _on(topology, dense)
+        self._kjt_storage = _on(topology, kjt_bytes(tables) * self._kjt_copies)
+        fixed = self._dense_storage + self._kjt_storage
+        amounts = [share + fixed for share in _share(topology, self._percentage)]
+        self._last = _less(topology, amounts, "dense parameters, features and the margin")
+        return self._last
+
+
+class HeuristicalStorageReservation(_ModelReservation):
+    """For training: a margin, dense parameters with gradients and optimizer state, features in flight.
+
+    Args:
+        percentage: margin, 0 to 1.
+        parameter_multiplier: dense memory over dense parameters (parameters, gradients, optimizer, copies).
+        dense_tensor_estimate: bytes of dense memory instead of that.
+    """
+
+    _kjt_copies = _KJT_COPIES
+
+    def __init__(
+        self, percentage: float, parameter_multiplier: float = 6.0, dense_tensor_estimate: int | None = None
+    ) -> None:
+        super().__init__(percentage, parameter_multiplier, dense_tensor_estimate)
+
+
+class InferenceStorageReservation(_ModelReservation):
+    """For inference: a margin, the dense parameters once, the features of one batch.
+
+    Args:
+        percentage: margin, 0 to 1.
+        dense_tensor_estimate: bytes of dense memory instead of the parameters'.
+    """
+
+    def __init__(self, percentage: float, dense_tensor_estimate: int | None = None) -> None:
+        super().__init__(percentage, 1.0, dense_tensor_estimate)
