@@ -88,7 +88,7 @@ def decode_features(message: pb.JaggedFeatures, limits: Limits) -> KeyedJaggedTe
 
     Returns:
         A KeyedJaggedTensor of F keys and B samples; values ``[N]`` int64 or int32 (as sent), lengths ``[F*B]`` int32,
-        weights ``[N]`` float32 or None. Ids are not checked against tables: the predictor knows those.
+        weights ``[N]`` float32 or None. What the values say (ids, names, finite weights) is the predictor's check.
 
     Raises:
         InputError: a field that does not fit the others or a limit; the message names the field, got and expected.
@@ -103,7 +103,6 @@ def decode_features(message: pb.JaggedFeatures, limits: Limits) -> KeyedJaggedTe
     weights = None
     if raw := message.weights:
         weights = _view("features.weights", raw, _FLOAT32, num_ids, "one an id, as features.lengths says")
-        _check_finite("features.weights", weights.numpy())
     return KeyedJaggedTensor.from_parts_unchecked(keys, values, lengths, weights=weights, stride=batch)
 
 
@@ -143,23 +142,13 @@ def _decode_values(message: pb.JaggedFeatures, num_ids: int) -> Tensor:
 
 
 def decode_dense(raw: bytes, batch: int, num_dense: int) -> Tensor:
-    """``[B, num_dense]`` float32 over ``raw``.
+    """``[B, num_dense]`` float32 over ``raw``; that they are finite is the predictor's check.
 
     Raises:
-        InputError: another number of bytes, or a value that is not finite.
+        InputError: another number of bytes.
     """
-    dense = _view("dense", raw, _FLOAT32, batch * num_dense, f"batch_size {batch} x num_dense {num_dense}")
-    _check_finite("dense", dense.numpy(), width=num_dense)
-    return dense.view(batch, num_dense)
-
-
-def _check_finite(field: str, values: np.ndarray, width: int = 0) -> None:
-    finite = np.isfinite(values)
-    if finite.all():
-        return
-    at = int(np.argmin(finite))
-    where = f"sample {at // width}, column {at % width}" if width else f"position {at}"
-    raise InputError(f"{field}: got {values[at]} at {where}, expected finite numbers")
+    why = f"batch_size {batch} x num_dense {num_dense}"
+    return _view("dense", raw, _FLOAT32, batch * num_dense, why).view(batch, num_dense)
 
 
 # -- answers: what the server sends ------------------------------------------------------------------------------

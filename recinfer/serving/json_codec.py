@@ -173,5 +173,5 @@ def _floats(field: str, values: Any) -> np.ndarray:
     array = _array(values)
     if array.dtype.kind not in "fiu":
         raise InputError(f"{field}: got values that are not numbers or rows of different length, expected numbers")
-    with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, which the codec refuses
+    with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, which the predictor refuses
         return array.astype(np.float32)

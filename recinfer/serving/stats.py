@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 
 __all__ = ["RequestStats"]
 
@@ -14,7 +14,7 @@ class RequestStats:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._requests: Counter[tuple[str, str]] = Counter()
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def add(self, call: str, code: str, seconds: float) -> None:
         """Count one answer to ``call`` with ``code`` after ``seconds`` in the server."""

@@ -42,6 +42,7 @@ _TABLE: tuple[tuple[type[BaseException], str, int], ...] = (
     (ArchiveError, "INTERNAL", 500),
     (RecinferError, "INTERNAL", 500),
 )
+_MAX_MESSAGE = 1000
 _INTERNAL = Status("INTERNAL", 500, "internal error; the server's log has the details")
 _ERRORS: dict[str, type[RecinferError]] = {
     "INVALID_ARGUMENT": InputError,
@@ -58,8 +59,13 @@ def status_of(error: BaseException) -> Status:
     """The status a caller gets for ``error``; anything that is not a caller's affair becomes a bare INTERNAL."""
     for kind, code, http in _TABLE:
         if isinstance(error, kind):
-            return _INTERNAL if code == "INTERNAL" else Status(code, http, str(error))
+            return _INTERNAL if code == "INTERNAL" else Status(code, http, _short(str(error)))
     return _INTERNAL
+
+
+def _short(message: str) -> str:
+    # It travels in a header, and a client may refuse headers beyond 8 KB; names in it are as long as callers make them.
+    return message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}... ({len(message)} characters)"
 
 
 def error_of(code: str, message: str) -> RecinferError:

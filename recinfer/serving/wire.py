@@ -29,7 +29,7 @@ def bytes_field(number: int, *parts: Buffer) -> list[Buffer]:
 def tensor_bytes(tensor: Tensor, dtype: np.dtype) -> memoryview:
     """The elements of ``tensor`` as little-endian bytes of ``dtype``, row-major: a view where that is what it holds."""
     array = np.ascontiguousarray(tensor.detach().cpu().numpy(), dtype=dtype)
-    return memoryview(array.reshape(-1).view(np.uint8)) if array.size else memoryview(b"")
+    return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
 
 
 def _varint(value: int) -> bytes:

@@ -47,3 +47,9 @@ def test_an_unknown_code_is_still_an_error_of_ours():
 def test_limits_are_checked_when_built(value: object):
     with pytest.raises(errors.ConfigError, match="max_batch"):
         Limits(max_batch=value)  # type: ignore[arg-type]
+
+
+def test_a_long_message_fits_a_header():
+    status = status_of(errors.InputError("unknown feature " + "x" * 100_000))
+    assert status.message.startswith("unknown feature xxx")
+    assert len(status.message) < 1100

@@ -38,7 +38,7 @@ def over_grpc(torchserve: TorchServe, model: str, token: str | None = None) -> T
 
 
 def as_json(kjt: KeyedJaggedTensor) -> dict[str, list[list[int]]]:
-    return {key: [bag.tolist() for bag in kjt[key].to_dense()] for key in kjt.keys()}
+    return {key: [bag.tolist() for bag in jagged.to_dense()] for key, jagged in kjt.to_dict().items()}
 
 
 @pytest.mark.parametrize("model", MODELS)
