@@ -73,7 +73,9 @@ format: $(STAMP)/dev
 	$(BIN)/ruff format .
 
 bench: $(STAMP)/dev
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for script in $$(grep -l '^if __name__' benchmarks/*.py); do \
+		echo "== $$script"; $(BIN)/python -m benchmarks.$$(basename $$script .py); \
+	done
 
 proto: $(STAMP)/dev
 	$(BIN)/python tools/gen_proto.py

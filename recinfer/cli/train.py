@@ -38,6 +38,7 @@ def run(
 
     output = Output(as_json)
     started = time.perf_counter()
+    output.note(f"rows: {data or 'made up, in the Criteo format'}")
     dataset = load_dataset(data, format.value, limit=limit, seed=seed)
     result = train(
         dataset,

@@ -1,0 +1,48 @@
+"""The text form of ids that ``recinfer lookup`` takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from recinfer.cli.lookup import parse_features
+from recinfer.errors import ConfigError
+
+
+def test_one_sample_of_two_features() -> None:
+    kjt = parse_features(["C1=3,7", "C2=5"])
+    assert kjt.keys() == ["C1", "C2"]
+    assert kjt.stride() == 1
+    assert kjt.values().tolist() == [3, 7, 5]
+    assert kjt.lengths().tolist() == [2, 1]
+    assert kjt.weights_or_none() is None
+
+
+def test_samples_are_separated_by_semicolons_and_may_be_empty() -> None:
+    kjt = parse_features(["C1=3,7;;9", "C2=;5;"])
+    assert kjt.stride() == 3
+    assert kjt.values().tolist() == [3, 7, 9, 5]
+    assert kjt.lengths().tolist() == [2, 0, 1, 0, 1, 0]
+
+
+def test_weights_follow_a_colon() -> None:
+    kjt = parse_features(["C1=3:0.5,7:2"])
+    assert kjt.values().tolist() == [3, 7]
+    assert kjt.weights().tolist() == [0.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (["C1"], "expected NAME=IDS"),
+        (["=3"], "expected NAME=IDS"),
+        (["C1=3,x"], "'x' is no id"),
+        (["C1=3.5"], "'3.5' is no id"),
+        (["C1=3:half"], "'3:half' is no id"),
+        (["C1=3", "C1=4"], "given twice"),
+        (["C1=3;4", "C2=5"], "numbers of samples differ"),
+        (["C1=3:0.5,4"], "1 of 2 ids have weights"),
+    ],
+)
+def test_other_text_is_refused(texts: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("'", "'")):
+        parse_features(texts)

@@ -1,0 +1,103 @@
+"""What holds for every verb: help with an example, one JSON object at the end, errors in one line, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from recinfer import __version__
+from recinfer.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[2]
+VERBS = ["train", "plan", "export", "inspect", "verify", "serve", "lookup", "predict", "mar", "demo"]
+
+
+def invoke(*args: object, **env: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a command in this process."""
+    done = CliRunner().invoke(app, [str(a) for a in args], env=env)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def words(text: str) -> str:
+    """``text`` without the frames and line breaks that its width put in."""
+    return " ".join(text.replace("│", " ").split())
+
+
+def test_help_lists_the_verbs_in_the_order_of_the_pipeline() -> None:
+    code, out, _ = invoke("--help")
+    assert code == 0
+    places = [words(out).index(f" {verb} ") for verb in VERBS]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_has_help_with_an_example_and_json(verb: str) -> None:
+    code, out, _ = invoke(verb, "--help")
+    assert code == 0
+    assert f"Example: recinfer {verb}" in words(out)
+    assert "--json" in out
+
+
+def test_version() -> None:
+    assert invoke("--version")[:2] == (0, f"recinfer {__version__}\n")
+
+
+def test_an_error_is_one_line_on_stderr_and_code_2(tmp_path: Path) -> None:
+    code, out, err = invoke("inspect", tmp_path / "nothing.rqa")
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert "nothing.rqa" in err
+    assert "Traceback" not in err
+
+
+def test_an_error_with_json_is_an_object_too(tmp_path: Path) -> None:
+    code, out, err = invoke("inspect", tmp_path / "nothing.rqa", "--json")
+    assert code == 2
+    error = json.loads(out)["error"]
+    assert error["type"] == "NotFoundError"
+    assert words(error["message"]) in words(err)
+
+
+@pytest.mark.parametrize(("args", "env"), [(("--debug",), {}), ((), {"RECINFER_DEBUG": "1"})])
+def test_debug_shows_the_traceback(tmp_path: Path, args: tuple[str, ...], env: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "recinfer", *args, "inspect", str(tmp_path / "nothing")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env={**os.environ, **env})
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+    assert "NotFoundError" in done.stderr
+
+
+def test_an_unknown_option_is_a_usage_error() -> None:
+    code, _, err = invoke("inspect", "--no-such-option")
+    assert code == 2
+    assert "No such option" in words(err)
+
+
+def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "recinfer", "train", "--limit", "5000000", "--out", str(tmp_path / "ckpt")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stderr is not None
+    assert process.stderr.readline()  # it has begun
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_server_that_is_not_there_is_said_in_one_line() -> None:
+    code, _, err = invoke("lookup", "--target", "127.0.0.1:1", "--feature", "C1=1", "--timeout", "5")
+    assert code == 2
+    assert "127.0.0.1:1" in err
+    assert "Traceback" not in err
