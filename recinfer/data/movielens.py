@@ -1,0 +1,113 @@
+"""MovieLens ratings in RecBole's files: ``.inter``, with what ``.user`` and ``.item`` beside it say of users and movies.
+
+The files are tab-separated; their header names each column as ``name:type``.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.data.columns import Columns
+from recinfer.data.contract import DenseFeature, FeatureContract, Hash, Label, SparseFeature
+from recinfer.data.fitting import standardized, vocabulary
+from recinfer.data.tables import read_csv
+from recinfer.errors import InputError
+
+__all__ = ["RATING_THRESHOLD", "movielens_contract", "read_atomic", "read_movielens"]
+
+RATING_THRESHOLD = 4.0
+"""A rating of at least this is a like: the label."""
+
+_SIDES = ((".user", "user_id"), (".item", "item_id"))
+_TITLE_BUCKETS = 4096
+_ZIP_BUCKETS = 1024
+
+
+def read_atomic(path: str | os.PathLike[str], limit: int | None = None) -> dict[str, NDArray[Any]]:
+    """One of RecBole's files as text by column, the types left out of the names.
+
+    Raises:
+        InputError: a header without ``name:type``, or rows that do not fit it; names path and line.
+        OSError: the file cannot be opened.
+    """
+    columns = read_csv(path, "\t", limit)
+    odd = [name for name in columns if ":" not in name]
+    if odd:
+        raise InputError(f"{path}: the header has {odd[0]!r}; expected name:type for each column, as in user_id:token")
+    return {name.rpartition(":")[0]: values for name, values in columns.items()}
+
+
+def read_movielens(path: str | os.PathLike[str], limit: int | None = None) -> dict[str, NDArray[Any]]:
+    """The interactions of ``path`` with the columns of their user and item, where files of the same name say them.
+
+    Args:
+        path: the ``.inter`` file; ``rating`` may be missing where rows are only to be scored.
+        limit: read only the first ``limit`` interactions.
+
+    Returns:
+        text by column; ``""`` where a user or item is in no file.
+
+    Raises:
+        InputError: no ``user_id`` or ``item_id``, a user or item twice, or files of another form.
+        OSError: the file cannot be opened.
+    """
+    path = Path(path)
+    columns = read_atomic(path, limit)
+    for suffix, key in _SIDES:
+        if key not in columns:
+            raise InputError(f"{path}: has no column {key}; it has {', '.join(columns)}")
+        side_path = path.with_suffix(suffix)
+        if side_path.exists():
+            columns |= _joined(columns, side_path, key)
+    return columns
+
+
+def _joined(columns: dict[str, NDArray[Any]], side_path: Path, key: str) -> dict[str, NDArray[Any]]:
+    """The other columns of ``side_path``, in the order of ``columns[key]``."""
+    side = read_atomic(side_path)
+    if key not in side:
+        raise InputError(f"{side_path}: has no column {key}; it has {', '.join(side)}")
+    ids = side.pop(key)
+    places = {token: at for at, token in enumerate(ids)}
+    if len(places) != len(ids):
+        raise InputError(f"{side_path}: has {len(ids)} rows for {len(places)} different {key}; expected each once")
+    clash = sorted(set(side) & set(columns))
+    if clash:
+        raise InputError(f"{side_path}: columns {', '.join(clash)} are in another file too; rename them")
+    row = np.fromiter(map(places.get, columns[key], repeat(len(ids))), np.int64, len(columns[key]))
+    return {name: np.append(values, "")[row] for name, values in side.items()}
+
+
+def movielens_contract(columns: Columns) -> FeatureContract:
+    """A contract for MovieLens rows, its vocabularies and scales from ``columns`` (the training rows).
+
+    Columns of the user or the movie that are not there are left out. The label is a rating of 4 or 5.
+
+    Raises:
+        InputError: no user_id, item_id or timestamp, or numbers that are none.
+    """
+    sparse = [SparseFeature(name, vocabulary(columns, name)) for name in ("user_id", "item_id")]
+    sparse += [
+        SparseFeature(name, vocabulary(columns, name))
+        for name in ("gender", "occupation", "age", "release_year")
+        if name in columns
+    ]
+    if "zip_code" in columns:
+        sparse.append(SparseFeature("zip_code", Hash(_ZIP_BUCKETS)))
+    if "class" in columns:
+        sparse.append(SparseFeature("genres", vocabulary(columns, "class", " "), column="class", separator=" "))
+    if "movie_title" in columns:
+        title = SparseFeature("title", Hash(_TITLE_BUCKETS), column="movie_title", separator=" ")
+        sparse.append(title)
+    dense = [DenseFeature("timestamp", fill=None)]
+    if "age" in columns:
+        dense.append(DenseFeature("age", fill=30.0, clip_min=0.0, clip_max=120.0))
+    return FeatureContract(
+        tuple(sparse), tuple(standardized(f, columns) for f in dense), Label("rating", RATING_THRESHOLD)
+    )
