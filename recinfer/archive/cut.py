@@ -84,7 +84,8 @@ def find_leaves(model: nn.Module) -> list[Leaf]:
         if isinstance(parent, FeatureProcessedEmbeddingBagCollection):
             outer, outer_path = parent, parent_path
             weights = _position_weights(parent, parent_path)
-        weighted = bool(module.is_weighted()) if callable(getattr(module, "is_weighted", None)) else False
+        is_weighted: Any = getattr(module, "is_weighted", None)
+        weighted = callable(is_weighted) and bool(is_weighted())
         leaves.append(Leaf(path, outer, outer_path, tuple(configs), pooled, weighted, weights))
     if not leaves:
         raise ConfigError(
@@ -332,16 +333,17 @@ class _Program(nn.Module):
     def __init__(self, body: nn.Module, slots: _Slots, dense_path: str) -> None:
         super().__init__()
         self.model = body
-        self.__dict__["_slots"] = slots
+        self.__dict__["_slots"] = slots  # not a submodule
         self._dense_path = dense_path
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
         path = self._dense_path
-        self._slots.fill(tensors[1:] if path else tensors)
+        slots: _Slots = self.__dict__["_slots"]
+        slots.fill(tensors[1:] if path else tensors)
         try:
             return _named_outputs(_call(self.model, {path: tensors[0]} if path else {}))
         finally:
-            self._slots.fill([])
+            slots.fill([])
 
 
 def _call(body: nn.Module, dense: Mapping[str, Tensor]) -> Any:

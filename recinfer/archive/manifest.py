@@ -214,10 +214,19 @@ class Manifest:
         """Readable, deterministic JSON."""
         return json.dumps(asdict(self), indent=1, allow_nan=False) + "\n"
 
-    def check_rules(self) -> None:
-        """Raise ArchiveError unless rules M1 to M9 hold."""
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.model
+
+    def check_names(self) -> None:
+        """Raise ArchiveError unless rule M2 holds."""
         for name, kind in self._names():
             _check_name(name, kind)
+
+    def check_rules(self) -> None:
+        """Raise ArchiveError unless rules M2 to M9 hold."""
+        self.check_names()
         self._check_numbers()
         self._check_tables()
         self._check_features()
@@ -255,7 +264,12 @@ class Manifest:
         """The table configs of one module, ``data_type`` being the stored precision."""
         configs: list[EmbeddingBagConfig | EmbeddingConfig] = []
         for t in self.module_tables(path):
-            common = {"num_embeddings": t.rows, "embedding_dim": t.dim, "name": t.name, "data_type": t.data_type}
+            common: dict[str, Any] = {
+                "num_embeddings": t.rows,
+                "embedding_dim": t.dim,
+                "name": t.name,
+                "data_type": t.data_type,
+            }
             if t.pooling == "none":
                 configs.append(EmbeddingConfig(feature_names=list(t.features), **common))
             else:
@@ -354,10 +368,10 @@ class Manifest:
         if len(set(outputs)) != len(outputs):
             raise ArchiveError(f"module {module.path!r}: a table lists a feature twice", rule="M5")
         if weighted is not None and (
-            not module.is_weighted or module.kind != "pooled" or weighted.keys() != set(features)
+            not module.is_weighted or module.kind != "pooled" or not weighted.keys() <= set(features)
         ):
             raise ArchiveError(
-                f"module {module.path!r}: position_weights are for each feature of a weighted pooled module", rule="M5"
+                f"module {module.path!r}: position_weights are for features of a weighted pooled module", rule="M5"
             )
 
     def _check_dense(self) -> None:

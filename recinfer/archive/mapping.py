@@ -76,21 +76,16 @@ def map_shards(root: Path, layouts: Sequence[RankLayout], *, preload: bool = Fal
         UnavailableError: there is no memory for the copy.
     """
     placed, size = _place(layouts)
+    total = sum(p.piece.bytes for p in placed)
     mapped = None if copy or not _can_map() else _map(root, placed, size, preload)
-    copied = 0
-    if mapped is None:
-        mapped = _copy(root, placed, size)
-        copied = sum(p.piece.bytes for p in placed)
-    elif isinstance(mapped, tuple):
-        mapped, copied = mapped
+    buffer, copied = (_copy(root, placed, size), total) if mapped is None else mapped
     shards: dict[str, list[PackedShard]] = {}
     for p in placed:
         table, rect = p.piece.table, p.piece.rect
         shards.setdefault(table.module, []).append(
             PackedShard(table.table, rect.row_start, rect.row_stop, rect.col_start, rect.col_stop, rect.rank, p.offset)
         )
-    total = sum(p.piece.bytes for p in placed)
-    return MappedShards(mapped, {path: tuple(s) for path, s in shards.items()}, total - copied, copied)
+    return MappedShards(buffer, {path: tuple(s) for path, s in shards.items()}, total - copied, copied)
 
 
 def _place(layouts: Sequence[RankLayout]) -> tuple[list[_Placed], int]:
@@ -148,7 +143,7 @@ def _copy(root: Path, placed: Sequence[_Placed], size: int) -> Tensor:
         buffer = torch.zeros(size, dtype=torch.uint8)
     except RuntimeError as error:
         raise UnavailableError(f"no memory for {size} bytes of tables: {error}; shard over more hosts") from None
-    view = memoryview(buffer.numpy())
+    view = memoryview(buffer.numpy())  # type: ignore[arg-type]
     for path, parts in _by_path(placed).items():
         _read(root, path, [(p.piece.start, view[p.offset : p.offset + p.piece.bytes]) for p in parts])
     return buffer
@@ -189,13 +184,15 @@ def _map(root: Path, placed: Sequence[_Placed], size: int, preload: bool) -> tup
             for offset, file_offset, count in _runs(parts, shared, page):
                 got = libc.mmap(base + offset, count, mmap.PROT_READ, flags, file.fileno(), file_offset)
                 if got == _MAP_FAILED:
-                    return _cannot(ctypes.get_errno())
+                    _cannot(ctypes.get_errno())
+                    return None
     copied = 0
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
     for offset, owners in shared.items():
         if libc.mmap(base + offset, page, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _MAP_FAILED:
-            return _cannot(ctypes.get_errno())
-        target = memoryview(np.frombuffer(holder, dtype=np.uint8))
+            _cannot(ctypes.get_errno())
+            return None
+        target = memoryview(np.frombuffer(holder, dtype=np.uint8))  # type: ignore[call-overload]
         for p in owners:
             first, last = max(p.offset, offset), min(p.offset + p.piece.bytes, offset + page)
             _read(root, p.path, [(p.piece.start + first - p.offset, target[first:last])])

@@ -131,7 +131,7 @@ class ShardWriter:
                 rows, table.embedding_dim, table.precision, rect.col_start, rect.col_stop
             ).contiguous()
             offset = piece.start + (low - rect.row_start) * piece.row_bytes
-            file.write_at(offset, memoryview(rows.numpy()).cast("B"))
+            file.write_at(offset, memoryview(rows.numpy()).cast("B"))  # type: ignore[arg-type]
 
     def __enter__(self) -> ShardWriter:
         return self

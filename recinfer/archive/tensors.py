@@ -1,0 +1,26 @@
+"""Small safetensors files of an archive (golden requests, position weights): dict of tensors to bytes and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from recinfer.errors import ArchiveError
+
+__all__ = ["pack_tensors", "unpack_tensors"]
+
+
+def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """The bytes of a safetensors file; names sorted, so that equal tensors give equal bytes."""
+    return save({name: tensors[name].contiguous() for name in sorted(tensors)})
+
+
+def unpack_tensors(data: bytes, what: str, rule: str) -> dict[str, Tensor]:
+    """The tensors in ``data``; raises ArchiveError with ``rule`` when it is no safetensors file."""
+    try:
+        return load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise ArchiveError(f"{what} is not a safetensors file: {error}", rule=rule) from None

@@ -1,0 +1,369 @@
+"""From an archive to answers: ``load(path)`` gives a Predictor with ``lookup`` and ``predict``; it knows no network.
+
+A request goes: intake (checks, absent features) -> one fused lookup per embedding module over the mapped shards ->
+the dense program. Everything is built when the archive is loaded; a call only runs, and any number run at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from recinfer.archive.check import Answer, Request, compare_answers, read_requests
+from recinfer.archive.dense import DenseEngine, open_dense
+from recinfer.archive.manifest import Manifest, ModuleInfo
+from recinfer.archive.positions import PositionWeights, read_position_weights
+from recinfer.archive.reader import Archive, open_archive
+from recinfer.distributed.planner.plan import Plan
+from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
+from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
+from recinfer.distributed.quant_layout import PackedShard
+from recinfer.errors import ArchiveError, InputError, NotFoundError, RecinferError
+from recinfer.inference.intake import FeatureIntake
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+if TYPE_CHECKING:
+    from recinfer.data.contract import FeatureContract
+
+__all__ = ["FeatureSpec", "LookupResult", "Predictor", "load"]
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """One output of lookup: its name, and the table behind it."""
+
+    name: str
+    table: str
+    rows: int
+    dim: int
+    pooled: bool
+
+
+@dataclass(frozen=True)
+class LookupResult:
+    """Embeddings of the features that a request brought, in the model's order.
+
+    Attributes:
+        pooled: float32 [B, sum of dims], or None when no pooled feature was asked for.
+        sequences: name -> values float32 [ids, dim] with their lengths.
+    """
+
+    pooled: KeyedTensor | None
+    sequences: dict[str, JaggedTensor]
+
+    def keys(self) -> list[str]:
+        """All names: pooled ones first."""
+        return [*(self.pooled.keys() if self.pooled is not None else ()), *self.sequences]
+
+    def __getitem__(self, name: str) -> Tensor | JaggedTensor:
+        """The vectors of one name: [B, dim] when pooled; raises NotFoundError."""
+        if name in self.sequences:
+            return self.sequences[name]
+        if self.pooled is not None and name in self.pooled.keys():  # noqa: SIM118 - not a dict
+            return self.pooled[name]
+        raise NotFoundError(f"no embedding {name!r} in this result; it has {', '.join(self.keys())}")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One embedding module at work."""
+
+    info: ModuleInfo
+    names: list[str]
+    dims: list[int]
+    run: nn.Module
+    positions: PositionWeights | None
+
+    def __call__(self, features: KeyedJaggedTensor) -> Any:
+        if self.positions is not None:
+            features = self.positions.apply(features)
+        return self.run(features)
+
+
+class Predictor:
+    """Answers requests from one archive. Every method may be called from any number of threads at once.
+
+    Attributes:
+        archive: the opened archive.
+        features: what lookup gives, in the model's order.
+        num_dense: columns of the dense input of predict; 0 without one.
+        contract: how raw rows become inputs, or None.
+    """
+
+    def __init__(
+        self,
+        archive: Archive,
+        *,
+        device: str = "cpu",
+        preload: bool = False,
+        dense_threads: int = 1,
+        dense_engine: Literal["onnx", "torch"] | None = None,
+    ) -> None:
+        manifest = archive.manifest
+        self.archive = archive
+        self.device = torch.device(device)
+        self.contract: FeatureContract | None = _contract(manifest)
+        self._mapped = archive.map_shards(preload=preload)
+        weights = read_position_weights(archive)
+        names = _output_names(manifest)
+        self._parts = [
+            _part(manifest, info, self._mapped.module_shards, self._mapped.buffer, names, weights, device)
+            for info in manifest.modules
+        ]
+        self._intake = FeatureIntake(manifest)
+        self.features = tuple(_specs(manifest, names))
+        self.num_dense = 0 if manifest.dense is None else manifest.dense.num_dense
+        self._engine: DenseEngine | None = None
+        self._output_names: list[str] = []
+        if manifest.dense is not None:
+            self._output_names = [output.name for output in manifest.dense.outputs]
+            self._engine = open_dense(
+                archive, manifest.dense, device=device, num_threads=dense_threads, engine=dense_engine
+            )
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the archive holds."""
+        return self.archive.manifest
+
+    @property
+    def plan(self) -> Plan:
+        """Where each rectangle of each table is."""
+        return self.archive.plan
+
+    @property
+    def engine(self) -> str | None:
+        """What runs the dense part: ``"onnx"``, ``"torch"``, or None without a dense part."""
+        return None if self._engine is None else self._engine.name
+
+    @property
+    def replaced_ids(self) -> int:
+        """How many ids out of range became the default row, of features whose policy says so."""
+        return self._intake.replaced_ids
+
+    def lookup(self, features: KeyedJaggedTensor) -> LookupResult:
+        """Embeddings of the features given.
+
+        Args:
+            features: some or all of the model's features, in any order; ids int32 or int64.
+
+        Raises:
+            InputError: an unknown feature, an id out of range, missing weights; names the feature and the place.
+        """
+        taken = self._intake.take(features, need_all=False)
+        pooled: list[KeyedTensor] = []
+        sequences: dict[str, JaggedTensor] = {}
+        for part in self._parts:
+            wanted = None if taken.present is None else [f in taken.present for f in part.info.features]
+            if wanted is not None and not any(wanted):
+                continue
+            found = part(taken.features)
+            if part.info.kind == "pooled":
+                pooled.append(_select(part, found.values(), wanted))
+            else:
+                chosen = zip(part.names, found.values(), wanted or [True] * len(part.names))
+                sequences.update({name: _on_cpu(sequence) for name, sequence, keep in chosen if keep})
+        return LookupResult(_join(pooled), sequences)
+
+    def predict(self, dense: Tensor | None, features: KeyedJaggedTensor) -> dict[str, Tensor]:
+        """The model's outputs.
+
+        Args:
+            dense: float32 [B, num_dense], finite; None when the model has no dense input.
+            features: all features of the model, in any order. An absent one is an empty bag, or its default id, or
+                refused, as the manifest says.
+
+        Returns:
+            output name -> float32 [B, ...] (``"output"`` when forward returns one tensor).
+
+        Raises:
+            InputError: as lookup, and: wrong shape or dtype, NaN or infinity in dense.
+        """
+        if self._engine is None:
+            raise InputError("this archive holds embeddings only, no dense part; call lookup")
+        taken = self._intake.take(features, need_all=True).features
+        return dict(zip(self._output_names, self._run_dense(self._check_dense(dense, taken.stride()), taken)))
+
+    def replay(self, request: Request) -> Answer:
+        """Answer a golden request: every embedding and output, module by module."""
+        taken = self._intake.take(request.features, need_all=True).features
+        found = [part(taken) for part in self._parts]
+        outputs = [] if self._engine is None else self._run_dense(request.dense, taken)
+        return Answer([t for part, given in zip(self._parts, found) for t in _tensors(part, given)], outputs)
+
+    def check_request(self, index: int) -> None:
+        """Replay golden request ``index``; raises ArchiveError (C1, C2) when the answer differs from the stored one."""
+        request, answer = read_requests(self.archive)[index]
+        try:
+            given = self.replay(request)
+        except RecinferError as error:
+            raise ArchiveError(f"golden request {index} fails: {error}", rule="C2") from None
+        compare_answers(index, given, answer)
+
+    def run_dense_on(
+        self, dense: Tensor | None, embeddings: Sequence[Tensor], lengths: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """The dense program on given embeddings, as :meth:`replay` returns them; a sequence's with its lengths."""
+        if self._engine is None:
+            return []
+        tensors = [dense] if dense is not None else []
+        for vectors, length in zip(embeddings, lengths):
+            tensors += [vectors] if length is None else [vectors, length]
+        return [output.cpu() for output in self._engine([t.to(self.device) for t in tensors])]
+
+    def _run_dense(self, dense: Tensor | None, taken: KeyedJaggedTensor) -> list[Tensor]:
+        assert self._engine is not None
+        tensors = [dense.to(self.device)] if dense is not None and self.num_dense else []
+        for part in self._parts:
+            tensors += _tensors(part, part(taken), dense_input=True)
+        return [output.cpu() for output in self._engine(tensors)]
+
+    def _check_dense(self, dense: Tensor | None, batch: int) -> Tensor | None:
+        if dense is None:
+            if self.num_dense:
+                raise InputError(f"dense is missing; expected float32 [{batch}, {self.num_dense}]")
+            return None
+        if (
+            not isinstance(dense, Tensor)
+            or dense.dtype != torch.float32
+            or tuple(dense.shape) != (batch, self.num_dense)
+        ):
+            came = f"{dense.dtype} {list(dense.shape)}" if isinstance(dense, Tensor) else type(dense).__name__
+            raise InputError(f"dense: got {came}; expected float32 [{batch}, {self.num_dense}] (batch, num_dense)")
+        # One sum sees every NaN and infinity; a finite batch whose sum overflows is looked at twice.
+        if not bool(torch.isfinite(dense.sum())) and not bool(torch.isfinite(dense).all()):
+            sample, column = (~torch.isfinite(dense)).nonzero()[0].tolist()
+            raise InputError(
+                f"dense: sample {sample}, column {column} is {float(dense[sample, column])}; expected finite numbers"
+            )
+        return dense.contiguous()
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str = "cpu",
+    preload: bool = False,
+    check_hashes: bool = False,
+    dense_threads: int = 1,
+    dense_engine: Literal["onnx", "torch"] | None = None,
+) -> Predictor:
+    """Open an archive for serving.
+
+    Args:
+        path: the archive's folder.
+        device: ``"cpu"``, or ``"cuda"``: rank r's tables go to GPU r.
+        preload: read all table pages now instead of at their first use.
+        check_hashes: hash the shards too (reads every byte); everything else is always hashed.
+        dense_threads: threads that one call of the dense program uses; servers run many calls at once, so 1.
+        dense_engine: ``"onnx"`` or ``"torch"`` instead of the manifest's choice.
+
+    Raises:
+        ArchiveError: the archive breaks a rule of FORMAT.md, or answers its first golden request wrongly.
+        UnavailableError: something that serving needs is not installed.
+
+    Example::
+
+        predictor = recinfer.load("model.rqa")
+        logits = predictor.predict(dense, features)["output"]
+    """
+    archive = open_archive(path, check_hashes=check_hashes)
+    predictor = Predictor(
+        archive, device=device, preload=preload, dense_threads=dense_threads, dense_engine=dense_engine
+    )
+    predictor.check_request(0)  # proves that this machine gives the stored answer, and warms every part up
+    return predictor
+
+
+def _contract(manifest: Manifest) -> FeatureContract | None:
+    if manifest.contract is None:
+        return None
+    from recinfer.data.contract import FeatureContract
+
+    return FeatureContract.from_dict(manifest.contract)
+
+
+def _output_names(manifest: Manifest) -> dict[str, list[str]]:
+    """Module path -> a name per output; a name that two modules have gets ``@<module path>`` behind it."""
+    count = Counter(name for module in manifest.modules for name in module.outputs)
+    return {
+        module.path: [f"{name}@{module.path}" if count[name] > 1 else name for name in module.outputs]
+        for module in manifest.modules
+    }
+
+
+def _specs(manifest: Manifest, names: dict[str, list[str]]) -> list[FeatureSpec]:
+    specs = []
+    for module in manifest.modules:
+        tables = [table for table in manifest.module_tables(module.path) for _ in table.features]
+        for name, table in zip(names[module.path], tables):
+            specs.append(FeatureSpec(name, table.name, table.rows, table.dim, module.kind == "pooled"))
+    return specs
+
+
+def _part(
+    manifest: Manifest,
+    info: ModuleInfo,
+    shards: dict[str, tuple[PackedShard, ...]],
+    buffer: Tensor,
+    names: dict[str, list[str]],
+    weights: dict[str, PositionWeights],
+    device: str,
+) -> _Part:
+    tables = manifest.configs(info.path)
+    dims = [table.embedding_dim for table in tables for _ in table.feature_names]
+    common: dict[str, Any] = {"world_size": manifest.world_size, "device": device}
+    run: nn.Module
+    if info.kind == "pooled":
+        run = ShardedQuantEmbeddingBagCollection.from_packed(
+            tables, shards[info.path], buffer, is_weighted=info.is_weighted, **common
+        )
+    else:
+        run = ShardedQuantEmbeddingCollection.from_packed(tables, shards[info.path], buffer, **common)
+    return _Part(info, names[info.path], dims, run, weights.get(info.path))
+
+
+def _tensors(part: _Part, found: Any, *, dense_input: bool = False) -> list[Tensor]:
+    """The vectors of one module as the dense program takes them."""
+    if part.info.kind == "pooled":
+        return [found.values() if dense_input else found.values().cpu()]
+    tensors = []
+    for sequence in found.values():
+        tensors.append(sequence.values() if dense_input else sequence.values().cpu())
+        if dense_input:
+            tensors.append(sequence.lengths().long())
+    return tensors
+
+
+def _select(part: _Part, values: Tensor, wanted: Sequence[bool] | None) -> KeyedTensor:
+    if wanted is None or all(wanted):
+        return KeyedTensor(part.names, part.dims, values.cpu())
+    chosen = [i for i, keep in enumerate(wanted) if keep]
+    columns = values.split(part.dims, dim=1)
+    return KeyedTensor(
+        [part.names[i] for i in chosen],
+        [part.dims[i] for i in chosen],
+        torch.cat([columns[i] for i in chosen], dim=1).cpu(),
+    )
+
+
+def _join(pooled: Sequence[KeyedTensor]) -> KeyedTensor | None:
+    if len(pooled) <= 1:
+        return pooled[0] if pooled else None
+    return KeyedTensor(
+        [key for part in pooled for key in part.keys()],  # noqa: SIM118 - not a dict
+        [dim for part in pooled for dim in part.length_per_key()],
+        torch.cat([part.values() for part in pooled], dim=1),
+    )
+
+
+def _on_cpu(sequence: JaggedTensor) -> JaggedTensor:
+    if sequence.values().device.type == "cpu":
+        return sequence
+    return JaggedTensor.from_parts_unchecked(sequence.values().cpu(), None, sequence.lengths().cpu())

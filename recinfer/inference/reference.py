@@ -1,0 +1,127 @@
+"""The float model's answers to golden requests, from the few rows they touch: what an export is checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from recinfer.archive.check import Answer, Request
+from recinfer.archive.manifest import Manifest, ModuleInfo, TableInfo
+from recinfer.errors import ArchiveError
+from recinfer.inference.predictor import Predictor
+from recinfer.sparse.jagged_tensor import JaggedTensor
+
+__all__ = ["FloatRows", "compare_with_float"]
+
+
+class FloatRows:
+    """The float rows that the golden requests read, picked out while the tables stream by."""
+
+    def __init__(self, manifest: Manifest, requests: Sequence[Request]) -> None:
+        self._ids: dict[tuple[str, str], Tensor] = {}
+        self._rows: dict[tuple[str, str], Tensor] = {}
+        for table in manifest.tables:
+            ids = torch.cat([r.features[f].values() for r in requests for f in table.features])
+            self._ids[table.module, table.name] = ids.unique()
+            self._rows[table.module, table.name] = torch.zeros(len(self._ids[table.module, table.name]), table.dim)
+
+    def collect(self, module: str, table: str, first_row: int, chunk: Tensor) -> None:
+        """Take what is wanted of rows ``first_row ...``."""
+        ids = self._ids[module, table]
+        low, high = torch.searchsorted(ids, torch.tensor([first_row, first_row + len(chunk)])).tolist()
+        if low < high:
+            self._rows[module, table][low:high] = chunk[ids[low:high] - first_row]
+
+    def rows(self, table: TableInfo, ids: Tensor) -> Tensor:
+        """Float rows [N, dim] of ids [N]."""
+        key = table.module, table.name
+        return self._rows[key][torch.searchsorted(self._ids[key], ids)]
+
+
+def compare_with_float(
+    predictor: Predictor,
+    rows: FloatRows,
+    requests: Sequence[Request],
+    answers: Sequence[Answer],
+    position_weights: Mapping[str, Mapping[str, Tensor]],
+) -> tuple[float, float | None]:
+    """The largest difference of embeddings and of outputs from the float model's.
+
+    Raises:
+        ArchiveError: an embedding is further off than its precision explains: a bug, or a bad disk.
+    """
+    manifest = predictor.manifest
+    worst = worst_output = 0.0
+    for request, answer in zip(requests, answers):
+        floats: list[Tensor] = []
+        lengths: list[Tensor | None] = []
+        place = 0
+        for module in manifest.modules:
+            parts = _module_floats(manifest, module, rows, request, position_weights.get(module.path, {}))
+            for name, expected, bound, sequence_lengths in parts:
+                difference = (answer.embeddings[place] - expected).abs()
+                if difference.numel() and not bool((difference <= bound).all()):
+                    raise ArchiveError(
+                        f"module {module.path!r}, {name}: the archive's embeddings are off the float model's by "
+                        f"{float(difference.max()):.3g}, where its precision explains {float(bound.max()):.3g}",
+                        rule="C2",
+                    )
+                worst = max([worst, *difference.flatten().tolist()])
+                floats.append(expected)
+                lengths.append(sequence_lengths)
+                place += 1
+        for a, b in zip(answer.outputs, predictor.run_dense_on(request.dense, floats, lengths), strict=True):
+            worst_output = max([worst_output, *(a - b).abs().flatten().tolist()])
+    return worst, None if manifest.dense is None else worst_output
+
+
+def _module_floats(
+    manifest: Manifest, module: ModuleInfo, rows: FloatRows, request: Request, weights: Mapping[str, Tensor]
+) -> list[tuple[str, Tensor, Tensor, Tensor | None]]:
+    """(name, float vectors, largest difference allowed, lengths of a sequence), one a tensor of the answer."""
+    features = [(t, f) for t in manifest.module_tables(module.path) for f in t.features]
+    if module.kind == "sequence":
+        parts: list[tuple[str, Tensor, Tensor, Tensor | None]] = []
+        for table, name in features:
+            bag = request.features[name]
+            vectors = rows.rows(table, bag.values())
+            parts.append((name, vectors, _allowed(table, vectors), bag.lengths().long()))
+        return parts
+    pooled, bounds = [], []
+    for table, name in features:
+        vectors, bound = _pooled(table, rows, request.features[name], module, weights.get(name))
+        pooled.append(vectors)
+        bounds.append(bound)
+    return [("pooled", torch.cat(pooled, 1), torch.cat(bounds, 1), None)]
+
+
+def _allowed(table: TableInfo, vectors: Tensor) -> Tensor:
+    """Per element: what rounding to the table's codes may change, with room for fp16 scale and bias."""
+    largest = vectors.abs().amax(1, keepdim=True) if vectors.shape[0] else vectors[:, :1]
+    relative = 2e-6 if table.precision == "fp32" else 2**-9
+    return (0.5 * table.quantization.max_step + relative * largest + 1e-7).expand_as(vectors)
+
+
+def _pooled(
+    table: TableInfo, rows: FloatRows, bag: JaggedTensor, module: ModuleInfo, positions: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    lengths = bag.lengths().long()
+    vectors = rows.rows(table, bag.values())
+    bound = _allowed(table, vectors)
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    if module.is_weighted:
+        if module.position_weights is None:
+            weight = bag.weights()
+        elif positions is None:
+            weight = torch.ones(len(vectors))
+        else:
+            weight = positions.float()[torch.arange(len(vectors)) - (lengths.cumsum(0) - lengths)[sample]]
+        vectors, bound = vectors * weight.unsqueeze(1), bound * weight.abs().unsqueeze(1)
+    total = torch.zeros(len(lengths), table.dim).index_add_(0, sample, vectors)
+    allowed = torch.zeros(len(lengths), table.dim).index_add_(0, sample, bound)
+    if table.pooling == "mean":
+        count = lengths.clamp(min=1).unsqueeze(1)
+        total, allowed = total / count, allowed / count
+    return total, allowed
