@@ -235,7 +235,7 @@ class JaggedTensor(metaclass=Proxyable):
     def record_stream(self, stream: torch.cuda.streams.Stream) -> None:
         """Tell the allocator that ``stream`` uses the parts."""
         for part in (self._values, self._weights, self._lengths, self._offsets):
-            if part is not None:
+            if part is not None and part.device.type != "cpu":
                 part.record_stream(stream)
 
     def size_in_bytes(self) -> int:

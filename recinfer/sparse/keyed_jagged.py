@@ -36,7 +36,7 @@ class KeyedJaggedTensor(KeyedParts):
         keys: the ``F`` feature names.
         values: ``[N, ...]``, key after key, and in a key example after example.
         weights: ``[N]`` or None.
-        lengths: integers ``[F * B]``, key-major.
+        lengths: integers ``[F * B]``, key-major (``[F, B]`` is flattened).
         offsets: integers ``[F * B + 1]``; at least one of lengths and offsets.
         stride: ``B``; read off the lengths if None.
         stride_per_key_per_rank: batch size of each key on each rank, ``[F][ranks]``: a variable batch.
@@ -288,9 +288,11 @@ class KeyedJaggedTensor(KeyedParts):
             InputError: an index outside of the keys.
         """
         num_keys = len(self._keys)
-        for index in indices:
-            if not -num_keys <= index < num_keys:
-                raise InputError(f"KeyedJaggedTensor.permute: index {index} with {num_keys} keys; expected 0 to F - 1")
+        if indices and not (min(indices) >= -num_keys and max(indices) < num_keys):
+            bad = next(i for i in indices if not -num_keys <= i < num_keys)
+            raise InputError(
+                f"KeyedJaggedTensor.permute: index {bad} with {num_keys} keys; expected 0 to {num_keys - 1}"
+            )
         sizes = self.length_per_key()
         variable = self.variable_stride_per_key()
         if variable:

@@ -58,6 +58,8 @@ class KeyedParts(metaclass=Proxyable):
         jt_dict: dict[str, JaggedTensor] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> None:
+        if type(lengths) is Tensor and lengths.dim() == 2 and lengths.shape[0] == len(keys):
+            lengths = lengths.reshape(-1)
         if keys and isinstance(stride_per_key_per_rank, list) and not stride_per_key_per_rank:
             stride_per_key_per_rank = None  # what stride_per_key_per_rank() says of a fixed batch
         if stride_per_key_per_rank is None and stride_per_key is not None and len(set(stride_per_key)) > 1:

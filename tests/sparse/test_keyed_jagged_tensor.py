@@ -180,6 +180,12 @@ def test_unequal_stride_per_key_is_a_variable_batch() -> None:
     assert (kjt.stride_per_key_per_rank(), kjt["b"].values().tolist()) == ([[1], [2]], [1, 2])
 
 
+def test_lengths_of_two_dimensions_are_flattened() -> None:
+    kjt = KeyedJaggedTensor(["a", "b"], torch.arange(3), lengths=torch.tensor([[1, 0], [0, 2]]))
+    assert kjt.lengths().tolist() == kjt.flatten_lengths().lengths().tolist() == [1, 0, 0, 2]
+    assert kjt["b"].values().tolist() == [1, 2]
+
+
 def test_what_a_fixed_batch_says_of_ranks_builds_a_fixed_batch() -> None:
     ranks = sample().stride_per_key_per_rank()
     kjt = KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([1, 2]), stride_per_key_per_rank=ranks)
@@ -215,7 +221,7 @@ BAD_PARTS = [
     (["a", "b"], {"lengths": torch.tensor([1, 1, 1])}, "got 3 lengths for 2 keys"),
     (["a"], {"lengths": torch.tensor([4, -1])}, r"lengths\[1\] is -1"),
     (["a"], {"lengths": torch.tensor([3.0])}, r"must hold integers, got torch.float32"),
-    (["a"], {"lengths": torch.tensor([[3]])}, r"1 dimension, got shape \(1, 1\)"),
+    (["a"], {"lengths": torch.tensor([[1], [2]])}, r"1 dimension, got shape \(2, 1\)"),
     (["a"], {"offsets": torch.tensor([1, 3])}, "offsets start at 1"),
     (["a"], {"offsets": torch.tensor([0, 2])}, "offsets end at 2 but there are 3 values"),
     (["a"], {"offsets": torch.tensor([0, 2, 1, 3])}, "offsets fall from 2 to 1 at position 2"),
