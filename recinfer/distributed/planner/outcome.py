@@ -7,7 +7,7 @@ import numpy as np
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
 from recinfer.distributed.planner.estimates import DP, PERF_PARTS, IntN
 from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan
-from recinfer.distributed.planner.problem import Problem
+from recinfer.distributed.planner.problem import FREE, Problem
 from recinfer.distributed.planner.search import Placement, SearchReport
 from recinfer.distributed.planner.space import SearchSpace, option_label, shard_arrays
 from recinfer.distributed.planner.topology import Topology
@@ -19,11 +19,14 @@ __all__ = ["build_plan", "chosen_options", "pin_tables"]
 
 def chosen_options(problem: Problem, placement: Placement) -> list[tuple[int, IntN]]:
     """(option of the search space, ranks of its shards) of every table."""
-    return [
-        (option, placement.ranks[unit])
-        for unit in range(problem.num_units)
-        for option in problem.space_options(int(placement.choice[unit]))
-    ]
+    chosen = []
+    for unit in range(problem.num_units):
+        choice = int(placement.choice[unit])
+        ranks = placement.ranks[unit]
+        if problem.mode[choice] == FREE:
+            ranks = np.sort(ranks)  # pieces of a table are alike: neighbours together, so that columns stay contiguous
+        chosen += [(option, ranks) for option in problem.space_options(choice)]
+    return chosen
 
 
 def build_plan(

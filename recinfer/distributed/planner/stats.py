@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,10 @@ class EmbeddingStats(Stats):
         debug: bool = True,
         report: SearchReport | None = None,
     ) -> None:
-        """Log one line at a time at level INFO; ``debug`` adds the tables and the imbalance."""
+        """Log one line at a time at level INFO, or print to stderr where logging is not set up.
+
+        ``debug`` adds the tables and the imbalance.
+        """
         ranks = _RankSums(best_plan, topology)
         sections = [
             [
@@ -110,8 +114,11 @@ class EmbeddingStats(Stats):
             sections += [_table_lines(best_plan, constraints), _imbalance_lines(ranks)]
         width = max(_MIN_WIDTH, *(len(line) for lines in sections for line in lines)) + 8
         self.stats_lines = _frame(sections, width)
-        for line in self.stats_lines:
-            logger.info(line)
+        if logger.hasHandlers():
+            for line in self.stats_lines:
+                logger.info(line)
+        else:  # nobody has set logging up: a notebook or a script, which wants to see the table
+            print("\n".join(self.stats_lines), file=sys.stderr)
 
     @staticmethod
     def _legend() -> list[str]:

@@ -1,0 +1,461 @@
+"""The planner itself: enumerate, reserve, search (or run the given proposers and partitioner), report."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from recinfer import env
+from recinfer.distributed.planner.constants import BATCH_SIZE
+from recinfer.distributed.planner.enumerators import EmbeddingEnumerator, option_object
+from recinfer.distributed.planner.explain import explain
+from recinfer.distributed.planner.facts import sharded_modules
+from recinfer.distributed.planner.outcome import build_plan, chosen_options, pin_tables
+from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner
+from recinfer.distributed.planner.perf_models import NoopPerfModel
+from recinfer.distributed.planner.plan import Plan, TablePlan, placement
+from recinfer.distributed.planner.problem import Problem, lower_bound, make_problem
+from recinfer.distributed.planner.proposers import GreedyProposer, UniformProposer
+from recinfer.distributed.planner.search import SearchReport, search
+from recinfer.distributed.planner.space import SearchSpace
+from recinfer.distributed.planner.stats import EmbeddingStats
+from recinfer.distributed.planner.storage_reservations import HeuristicalStorageReservation
+from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    Partitioner,
+    PerfModel,
+    PlanLoader,
+    PlannerError,
+    PlannerErrorType,
+    Proposer,
+    ShardingOption,
+    Stats,
+    StorageReservation,
+)
+from recinfer.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingPlanner,
+    ShardingType,
+    ShardMetadata,
+)
+from recinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["EmbeddingPlannerBase", "EmbeddingShardingPlanner", "create_planner", "to_sharding_plan"]
+
+logger = logging.getLogger(__name__)
+
+Callbacks = list[Callable[[list[ShardingOption]], list[ShardingOption]]]
+_MAX_PROPOSALS = 10_000
+
+
+def to_sharding_plan(sharding_options: list[ShardingOption], topology: Topology) -> ShardingPlan:
+    """TorchRec's plan of placed options."""
+    plan: dict[str, Any] = {}
+    for option in sharding_options:
+        shards = option.shards
+        spec = None
+        if option.sharding_type != ShardingType.DATA_PARALLEL.value:
+            spec = EnumerableShardingSpec(
+                [
+                    ShardMetadata(
+                        shard_offsets=list(s.offset),
+                        shard_sizes=list(s.size),
+                        placement=placement(topology.compute_device, s.rank or 0, topology.local_world_size),
+                    )
+                    for s in shards
+                ]
+            )
+        module_plan = plan.setdefault(option.path, EmbeddingModuleShardingPlan())
+        module_plan[option.name] = ParameterSharding(
+            sharding_type=option.sharding_type,
+            compute_kernel=option.compute_kernel,
+            ranks=[s.rank or 0 for s in shards],
+            sharding_spec=spec,
+            cache_params=option.cache_params,
+            enforce_hbm=option.enforce_hbm,
+            stochastic_rounding=option.stochastic_rounding,
+            bounds_check_mode=option.bounds_check_mode,
+            output_dtype=option.output_dtype,
+            key_value_params=option.key_value_params,
+        )
+    return ShardingPlan(plan)
+
+
+def _default_topology() -> Topology:
+    import torch.distributed as dist
+
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Topology(world_size=world, compute_device=device, local_world_size=env.local_world_size(world))
+
+
+class EmbeddingPlannerBase(ShardingPlanner):
+    """What planners share: their parts, and planning once for all ranks."""
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: Enumerator | None = None,
+        storage_reservation: StorageReservation | None = None,
+        stats: Stats | list[Stats] | None = None,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        debug: bool = True,
+        callbacks: Callbacks | None = None,
+        timeout_seconds: int | None = None,
+        heuristical_storage_reservation_percentage: float = 0.15,
+    ) -> None:
+        self._topology = topology or _default_topology()
+        self._batch_size = batch_size or BATCH_SIZE
+        self._constraints = constraints
+        self._enumerator = enumerator or EmbeddingEnumerator(self._topology, self._batch_size, constraints)
+        self._storage_reservation = storage_reservation or HeuristicalStorageReservation(
+            percentage=heuristical_storage_reservation_percentage
+        )
+        self._stats = [EmbeddingStats()] if stats is None else stats if isinstance(stats, list) else [stats]
+        self._debug, self._callbacks = debug, callbacks or []
+        self._timeout_seconds = timeout_seconds
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """Plan on rank 0 of ``pg`` (default: the world) and give every rank the result, or rank 0's error."""
+        import torch.distributed as dist
+
+        group = pg if pg is not None else dist.group.WORLD
+        if sharders is None:
+            from recinfer.distributed.sharding_plan import get_default_sharders
+
+            sharders = get_default_sharders()
+        message: list[Any] = [None]
+        if dist.get_rank(group) == 0:
+            try:
+                message[0] = self.plan(module, sharders)
+            except Exception as error:  # every rank must fail, or the others would wait for ever
+                message[0] = error
+        source = dist.get_global_rank(group, 0) if group is not dist.group.WORLD else 0
+        dist.broadcast_object_list(message, src=source, group=group)
+        if isinstance(message[0], Exception):
+            raise message[0]
+        return message[0]
+
+    def hash_planner_context_inputs(self) -> int:
+        """Number that changes with topology, batch size, reservation or constraints."""
+        return int(self.hash_planner_context_inputs_str()[:15], 16)
+
+    def hash_planner_context_inputs_str(self) -> str:
+        """sha256 (hex) of the same."""
+        limits = sorted((n, repr(c)) for n, c in (self._constraints or {}).items())
+        reservation = self._storage_reservation
+        facts = {k: v for k, v in vars(reservation).items() if isinstance(v, int | float | str)}
+        parts = (
+            self._topology.signature(),
+            self._batch_size,
+            type(reservation).__name__,
+            sorted(facts.items()),
+            limits,
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+class EmbeddingShardingPlanner(EmbeddingPlannerBase):
+    """Plans embedding tables for a topology.
+
+    With no ``proposer``, ``partitioner``, ``performance_model`` or ``callbacks`` given, the default search runs: all
+    options as arrays, a start near the lower bound (and from uniform and greedy choices), then a local search on the
+    bottleneck rank. With any of them given, they run as documented: proposals are partitioned and rated one by one.
+
+    Args:
+        topology: hardware; default that of the process group.
+        batch_size: samples a rank, default 512.
+        enumerator, storage_reservation, proposer, partitioner, performance_model, stats: parts to use instead.
+        constraints: by table name.
+        debug: print the tables too.
+        callbacks: change the best plan before it is returned.
+        timeout_seconds: bounds the search; the best plan so far is returned.
+        plan_loader: an earlier plan to use when it was made from the same inputs.
+        pinned: (ours) entries of an earlier :class:`Plan` to leave where they are.
+
+    After :meth:`plan`, ``report`` says how good the plan is and ``last_plan`` is its data form.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: Enumerator | None = None,
+        storage_reservation: StorageReservation | None = None,
+        proposer: Proposer | list[Proposer] | None = None,
+        partitioner: Partitioner | None = None,
+        performance_model: PerfModel | None = None,
+        stats: Stats | list[Stats] | None = None,
+        constraints: dict[str, ParameterConstraints] | None = None,
+        debug: bool = True,
+        callbacks: Callbacks | None = None,
+        timeout_seconds: int | None = None,
+        plan_loader: PlanLoader | None = None,
+        pinned: Plan | Sequence[TablePlan] | None = None,
+    ) -> None:
+        super().__init__(
+            topology,
+            batch_size,
+            enumerator,
+            storage_reservation,
+            stats,
+            constraints,
+            debug,
+            callbacks,
+            timeout_seconds,
+        )
+        self._classic = any(x is not None for x in (proposer, partitioner, performance_model)) or bool(callbacks)
+        if proposer is None:
+            self._proposers: list[Proposer] = [GreedyProposer(), GreedyProposer(use_depth=False), UniformProposer()]
+        else:
+            self._proposers = proposer if isinstance(proposer, list) else [proposer]
+        self._partitioner = partitioner or GreedyPerfPartitioner()
+        self._performance_model = performance_model or NoopPerfModel(self._topology)
+        self._plan_loader = plan_loader
+        self._pinned = list(pinned.tables) if isinstance(pinned, Plan) else list(pinned or [])
+        self.report: SearchReport | None = None
+        self.last_plan: Plan | None = None
+
+    def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
+        """The plan of every table that ``sharders`` can shard.
+
+        Raises:
+            PlannerError: no plan fits; the message says what binds and what would help.
+            ConfigError: nothing to shard, or inputs that do not hold together.
+        """
+        begin = time.monotonic()
+        deadline = begin + self._timeout_seconds if self._timeout_seconds is not None else float("inf")
+        self._check_constraints(module, sharders)
+        reserved = self._storage_reservation.reserve(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            module=module,
+            sharders=sharders,
+            constraints=self._constraints,
+        )
+        space = self._enumerator.space(module, sharders) if isinstance(self._enumerator, EmbeddingEnumerator) else None
+        loaded = self._load(module, sharders) if self._plan_loader is not None else None
+        if loaded is not None:
+            best, self.report = loaded, None
+            self.last_plan = None
+            proposals = plans = 1
+        elif space is None or self._classic:
+            best, proposals, plans = self._run_proposers(module, sharders, reserved, deadline, space)
+        else:
+            best, proposals, plans = self._run_search(space, reserved, deadline)
+        for callback in self._callbacks:
+            best = callback(best)
+        sharding_plan = to_sharding_plan(best, self._topology)
+        seconds = time.monotonic() - begin
+        if self.report is not None:
+            self.report.seconds = seconds
+        for stats in self._stats:
+            extra: dict[str, Any] = {"report": self.report} if isinstance(stats, EmbeddingStats) else {}
+            stats.log(
+                sharding_plan=sharding_plan,
+                topology=self._topology,
+                batch_size=self._batch_size,
+                storage_reservation=self._storage_reservation,
+                num_proposals=proposals,
+                num_plans=plans,
+                run_time=seconds,
+                best_plan=best,
+                constraints=self._constraints,
+                sharders=sharders,
+                enumerator=self._enumerator,
+                debug=self._debug,
+                **extra,
+            )
+        return sharding_plan
+
+    def _check_constraints(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> None:
+        names = {n for _, m, s in sharded_modules(module, sharders) for n in s.shardable_parameters(m)}
+        unknown = sorted(set(self._constraints or {}) - names)
+        if unknown and names:
+            logger.warning("constraints for tables that the model does not have: %s", ", ".join(unknown[:20]))
+
+    # ------------------------------------------------------------------ the default search
+
+    def _run_search(
+        self, space: SearchSpace, reserved: Topology, deadline: float
+    ) -> tuple[list[ShardingOption], int, int]:
+        pins = pin_tables(space, self._pinned, self._topology) if self._pinned else None
+        problem = make_problem(space, reserved, pins)
+        found, report = search(problem, deadline=deadline, starts=_starts(space, problem))
+        if found is None:
+            enumerator = self._enumerator
+            assert isinstance(enumerator, EmbeddingEnumerator)
+
+            def estimator(topology: Topology) -> Any:
+                return enumerator.estimate_of(space.tables, topology)
+
+            raise PlannerError(explain(space, problem, reserved, estimator), PlannerErrorType.INSUFFICIENT_STORAGE)
+        self.report = report
+        self.last_plan = build_plan(space, problem, found, report, reserved, batch_size=self._batch_size)
+        options = sorted(chosen_options(problem, found), key=lambda pair: int(space.option_table[pair[0]]))
+        best = [option_object(space, option, self._batch_size, ranks) for option, ranks in options]
+        return best, report.num_proposals, report.num_plans
+
+    # ------------------------------------------------------------------ proposers and partitioner
+
+    def _run_proposers(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[nn.Module]],
+        reserved: Topology,
+        deadline: float,
+        space: SearchSpace | None,
+    ) -> tuple[list[ShardingOption], int, int]:
+        options = self._enumerator.enumerate(module=module, sharders=sharders)
+        if not options:
+            raise ConfigError(f"{type(module).__name__} has no table that the sharders can shard")
+        best: list[ShardingOption] | None = None
+        best_rating, last_error = float("inf"), ""
+        proposals = plans = 0
+        seen: dict[tuple[Any, ...], tuple[bool, float | None]] = {}
+        for proposer in self._proposers:
+            proposer.load(search_space=list(options), enumerator=self._enumerator)
+            while (proposal := proposer.propose()) is not None:
+                if proposals >= _MAX_PROPOSALS or (time.monotonic() > deadline and best is not None):
+                    break
+                key = tuple((id(o), o.cache_load_factor) for o in proposal)
+                if key in seen:
+                    proposer.feedback(*_as_feedback(seen[key], proposal, reserved))
+                    continue
+                proposals += 1
+                trial = copy.deepcopy(proposal)
+                rating: float | None = None
+                try:
+                    placed = self._partitioner.partition(trial, reserved)
+                    rating = self._performance_model.rate(placed)
+                    plans += 1
+                    if best is None or rating < best_rating:
+                        best, best_rating = copy.deepcopy(placed), rating
+                except PlannerError as error:
+                    last_error = str(error)
+                seen[key] = (rating is not None, rating)
+                proposer.feedback(*_as_feedback(seen[key], proposal, reserved))
+        if best is None:
+            raise PlannerError(self._why(space, reserved, last_error), PlannerErrorType.INSUFFICIENT_STORAGE)
+        bound = lower_bound(make_problem(space, reserved)).value if space is not None else float("nan")
+        worst = NoopPerfModel(self._topology).rate(best)
+        self.report = SearchReport(worst, bound, num_proposals=proposals, num_plans=plans, source="proposers")
+        self.last_plan = None
+        return best, proposals, plans
+
+    def _why(self, space: SearchSpace | None, reserved: Topology, last_error: str) -> str:
+        if space is None or not isinstance(self._enumerator, EmbeddingEnumerator):
+            return f"No proposal could be placed. The last one failed because {last_error}"
+        enumerator = self._enumerator
+        problem = make_problem(space, reserved)
+        if search(problem, max_moves=0)[0] is not None:
+            return f"None of the given proposers' plans could be placed ({last_error}); the default search finds a plan"
+        return explain(space, problem, reserved, lambda t: enumerator.estimate_of(space.tables, t) or _unreachable())
+
+    # ------------------------------------------------------------------ earlier plans
+
+    def _load(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption] | None:
+        assert self._plan_loader is not None
+        wanted = self._plan_loader.plan_context_hash()
+        mine = self.hash_planner_context_inputs_str()
+        if wanted is not None and wanted != mine:
+            raise PlannerError(
+                f"the earlier plan was made from other inputs (hash {wanted}, now {mine}); plan again without the loader",
+                PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH,
+            )
+        options = self._plan_loader.load()
+        return list(options.values()) if options is not None else None
+
+
+def _unreachable() -> Any:
+    raise AssertionError("an array search space always has an array estimate")
+
+
+def _as_feedback(
+    result: tuple[bool, float | None], proposal: list[ShardingOption], topology: Topology
+) -> tuple[bool, list[ShardingOption], float | None, Topology]:
+    return result[0], proposal, result[1], topology
+
+
+def _starts(space: SearchSpace, problem: Problem) -> list[np.ndarray]:
+    """Choices that the greedy and uniform proposers would make first: each unit's best by slowest shard, and every
+    (sharding type, kernel) that all units offer."""
+    allowed = np.where(problem.possible, problem.option_max, np.inf)
+    least = np.minimum.reduceat(allowed, problem.unit_ptr[:-1])
+    if not np.isfinite(least).all():
+        return []
+    starts = [_first_at(problem, allowed, least)]
+    first = np.array([problem.space_options(o)[0] for o in range(problem.mode.size)])
+    label = space.option_type[first] * 100 + space.option_kernel[first]
+    for value in np.unique(label):
+        only = np.where((label == value) & problem.possible, problem.option_perf, np.inf)
+        best = np.minimum.reduceat(only, problem.unit_ptr[:-1])
+        if np.isfinite(best).all():
+            starts.append(_first_at(problem, only, best))
+    return starts
+
+
+def _first_at(problem: Problem, cost: np.ndarray, least: np.ndarray) -> np.ndarray:
+    hits = np.flatnonzero(cost <= least[problem.option_unit])
+    units = problem.option_unit[hits]
+    return hits[np.concatenate([[True], units[1:] != units[:-1]])]
+
+
+def create_planner(device: torch.device, batch_size: int, world_size: int | None = None) -> EmbeddingShardingPlanner:
+    """A planner for this process group, as TorchEasyRec's ``create_planner`` makes one.
+
+    Capacities are read off the device and the host; ``INTRA_NODE_BANDWIDTH``, ``CROSS_NODE_BANDWIDTH`` (bytes per
+    millisecond) and ``STORAGE_RESERVE_PERCENT`` (0 to 1, default 0.15) of the environment change the defaults.
+
+    Args:
+        device: this rank's device.
+        batch_size: samples a rank.
+        world_size: ranks; default those of the process group, or 1.
+    """
+    import torch.distributed as dist
+
+    if world_size is None:
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    local = env.local_world_size(world_size)
+    sizes: dict[str, Any] = {"ddr_cap": _host_memory() // local}
+    if device.type == "cuda" and torch.cuda.is_available():
+        sizes["hbm_cap"] = torch.cuda.get_device_properties(device).total_memory
+    overrides = {"intra_host_bw": env.intra_node_bandwidth(), "inter_host_bw": env.cross_node_bandwidth()}
+    topology = Topology(
+        world_size=world_size,
+        compute_device=device.type,
+        local_world_size=local,
+        **sizes,
+        **{k: v for k, v in overrides.items() if v is not None},
+    )
+    reservation = HeuristicalStorageReservation(percentage=env.storage_reserve_percent())
+    return EmbeddingShardingPlanner(topology=topology, batch_size=batch_size, storage_reservation=reservation)
+
+
+def _host_memory() -> int:
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

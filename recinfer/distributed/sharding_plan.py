@@ -1,0 +1,380 @@
+"""Plans written by hand: one generator a table (table_wise, row_wise ...), tied together for a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from recinfer import env
+from recinfer.distributed.embedding_types import EmbeddingComputeKernel
+from recinfer.distributed.planner.constants import MIN_CW_DIM
+from recinfer.distributed.planner.plan import placement
+from recinfer.distributed.planner.space import column_pieces
+from recinfer.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingType,
+    ShardMetadata,
+)
+from recinfer.errors import ConfigError
+
+__all__ = [
+    "ParameterShardingGenerator",
+    "apply_to_all",
+    "calculate_shard_sizes_and_offsets",
+    "column_wise",
+    "construct_module_sharding_plan",
+    "data_parallel",
+    "get_default_sharders",
+    "get_module_to_default_sharders",
+    "get_sharding_constructor_from_type",
+    "grid_shard",
+    "placement",
+    "row_wise",
+    "table_row_wise",
+    "table_wise",
+]
+
+# (parameter, ranks a host, ranks, device type, sharder) -> sharding of the parameter
+ParameterShardingGenerator = Callable[[Any, int, int, str, ModuleSharder[nn.Module]], ParameterSharding]
+Rects = list[tuple[list[int], list[int]]]  # (size, offset)
+
+
+def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
+    """A sharder for every embedding module, float ones before quantized ones."""
+    from recinfer.distributed.embedding import EmbeddingCollectionSharder
+    from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from recinfer.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+    from recinfer.distributed.quant_embedding import QuantEmbeddingCollectionSharder
+    from recinfer.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
+
+    return [
+        EmbeddingBagCollectionSharder(),  # type: ignore[list-item]
+        FeatureProcessedEmbeddingBagCollectionSharder(),  # type: ignore[list-item]
+        EmbeddingCollectionSharder(),  # type: ignore[list-item]
+        QuantEmbeddingBagCollectionSharder(),  # type: ignore[list-item]
+        QuantEmbeddingCollectionSharder(),  # type: ignore[list-item]
+    ]
+
+
+def get_module_to_default_sharders() -> dict[type[nn.Module], ModuleSharder[nn.Module]]:
+    """Module class -> its default sharder."""
+    return {sharder.module_type: sharder for sharder in get_default_sharders()}
+
+
+def calculate_shard_sizes_and_offsets(
+    tensor: torch.Tensor,
+    world_size: int,
+    local_world_size: int,
+    sharding_type: str,
+    col_wise_shard_dim: int | None = None,
+    device_memory_sizes: list[int] | None = None,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Sizes and offsets ([rows, columns]) of the shards of a table.
+
+    Args:
+        tensor: weight [R, D].
+        sharding_type: a ``ShardingType`` value.
+        col_wise_shard_dim: least columns a piece; default 128.
+        device_memory_sizes: row-wise only: memory of each rank; rows are dealt in proportion.
+    """
+    rows, cols = tensor.shape
+    kind = ShardingType(sharding_type)
+    if kind == ShardingType.DATA_PARALLEL:
+        return [[rows, cols]] * world_size, [[0, 0]] * world_size
+    if kind == ShardingType.TABLE_WISE:
+        return [[rows, cols]], [[0, 0]]
+    if kind == ShardingType.ROW_WISE:
+        if device_memory_sizes is not None:
+            return _split(_in_proportion(rows, device_memory_sizes), cols)
+        return _split(_evenly(rows, world_size), cols)
+    if kind == ShardingType.TABLE_ROW_WISE:
+        return _split(_evenly(rows, local_world_size), cols)
+    width = column_pieces(cols, col_wise_shard_dim or MIN_CW_DIM)
+    starts = range(0, cols, width)
+    if kind in (ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE):
+        return [[rows, width] for _ in starts], [[0, c] for c in starts]
+    heights = _evenly(rows, local_world_size)
+    sizes, offsets = _split(heights, width)
+    return [s for _ in starts for s in sizes], [[r, c] for c in starts for r, _ in offsets]
+
+
+def _evenly(rows: int, parts: int) -> list[int]:
+    block = -(-rows // parts)
+    return [max(min(block, rows - i * block), 0) for i in range(parts)]
+
+
+def _in_proportion(rows: int, weights: list[int]) -> list[int]:
+    total, heights, done = sum(weights), [], 0
+    if total <= 0:
+        raise ConfigError(f"device_memory_sizes {weights} sum to {total}; expected more than 0")
+    for i, weight in enumerate(weights):
+        height = rows - done if i == len(weights) - 1 else rows * weight // total
+        heights.append(height)
+        done += height
+    return heights
+
+
+def _split(heights: list[int], cols: int) -> tuple[list[list[int]], list[list[int]]]:
+    offsets, at = [], 0
+    for height in heights:
+        offsets.append([at, 0])
+        at += height
+    return [[h, cols] for h in heights], offsets
+
+
+def _kernel(sharder: ModuleSharder[nn.Module], kind: ShardingType, device: str, asked: str | None) -> str:
+    offered = sharder.compute_kernels(kind.value, device)
+    if asked is not None:
+        if asked not in offered:
+            raise ConfigError(
+                f"compute_kernel {asked!r} is not offered for {kind.value} on {device}; expected one of {offered}"
+            )
+        return asked
+    for preferred in (EmbeddingComputeKernel.QUANT.value, EmbeddingComputeKernel.FUSED.value):
+        if preferred in offered:
+            return preferred
+    return offered[0]
+
+
+def _sharding(
+    rects: Rects,
+    ranks: list[int],
+    kind: ShardingType,
+    local_size: int,
+    device_type: str,
+    sharder: ModuleSharder[nn.Module],
+    compute_kernel: str | None = None,
+    devices: list[str] | None = None,
+) -> ParameterSharding:
+    allowed = sharder.sharding_types(device_type)
+    if kind.value not in allowed:
+        raise ConfigError(
+            f"{kind.value} is not offered by {type(sharder).__name__} on {device_type}; expected {allowed}"
+        )
+    kernel = _kernel(sharder, kind, device_type, compute_kernel)
+    spec = None
+    if kind != ShardingType.DATA_PARALLEL:
+        kinds = devices or [device_type] * len(rects)
+        spec = EnumerableShardingSpec(
+            [
+                ShardMetadata(
+                    shard_offsets=offset, shard_sizes=size, placement=placement(kinds[i], ranks[i], local_size)
+                )
+                for i, (size, offset) in enumerate(rects)
+            ]
+        )
+    return ParameterSharding(sharding_type=kind.value, compute_kernel=kernel, ranks=ranks, sharding_spec=spec)
+
+
+def _check_ranks(ranks: list[int], world_size: int) -> None:
+    wrong = [r for r in ranks if not 0 <= r < world_size]
+    if wrong:
+        raise ConfigError(f"ranks {wrong} are outside the world of {world_size} ranks")
+
+
+def data_parallel() -> ParameterShardingGenerator:
+    """The whole table on every rank."""
+
+    def generate(param: Any, local_size: int, world_size: int, device_type: str, sharder: Any) -> ParameterSharding:
+        rects = [([*param.shape], [0, 0])] * world_size
+        ranks = list(range(world_size))
+        return _sharding(rects, ranks, ShardingType.DATA_PARALLEL, local_size, device_type, sharder)
+
+    return generate
+
+
+def table_wise(rank: int, device: str | None = None, compute_kernel: str | None = None) -> ParameterShardingGenerator:
+    """The whole table on ``rank``."""
+
+    def generate(param: Any, local_size: int, world_size: int, device_type: str, sharder: Any) -> ParameterSharding:
+        _check_ranks([rank], world_size)
+        rects = [([*param.shape], [0, 0])]
+        kinds = [device] if device is not None else None
+        return _sharding(
+            rects, [rank], ShardingType.TABLE_WISE, local_size, device_type, sharder, compute_kernel, kinds
+        )
+
+    return generate
+
+
+def row_wise(
+    sizes_placement: tuple[list[int], str | list[str]] | None = None, compute_kernel: str | None = None
+) -> ParameterShardingGenerator:
+    """Rows over all ranks: evenly, or (rows of each rank, device kinds) in ``sizes_placement``."""
+
+    def generate(param: Any, local_size: int, world_size: int, device_type: str, sharder: Any) -> ParameterSharding:
+        rows, cols = param.shape
+        devices = None
+        if sizes_placement is None:
+            heights = _evenly(rows, world_size)
+        else:
+            heights, kinds = sizes_placement
+            if sum(heights) != rows:
+                raise ConfigError(f"row_wise sizes sum to {sum(heights)}; the table has {rows} rows")
+            devices = [kinds] * len(heights) if isinstance(kinds, str) else list(kinds)
+        sizes, offsets = _split(list(heights), cols)
+        ranks = list(range(len(heights)))
+        _check_ranks(ranks, world_size)
+        rects = list(zip(sizes, offsets))
+        return _sharding(rects, ranks, ShardingType.ROW_WISE, local_size, device_type, sharder, compute_kernel, devices)
+
+    return generate
+
+
+def column_wise(
+    ranks: list[int] | None = None,
+    size_per_rank: list[int] | None = None,
+    compute_kernel: str | None = None,
+    device_types: list[str] | None = None,
+) -> ParameterShardingGenerator:
+    """Columns over ``ranks``: evenly, or ``size_per_rank`` columns each (over ranks 0, 1, ... when only sizes are given)."""
+    if ranks is None and size_per_rank is None:
+        raise ConfigError("column_wise needs ranks, size_per_rank, or both")
+
+    def generate(param: Any, local_size: int, world_size: int, device_type: str, sharder: Any) -> ParameterSharding:
+        rows, cols = param.shape
+        places = list(ranks) if ranks is not None else list(range(len(size_per_rank or [])))
+        _check_ranks(places, world_size)
+        if size_per_rank is not None:
+            widths = list(size_per_rank)
+            if len(widths) != len(places) or sum(widths) != cols or min(widths) < 1:
+                raise ConfigError(f"column_wise sizes {widths} on ranks {places}; expected one each, {cols} in sum")
+        else:
+            if cols % len(places):
+                raise ConfigError(
+                    f"column_wise: {cols} columns do not divide over {len(places)} ranks; give size_per_rank"
+                )
+            widths = [cols // len(places)] * len(places)
+        rects, at = [], 0
+        for width in widths:
+            rects.append(([rows, width], [0, at]))
+            at += width
+        return _sharding(
+            rects, places, ShardingType.COLUMN_WISE, local_size, device_type, sharder, compute_kernel, device_types
+        )
+
+    return generate
+
+
+def table_row_wise(host_index: int) -> ParameterShardingGenerator:
+    """Rows over the ranks of host ``host_index``."""
+
+    def generate(param: Any, local_size: int, world_size: int, device_type: str, sharder: Any) -> ParameterSharding:
+        ranks = list(range(host_index * local_size, (host_index + 1) * local_size))
+        _check_ranks(ranks, world_size)
+        sizes, offsets = _split(_evenly(param.shape[0], local_size), param.shape[1])
+        rects = list(zip(sizes, offsets))
+        return _sharding(rects, ranks, ShardingType.TABLE_ROW_WISE, local_size, device_type, sharder)
+
+    return generate
+
+
+def grid_shard(host_indexes: list[int]) -> ParameterShardingGenerator:
+    """Columns over hosts, each column piece cut into rows over the ranks of its host."""
+
+    def generate(param: Any, local_size: int, world_size: int, device_type: str, sharder: Any) -> ParameterSharding:
+        rows, cols = param.shape
+        if cols % len(host_indexes):
+            raise ConfigError(f"grid_shard: {cols} columns do not divide over {len(host_indexes)} hosts")
+        width = cols // len(host_indexes)
+        rects: Rects = []
+        ranks: list[int] = []
+        for piece, host in enumerate(host_indexes):
+            sizes, offsets = _split(_evenly(rows, local_size), width)
+            rects += [(size, [row, piece * width]) for size, (row, _) in zip(sizes, offsets)]
+            ranks += range(host * local_size, (host + 1) * local_size)
+        _check_ranks(ranks, world_size)
+        return _sharding(rects, ranks, ShardingType.GRID_SHARD, local_size, device_type, sharder)
+
+    return generate
+
+
+def get_sharding_constructor_from_type(sharding_type: ShardingType) -> Callable[..., ParameterShardingGenerator]:
+    """The generator's constructor for a sharding type; raises ConfigError for one that has none."""
+    constructors: dict[ShardingType, Callable[..., ParameterShardingGenerator]] = {
+        ShardingType.DATA_PARALLEL: data_parallel,
+        ShardingType.TABLE_WISE: table_wise,
+        ShardingType.ROW_WISE: row_wise,
+        ShardingType.COLUMN_WISE: column_wise,
+        ShardingType.TABLE_ROW_WISE: table_row_wise,
+        ShardingType.GRID_SHARD: grid_shard,
+    }
+    if sharding_type not in constructors:
+        raise ConfigError(f"no constructor for {sharding_type}; expected one of {[t.value for t in constructors]}")
+    return constructors[sharding_type]
+
+
+def apply_to_all(
+    module: nn.Module,
+    parameter_sharding_generator: ParameterShardingGenerator,
+    sharder: ModuleSharder[nn.Module] | None = None,
+) -> dict[str, ParameterShardingGenerator]:
+    """The same generator for every table of ``module``."""
+    chosen = sharder or _default_sharder(module)
+    return dict.fromkeys(chosen.shardable_parameters(module), parameter_sharding_generator)
+
+
+def _default_sharder(module: nn.Module) -> ModuleSharder[nn.Module]:
+    sharders = get_module_to_default_sharders()
+    if type(module) not in sharders:
+        raise ConfigError(f"no default sharder for {type(module).__name__}; give one")
+    return sharders[type(module)]
+
+
+def construct_module_sharding_plan(
+    module: nn.Module,
+    per_param_sharding: dict[str, ParameterShardingGenerator],
+    sharder: ModuleSharder[nn.Module] | None = None,
+    local_size: int | None = None,
+    world_size: int | None = None,
+    device_type: str | None = None,
+) -> EmbeddingModuleShardingPlan:
+    """The plan of one module.
+
+    Args:
+        module: the embedding module.
+        per_param_sharding: table -> generator (:func:`table_wise` ...).
+        sharder: default by the module's class.
+        local_size, world_size: ranks a host and in all; default those of the process group.
+        device_type: default ``cuda`` if there is one.
+
+    Raises:
+        ConfigError: unknown or missing tables, or a sharding that the sharder or the world does not allow.
+
+    Example::
+
+        plan = construct_module_sharding_plan(
+            ebc,
+            per_param_sharding={"table_0": table_wise(rank=0), "table_1": row_wise()},
+            world_size=2,
+            local_size=2,
+            device_type="cpu",
+        )
+    """
+    import torch.distributed as dist
+
+    chosen = sharder or _default_sharder(module)
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if world_size is None:
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    local = local_size or env.local_world_size(world_size)
+    tables = chosen.shardable_parameters(module)
+    missing, unknown = (
+        sorted(tables.keys() - per_param_sharding.keys()),
+        sorted(per_param_sharding.keys() - tables.keys()),
+    )
+    if missing or unknown:
+        raise ConfigError(
+            f"per_param_sharding lacks tables {missing} and names unknown ones {unknown}; give one for each table"
+        )
+    plan = EmbeddingModuleShardingPlan()
+    for name, generate in per_param_sharding.items():
+        plan[name] = generate(tables[name], local, world_size, device_type, chosen)
+    return plan
