@@ -87,16 +87,16 @@ class TableInfo:
 
 @dataclass(frozen=True)
 class FeatureInfo:
-    """One sparse feature and what happens to requests that lack it or carry ids beyond its table."""
+    """One sparse feature and what happens to requests that lack it or carry ids beyond its table.
+
+    ``missing``: an absent feature is an empty bag (``"empty"``), refused (``"reject"``), or this id in every sample.
+    ``out_of_range``: such an id fails the request, or becomes ``default_row``.
+    """
 
     name: str
     missing: str | int
     out_of_range: Literal["reject", "default_row"]
-
-    @property
-    def default_id(self) -> int:
-        """The id that replaces an id out of range: that of ``missing``, or row 0."""
-        return self.missing if isinstance(self.missing, int) else 0
+    default_row: int
 
 
 @dataclass(frozen=True)
@@ -219,14 +219,15 @@ class Manifest:
         """The model's name."""
         return self.model
 
-    def check_names(self) -> None:
-        """Raise ArchiveError unless rule M2 holds."""
+    def check_rules(self) -> None:
+        """Raise ArchiveError unless rules F2, F7 and M2 to M9 hold."""
+        self.check_before_writing()
+        self._check_files()
+
+    def check_before_writing(self) -> None:
+        """The rules that need no files: M2 to M8."""
         for name, kind in self._names():
             _check_name(name, kind)
-
-    def check_rules(self) -> None:
-        """Raise ArchiveError unless rules M2 to M9 hold."""
-        self.check_names()
         self._check_numbers()
         self._check_tables()
         self._check_features()
@@ -236,7 +237,6 @@ class Manifest:
             raise ArchiveError(f"precision is {self.precision!r}; the tables' is {expected!r}", rule="M6")
         self._check_dense()
         self._check_contract()
-        self._check_files()
 
     @cached_property
     def feature_tables(self) -> dict[str, list[TableInfo]]:
@@ -352,6 +352,11 @@ class Manifest:
                     f"below {rows}",
                     rule="M5",
                 )
+            if not 0 <= feature.default_row < rows:
+                raise ArchiveError(
+                    f"feature {feature.name!r}: default_row is {feature.default_row}; expected an id below {rows}",
+                    rule="M5",
+                )
         for module in self.modules:
             self._check_module_features(module)
 
@@ -404,6 +409,14 @@ class Manifest:
         if set(features) != {feature.name for feature in self.features}:
             odd = sorted(set(features) ^ {feature.name for feature in self.features})[:5]
             raise ArchiveError(f"the contract's features are not the archive's; differs in {odd}", rule="M8")
+        for feature in contract.sparse:
+            rows = min(table.rows for table in self.feature_tables[feature.name])
+            if feature.num_embeddings > rows:
+                raise ArchiveError(
+                    f"the contract makes {feature.num_embeddings} ids of feature {feature.name!r}; its table has {rows} "
+                    "rows",
+                    rule="M8",
+                )
         if self.dense is not None and num_dense != self.dense.num_dense:
             raise ArchiveError(
                 f"the contract has {num_dense} dense columns; the program takes {self.dense.num_dense}", rule="M8"

@@ -100,7 +100,7 @@ def export_archive(
     with archive_folder(Path(out), overwrite=overwrite) as folder:
         cut, dense = _dense_part(model, leaves, checkpoint, contract, num_dense)
         manifest = _first_manifest(name, version, plan, leaves, cut, dense, contract)
-        manifest.check_names()
+        manifest.check_before_writing()
         requests = _requests(manifest)
         rows = FloatRows(manifest, requests)
         stats = _write_shards(folder, plan, keys, checkpoint, rows, max_chunk_bytes, progress)
@@ -252,12 +252,14 @@ def _module(leaf: Leaf) -> ModuleInfo:
 def _features(leaves: list[Leaf], contract: FeatureContract | None) -> tuple[FeatureInfo, ...]:
     names = list(dict.fromkeys(feature for leaf in leaves for feature in leaf.features))
     if contract is None:
-        return tuple(FeatureInfo(name, "empty", "reject") for name in names)
+        return tuple(FeatureInfo(name, "empty", "reject", 0) for name in names)
     odd = sorted(set(contract.feature_names) ^ set(names))
     if odd:
         raise ConfigError(f"the contract's features are not the model's; they differ in {', '.join(odd[:8])}")
     policies = {feature.name: feature for feature in contract.sparse}
-    return tuple(FeatureInfo(n, policies[n].missing, policies[n].out_of_range) for n in names)
+    return tuple(
+        FeatureInfo(n, policies[n].missing, policies[n].out_of_range, policies[n].default_row) for n in names
+    )
 
 
 def _requests(manifest: Manifest) -> list[Request]:

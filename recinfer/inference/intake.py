@@ -103,19 +103,19 @@ class FeatureIntake:
             raise InputError(f"features: none given; this model has {_some(list(self._features))}")
         absent = [feature for name, feature in self._features.items() if name not in keys]
         empty = [f.name for f in absent if not isinstance(f.missing, int)]
-        default = [f for f in absent if isinstance(f.missing, int)]
+        default = [(f.name, f.missing) for f in absent if isinstance(f.missing, int)]
         low = high = replacement = None
         if self._replaces:
             mine = [self._features[name] for name in keys]
             low = torch.tensor([0 if f.out_of_range == "default_row" else _INT64.min for f in mine])
             high = torch.tensor([self._highest(f) for f in mine])
-            replacement = torch.tensor([f.default_id for f in mine])
+            replacement = torch.tensor([f.default_row for f in mine])
         return _Order(
-            keys=[*keys, *empty, *(f.name for f in default)],
+            keys=[*keys, *empty, *(name for name, _ in default)],
             present=frozenset(keys) if absent else None,
             rejected=tuple(f.name for f in absent if f.missing == "reject"),
             empty=len(empty),
-            defaults=torch.tensor([f.default_id for f in default]) if default else None,
+            defaults=torch.tensor([row for _, row in default]) if default else None,
             low=low,
             high=high,
             replacement=replacement,
