@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from recinfer.checkpoint import CheckpointReader, save_checkpoint
+from recinfer.distributed.planner.inference import plan_inference
+from recinfer.inference.export import export_archive
 from recinfer.inference.predictor import Predictor, load
+from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from recinfer.serving.client import InferenceClient
@@ -23,30 +29,25 @@ DIM = 8
 
 def build_archive(folder: Path, name: str = "tiny", version: str = "3") -> Path:
     """Train nothing, but take every other step: a float DLRM, its checkpoint, a plan for two ranks, the archive."""
-    from recinfer.checkpoint import CheckpointReader, save_checkpoint
-    from recinfer.distributed.planner.inference import plan_inference
-    from recinfer.inference.export import export_archive
-    from recinfer.models.dlrm import DLRM
-
     torch.manual_seed(0)
+    bag = partial(EmbeddingBagConfig, embedding_dim=DIM)
     tables = [
-        EmbeddingBagConfig(num_embeddings=50, embedding_dim=DIM, name="t_user", feature_names=["user"]),
-        EmbeddingBagConfig(
-            num_embeddings=40,
-            embedding_dim=DIM,
-            name="t_item",
-            feature_names=["item", "history"],
-            pooling=PoolingType.MEAN,
-        ),
-        EmbeddingBagConfig(num_embeddings=30, embedding_dim=DIM, name="t_shop", feature_names=["shop"]),
+        bag(num_embeddings=50, name="t_user", feature_names=["user"]),
+        bag(num_embeddings=40, name="t_item", feature_names=["item", "history"], pooling=PoolingType.MEAN),
+        bag(num_embeddings=30, name="t_shop", feature_names=["shop"]),
     ]
     model = DLRM(EmbeddingBagCollection(tables=tables), NUM_DENSE, [16, DIM], [16, 1])
+    return export(model, folder, name, version, num_dense=NUM_DENSE)
+
+
+def export(model: nn.Module, folder: Path, name: str, version: str, num_dense: int | None = None) -> Path:
+    """``model`` as an INT8 archive for two ranks, through a checkpoint."""
     checkpoint = save_checkpoint(folder / "checkpoint", model, model_name=name, model_version=version)
-    reader = CheckpointReader(checkpoint)
-    on_meta = reader.build_model(device="meta")
+    on_meta = copy.deepcopy(model).to("meta")
     plan = plan_inference(on_meta, world_size=2, precision=DataType.INT8)
     out = folder / f"{name}.rqa"
-    export_archive(on_meta, reader, plan, out, name=name, version=version, num_dense=NUM_DENSE)
+    reader = CheckpointReader(checkpoint)
+    export_archive(on_meta, reader, plan, out, name=name, version=version, num_dense=num_dense, progress=False)
     return out
 
 
