@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recinfer.data.columns import Columns
+from recinfer.data.columns import Columns, column, to_numbers
 from recinfer.data.contract import DenseFeature, FeatureContract, Hash, Label, SparseFeature
 from recinfer.data.fitting import standardized, vocabulary
 from recinfer.data.tables import read_csv
@@ -87,10 +87,10 @@ def _joined(columns: dict[str, NDArray[Any]], side_path: Path, key: str) -> dict
 def movielens_contract(columns: Columns) -> FeatureContract:
     """A contract for MovieLens rows, its vocabularies and scales from ``columns`` (the training rows).
 
-    Columns of the user or the movie that are not there are left out. The label is a rating of 4 or 5.
+    Other columns than user_id and item_id are left out where the rows lack them. The label is a rating of 4 or 5.
 
     Raises:
-        InputError: no user_id, item_id or timestamp, or numbers that are none.
+        InputError: no user_id or item_id, or numbers that are none.
     """
     sparse = [SparseFeature(name, vocabulary(columns, name)) for name in ("user_id", "item_id")]
     sparse += [
@@ -105,9 +105,13 @@ def movielens_contract(columns: Columns) -> FeatureContract:
     if "movie_title" in columns:
         title = SparseFeature("title", Hash(_TITLE_BUCKETS), column="movie_title", separator=" ")
         sparse.append(title)
-    dense = [DenseFeature("timestamp", fill=None)]
-    if "age" in columns:
-        dense.append(DenseFeature("age", fill=30.0, clip_min=0.0, clip_max=120.0))
+    dense = [DenseFeature(name, fill=_mean(columns, name)) for name in ("timestamp", "age") if name in columns]
     return FeatureContract(
         tuple(sparse), tuple(standardized(f, columns) for f in dense), Label("rating", RATING_THRESHOLD)
     )
+
+
+def _mean(columns: Columns, name: str) -> float:
+    values = to_numbers(column(columns, name, "the MovieLens format"), name)
+    known = values[~np.isnan(values)]
+    return float(np.round(known.mean())) if known.size else 0.0

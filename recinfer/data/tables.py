@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,7 @@ def read_table(
 ) -> dict[str, NDArray[Any]]:
     """As :func:`read_csv`, for a table without a header line where ``names`` are given."""
     path = Path(path)
-    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             rows = csv.reader(file, delimiter=delimiter, quoting=quoting)
