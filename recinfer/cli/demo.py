@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.columns import Columns
+from rich.panel import Panel
 from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output
@@ -18,10 +20,11 @@ from recinfer.cli.format import mebibytes, milliseconds
 from recinfer.cli.measure import Latency, Quality, measure_latency, quality_of, served_logits
 from recinfer.cli.options import DataFormat
 from recinfer.cli.served import served
+from recinfer.errors import ArchiveError
 
 if TYPE_CHECKING:
     from recinfer.archive.manifest import Manifest
-    from recinfer.data import Dataset
+    from recinfer.data.dataset import Dataset
     from recinfer.distributed.planner import Plan
 
 __all__ = ["EXAMPLE", "NAME", "run"]
@@ -52,7 +55,7 @@ def run(
 
     Ends with the plan, AUC and log-loss of the float model and of the served INT8 archive, sizes and latencies.
     """
-    from recinfer.data import load_dataset
+    from recinfer.data.dataset import load_dataset
 
     started = time.perf_counter()
     output = Output(as_json)
@@ -91,8 +94,20 @@ def _pipeline(
     plan.save(folder / "plan.json")
 
     output.note("quantize, shard, archive: checked against the float model as it is written, then verified")
-    export_archive(module, reader, plan, folder / "model.rqa", name=dataset.name, version="1", contract=reader.contract)
-    manifest = verify(folder / "model.rqa").manifest
+    manifest = export_archive(
+        module,
+        reader,
+        plan,
+        folder / "model.rqa",
+        name=dataset.name,
+        version="1",
+        contract=reader.contract,
+        overwrite=True,
+    ).manifest
+    checked = verify(folder / "model.rqa")
+    output.show(checked)
+    if not checked.ok:
+        raise ArchiveError("the archive does not give the answers that it gave when it was written; see above")
 
     output.note("serve: a process of its own on a free loopback port, asked through the client")
     with served(folder / "model.rqa") as target, InferenceClient(target) as client:
@@ -141,20 +156,18 @@ def _show(
 ) -> None:
     from recinfer.distributed.planner.stats import format_plan
 
-    output.show(format_plan(plan))
-    found = Table("", "float model", "served INT8", "difference", title="held-out rows", title_justify="left")
-    for what in ("auc", "log_loss"):
-        before, after = (getattr(quality[name], what) for name in ("float", "int8"))
-        found.add_row(what.replace("_", "-"), f"{before:.5f}", f"{after:.5f}", f"{after - before:+.5f}")
-    space = Table("", "size", "of the checkpoint", title="bytes", title_justify="left")
-    for label, name in (("fp32 checkpoint (weights)", "checkpoint"), ("archive, INT8", "archive")):
-        space.add_row(label, mebibytes(sizes[name]), f"{sizes[name] / sizes['checkpoint']:.2f}x")
-    times = Table(
-        "request", "rows", "p50", "p99", title="latency over gRPC, one request at a time", title_justify="left"
-    )
+    found = Table("held-out rows", "float", "served INT8", "difference")
+    for what, name in (("auc", "AUC"), ("log_loss", "log-loss")):
+        before, after = (getattr(quality[which], what) for which in ("float", "int8"))
+        found.add_row(name, f"{before:.5f}", f"{after:.5f}", f"{after - before:+.5f}")
+    space = Table("size", "bytes", "ratio")
+    for label, name in (("fp32 checkpoint", "checkpoint"), ("INT8 archive", "archive")):
+        space.add_row(label, mebibytes(sizes[name]), f"{sizes[name] / sizes['checkpoint']:.2f}")
+    times = Table("gRPC request", "rows", "p50", "p99")
     for latency in latencies:
         times.add_row(latency.call, str(latency.batch), milliseconds(latency.p50), milliseconds(latency.p99))
     for table in (found, space, times):
         for column in table.columns[1:]:
             column.justify = "right"
-    output.show(found, space, times)
+    title = f"{manifest.model} {manifest.version}: {manifest.world_size} ranks, {manifest.precision}"
+    output.show(*format_plan(plan), Panel(Columns([found, space, times], padding=(0, 3)), title=title, expand=False))

@@ -10,6 +10,7 @@ import typer
 
 from recinfer.cli.console import JsonOption, Output
 from recinfer.cli.format import mebibytes
+from recinfer.cli.inspect import describe_archive
 from recinfer.cli.models import (
     CheckpointOption,
     ModelOption,
@@ -46,6 +47,7 @@ def run(
     ] = None,
     version: Annotated[str | None, typer.Option(help="Model version.", show_default="the checkpoint's, or 1")] = None,
     num_dense: Annotated[int | None, typer.Option(min=0, help="Dense inputs, when it cannot be read off.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an archive that is there.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Quantize, shard and pack a checkpoint into an archive, and check the archive against the float model.
@@ -68,21 +70,14 @@ def run(
         version=version or about.get("version") or "1",
         contract=reader.contract,
         num_dense=num_dense,
-        progress=True,
+        overwrite=overwrite,
     )
     manifest = archive.manifest
+    worst = max(manifest.tables, key=lambda table: table.quantization.max_abs_error)
+    error = f"largest error of a stored value {worst.quantization.max_abs_error:.2g}, in table {worst.full_name}"
     seconds = time.perf_counter() - started
-    output.show(f"[green]wrote[/green] {out}  {mebibytes(manifest.bytes_total)}  {seconds:.1f} s")
-    output.finish(
-        {
-            "archive": str(out),
-            "model": manifest.model,
-            "version": manifest.version,
-            "plan_hash": chosen.hash,
-            "bytes_total": manifest.bytes_total,
-            "seconds": seconds,
-        }
-    )
+    output.show(f"[green]wrote[/green] {out}  {mebibytes(manifest.bytes_total)}, {error}  {seconds:.1f} s")
+    output.finish({**describe_archive(manifest), "archive": str(out), "seconds": seconds})
 
 
 def _plan(

@@ -39,7 +39,7 @@ def run(
         from recinfer.distributed.planner.stats import format_plan
 
         plan = Plan.load(path)
-        output.show(format_plan(plan))
+        output.show(*format_plan(plan))
         output.finish(describe_plan(plan))
     else:
         raise NotFoundError(f"nothing at {path}; expected an archive folder or a plan.json")

@@ -34,6 +34,9 @@ def run(
     precision: Annotated[Precision, typer.Option(help="Element type of the stored rows.")] = Precision.int8,
     table_precision: TablePrecisionOption = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows a request, for the estimates.")] = 512,
+    timeout_seconds: Annotated[
+        float | None, typer.Option(min=0.01, help="Take the best plan found by then.", show_default="search to the end")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Decide which rank holds which piece of which table.
@@ -55,9 +58,10 @@ def run(
         hbm_gb=hbm_gb,
         ddr_gb=ddr_gb,
         batch_size=batch_size,
+        timeout_seconds=timeout_seconds,
     )
     plan.save(out)
-    output.show(format_plan(plan), f"[green]wrote[/green] {out}  {plan.hash[:12]}")
+    output.show(*format_plan(plan), f"[green]wrote[/green] {out}  {plan.hash[:12]}")
     output.finish(
         {
             "plan": str(out),

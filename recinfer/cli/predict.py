@@ -90,7 +90,7 @@ def _format_of(path: Path) -> InputFormat:
 
 def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> tuple[Tensor, KeyedJaggedTensor]:
     """Dense inputs ``[N, d]`` and ids of raw rows, by the served model's contract."""
-    from recinfer.data import read_columns
+    from recinfer.data.dataset import read_columns
 
     about = client.get_model()
     if about.contract is None:

@@ -34,11 +34,14 @@ def served(archive: Path) -> Iterator[str]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
         assert process.stdout is not None
         try:
-            ready = process.stdout.readline()
-            if not ready:
+            line = process.stdout.readline()  # one JSON object: where it listens, or why it does not
+            if not line:
                 process.wait(_STOP_S)
                 raise UnavailableError(f"the server of {archive} ended before it was ready: {_last_line(log)}")
-            yield f"127.0.0.1:{json.loads(ready)['port']}"
+            ready = json.loads(line)
+            if "error" in ready:
+                raise UnavailableError(f"the server of {archive} did not start: {ready['error']['message']}")
+            yield f"127.0.0.1:{ready['port']}"
         finally:
             code = _stop(process)
         if code != 0:

@@ -33,7 +33,7 @@ def run(
     The checkpoint is a torch.distributed.checkpoint folder with a model.json, which holds the model's shape and how raw
     values become ids. The last tenth or so of the rows is held out; its AUC and log-loss are what is printed.
     """
-    from recinfer.data import load_dataset
+    from recinfer.data.dataset import load_dataset
     from recinfer.training import train
 
     output = Output(as_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,6 @@ def run(
     output = Output(as_json)
     report = verify(archive)
     output.show(report)
-    output.finish({"archive": str(archive), "ok": report.ok})
+    output.finish({"archive": str(archive), "ok": report.ok, **asdict(report)})
     if not report.ok:
         raise typer.Exit(EXIT_FAILED_CHECK)
