@@ -68,7 +68,7 @@ def train(
     seed: int = 0,
     out: str | os.PathLike[str] | None = None,
     progress: bool = True,
-    dense_lr: float = 2e-3,
+    dense_lr: float = 5e-3,
     sparse_lr: float = 5e-2,
 ) -> TrainResult:
     """Train a DLRM on ``dataset`` and evaluate it on the rows held out.
