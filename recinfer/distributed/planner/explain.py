@@ -104,7 +104,7 @@ def _packing(space: SearchSpace, p: Problem) -> tuple[str, int]:
     opened = replace(
         p, perf=by_memory, hbm_cap=np.full_like(p.hbm_cap, np.inf), ddr_cap=np.full_like(p.ddr_cap, np.inf)
     )
-    at = Placer(opened).greedy(choice)
+    at = Placer(opened).greedy(choice, cost)
     assert at is not None
     over = np.stack([at.hbm - p.hbm_cap, at.ddr - p.ddr_cap])
     memory, rank = (int(x) for x in np.unravel_index(int(over.argmax()), over.shape))

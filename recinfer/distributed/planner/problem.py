@@ -235,6 +235,7 @@ def lower_bound(problem: Problem) -> Bound:
     value, best = solve((0.0, 0.0)), (0.0, 0.0)
     if not np.isfinite(value):
         return Bound(value, best)
+    counted = _counting_bound(problem)
     cost, least = cheapest(problem, value, best)
     chosen = _argmin_rows(problem, cost, least)
     for memory, used in enumerate((problem.option_hbm[chosen].sum(), problem.option_ddr[chosen].sum())):
@@ -253,7 +254,31 @@ def lower_bound(problem: Problem) -> Bound:
                 value, best = top
             price = best[memory] or scale
             grid = price * np.logspace(-0.25, 0.25, 21)
-    return Bound(value, best)
+    return Bound(max(value, counted), best)
+
+
+def _counting_bound(problem: Problem) -> float:
+    """A bound from whole shards: n units that each put a shard of at least s somewhere need ceil(n / W) on one rank.
+
+    A unit may escape by a uniform option, which loads every rank instead; so for each s the cheapest number of escapes
+    k is taken: min over k of ceil((n - k) / W) s + (the k least uniform loads). The largest over s counts.
+    """
+    p, world = problem, problem.world_size
+    uniform = (p.mode == FIXED) & (np.diff(p.shard_ptr) >= world)
+    starts, ptr = p.shard_ptr[:-1], p.unit_ptr[:-1]
+    # Least load that a uniform option puts on every rank, and least of the largest shards of the other options.
+    escape = np.minimum.reduceat(np.where(uniform & p.possible, np.minimum.reduceat(p.perf, starts), np.inf), ptr)
+    other = np.minimum.reduceat(np.where(~uniform & p.possible, p.option_max, np.inf), ptr)
+    needs = np.where(np.isfinite(other), other, escape)
+    order = np.argsort(-needs, kind="stable")[: min(64 * world, 2_000)]
+    best = 0.0
+    for n in range(1, order.size + 1):
+        s = float(needs[order[n - 1]])
+        ways = np.sort(escape[order[:n]])
+        escaped = np.concatenate([[0.0], np.cumsum(ways[np.isfinite(ways)])])
+        left = np.ceil((n - np.arange(escaped.size)) / world)
+        best = max(best, float((left * s + escaped).min()))
+    return best
 
 
 def _argmin_rows(problem: Problem, cost: FloatN, least: FloatN) -> IntN:

@@ -25,6 +25,8 @@ from recinfer.distributed.planner.problem import (
 
 __all__ = ["Placement", "SearchReport", "search"]
 
+_GOOD = 1.0005  # close enough to the bound to stop
+
 
 @dataclass
 class Placement:
@@ -183,8 +185,11 @@ class Placer:
         self._add(at, self.problem.shards_of(option), ranks, -1.0)
         return option, ranks
 
-    def greedy(self, choice: IntN, by_memory: bool = False) -> Placement | None:
-        """Place the chosen options: fixed ones, then hosts, then single shards from large to small."""
+    def greedy(self, choice: IntN, cost: FloatN, by_memory: bool = False) -> Placement | None:
+        """Place the chosen options: fixed ones, then hosts, then single shards from large to small.
+
+        A unit whose option finds no room takes its next cheapest option (by ``cost`` [O]) that does.
+        """
         p = self.problem
         at = self.empty()
         size = p.option_perf[choice] / np.maximum(np.diff(p.shard_ptr)[choice], 1)
@@ -192,15 +197,43 @@ class Placer:
             size = p.option_hbm[choice] / max(p.hbm_cap.max(), 1.0) + p.option_ddr[choice] / max(p.ddr_cap.max(), 1.0)
         rigid = np.array([1, 3, 2, 2, 2])[p.mode[choice]]  # by mode: fixed first, free last
         for unit in np.lexsort((np.arange(choice.size), -size, -rigid)):
-            option = int(choice[unit])
-            ranks = self.find(at, option)
-            if ranks is None:
+            if not self.put_any(at, int(unit), int(choice[unit]), cost):
                 return None
-            self.put(at, int(unit), option, ranks)
         return at
+
+    def put_any(self, at: Placement, unit: int, option: int, cost: FloatN) -> bool:
+        """Put ``option`` of ``unit``, or else its cheapest option that fits; False when none does."""
+        ranks = self.find(at, option)
+        if ranks is None:
+            first, last = int(self.problem.unit_ptr[unit]), int(self.problem.unit_ptr[unit + 1])
+            for other in first + np.argsort(cost[first:last], kind="stable"):
+                if other == option or not self.problem.possible[other]:
+                    continue
+                ranks = self.find(at, int(other))
+                if ranks is not None:
+                    option = int(other)
+                    break
+            else:
+                return False
+        self.put(at, unit, option, ranks)
+        return True
 
 
 # --------------------------------------------------------------------------------------------------- local search
+
+
+_SINGLE, _UNIFORM, _HOST_ROWS, _OTHER = range(4)
+
+
+@dataclass(frozen=True)
+class _Without:
+    """What is left on the ranks without each of n units: [n, W]; and the most loaded of its old ranks [n]."""
+
+    perf: FloatN
+    hbm: FloatN
+    ddr: FloatN
+    old_top: FloatN
+    at: Placement
 
 
 class LocalSearch:
@@ -209,8 +242,9 @@ class LocalSearch:
     def __init__(self, problem: Problem, placer: Placer, deadline: float, max_moves: int) -> None:
         self.problem, self.placer = problem, placer
         self.deadline, self.max_moves = deadline, max_moves
-        self.moves = 0
+        self.moves = self.tried = 0
         self.alternatives = self._prune()
+        self.by_kind = self._kinds()
 
     def _prune(self) -> list[IntN]:
         """Options of each unit that no other option of it beats in load, largest shard, and both memories."""
@@ -227,10 +261,23 @@ class LocalSearch:
             keep.append(o[~beaten])
         return keep
 
+    def _kinds(self) -> list[list[IntN]]:
+        """Alternatives of each unit by how they are evaluated."""
+        p = self.problem
+        single = (p.mode == FREE) & (np.diff(p.shard_ptr) == 1)
+        whole = (p.mode == FIXED) & (np.diff(p.shard_ptr) == p.world_size)
+        ordered = np.concatenate([[True], np.diff(p.fixed_rank) == 1])  # uniform options name ranks 0, 1, ...
+        ordered[p.shard_ptr[:-1]] = p.fixed_rank[p.shard_ptr[:-1]] == 0
+        uniform = whole & np.logical_and.reduceat(ordered, p.shard_ptr[:-1])
+        rows = (p.mode == HOST) & (np.diff(p.shard_ptr) == p.local_world_size)
+        kind = np.where(single, _SINGLE, np.where(uniform, _UNIFORM, np.where(rows, _HOST_ROWS, _OTHER)))
+        return [[o[kind[o] == k] for o in self.alternatives] for k in range(4)]
+
     def _collect(self, at: Placement) -> None:
         """Arrays of all shards that may go to any rank: unit, position, rank, load, bytes."""
         p = self.problem
         free_units = np.flatnonzero(p.mode[at.choice] == FREE)
+        self.bound_units = np.flatnonzero(p.mode[at.choice] != FREE).tolist()
         counts = np.diff(p.shard_ptr)[at.choice[free_units]]
         self.item_unit = np.repeat(free_units, counts)
         start = np.repeat(p.shard_ptr[at.choice[free_units]], counts)
@@ -311,32 +358,164 @@ class LocalSearch:
 
     def _change_option(self, at: Placement, busy: int, max_units: int = 96) -> bool:
         """Give a unit with load on ``busy`` another option (or place), if all ranks it touches end below the top."""
-        p, placer = self.problem, self.placer
-        top = at.perf[busy]
-        on_busy = []
-        for unit, ranks in enumerate(at.ranks):
-            here = p.perf[p.shards_of(int(at.choice[unit]))][ranks == busy]
-            if here.size:
-                on_busy.append((-float(here.sum()), unit))
+        top = float(at.perf[busy])
+        units = self._units_on(at, busy)[:max_units]
+        if not units.size:
+            return False
+        without = self._without(at, units)
         best: tuple[float, int, int, IntN] | None = None
-        for _, unit in sorted(on_busy)[:max_units]:
-            old_option, old_ranks = placer.take(at, unit)
-            for option in self.alternatives[unit]:
-                ranks = placer.find(at, int(option))
-                if ranks is None or (option == old_option and np.array_equal(ranks, old_ranks)):
-                    continue
-                trial = at.perf.copy()
-                np.add.at(trial, ranks, p.perf[p.shards_of(int(option))])
-                touched = trial[np.union1d(ranks, old_ranks)].max()
-                if touched < top * (1 - 1e-9) and (best is None or touched < best[0]):
-                    best = (float(touched), unit, int(option), ranks)
-            placer.put(at, unit, old_option, old_ranks)
+        for found in (
+            self._try_single(units, without),
+            self._try_rows(units, without),
+            self._try_pieces(units, without),
+        ):
+            if found is not None and found[0] < top * (1 - 1e-9) and (best is None or found[0] < best[0]):
+                best = found
         if best is None:
             return False
         _, unit, option, ranks = best
-        placer.take(at, unit)
-        placer.put(at, unit, option, ranks)
+        self.placer.take(at, unit)
+        self.placer.put(at, unit, option, ranks)
         self._collect(at)
+        return True
+
+    def _units_on(self, at: Placement, busy: int) -> IntN:
+        """Units with load on ``busy``, heaviest there first."""
+        p = self.problem
+        load = np.zeros(p.num_units)
+        mine = self.item_rank == busy
+        np.add.at(load, self.item_unit[mine], self.item_perf[mine])
+        for unit in self.bound_units:
+            here = at.ranks[unit] == busy
+            if here.any():
+                load[unit] = p.perf[p.shards_of(int(at.choice[unit]))][here].sum()
+        units = np.flatnonzero(load > 0)
+        return units[np.argsort(-load[units], kind="stable")]
+
+    def _without(self, at: Placement, units: IntN) -> _Without:
+        """Loads and bytes [n, W] as they would be with each of ``units`` taken out, and the top of its old ranks [n]."""
+        p = self.problem
+        counts = np.array([at.ranks[u].size for u in units])
+        row = np.repeat(np.arange(units.size), counts)
+        ranks = np.concatenate([at.ranks[u] for u in units])
+        shard = np.concatenate([np.arange(p.shard_ptr[at.choice[u]], p.shard_ptr[at.choice[u] + 1]) for u in units])
+        tables = []
+        for used, amount in ((at.perf, p.perf), (at.hbm, p.hbm), (at.ddr, p.ddr)):
+            left = np.tile(used, (units.size, 1))
+            np.subtract.at(left, (row, ranks), amount[shard])
+            tables.append(left)
+        touched = np.zeros((units.size, p.world_size), bool)
+        touched[row, ranks] = True
+        old_top = np.where(touched, tables[0], -np.inf).max(axis=1)
+        return _Without(tables[0], tables[1], tables[2], old_top, at)
+
+    def _pairs(self, units: IntN, kind: int) -> tuple[IntN, IntN]:
+        """(row in ``units``, option) of all alternatives of ``kind``."""
+        lists = [self.by_kind[kind][u] for u in units]
+        return np.repeat(np.arange(units.size), [x.size for x in lists]), np.concatenate(lists)
+
+    def _try_single(self, units: IntN, w: _Without) -> tuple[float, int, int, IntN] | None:
+        """One shard on the best rank."""
+        p = self.problem
+        row, option = self._pairs(units, _SINGLE)
+        self.tried += row.size
+        if not row.size:
+            return None
+        shard = p.shard_ptr[option]
+        room = (w.hbm[row] + p.hbm[shard, None] <= p.hbm_cap) & (w.ddr[row] + p.ddr[shard, None] <= p.ddr_cap)
+        load = np.where(room, w.perf[row], np.inf)
+        rank = load.argmin(axis=1)
+        value = np.maximum(load[np.arange(row.size), rank] + p.perf[shard], w.old_top[row])
+        i = int(value.argmin())
+        return float(value[i]), int(units[row[i]]), int(option[i]), np.array([rank[i]])
+
+    def _try_rows(self, units: IntN, w: _Without) -> tuple[float, int, int, IntN] | None:
+        """One shard on every rank of the world (uniform), or of the best host."""
+        p = self.problem
+        best = None
+        for kind, size in ((_UNIFORM, p.world_size), (_HOST_ROWS, p.local_world_size)):
+            row, option = self._pairs(units, kind)
+            self.tried += row.size
+            if not row.size:
+                continue
+            shard = p.shard_ptr[option][:, None] + np.arange(size)
+            hosts = p.world_size // size
+            shape = (row.size, hosts, size)
+            load = w.perf[row].reshape(shape) + p.perf[shard][:, None, :]
+            room = w.hbm[row].reshape(shape) + p.hbm[shard][:, None, :] <= p.hbm_cap.reshape(1, hosts, size)
+            room &= w.ddr[row].reshape(shape) + p.ddr[shard][:, None, :] <= p.ddr_cap.reshape(1, hosts, size)
+            top = np.where(room.all(axis=2), load.max(axis=2), np.inf)
+            host = top.argmin(axis=1)
+            value = np.maximum(top[np.arange(row.size), host], w.old_top[row])
+            i = int(value.argmin())
+            found = (float(value[i]), int(units[row[i]]), int(option[i]), host[i] * size + np.arange(size))
+            if best is None or found[0] < best[0]:
+                best = found
+        return best
+
+    def _try_pieces(self, units: IntN, w: _Without) -> tuple[float, int, int, IntN] | None:
+        """Everything else: several free shards, or groups of them on hosts."""
+        p = self.problem
+        row, option = self._pairs(units, _OTHER)
+        best = None
+        for r, o in zip(row.tolist(), option.tolist()):
+            trial = Placement(w.at.choice, w.at.ranks, w.perf[r], w.hbm[r], w.ddr[r])
+            ranks = self.placer.find(trial, o)
+            self.tried += 4
+            if ranks is None:
+                continue
+            load = w.perf[r].copy()
+            np.add.at(load, ranks, p.perf[p.shards_of(o)])
+            value = max(float(load[ranks].max()), float(w.old_top[r]))
+            if best is None or value < best[0]:
+                best = (value, int(units[r]), o, ranks)
+        return best
+
+    def shake(self, best: Placement, target: float) -> Placement:
+        """Iterated local search: unsettle the busiest rank and a few others, search again, keep what is no worse.
+
+        Random but seeded; effort is counted in moves, so that it is the same on every machine.
+        """
+        p = self.problem
+        random = np.random.default_rng(7)
+        last_move = self.moves + 150 + p.num_units
+        rounds = stale = 0
+        while (
+            best.worst > target * _GOOD
+            and self.moves < last_move
+            and rounds < 60
+            and stale < 20
+            and time.monotonic() < self.deadline
+            and p.num_units <= 2_000
+        ):
+            rounds += 1
+            stale += 1
+            trial = best.copy()
+            if self._unsettle(trial, random):
+                self.run(trial, target)
+                if trial.worst < best.worst * (1 - 1e-6):
+                    stale = 0
+                if trial.worst <= best.worst * (1 + 1e-12):
+                    best = trial
+        return best
+
+    def _unsettle(self, at: Placement, random: np.random.Generator) -> bool:
+        """Take units off the busiest rank and some others and put them back in another order, some changed."""
+        p, placer = self.problem, self.placer
+        ranks = {int(at.perf.argmax()), *random.integers(p.world_size, size=int(random.integers(1, 4))).tolist()}
+        share = random.uniform(0.3, 1.0)
+        units = [u for u in range(p.num_units) if ranks.intersection(at.ranks[u].tolist()) and random.random() < share]
+        if p.mode[at.choice[units]].size and len(units) > 40:
+            units = random.permutation(units)[:40].tolist()
+        old = {u: placer.take(at, u)[0] for u in units}
+        noisy = {u: p.option_perf[o] * random.lognormal(0.0, 0.4) for u, o in old.items()}
+        for unit in sorted(units, key=lambda u: -noisy[u]):
+            option = old[unit]
+            if random.random() < 0.25 and self.alternatives[unit].size > 1:
+                option = int(random.choice(self.alternatives[unit]))
+            self.tried += 1
+            if not placer.put_any(at, unit, option, p.option_perf):
+                return False
         return True
 
 
@@ -366,34 +545,34 @@ def search(
     seeds: list[Placement] = []
     seen: set[bytes] = set()
 
-    def consider(choice: IntN) -> bool:
+    def consider(choice: IntN, cost: FloatN) -> bool:
         key = choice.tobytes()
         if key in seen:
             return False
         seen.add(key)
         report.num_proposals += 1
-        placed = placer.greedy(choice) or placer.greedy(choice, by_memory=True)
+        placed = placer.greedy(choice, cost) or placer.greedy(choice, cost, by_memory=True)
         if placed is not None:
             report.num_plans += 1
             seeds.append(placed)
         return placed is not None
 
     for choice in starts or []:
-        consider(choice)
+        consider(choice, problem.option_perf)
     for factor in (1.0, 1.01, 1.03, 1.1, 1.3, 2.0, np.inf):
         if time.monotonic() > deadline and seeds:
             break
-        fits = False
         for prices in _price_ladder(problem, bound):
             cost, least = cheapest(problem, bound.value * factor, prices)
             if not np.isfinite(least).all():
                 break
-            before = len(seeds)
-            known = consider(_argmin_rows(problem, cost, least))
-            fits = known or len(seeds) > before
-            if fits or time.monotonic() > deadline:
+            choice = _argmin_rows(problem, cost, least)
+            known = choice.tobytes() in seen
+            if consider(choice, np.where(np.isfinite(cost), cost, problem.option_perf * 1e6)) or known:
                 break
-        if seeds and min(s.worst for s in seeds) <= bound.value * 1.0005:
+            if time.monotonic() > deadline:
+                break
+        if seeds and min(s.worst for s in seeds) <= bound.value * _GOOD:
             break
     if not seeds:
         return None, report
@@ -404,8 +583,10 @@ def search(
         improved = local.run(seed.copy(), bound.value)
         if improved.worst < best.worst:
             best = improved
-        if best.worst <= bound.value * 1.0005 or time.monotonic() > deadline:
+        if best.worst <= bound.value * _GOOD or time.monotonic() > deadline:
             break
+    if max_moves:
+        best = local.shake(best, bound.value)
     best = refresh(problem, best)
     report.max_perf, report.moves = best.worst, local.moves
     report.seconds = time.monotonic() - begin
