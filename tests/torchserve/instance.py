@@ -50,6 +50,7 @@ class TorchServe:
             "grpc_management_port": grpc_management,
             "disable_token_authorization": "false",
             "enable_model_api": "true",
+            "token_expiration_min": 600,
             "number_of_netty_threads": 2,
             "vmargs": "-Xmx256m",
         }

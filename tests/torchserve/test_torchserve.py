@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
 
-from recinfer.errors import InputError, NotFoundError, RecinferError
+from recinfer.errors import InputError, RecinferError
 from recinfer.serving import codec
 from recinfer.serving.client import InferenceClient
 from recinfer.serving.server import Server
@@ -140,8 +141,14 @@ def test_nothing_is_answered_without_a_token(torchserve: TorchServe):
             client.predict(dense, kjt)
 
 
+def test_tokens_last_as_long_as_the_config_says(torchserve: TorchServe):
+    ends = json.loads((torchserve.folder / "key_file.json").read_text())["inference"]["expiration time"]
+    left = datetime.fromisoformat(ends[:19] + "+00:00") - datetime.now(UTC)
+    assert timedelta(hours=9) < left < timedelta(hours=10, minutes=1)
+
+
 def test_unknown_model(torchserve: TorchServe):
-    with over_grpc(torchserve, "nobody") as client, pytest.raises((NotFoundError, RecinferError), match="nobody"):
+    with over_grpc(torchserve, "nobody") as client, pytest.raises(RecinferError, match="nobody"):
         client.lookup(make_request(0, 1)[1])
 
 
