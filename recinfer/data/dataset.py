@@ -77,7 +77,9 @@ def load_dataset(
     if format == "synthetic":
         if path is not None:
             raise ConfigError(f"format 'synthetic' makes its rows; got the path {os.fspath(path)!r}, expected none")
-        columns: Mapping[str, NDArray] = generate_criteo(limit or DEFAULT_SYNTHETIC_ROWS, seed).columns
+        columns: Mapping[str, NDArray] = generate_criteo(
+            DEFAULT_SYNTHETIC_ROWS if limit is None else limit, seed
+        ).columns
     else:
         if path is None:
             raise ConfigError(f"format {format!r} needs a path to the rows (--data); only 'synthetic' makes its own")

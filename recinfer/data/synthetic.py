@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recinfer.data.metrics import auc
+from recinfer.data.metrics import auc, sigmoid
 from recinfer.errors import InputError
 
 __all__ = ["NUM_DENSE", "NUM_SPARSE", "SyntheticRows", "generate_criteo"]
@@ -29,11 +29,11 @@ CARDINALITIES = (
 # Part of the rows in which a column is empty; the pattern repeats over the columns.
 _DENSE_EMPTY = (0.45, 0.0, 0.2, 0.22, 0.03, 0.22, 0.04, 0.0, 0.04, 0.45, 0.04, 0.75, 0.22)
 _SPARSE_EMPTY = (0.0, 0.0, 0.03, 0.03, 0.0, 0.12, 0.0, 0.0, 0.0, 0.0, 0.0, 0.03, 0.0)
-_ZIPF_EXPONENT = 1.2
-_ZIPF_SHIFT = 3.0
+_ZIPF_EXPONENT = 1.3
+_ZIPF_SHIFT = 2.0
 _NUM_PAIRS = 6  # pairs of categories that act together, which a model needs its interactions for
-_SPREAD = {"dense": 0.9, "sparse": 1.5, "pairs": 0.8}  # standard deviations of the three parts of the log-odds
-_BIAS = -1.3
+_SPREAD = {"dense": 1.0, "sparse": 1.6, "pairs": 0.7}  # standard deviations of the three parts of the log-odds
+_BIAS = -1.6
 
 
 @dataclass(frozen=True)
@@ -56,61 +56,65 @@ class SyntheticRows:
 def generate_criteo(num_rows: int, seed: int = 0) -> SyntheticRows:
     """``num_rows`` rows in the format of the Criteo set; the same ``num_rows`` and seed give the same rows.
 
+    What acts how on the label depends on the seed alone, so more rows with the same seed show the same world.
+
     Raises:
         InputError: fewer than 1 row.
     """
     if num_rows < 1:
         raise InputError(f"synthetic data: got {num_rows} rows; expected at least 1")
-    rng = np.random.default_rng(seed)
-    dense, dense_effect = _dense_columns(rng, num_rows)
-    sparse, sparse_effect, pair_effect = _sparse_columns(rng, num_rows)
+    world, rng = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
+    dense, dense_effect = _dense_columns(world, rng, num_rows)
+    sparse, sparse_effect, pair_effect = _sparse_columns(world, rng, num_rows)
     log_odds = (
         _BIAS + _SPREAD["dense"] * dense_effect + _SPREAD["sparse"] * sparse_effect + _SPREAD["pairs"] * pair_effect
     )
-    probability = 1 / (1 + np.exp(-log_odds))
+    probability = sigmoid(log_odds)
     label = (rng.random(num_rows) < probability).astype(np.int64)
     return SyntheticRows({"label": label, **dense, **sparse}, probability)
 
 
-def _dense_columns(rng: np.random.Generator, num_rows: int) -> tuple[dict[str, NDArray], NDArray]:
-    """Counts, and the sum of their effects scaled to about unit variance; an empty one has no effect."""
-    weights = rng.normal(size=NUM_DENSE)
+def _dense_columns(
+    world: np.random.Generator, rng: np.random.Generator, num_rows: int
+) -> tuple[dict[str, NDArray], NDArray]:
+    """Counts, and the sum of their effects, of about unit variance; an empty one has no effect."""
+    weights = world.normal(size=NUM_DENSE)
     weights /= np.linalg.norm(weights)
+    spread, center = world.uniform(0.8, 1.6, NUM_DENSE), world.uniform(0.5, 4.0, NUM_DENSE)
     columns: dict[str, NDArray] = {}
     effect = np.zeros(num_rows)
     for at in range(NUM_DENSE):
         normal = rng.normal(size=num_rows)
-        counts = np.floor(np.exp(normal * rng.uniform(0.8, 1.6) + rng.uniform(0.5, 4.0)))
         empty = rng.random(num_rows) < _DENSE_EMPTY[at]
         effect += np.where(empty, 0.0, weights[at] * normal)
-        columns[f"I{at + 1}"] = np.where(empty, np.nan, counts)
+        columns[f"I{at + 1}"] = np.where(empty, np.nan, np.floor(np.exp(normal * spread[at] + center[at])))
     return columns, effect
 
 
-def _sparse_columns(rng: np.random.Generator, num_rows: int) -> tuple[dict[str, NDArray], NDArray, NDArray]:
-    """Categories, the scaled sum of their own effects, and that of pairs of them."""
-    weights = rng.exponential(size=NUM_SPARSE)
+def _sparse_columns(
+    world: np.random.Generator, rng: np.random.Generator, num_rows: int
+) -> tuple[dict[str, NDArray], NDArray, NDArray]:
+    """Categories, the sum of their own effects, and that of pairs of them, both of about unit variance."""
+    weights = world.exponential(size=NUM_SPARSE)
     weights /= np.linalg.norm(weights)
+    pairs = world.permutation(NUM_SPARSE)[: 2 * _NUM_PAIRS].reshape(2, -1)
     columns: dict[str, NDArray] = {}
     effect = np.zeros(num_rows)
     hidden = np.zeros((NUM_SPARSE, num_rows))  # a second trait of each value, for the pairs
     for at, cardinality in enumerate(CARDINALITIES):
-        ranks = _zipf(rng, cardinality, num_rows)
+        mass = (np.arange(cardinality) + _ZIPF_SHIFT) ** -_ZIPF_EXPONENT
+        mass /= mass.sum()
+        traits = world.normal(size=(2, cardinality))
+        # Centred and scaled by how often the values come, so no frequent one decides the rate of clicks alone.
+        traits -= (traits @ mass)[:, None]
+        traits /= np.sqrt(traits**2 @ mass)[:, None]
+        ranks = np.minimum(np.searchsorted(np.cumsum(mass), rng.random(num_rows), side="right"), cardinality - 1)
         empty = rng.random(num_rows) < _SPARSE_EMPTY[at % len(_SPARSE_EMPTY)]
-        traits = rng.normal(size=(2, cardinality))
         effect += np.where(empty, 0.0, weights[at] * traits[0, ranks])
         hidden[at] = np.where(empty, 0.0, traits[1, ranks])
         columns[f"C{at + 1}"] = np.where(empty, "", _hex_tokens(at, cardinality)[ranks])
-    pairs = rng.permutation(NUM_SPARSE)[: 2 * _NUM_PAIRS].reshape(2, -1)
     pair_effect = (hidden[pairs[0]] * hidden[pairs[1]]).sum(axis=0) / np.sqrt(_NUM_PAIRS)
     return columns, effect, pair_effect
-
-
-def _zipf(rng: np.random.Generator, cardinality: int, num_rows: int) -> NDArray[np.int64]:
-    """Ranks in 0..cardinality-1, with probabilities proportional to ``1 / (rank + shift) ** exponent``."""
-    mass = np.cumsum((np.arange(cardinality) + _ZIPF_SHIFT) ** -_ZIPF_EXPONENT)
-    found = np.searchsorted(mass, rng.random(num_rows) * mass[-1], side="right")
-    return np.minimum(found, cardinality - 1)
 
 
 def _hex_tokens(column: int, cardinality: int) -> NDArray[np.str_]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -157,3 +158,14 @@ def test_a_contract_without_dense_features_is_refused(small: Dataset) -> None:
 
     with pytest.raises(ConfigError, match="26 and 0"):
         build_dlrm(FeatureContract(small.contract.sparse, (), small.contract.label))
+
+
+def test_movielens(sample_data: Path) -> None:
+    result = train(load_dataset(sample_data / "ml-100k.inter", "movielens"), progress=False)
+    assert result.auc > 0.75
+
+
+def test_two_hundred_real_rows_run_through(sample_data: Path) -> None:
+    result = train(load_dataset(sample_data / "criteo_sample.csv", "criteo"), epochs=2, progress=False)
+    assert math.isfinite(result.log_loss)
+    assert result.num_test_rows == 20
