@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 __all__ = ["DenseEngine", "ExportedDense", "OnnxEngine", "TorchEngine", "export_dense", "open_dense"]
 
 _OPSET = 18
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TRIAL_BATCHES = (1, 3, 64)
 
 
@@ -88,7 +90,10 @@ def _to_onnx(program: ExportedProgram, cut: Cut) -> tuple[bytes | None, str | No
     except ImportError as error:
         return None, f"the ONNX exporter is not installed: {error}"
     except Exception as error:  # whatever the exporter meets, the torch program serves
-        return None, f"it does not export to ONNX: {type(error).__name__}: {str(error).strip()[:300]}"
+        while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+            error = error.__cause__  # the outer ones tell how to write a bug report
+        lines = [line for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
+        return None, f"it does not export to ONNX: {type(error).__name__}: {' '.join(lines)[:300]}"
 
 
 def _compare(onnx: DenseEngine, torch_engine: DenseEngine, cut: Cut) -> float:

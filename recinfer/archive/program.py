@@ -31,7 +31,10 @@ _TARGET = re.compile(
 )
 _FILE_OPERATORS = re.compile(r"file|save|load|dump|from_blob|alloc|share_memory|set_")
 _SYMBOL = re.compile(r"Symbol\('[su]\d+'((, (positive|nonnegative|integer)=True))*\)")
-_WORDS = re.compile(r"Integer|Add|Mul|Mod|PythonMod|FloorDiv|CleanDiv|Max|Min|int_oo|oo|True|False|evaluate")
+_WORDS = re.compile(
+    r"\b(Integer|Add|Mul|Mod|PythonMod|FloorDiv|CleanDiv|CeilDiv|Max|Min|And|Or|Not|Eq|Ne|Ge|Gt|Le|Lt|Equality|Unequality"
+    r"|(Strict)?(GreaterThan|LessThan)|int_oo|oo|True|False|evaluate)\b"
+)
 _ARITHMETIC = re.compile(r"[\d\s(),=<>!+*/%-]*")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from recinfer.archive.layout import RankLayout, pieces_by_rank, read_rank_layout
 from recinfer.archive.manifest import FileInfo, Manifest, shard_path
@@ -121,8 +123,6 @@ def _compare_hash(file: FileInfo, digest: str) -> None:
 
 
 def _read_checked(root: Path, file: FileInfo) -> bytes:
-    import hashlib
-
     data = read_inside(root, file.path, file.bytes)
     if len(data) != file.bytes:
         raise ArchiveError(f"{file.path!r} has {len(data)} bytes; expected {file.bytes}", rule="F4")
@@ -133,7 +133,7 @@ def _read_checked(root: Path, file: FileInfo) -> bytes:
 def _read_plan(root: Path, manifest: Manifest) -> Plan:
     listed = next(file for file in manifest.files if file.path == "plan.json")
     data = _read_checked(root, listed)
-    loads(data, "plan.json")
+    _check_cover(loads(data, "plan.json"))
     try:
         plan = Plan.from_json(data)
     except Exception as error:  # whatever a hostile plan provokes in its parser, it is no plan
@@ -142,6 +142,37 @@ def _read_plan(root: Path, manifest: Manifest) -> Plan:
         raise ArchiveError(f"plan.json has hash {plan.hash}; plan_hash is {manifest.plan_hash[:80]}", rule="P2")
     _compare_plan(plan, manifest)
     return plan
+
+
+def _check_cover(plan: dict[str, Any]) -> None:
+    """Raise ArchiveError (P4) unless each table's shards cover it exactly once. What is no plan at all is P1's."""
+    tables = plan.get("tables")
+    for table in tables if isinstance(tables, list) else ():
+        shards = table.get("shards") if isinstance(table, dict) else None
+        if not isinstance(shards, list) or table.get("sharding_type") == "data_parallel":
+            continue  # replicas, each the whole table: the plan checks them itself
+        size = plan.get("world_size"), table.get("num_embeddings"), table.get("embedding_dim")
+        numbers = [*size, *(n for shard in shards if isinstance(shard, list) for n in shard)]
+        if any(type(n) is not int for n in numbers) or any(not isinstance(s, list) or len(s) != 5 for s in shards):
+            continue
+        if not _covers(shards, *size):
+            name = str(table.get("table"))[:80]
+            raise ArchiveError(f"plan.json: shards of table {name!r} do not cover it exactly once", rule="P4")
+
+
+def _covers(shards: list[list[int]], world_size: int, rows: int, dim: int) -> bool:
+    """Whether rectangles tile rows x dim: their areas add up to it, and corners cancel but for the four outer ones."""
+    area = 0
+    corners: set[tuple[int, int]] = set()
+    for rank, row_start, row_stop, col_start, col_stop in shards:
+        if not (0 <= rank < world_size and 0 <= row_start <= row_stop <= rows and 0 <= col_start < col_stop <= dim):
+            return False
+        if row_start == row_stop:
+            continue  # a rank left without rows
+        area += (row_stop - row_start) * (col_stop - col_start)
+        for corner in (row_start, col_start), (row_start, col_stop), (row_stop, col_start), (row_stop, col_stop):
+            corners ^= {corner}
+    return area == rows * dim and corners == {(0, 0), (0, dim), (rows, 0), (rows, dim)}
 
 
 def _compare_plan(plan: Plan, manifest: Manifest) -> None:

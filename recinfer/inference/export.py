@@ -43,7 +43,7 @@ from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.writer import ArchiveFolder, ShardWriter, archive_folder
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import Plan, TablePlan
-from recinfer.errors import CheckpointError, ConfigError
+from recinfer.errors import ArchiveError, CheckpointError, ConfigError
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.reference import FloatRows, compare_with_float
 from recinfer.quant.packing import PACKED_TYPES, pack_rows, quantization_step, unpack_rows
@@ -100,7 +100,10 @@ def export_archive(
     with archive_folder(Path(out), overwrite=overwrite) as folder:
         cut, dense = _dense_part(model, leaves, checkpoint, contract, num_dense)
         manifest = _first_manifest(name, version, plan, leaves, cut, dense, contract)
-        manifest.check_before_writing()
+        try:
+            manifest.check_before_writing()
+        except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend
+            raise ConfigError(f"this model does not fit an archive: {error}") from None
         requests = _requests(manifest)
         rows = FloatRows(manifest, requests)
         stats = _write_shards(folder, plan, keys, checkpoint, rows, max_chunk_bytes, progress)
@@ -257,9 +260,7 @@ def _features(leaves: list[Leaf], contract: FeatureContract | None) -> tuple[Fea
     if odd:
         raise ConfigError(f"the contract's features are not the model's; they differ in {', '.join(odd[:8])}")
     policies = {feature.name: feature for feature in contract.sparse}
-    return tuple(
-        FeatureInfo(n, policies[n].missing, policies[n].out_of_range, policies[n].default_row) for n in names
-    )
+    return tuple(FeatureInfo(n, policies[n].missing, policies[n].out_of_range, policies[n].default_row) for n in names)
 
 
 def _requests(manifest: Manifest) -> list[Request]:

@@ -1,0 +1,7 @@
+"""The archives that hostile tests copy and damage."""
+
+from __future__ import annotations
+
+from tests.archive.conftest import everything, small
+
+__all__ = ["everything", "small"]
