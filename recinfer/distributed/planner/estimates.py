@@ -63,6 +63,7 @@ class ShardArrays:
     table_cols: IntN
     batch_inputs: FloatN
     batch_outputs: FloatN
+    filled_outputs: FloatN  # the same without empty bags
     features: FloatN
     pooled: npt.NDArray[np.bool_]
     weighted: npt.NDArray[np.bool_]
@@ -121,7 +122,7 @@ def training_time(
     spread = _spread(a, topology)
 
     ids = a.batch_inputs / spread
-    vectors = np.where(a.pooled, a.batch_outputs, ids)
+    vectors = np.where(a.pooled, a.filled_outputs, ids)
     fwd_size = np.where(dp, a.element_bytes, np.where(whole | ~a.pooled, a.fwd_a2a, a.fwd_sr))
     bwd_size = np.where(dp, a.element_bytes, np.where(whole | ~a.pooled, a.bwd_a2a, a.bwd_sr))
     read_ids = np.ceil(ids * replicas * id_bytes)
@@ -135,7 +136,7 @@ def training_time(
     fwd_compute = (read + lookup + fwd_out) * penalty / a.device_bw
     input_comms = np.where(dp, 0.0, np.ceil(a.batch_inputs * world * id_bytes) / link)
 
-    def travel(size: FloatN) -> FloatN:
+    def travel(size: Any) -> FloatN:
         hosts = size / intra + (size / local / inter if local < world else 0.0)
         return np.where(by_host, hosts, np.where(dp, 0.0, size / link))
 
@@ -148,7 +149,7 @@ def training_time(
     table_bytes = a.table_rows * a.table_cols * a.element_bytes
     num_hosts = world // local
     rings = 1.0 if num_hosts == 1 else 1.5 if num_hosts == 2 else 3.0
-    all_reduce = table_bytes * rings / local / inter
+    all_reduce = table_bytes * (rings / local / inter)
     optimizer = table_bytes * DP_ELEMENTWISE_KERNELS_PERF_FACTOR / a.device_bw
     batched_copy = np.where(whole | dp, 0.0, bwd_out * BATCHED_COPY_PERF_FACTOR / a.device_bw)
     bwd = topology.bwd_compute_multiplier * np.where(a.weighted, topology.weighted_feature_bwd_compute_multiplier, 1.0)
@@ -205,20 +206,23 @@ def storage_bytes(
     replicas = 1 if is_inference else np.where(a.kind == DP, 1, world)
     spread = _spread(a, topology)
     ids = a.batch_inputs / spread
-    vectors = np.where(a.pooled, a.batch_outputs, ids)
+    vectors = np.where(a.pooled, a.batch_outputs if is_inference else a.filled_outputs, ids)
     inputs = np.ceil(ids * replicas * BIGINT_DTYPE)
     outputs = np.ceil(vectors * replicas * a.cols * a.output_bytes)
     if is_inference:
         table = (packed_row_bytes(a.cols, a.bits, alignment) * a.rows).astype(float)
-        optimizer = 0.0
+        optimizer = np.zeros(a.kind.size)
         in_flight = inputs * np.where(a.weighted, 1.5, 1.0) + outputs
     else:
         table = np.ceil(a.rows * a.cols * a.element_bytes)
         optimizer = np.ceil(table * a.optimizer_full) + a.rows * a.optimizer_row_bytes
         in_flight = _in_flight(inputs, outputs, a.cached, pipeline_type, run_embedding_at_peak_memory)
     # The cache, 4 bytes a row to find it in the cache, and 16 a cache slot for its state.
-    cache = np.ceil(table * a.cache_ratio) + np.ceil(4 * a.rows + 16 * a.rows * a.cache_ratio)
-    cache_optimizer = np.ceil(optimizer * a.cache_ratio)
+    cached_rows = np.ceil(table * a.cache_ratio)
+    cache = cached_rows + np.ceil(4 * a.rows + 16 * a.rows * a.cache_ratio)
+    cache_optimizer = np.ceil(cached_rows * a.optimizer_full + a.rows * a.cache_ratio * a.optimizer_row_bytes)
+    if is_inference:
+        cache_optimizer = np.zeros(a.kind.size)
     on_device = np.where(a.cached, cache + cache_optimizer, np.where(a.on_host, 0.0, table + optimizer))
     on_host = np.where(a.on_host, table + optimizer, 0.0)
     device = np.where(a.rows > 0, on_device + in_flight, 0.0)

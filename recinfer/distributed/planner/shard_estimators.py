@@ -180,6 +180,7 @@ class EmbeddingPerfEstimator(ShardEstimator):
         num = sizes.shape[0]
         ids = sum(n * p * b for n, p, b in zip(input_lengths, num_poolings, batch_sizes))
         vectors = sum(p * b for p, b in zip(num_poolings, batch_sizes))
+        filled = sum(min(n, 1) * p * b for n, p, b in zip(input_lengths, num_poolings, batch_sizes))
 
         def full(value: Any, dtype: Any = np.float64) -> Any:
             return np.full(num, value, dtype)
@@ -195,6 +196,7 @@ class EmbeddingPerfEstimator(ShardEstimator):
             table_cols=full(sizes[:, 1].sum() if by_columns else sizes[0, 1], np.int64),
             batch_inputs=full(ids),
             batch_outputs=full(vectors),
+            filled_outputs=full(filled),
             features=full(len(input_lengths)),
             pooled=full(is_pooled, bool),
             weighted=full(is_weighted, bool),

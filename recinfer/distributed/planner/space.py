@@ -92,6 +92,11 @@ class TableInfo:
         """Vectors of one batch, if pooled."""
         return float(sum(p * b for p, b in zip(self.num_poolings, self.batch_sizes)))
 
+    @property
+    def filled_outputs(self) -> float:
+        """Vectors of one batch that are not of empty bags, as TorchRec's training model counts them."""
+        return float(sum(min(n, 1) * p * b for n, p, b in zip(self.input_lengths, self.num_poolings, self.batch_sizes)))
+
 
 def column_pieces(cols: int, min_partition: int | None = None, unit: int = 4) -> int:
     """Width of the column pieces of a table: the smallest divisor of ``cols`` that is a multiple of ``unit`` and at
@@ -192,7 +197,7 @@ def _geometry(
     memo: dict[tuple[Any, ...], int] = {}
     width_of_table = np.empty(len(tables), np.int64)
     for i, t in enumerate(tables):
-        alone = {s for s, _ in t.offers} <= {"column_wise", "table_column_wise", "grid_shard"}
+        alone = {s for s, _ in t.offers} <= {"column_wise", "table_column_wise"}
         key = (t.cols, t.min_partition, unit_of(t), alone)
         if key not in memo:
             memo[key] = _piece_width(*key, ranks=world)
@@ -269,6 +274,7 @@ def shard_arrays(space: SearchSpace, topology: Topology) -> ShardArrays:
         "table_cols": column(lambda t: t.cols, np.int64)[o],
         "batch_inputs": column(lambda t: t.batch_inputs)[o],
         "batch_outputs": column(lambda t: t.batch_outputs)[o],
+        "filled_outputs": column(lambda t: t.filled_outputs)[o],
         "features": column(lambda t: len(t.input_lengths))[o],
         "pooled": column(lambda t: t.pooled, bool)[o],
         "weighted": column(lambda t: t.weighted, bool)[o],
