@@ -85,6 +85,8 @@ class SparseFeature:
             raise ConfigError(f"{what}: transform {self.transform!r}; expected Hash, Vocabulary or Identity")
         if self.separator is not None:
             check_text(what, "separator", self.separator)
+            if "\0" in self.separator:
+                raise ConfigError(f"{what}: separator is {self.separator!r}; expected text without NUL characters")
         last = self.num_embeddings - 1
         if self.missing not in ("empty", "reject"):
             check_whole(what, "missing ('empty', 'reject' or an id)", self.missing, 0, last)

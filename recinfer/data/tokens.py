@@ -27,7 +27,8 @@ class Tokens:
     """The tokens of a column, behind each other.
 
     Attributes:
-        joined: all text, a NUL behind each row, a 1 character behind each token of a row.
+        joined: all text, a NUL between the pieces.
+        data: its UTF-8 bytes (between the pieces of one row a 1, not a 0), and 8 zeros.
         counts: int64 ``[B]``, tokens of each row (empty ones do not count).
         rows: int64 ``[T]``, the row of each token.
         starts, lengths: int64 ``[T]``, each token's bytes in ``joined`` encoded as UTF-8.
@@ -48,7 +49,7 @@ class Tokens:
     @cached_property
     def strings(self) -> NDArray[np.object_]:
         """The tokens as str objects ``[T]``."""
-        pieces = self.joined.replace(_TOKEN_END, _ROW_END).split(_ROW_END)
+        pieces = self.joined.split(_ROW_END)
         found = np.empty(len(self.kept), dtype=object)
         found[:] = pieces[: len(self.kept)]
         return found[self.kept]
@@ -58,15 +59,23 @@ def split_tokens(text: list[str], name: str, separator: str | None = None) -> To
     """The tokens of each row: the row itself, or its parts between ``separator``; empty ones are no tokens.
 
     Raises:
-        InputError: text with a NUL character, which is no text; names the column and the row.
+        InputError: text with a NUL character, which is no text, or to be split and with the character U+0001, which
+            takes the separator's place here; names the column and the row.
     """
     joined = _ROW_END.join(text)
     if joined.count(_ROW_END) != max(0, len(text) - 1):
         row = next(i for i, t in enumerate(text) if _ROW_END in t)
         raise InputError(f"column {name!r}, row {row}: holds a NUL character; expected text")
+    marked = joined
     if separator is not None:
-        joined = joined.replace(separator, _TOKEN_END)
-    encoded = joined.encode("utf-8", "surrogatepass")
+        if separator != _TOKEN_END and _TOKEN_END in joined:
+            row = next(i for i, t in enumerate(text) if _TOKEN_END in t)
+            raise InputError(
+                f"column {name!r}, row {row}: holds the character U+0001; expected text split by {separator!r}"
+            )
+        marked = joined.replace(separator, _TOKEN_END)
+        joined = marked.replace(_TOKEN_END, _ROW_END)
+    encoded = marked.encode("utf-8", "surrogatepass")
     data = np.frombuffer(encoded + bytes(_WORD), dtype=np.uint8)
     if not text:
         none = np.empty(0, dtype=np.int64)

@@ -209,6 +209,7 @@ def test_other_json_is_refused(data: Any, message: str) -> None:
         (lambda: SparseFeature("", Hash(3)), "name is ''"),
         (lambda: SparseFeature("x", "hash"), "transform 'hash'"),  # type: ignore[arg-type]
         (lambda: SparseFeature("x", Hash(3), separator=""), "separator is ''"),
+        (lambda: SparseFeature("x", Hash(3), separator="\0"), "without NUL"),
         (lambda: SparseFeature("x", Hash(3), missing=3), "missing .* is 3"),
         (lambda: SparseFeature("x", Hash(3), missing="drop"), "missing"),  # type: ignore[arg-type]
         (lambda: SparseFeature("x", Hash(3), out_of_range="clip"), "out_of_range 'clip'"),  # type: ignore[arg-type]

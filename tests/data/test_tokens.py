@@ -15,7 +15,7 @@ from recinfer.errors import InputError
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
 GOLDEN_BUCKETS = [30696, 108254, 275711, 818627, 177828, 634236, 67305]
-TEXT = st.text(st.characters(exclude_characters="\0\1", exclude_categories=()), max_size=40)
+TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=()), max_size=40)
 
 
 def mix(x: int) -> int:
@@ -107,3 +107,17 @@ def test_numbers_are_parsed() -> None:
 def test_what_is_no_whole_number_is_named(bad: str) -> None:
     with pytest.raises(InputError, match=r"column 'c', row 1: got .*, expected a whole number"):
         parse_tokens(split_tokens(["7", bad, "8"], "c"), "c")
+
+
+def test_control_characters_are_text_like_any_other() -> None:
+    tokens = split_tokens(["a\1b", "", "c\n,d"], "c")
+    assert tokens.strings.tolist() == ["a\1b", "c\n,d"]
+    assert look_up_tokens(tokens, {"a\1b": 4, "a": 5, "b": 6}, 9).tolist() == [4, 9]
+    assert hash_tokens(tokens, 0, 1000).tolist() == [bucket(t, 0, 1000) for t in ("a\1b", "c\n,d")]
+
+
+def test_the_mark_of_a_separator_may_be_the_separator_and_nothing_else() -> None:
+    tokens = split_tokens(["a\1b\1", "c"], "c", "\1")
+    assert (tokens.strings.tolist(), tokens.counts.tolist()) == (["a", "b", "c"], [2, 1])
+    with pytest.raises(InputError, match=r"column 'c', row 1: holds the character U\+0001"):
+        split_tokens(["a,b", "c\1d"], "c", ",")
