@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from recinfer.data.tokens import Tokens, hash_tokens, look_up_tokens, parse_tokens
 from recinfer.errors import ConfigError
 
-__all__ = ["Hash", "Identity", "TRANSFORMS", "Transform", "Vocabulary", "check_text", "check_whole", "is_finite"]
+__all__ = ["TRANSFORMS", "Hash", "Identity", "Transform", "Vocabulary", "check_text", "check_whole", "is_finite"]
 
 _MAX_ROWS = 2**63 - 1
 
