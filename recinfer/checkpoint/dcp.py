@@ -26,7 +26,7 @@ from torch.serialization import _get_layout
 from recinfer.checkpoint.torch_file import TensorBytes, read_torch_file
 from recinfer.errors import CheckpointError
 
-__all__ = ["Chunk", "METADATA_FILE", "StoredTensor", "read_metadata"]
+__all__ = ["METADATA_FILE", "Chunk", "StoredTensor", "read_metadata"]
 
 METADATA_FILE = ".metadata"
 

@@ -18,8 +18,8 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
     "DLRM",
-    "DLRMTrain",
     "DLRM_DCN",
+    "DLRMTrain",
     "DLRM_Projection",
     "DenseArch",
     "InteractionArch",

@@ -84,7 +84,18 @@ def test_an_unknown_option_is_a_usage_error() -> None:
 
 
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "recinfer", "train", "--limit", "5000000", "--out", str(tmp_path / "ckpt")]
+    command = [
+        sys.executable,
+        "-m",
+        "recinfer",
+        "train",
+        "--limit",
+        "5000",
+        "--epochs",
+        "100000",
+        "--out",
+        str(tmp_path / "ckpt"),
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stderr is not None
     assert process.stderr.readline()  # it has begun
