@@ -31,7 +31,7 @@ def run(
     """Train the reference DLRM on click or rating rows and write a checkpoint.
 
     The checkpoint is a torch.distributed.checkpoint folder with a model.json, which holds the model's shape and how raw
-    values become ids. The last tenth or so of the rows is held out; its AUC and log-loss are what is printed.
+    values become ids. A tenth of the rows, chosen at random, is held out; its AUC and log-loss are what is printed.
     """
     from recinfer.data.dataset import load_dataset
     from recinfer.training import train
