@@ -37,7 +37,7 @@ __all__ = [
     "status_of",
 ]
 
-_INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
+_INT32, _INT64, _FLOAT32, _UINT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4"), np.dtype("<u4")
 _TORCH = {_INT32: torch.int32, _INT64: torch.int64, _FLOAT32: torch.float32}
 assert sys.byteorder == "little", "the wire is little-endian and read in place; this machine is big-endian"
 
@@ -97,8 +97,9 @@ def decode_features(message: pb.JaggedFeatures, limits: Limits) -> KeyedJaggedTe
     batch = message.batch_size
     if not 1 <= batch <= limits.max_batch:
         raise InputError(f"features.batch_size: got {batch}, expected 1 to {limits.max_batch}")
-    lengths = _view("features.lengths", message.lengths, _INT32, len(keys) * batch, "keys x batch_size")
-    num_ids = _count_ids(lengths.numpy(), keys, batch, limits)
+    raw_lengths = message.lengths
+    lengths = _view("features.lengths", raw_lengths, _INT32, len(keys) * batch, "keys x batch_size")
+    num_ids = _count_ids(raw_lengths, keys, batch, limits)
     values = _decode_values(message, num_ids)
     weights = None
     if raw := message.weights:
@@ -118,17 +119,19 @@ def _decode_keys(raw: Sequence[str], limits: Limits) -> list[str]:
     return keys
 
 
-def _count_ids(lengths: np.ndarray, keys: list[str], batch: int, limits: Limits) -> int:
+def _count_ids(raw: bytes, keys: list[str], batch: int, limits: Limits) -> int:
+    # One pass: read as unsigned, a negative length is 2^31 or more, so a sum within the limit has none.
+    num_ids = int(np.frombuffer(raw, _UINT32).sum(dtype=np.uint64))
+    if num_ids <= limits.max_ids:
+        return num_ids
+    lengths = np.frombuffer(raw, _INT32)
     if lengths.min() < 0:
         at = int(np.argmax(lengths < 0))
         raise InputError(
             f"features.lengths: got {lengths[at]} for feature {keys[at // batch]!r}, sample {at % batch}; "
             "expected 0 or more"
         )
-    num_ids = int(lengths.sum(dtype=np.int64))
-    if num_ids > limits.max_ids:
-        raise InputError(f"features.lengths: got {num_ids} ids in all, expected at most {limits.max_ids}")
-    return num_ids
+    raise InputError(f"features.lengths: got {num_ids} ids in all, expected at most {limits.max_ids}")
 
 
 def _decode_values(message: pb.JaggedFeatures, num_ids: int) -> Tensor:

@@ -32,5 +32,6 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"limit {field.name}: got {value!r}, expected an integer of at least 1")
+            # Below 2^31: the wire counts samples in int32, and gRPC's own limits are int32.
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
+                raise ConfigError(f"limit {field.name}: got {value!r}, expected an integer from 1 to 2^31 - 1")

@@ -43,7 +43,7 @@ def test_an_unknown_code_is_still_an_error_of_ours():
     assert type(error_of("DATA_LOSS", "x")) is errors.RecinferError
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 1.5])
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, 2**31])
 def test_limits_are_checked_when_built(value: object):
     with pytest.raises(errors.ConfigError, match="max_batch"):
         Limits(max_batch=value)  # type: ignore[arg-type]
