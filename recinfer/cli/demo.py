@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.columns import Columns
 from rich.panel import Panel
 from rich.table import Table
 
@@ -170,4 +169,6 @@ def _show(
         for column in table.columns[1:]:
             column.justify = "right"
     title = f"{manifest.model} {manifest.version}: {manifest.world_size} ranks, {manifest.precision}"
-    output.show(*format_plan(plan), Panel(Columns([found, space, times], padding=(0, 3)), title=title, expand=False))
+    side_by_side = Table.grid(padding=(0, 3))
+    side_by_side.add_row(found, space, times)
+    output.show(*format_plan(plan), Panel(side_by_side, title=title, expand=False))

@@ -1,0 +1,56 @@
+"""The demo, whole, on made-up rows and on the real samples where they are there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def demo(*args: object) -> tuple[dict[str, Any], str]:
+    """What ``recinfer demo --json`` printed last, and what it printed for people."""
+    command = [sys.executable, "-m", "recinfer", "demo", "--json", *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_made_up_rows(tmp_path: Path) -> None:
+    report, shown = demo("--limit", 4000, "--out", tmp_path / "kept")
+    assert report["rows"] == {"train": 3600, "test": 400}
+    assert 0.55 < report["quality"]["float"]["auc"] < 1
+    assert report["auc_difference"] < 0.005
+    assert report["max_logit_difference"] < 0.1
+    assert 0 < report["bytes"]["archive"] < report["bytes"]["checkpoint"]
+    assert {(entry["call"], entry["batch"]) for entry in report["latency_seconds"]} == {
+        ("lookup", 1),
+        ("lookup", 32),
+        ("predict", 1),
+        ("predict", 32),
+    }
+    assert all(0 < entry["p50"] <= entry["p99"] for entry in report["latency_seconds"])
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["model.ckpt", "model.rqa", "plan.json"]
+    for what in ("t_C26", "AUC", "log-loss", "fp32 checkpoint", "p99"):
+        assert what in shown
+    report, _ = demo("--limit", 1000, "--out", tmp_path / "kept")  # the same folder again
+    assert report["rows"] == {"train": 900, "test": 100}
+
+
+def test_criteo_sample(sample_data: Path) -> None:
+    report, _ = demo("--data", sample_data / "criteo_sample.csv", "--format", "criteo")
+    assert report["rows"] == {"train": 180, "test": 20}
+    assert report["max_logit_difference"] < 0.1
+
+
+@pytest.mark.slow
+def test_movielens_loses_nothing_to_int8(sample_data: Path) -> None:
+    report, _ = demo("--data", sample_data / "ml-100k.inter", "--format", "movielens")
+    assert report["rows"] == {"train": 90_000, "test": 10_000}
+    assert report["quality"]["float"]["auc"] > 0.75
+    assert report["auc_difference"] < 0.001
