@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch import nn
 
+from recinfer.distributed.planner.calibration import HardwareProfile
 from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.estimates import FloatN, IntN, ShardArrays, inference_time, storage_bytes
 from recinfer.distributed.planner.explain import explain
@@ -145,6 +146,7 @@ def plan_inference(
     constraints: Mapping[str, ParameterConstraints] | None = None,
     topology: Topology | None = None,
     pinned: Plan | list[TablePlan] | None = None,
+    hardware: HardwareProfile | None = None,
     timeout_seconds: float | None = None,
 ) -> Plan:
     """The plan of ``model`` (meta is enough) for quantized inference: all ranks in one process.
@@ -158,6 +160,7 @@ def plan_inference(
         constraints: by table name.
         topology: used instead of one built from the sizes above; its world size and device must agree.
         pinned: tables to leave where this plan has them; the rest is planned around them.
+        hardware: measured figures of the machine (``recinfer calibrate``); not together with ``topology``.
         timeout_seconds: return the best plan found by then.
 
     Raises:
@@ -167,12 +170,16 @@ def plan_inference(
     begin = time.monotonic()
     deadline = begin + timeout_seconds if timeout_seconds is not None else float("inf")
     if topology is None:
-        topology = Topology(
-            world_size=world_size,
-            compute_device=compute_device,
-            hbm_cap=gb_to_bytes(hbm_gb) if hbm_gb is not None else None,
-            ddr_cap=gb_to_bytes(ddr_gb) if ddr_gb is not None else None,
-        )
+        caps = {"hbm_cap": hbm_gb, "ddr_cap": ddr_gb}
+        sizes = {name: gb_to_bytes(gb) for name, gb in caps.items() if gb is not None}
+        if hardware is not None:
+            if hardware.device != compute_device:
+                raise ConfigError(f"the hardware profile is of a {hardware.device}, the plan is for {compute_device!r}")
+            topology = hardware.topology(world_size, **sizes)
+        else:
+            topology = Topology(world_size, compute_device, **sizes)
+    elif hardware is not None:
+        raise ConfigError("give topology or hardware, not both (a topology carries its own hardware profile)")
     if (topology.world_size, topology.compute_device) != (world_size, compute_device):
         raise ConfigError(
             f"world_size={world_size}, compute_device={compute_device!r} were asked for, but the topology has "

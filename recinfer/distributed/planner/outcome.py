@@ -63,6 +63,11 @@ def build_plan(
         "input_bytes_per_rank": [int(x) for x in inputs],
         "output_bytes_per_rank": [int(x) for x in outputs],
     }
+    hardware = topology.hardware
+    if hardware is not None and hardware.device == topology.compute_device:
+        # A rank that holds anything pays the call once; it changes no placement, so the search leaves it out.
+        estimates["call_ms"] = hardware.call_ms
+        estimates["predicted_ms_per_rank"] = [x + hardware.call_ms if x else 0.0 for x in placement.perf.tolist()]
     tables = tuple(e for e in entries if e is not None)
     return Plan(world, topology.compute_device, tables, estimates, topology.local_world_size)
 
