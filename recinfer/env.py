@@ -9,6 +9,7 @@ STORAGE_RESERVE_PERCENT   0 to 1: memory that the planner leaves free, default 0
 
 from __future__ import annotations
 
+import math
 import os
 
 from recinfer.errors import ConfigError
@@ -35,33 +36,46 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
-def _number(name: str) -> float | None:
+def _number(name: str, expected: str, low: float, high: float) -> float | None:
+    """The finite number of a variable; None when not set. Raises ConfigError naming it unless low <= number <= high."""
     text = os.environ.get(name, "").strip()
     if not text:
         return None
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise ConfigError(f"environment variable {name}={text!r}; expected a number") from None
+        value = math.nan
+    if not (low <= value <= high and math.isfinite(value)):
+        raise ConfigError(f"environment variable {name}={text!r}; expected {expected}")
+    return value
 
 
 def local_world_size(world_size: int) -> int:
     """Ranks on this host: ``LOCAL_WORLD_SIZE``, or all of ``world_size`` when it is not set."""
-    given = _number("LOCAL_WORLD_SIZE")
-    return world_size if given is None else int(given)
+    expected = "a whole number of at least 1"
+    given = _number("LOCAL_WORLD_SIZE", expected, 1, math.inf)
+    if given is None:
+        return world_size
+    if given != int(given):
+        raise ConfigError(f"environment variable LOCAL_WORLD_SIZE={given}; expected {expected}")
+    return int(given)
 
 
 def intra_node_bandwidth() -> float | None:
     """``INTRA_NODE_BANDWIDTH``, bytes per millisecond; None when not set."""
-    return _number("INTRA_NODE_BANDWIDTH")
+    return _bandwidth("INTRA_NODE_BANDWIDTH")
 
 
 def cross_node_bandwidth() -> float | None:
     """``CROSS_NODE_BANDWIDTH``, bytes per millisecond; None when not set."""
-    return _number("CROSS_NODE_BANDWIDTH")
+    return _bandwidth("CROSS_NODE_BANDWIDTH")
+
+
+def _bandwidth(name: str) -> float | None:
+    return _number(name, "bytes per millisecond, a number above 0", math.ulp(0.0), math.inf)
 
 
 def storage_reserve_percent() -> float:
     """``STORAGE_RESERVE_PERCENT``, a share from 0 to 1; 0.15 when not set."""
-    given = _number("STORAGE_RESERVE_PERCENT")
+    given = _number("STORAGE_RESERVE_PERCENT", "a share from 0 to 1, as in 0.15", 0, 1)
     return 0.15 if given is None else given

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recinfer import env
+from recinfer.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,53 @@ def test_a_child_gets_this_environment_with_changes(monkeypatch: pytest.MonkeyPa
     assert (child["RECINFER_DEBUG"], child["OTHER"]) == ("0", "x")
     assert "PATH" in child
     assert env.debug() is True
+
+
+def test_numbers_for_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("LOCAL_WORLD_SIZE", "INTRA_NODE_BANDWIDTH", "CROSS_NODE_BANDWIDTH", "STORAGE_RESERVE_PERCENT")
+
+    def read() -> tuple[float | None, ...]:
+        return (
+            env.local_world_size(8),
+            env.intra_node_bandwidth(),
+            env.cross_node_bandwidth(),
+            env.storage_reserve_percent(),
+        )
+
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert read() == (8, None, None, 0.15)
+    for name, text in zip(names, ("2", "1e6", " 5 ", "0")):
+        monkeypatch.setenv(name, text)
+    assert read() == (2, 1e6, 5.0, 0.0)
+
+
+@pytest.mark.parametrize("text", ["two", "nan", "inf", "-1", "2.5 GB"])
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("LOCAL_WORLD_SIZE", lambda: env.local_world_size(8)),
+        ("INTRA_NODE_BANDWIDTH", env.intra_node_bandwidth),
+        ("CROSS_NODE_BANDWIDTH", env.cross_node_bandwidth),
+        ("STORAGE_RESERVE_PERCENT", env.storage_reserve_percent),
+    ],
+)
+def test_what_is_no_such_number_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, read, text: str) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"{name}=.*expected"):
+        read()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "read"),
+    [
+        ("LOCAL_WORLD_SIZE", "1.5", lambda: env.local_world_size(8)),
+        ("LOCAL_WORLD_SIZE", "0", lambda: env.local_world_size(8)),
+        ("CROSS_NODE_BANDWIDTH", "0", env.cross_node_bandwidth),
+        ("STORAGE_RESERVE_PERCENT", "15", env.storage_reserve_percent),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, text: str, read) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"{name}=.*expected"):
+        read()
