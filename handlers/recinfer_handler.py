@@ -16,11 +16,13 @@ from ts.utils.util import PredictionException
 from recinfer.errors import InputError, RecinferError
 from recinfer.inference.predictor import load
 from recinfer.serving import json_codec
+from recinfer.serving.limits import Limits
 from recinfer.serving.registry import ModelRegistry
 from recinfer.serving.service import InferenceService
 from recinfer.serving.status import status_of
 
 _METHOD_HEADER = "X-Recinfer-Method"
+_ANSWER_HEAD = 4096
 _log = logging.getLogger(__name__)
 
 
@@ -37,7 +39,12 @@ class RecinferHandler:
             predictor = load(Path(archive), preload=bool(config.get("preload", False)))
         except (RecinferError, OSError) as error:
             raise RuntimeError(f"cannot load the archive {archive}: {error}") from error
-        self._service = InferenceService(ModelRegistry({predictor.manifest.name: predictor}))
+        # All answers of a batch travel to the frontend in one message, and one that is too long kills the worker: each
+        # gets its share, less what surrounds it.
+        batch_size = max(1, int(context.system_properties.get("batch_size") or 1))
+        self._max_answer = int(config.get("max_response_bytes", 6_500_000)) // batch_size - _ANSWER_HEAD
+        limits = Limits(max_response_bytes=max(1, self._max_answer))
+        self._service = InferenceService(ModelRegistry({predictor.manifest.model: predictor}), limits)
 
     def handle(self, data, context):
         """Answer a batch of requests, each on its own: one that fails does not fail the others."""
@@ -50,7 +57,13 @@ class RecinferHandler:
 
     def _answer_or_error(self, row, index, context):
         try:
-            return self._answer(row, index, context)
+            answer = self._answer(row, index, context)
+            if len(answer) > self._max_answer:
+                raise InputError(
+                    f"request: its answer takes {len(answer)} bytes, expected at most {self._max_answer} "
+                    "(max_response_bytes of the model's config): send fewer samples a request"
+                )
+            return answer
         except RecinferError as error:
             return error
         except Exception as error:  # a bug of ours: the log has it, the caller gets INTERNAL and not a retryable code

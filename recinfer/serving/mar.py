@@ -41,6 +41,7 @@ def pack(
     workers: int = 1,
     batch_size: int = 1,
     max_batch_delay_ms: int = 1,
+    max_response_bytes: int = 6_500_000,
     force: bool = False,
 ) -> Path:
     """Write the TorchServe model entry of an archive with torch-model-archiver, and return its path.
@@ -57,6 +58,8 @@ def pack(
         batch_size: requests TorchServe hands to a worker at once. With more than 1, an error keeps its HTTP code but
             not its gRPC status (see docs/torchserve.md).
         max_batch_delay_ms: how long it waits for a batch to fill.
+        max_response_bytes: bytes of the answers to one batch. More than TorchServe's own max_response_size (6,553,500
+            unless set) would kill the worker, so the handler refuses before that; raise the two together.
         force: overwrite an entry of that name.
 
     Raises:
@@ -66,7 +69,13 @@ def pack(
     """
     if archive_format not in ARCHIVE_FORMATS:
         raise InputError(f"archive_format: got {archive_format!r}, expected one of {', '.join(ARCHIVE_FORMATS)}")
-    for what, value in (("workers", workers), ("batch_size", batch_size), ("max_batch_delay_ms", max_batch_delay_ms)):
+    counts = {
+        "workers": workers,
+        "batch_size": batch_size,
+        "max_batch_delay_ms": max_batch_delay_ms,
+        "max_response_bytes": max_response_bytes,
+    }
+    for what, value in counts.items():
         if value < 1:
             raise InputError(f"{what}: got {value}, expected at least 1")
     folder = Path(archive).resolve()
@@ -86,7 +95,10 @@ def pack(
         "maxWorkers": workers,
         "batchSize": batch_size,
         "maxBatchDelay": max_batch_delay_ms,
-        "handler": {"archive": str(archive_at if archive_at is not None else folder)},
+        "handler": {
+            "archive": str(archive_at if archive_at is not None else folder),
+            "max_response_bytes": max_response_bytes,
+        },
     }
     _run_archiver(name, manifest, config, store, archive_format)
     return entry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ class ServedModel:
         version: the version in its archive's manifest.
         predictor: runs it.
         pooled_width: sum of the widths of its pooled features.
-        sequence_width: width of its widest unpooled feature, 0 without one.
+        sequence_width: sum of the widths of its unpooled features.
     """
 
     name: str
@@ -41,8 +41,19 @@ class ServedModel:
             version=predictor.manifest.version,
             predictor=predictor,
             pooled_width=sum(dim for dim, pooled in widths if pooled),
-            sequence_width=max((dim for dim, pooled in widths if not pooled), default=0),
+            sequence_width=sum(dim for dim, pooled in widths if not pooled),
         )
+
+    def widths_of(self, keys: Iterable[str]) -> tuple[int, int]:
+        """``pooled_width`` and ``sequence_width`` of the features ``keys`` alone."""
+        wanted = set(keys)
+        pooled = sequence = 0
+        for feature in self.predictor.features:
+            # A feature that several tables read has one output a table, named feature@table.
+            if feature.name in wanted or feature.name.split("@")[0] in wanted:
+                pooled += feature.dim * feature.pooled
+                sequence += feature.dim * (not feature.pooled)
+        return pooled, sequence
 
 
 class ModelRegistry:

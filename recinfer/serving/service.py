@@ -70,10 +70,15 @@ class InferenceService:
         return codec.parse(kind, data)
 
     def _check_response_size(self, model: ServedModel, features: KeyedJaggedTensor) -> None:
+        limit = self.limits.max_response_bytes // _FLOAT_BYTES
         ids, batch = features.values().numel(), features.stride()
-        most = (batch * model.pooled_width + ids * model.sequence_width) * _FLOAT_BYTES
-        if most > self.limits.max_response_bytes:
+        if batch * model.pooled_width + ids * model.sequence_width <= limit:
+            return
+        pooled, sequence = model.widths_of(features.keys())
+        most = batch * pooled + ids * sequence
+        if most > limit:
             raise InputError(
-                f"features.batch_size: got {batch} samples with {ids} ids, whose embeddings may take {most} bytes; "
-                f"expected at most {self.limits.max_response_bytes}: send fewer samples a request"
+                f"features.batch_size: got {batch} samples with {ids} ids, whose embeddings may take "
+                f"{most * _FLOAT_BYTES} bytes; expected at most {self.limits.max_response_bytes}: "
+                "send fewer samples a request"
             )

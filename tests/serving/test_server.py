@@ -178,7 +178,7 @@ def test_a_bug_of_ours_is_logged_and_shows_nothing(
 
 
 def test_limits(predictor: Predictor):
-    limits = Limits(max_batch=4, max_ids=6, max_keys=3, max_message_bytes=1000, max_response_bytes=200)
+    limits = Limits(max_batch=4, max_ids=6, max_keys=3, max_message_bytes=1000, max_response_bytes=100)
     with Server({"tiny": predictor}, limits=limits) as server, InferenceClient(server.target) as client:
         with pytest.raises(InputError, match="batch_size: got 5, expected 1 to 4"):
             client.lookup(make_request(0, 5, keys=["user"])[1])
@@ -186,8 +186,9 @@ def test_limits(predictor: Predictor):
             client.lookup(one("user", *range(7)))
         with pytest.raises(InputError, match="keys: got 4, expected at most 3"):
             client.lookup(make_request(0, 1)[1])
-        with pytest.raises(InputError, match="take 256 bytes; expected at most 200"):
-            client.lookup(KeyedJaggedTensor(["user"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1])))
+        four = KeyedJaggedTensor(["user"], torch.tensor([1, 2, 3, 4]), lengths=torch.tensor([1, 1, 1, 1]))
+        with pytest.raises(InputError, match="take 128 bytes; expected at most 100"):
+            client.lookup(four)
         with pytest.raises(UnavailableError, match=r"larger than max \(\d+ vs\. 1000\)"):
             client.lookup(one("user", *([1] * 200)))
         assert client.lookup(one("user", 1)).keys() == ["user"]

@@ -19,7 +19,12 @@ __all__ = ["archive", "predictor", "server"]
 MODELS = {
     "tiny": {"archive_format": "no-archive"},
     "zipped": {"archive_format": "zip-store"},
-    "batched": {"archive_format": "no-archive", "batch_size": 2, "max_batch_delay_ms": 2000},
+    "batched": {
+        "archive_format": "no-archive",
+        "batch_size": 2,
+        "max_batch_delay_ms": 2000,
+        "max_response_bytes": 600_000,
+    },
 }
 
 

@@ -21,6 +21,7 @@ def test_no_archive_holds_the_handler_and_the_path(archive: Path, tmp_path: Path
     assert files == {"MAR-INF/MANIFEST.json", "model-config.yaml", "recinfer_handler.py"}
     config = json.loads((entry / "model-config.yaml").read_text())
     assert config["handler"]["archive"] == str(archive.resolve())
+    assert config["handler"]["max_response_bytes"] < 6_553_500
     assert (config["minWorkers"], config["batchSize"]) == (2, 1)
     model = json.loads((entry / "MAR-INF" / "MANIFEST.json").read_text())["model"]
     assert (model["modelName"], model["modelVersion"]) == ("tiny", "3")

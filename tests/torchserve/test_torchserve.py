@@ -16,7 +16,7 @@ from recinfer.serving.client import InferenceClient
 from recinfer.serving.server import Server
 from recinfer.serving.torchserve_client import TorchServeClient
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-from tests.serving.conftest import make_request
+from tests.serving.conftest import ROWS, make_request
 from tests.torchserve.instance import TorchServe
 
 pytestmark = pytest.mark.slow
@@ -127,6 +127,22 @@ def test_one_bad_request_in_a_batch_fails_alone(torchserve: TorchServe, ours: In
         replies = list(pool.map(lambda body: torchserve.predict("batched", body, OCTETS), bodies))
     assert [reply.code for reply in replies] == [200, 400]
     assert json.loads(replies[1].body)["error"]["code"] == "INVALID_ARGUMENT"
+
+
+def test_an_answer_too_long_for_torchserve_costs_no_worker(torchserve: TorchServe):
+    started = torchserve.output().count("Torch worker started")
+    # As text, 16,384 samples take some 10 MB: TorchServe's own limit is 6.5 MB, and passing it kills the worker.
+    one_id = {"features": {feature: [1] * 16_384 for feature in ROWS}}
+    reply = torchserve.predict("tiny", json.dumps(one_id).encode(), JSON, X_Recinfer_Method="lookup")
+    assert reply.code == 400
+    assert "send fewer samples" in json.loads(reply.body)["message"]
+    # As bytes, 4,000 samples take 512 kB; this entry is packed for 600 kB a batch of two.
+    with over_grpc(torchserve, "batched") as client:
+        with pytest.raises(InputError, match=r"may take 512000 bytes.*send fewer samples"):
+            client.lookup(make_request(0, 4000)[1])
+        assert client.lookup(make_request(0, 3)[1]).pooled is not None
+    assert torchserve.predict("tiny", b'{"features": {"user": [1]}}', JSON, X_Recinfer_Method="lookup").code == 200
+    assert torchserve.output().count("Torch worker started") == started
 
 
 def test_nothing_is_answered_without_a_token(torchserve: TorchServe):
