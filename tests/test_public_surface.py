@@ -6,6 +6,7 @@ A change that is meant: ``pytest tests/test_public_surface.py --update-surface``
 from __future__ import annotations
 
 import ast
+import functools
 import json
 from pathlib import Path
 
@@ -18,6 +19,7 @@ SNAPSHOT = Path(__file__).with_name("public_surface.json")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     """Every module of the package that is written by hand, by dotted name."""
     found = {}
