@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -67,7 +68,7 @@ class Output:
     def finish(self, payload: dict[str, Any]) -> None:
         """Print ``payload`` as the last line of stdout, with ``--json``; nothing without it."""
         if self.as_json:
-            print(json.dumps(payload, default=str), flush=True)
+            print(json.dumps(_finite(payload), default=str, allow_nan=False), flush=True)
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
@@ -96,7 +97,9 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fail(kind: str, message: str, *, as_json: bool) -> NoReturn:
-    _console(sys.stderr).print(f"[bold red]error:[/bold red] [red]{escape(message)}[/red]", highlight=False)
+    _console(sys.stderr).print(
+        f"[bold red]error:[/bold red] [red]{escape(message)}[/red]", highlight=False, soft_wrap=True
+    )
     if as_json:
         print(json.dumps({"error": {"type": kind, "message": message}}), flush=True)
     raise typer.Exit(EXIT_ERROR) from None
@@ -111,6 +114,15 @@ def _explain(error: Exception) -> str | None:
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror or error}{where}"
     return " ".join(str(error).split())
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null for nan and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _console(stream: Any) -> Console:

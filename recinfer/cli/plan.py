@@ -16,6 +16,7 @@ from recinfer.cli.models import (
     parse_precisions,
 )
 from recinfer.cli.options import Device, Precision
+from recinfer.cli.plot import plot_plan
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -34,6 +35,13 @@ def run(
     precision: Annotated[Precision, typer.Option(help="Element type of the stored rows.")] = Precision.int8,
     table_precision: TablePrecisionOption = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows a request, for the estimates.")] = 512,
+    hardware: Annotated[
+        Path | None,
+        typer.Option("--hardware", help="Measured figures of `recinfer calibrate`.", show_default="typical"),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw load and memory of each rank here.")
+    ] = None,
     timeout_seconds: Annotated[
         float | None, typer.Option(min=0.01, help="Take the best plan found by then.", show_default="search to the end")
     ] = None,
@@ -44,6 +52,7 @@ def run(
     Needs no GPU and none of the weights: it looks at the shapes alone. The plan is data; `recinfer inspect` shows it.
     """
     from recinfer.distributed.planner import plan_inference
+    from recinfer.distributed.planner.calibration import HardwareProfile
     from recinfer.distributed.planner.stats import format_plan
     from recinfer.modules.embedding_configs import DataType
 
@@ -58,9 +67,12 @@ def run(
         hbm_gb=hbm_gb,
         ddr_gb=ddr_gb,
         batch_size=batch_size,
+        hardware=HardwareProfile.load(hardware) if hardware else None,
         timeout_seconds=timeout_seconds,
     )
     plan.save(out)
+    if plot:
+        plot_plan(plan, plot)
     output.show(*format_plan(plan), f"[green]wrote[/green] {out}  {plan.hash[:12]}")
     output.finish(
         {

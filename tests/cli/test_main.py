@@ -16,7 +16,7 @@ from recinfer import __version__
 from recinfer.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
-VERBS = ["train", "plan", "export", "inspect", "verify", "serve", "lookup", "predict", "mar", "demo"]
+VERBS = ["train", "plan", "export", "inspect", "verify", "serve", "lookup", "predict", "mar", "demo", "calibrate"]
 
 
 def invoke(*args: object, **env: str) -> tuple[int, str, str]:

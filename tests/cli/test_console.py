@@ -1,0 +1,55 @@
+"""The JSON line is JSON, whatever the numbers; text for people stays off stdout then; errors name the extra."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+
+from recinfer.cli.console import Output, verb
+from recinfer.errors import ConfigError
+
+
+def test_numbers_that_json_does_not_have_are_null(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(as_json=True).finish({"auc": float("nan"), "more": [1.5, (float("inf"), {"x": float("-inf")})]})
+    assert json.loads(capsys.readouterr().out) == {"auc": None, "more": [1.5, [None, {"x": None}]]}
+
+
+def test_text_for_people_goes_to_stderr_with_json(capsys: pytest.CaptureFixture[str]) -> None:
+    for as_json in (True, False):
+        output = Output(as_json)
+        output.show("a table")
+        output.note("progress")
+        output.finish({"done": True})
+        out, err = capsys.readouterr()
+        assert ("a table" in err, "a table" in out) == (as_json, not as_json)
+        assert "progress" in err
+        assert out.splitlines()[-1:] == (['{"done": true}'] if as_json else ["a table"])
+
+
+def test_an_error_is_one_line_even_if_its_message_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise ConfigError("one\n  two [x] three " + "and more " * 40 + "end")
+
+    with pytest.raises(typer.Exit) as caught:
+        verb(fail)()
+    assert caught.value.exit_code == 2
+    assert capsys.readouterr().err == "error: one two [x] three " + "and more " * 40 + "end\n"
+
+
+def test_a_missing_package_names_its_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise ModuleNotFoundError("No module named 'onnxscript'", name="onnxscript")
+
+    with pytest.raises(typer.Exit):
+        verb(fail)()
+    assert "pip install 'recinfer[onnx]'" in capsys.readouterr().err
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    def fail() -> None:
+        raise ModuleNotFoundError("No module named 'recinfer.nothing'", name="recinfer.nothing")
+
+    with pytest.raises(ModuleNotFoundError):
+        verb(fail)()

@@ -1,0 +1,84 @@
+"""Planning by the command line: pictures, measured hardware, memory that does not suffice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from recinfer.checkpoint import save_checkpoint
+from recinfer.models.dlrm import DLRM
+from recinfer.modules.embedding_configs import EmbeddingBagConfig
+from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from tests.e2e.commands import run, run_json
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tables = [
+        EmbeddingBagConfig(name=f"t{i}", num_embeddings=100 * (i + 1), embedding_dim=8, feature_names=[f"f{i}"])
+        for i in range(4)
+    ]
+    torch.manual_seed(0)
+    model = DLRM(EmbeddingBagCollection(tables=tables), 3, [8, 8], [8, 1])
+    return save_checkpoint(tmp_path_factory.mktemp("plan") / "model.ckpt", model)
+
+
+def test_the_same_model_gives_the_same_plan(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        run_json("plan", "--checkpoint", checkpoint, "--world-size", 2, "--out", tmp_path / name)
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_a_picture_of_the_plan(checkpoint: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    options = ["--world-size", 3, "--out", tmp_path / "plan.json", "--plot", picture]
+    run_json("plan", "--checkpoint", checkpoint, *options)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_of_an_unknown_kind_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    options = ["--world-size", 3, "--out", tmp_path / "plan.json", "--plot", tmp_path / "plan.txt"]
+    error = run_json("plan", "--checkpoint", checkpoint, *options, code=2)["error"]
+    assert "'.txt'" in error["message"]
+    assert "png" in error["message"]
+
+
+def test_what_does_not_fit_is_said(checkpoint: Path, tmp_path: Path) -> None:
+    options = ["--world-size", 2, "--device", "cuda", "--hbm-gb", 0.000001, "--ddr-gb", 0.000001]
+    error = run_json("plan", "--checkpoint", checkpoint, *options, "--out", tmp_path / "plan.json", code=2)["error"]
+    assert error["type"] == "PlannerError"
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_precision_by_table(checkpoint: Path, tmp_path: Path) -> None:
+    options = ["--precision", "fp16", "--table-precision", "t1=int4", "--table-precision", "t2=fp32"]
+    run_json("plan", "--checkpoint", checkpoint, "--world-size", 2, *options, "--out", tmp_path / "plan.json")
+    found = run_json("inspect", tmp_path / "plan.json")
+    assert {t["name"]: t["precision"] for t in found["tables"]} == {
+        "t0": "fp16",
+        "t1": "int4",
+        "t2": "fp32",
+        "t3": "fp16",
+    }
+
+
+def test_a_table_that_is_not_there_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    options = ["--table-precision", "t9=int4", "--out", tmp_path / "plan.json"]
+    code, _, err = run("plan", "--checkpoint", checkpoint, "--world-size", 2, *options)
+    assert code == 2
+    assert "t9" in err
+
+
+def test_measured_hardware_changes_the_estimates(checkpoint: Path, tmp_path: Path) -> None:
+    hardware = tmp_path / "hardware.json"
+    measured = run_json("calibrate", "--out", hardware, "--seconds-per-point", 0.001)
+    assert json.loads(hardware.read_text())["device"] == measured["device"] == "cpu"
+    plans = {}
+    for name, options in (("typical", []), ("measured", ["--hardware", hardware])):
+        out = tmp_path / f"{name}.json"
+        plans[name] = run_json("plan", "--checkpoint", checkpoint, "--world-size", 2, *options, "--out", out)
+    assert plans["typical"]["estimates"]["max_perf_ms"] != plans["measured"]["estimates"]["max_perf_ms"]
+    assert plans["measured"]["estimates"]["predicted_ms_per_rank"]
