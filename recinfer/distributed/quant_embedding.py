@@ -28,7 +28,7 @@ from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 __all__ = ["QuantEmbeddingCollectionSharder", "ShardedQuantEmbeddingCollection"]
 
 
-class ShardedQuantEmbeddingCollection(ShardedQuantState):
+class ShardedQuantEmbeddingCollection(ShardedQuantState[EmbeddingConfig]):
     """A quantized EmbeddingCollection whose tables are cut over the ranks of one process.
 
     Args as :class:`recinfer.distributed.quant_embeddingbag.ShardedQuantEmbeddingBagCollection`.

@@ -33,7 +33,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 __all__ = ["QuantEmbeddingBagCollectionSharder", "ShardedQuantEmbeddingBagCollection"]
 
 
-class ShardedQuantEmbeddingBagCollection(ShardedQuantState):
+class ShardedQuantEmbeddingBagCollection(ShardedQuantState[EmbeddingBagConfig]):
     """A quantized EmbeddingBagCollection whose tables are cut over the ranks of one process.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ def shards_of_plan(tables: Sequence[TablePlan]) -> list[PackedShard]:
     return [shard(table, rect) for table in tables for rect in table.shards]
 
 
-def source_of_module(module: nn.Module, shards: Sequence[PackedShard]) -> PackedSource:
+def source_of_module(module: Any, shards: Sequence[PackedShard]) -> PackedSource:
     """Shards cut from a quantized collection of ours, whose scales and biases come from whole rows."""
     configs = {c.name: c for c in _configs_of(module)}
 
@@ -82,12 +82,15 @@ def source_of_module(module: nn.Module, shards: Sequence[PackedShard]) -> Packed
     return PackedSource(tuple(shards), rows_of, None)
 
 
-def _configs_of(module: nn.Module) -> list[BaseEmbeddingConfig]:
+def _configs_of(module: Any) -> list[BaseEmbeddingConfig]:
     pooled = hasattr(module, "embedding_bag_configs")
     return list(module.embedding_bag_configs() if pooled else module.embedding_configs())
 
 
-class ShardedQuantState(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, NullShardedModuleContext]):
+C = TypeVar("C", bound=BaseEmbeddingConfig)
+
+
+class ShardedQuantState(Generic[C], ShardedModule[ListOfKJTList, list[list[Tensor]], Any, NullShardedModuleContext]):
     """Base of the sharded quantized collections.
 
     Args:
@@ -103,10 +106,12 @@ class ShardedQuantState(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, Nu
     """
 
     _pooled: bool
+    _fused: nn.Module | None
+    _layouts: list[RankLayout] | None
 
     def __init__(
         self,
-        configs: Sequence[BaseEmbeddingConfig],
+        configs: Sequence[C],
         plans: Mapping[str, ParameterSharding],
         source: PackedSource,
         fused_lookup: nn.Module | None,
@@ -114,7 +119,7 @@ class ShardedQuantState(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, Nu
         output_device: torch.device,
     ) -> None:
         super().__init__()
-        self._configs = list(configs)
+        self._configs: list[C] = list(configs)
         self._plans = dict(plans)
         self._source = source
         self._devices = dict(devices)

@@ -85,10 +85,19 @@ def _unpacked_weights(name: str, quantized: tuple[Tensor, Tensor | None], data_t
     return torch.cat([qparams.reshape(-1, QPARAM_BYTES), codes], dim=1)
 
 
-class _QuantizedCollection(nn.Module, Generic[C]):
-    """What the two collections share: the buffer, the views, state, copies to devices."""
+L = TypeVar("L", bound=nn.Module)
+
+
+class _QuantizedCollection(nn.Module, Generic[C, L]):
+    """What the two collections share: the buffer, the views, state, copies to devices.
+
+    ``C`` is the kind of config, ``L`` the lookup behind forward.
+    """
 
     _tables_attribute: str
+    _lookup: L
+    _buffer: Tensor
+    _offsets: dict[str, int]
 
     def __init__(
         self,
@@ -128,7 +137,7 @@ class _QuantizedCollection(nn.Module, Generic[C]):
         self.__dict__["_buffer"] = buffer
         self.__dict__["_offsets"] = offsets
 
-    def _make_lookup(self, pieces: Mapping[str, Sequence[ColumnPiece]], buffer: Tensor) -> nn.Module:
+    def _make_lookup(self, pieces: Mapping[str, Sequence[ColumnPiece]], buffer: Tensor) -> L:
         raise AssertionError("each collection makes its own lookup")
 
     @property
@@ -221,7 +230,7 @@ class _QuantizedCollection(nn.Module, Generic[C]):
         return self
 
 
-class EmbeddingBagCollection(_QuantizedCollection[EmbeddingBagConfig]):
+class EmbeddingBagCollection(_QuantizedCollection[EmbeddingBagConfig, PooledLookup]):
     """Quantized pooled tables.
 
     Args:
@@ -239,6 +248,7 @@ class EmbeddingBagCollection(_QuantizedCollection[EmbeddingBagConfig]):
     """
 
     _tables_attribute = "embedding_bags"
+    _is_weighted: bool
 
     def __init__(
         self,
@@ -284,7 +294,7 @@ class EmbeddingBagCollection(_QuantizedCollection[EmbeddingBagConfig]):
     @classmethod
     def from_float(
         cls,
-        module: nn.Module,
+        module: Any,
         use_precomputed_fake_quant: bool = False,
         *,
         data_type: DataType | None = None,
@@ -312,7 +322,7 @@ class EmbeddingBagCollection(_QuantizedCollection[EmbeddingBagConfig]):
         return quantized
 
 
-class EmbeddingCollection(_QuantizedCollection[EmbeddingConfig]):
+class EmbeddingCollection(_QuantizedCollection[EmbeddingConfig, SequenceLookup]):
     """Quantized unpooled tables. Args as :class:`EmbeddingBagCollection`.
 
     ``forward(features) -> dict[str, JaggedTensor]`` in module order, values [N_f, dim]; with ``need_indices`` the
@@ -320,6 +330,7 @@ class EmbeddingCollection(_QuantizedCollection[EmbeddingConfig]):
     """
 
     _tables_attribute = "embeddings"
+    _need_indices: bool
 
     def __init__(
         self,
@@ -374,7 +385,7 @@ class EmbeddingCollection(_QuantizedCollection[EmbeddingConfig]):
     @classmethod
     def from_float(
         cls,
-        module: nn.Module,
+        module: Any,
         use_precomputed_fake_quant: bool = False,
         *,
         data_type: DataType | None = None,
@@ -398,7 +409,7 @@ class EmbeddingCollection(_QuantizedCollection[EmbeddingConfig]):
         return quantized
 
 
-def _qconfig_type(module: nn.Module) -> DataType:
+def _qconfig_type(module: Any) -> DataType:
     """The weight type that a TorchRec user put on the module as ``qconfig``; INT8 without one."""
     qconfig = getattr(module, "qconfig", None)
     return dtype_to_data_type(qconfig.weight().dtype) if qconfig is not None else DataType.INT8

@@ -78,7 +78,7 @@ class FeatureArranger:
         self.rows = list(rows)
         self._orders: dict[tuple[str, ...], list[int]] = {}
         # Unsigned, because a negative id read as unsigned is huge: one comparison covers both ends.
-        self._limits = {
+        self._limits: dict[torch.dtype, tuple[type, np.ndarray]] = {
             torch.int64: (np.uint64, np.array(self.rows, dtype=np.uint64)),
             torch.int32: (np.uint32, np.minimum(np.array(self.rows, dtype=np.uint64), 2**31).astype(np.uint32)),
         }
@@ -176,6 +176,8 @@ class PooledLookup(nn.Module):
 
     ``forward(features) -> KeyedTensor``, keys in module order, values [B, sum of dims].
     """
+
+    _real_columns: Tensor | None
 
     def __init__(
         self,
@@ -321,10 +323,10 @@ class SequenceLookup(nn.Module):
                     members.append(feature_index)
                 self._parts.append(parts)
                 feature_index += 1
-        self.batches = nn.ModuleList(
+        self.batches = [
             TableBatch(s, fs, PoolingType.NONE, buffer, row_alignment=row_alignment, output_dtype=output_dtype)
             for s, fs, _ in groups.values()
-        )
+        ]
         everything = list(range(len(features)))
         # None: the group reads all features in their order, so nothing needs to move.
         self._members = [None if members == everything else members for _, _, members in groups.values()]

@@ -114,6 +114,8 @@ class TableBatch(nn.Module):
     Columns of INT4 and INT2 tables come out padded to whole bytes (``padded_dim``): the caller knows and drops them.
     """
 
+    weights: Tensor
+
     def __init__(
         self,
         slots: Sequence[TableSlot],
@@ -196,7 +198,7 @@ class TableBatch(nn.Module):
         if self._fbgemm_module is None:
             device = self.weights.device
             location = EmbeddingLocation.HOST if device.type == "cpu" else EmbeddingLocation.DEVICE
-            tbe = IntNBitTableBatchedEmbeddingBagsCodegen(
+            tbe: Any = IntNBitTableBatchedEmbeddingBagsCodegen(
                 embedding_specs=[
                     (s.name, s.rows, padded_dim(s.dim, s.data_type), _SPARSE_TYPES[s.data_type], location)
                     for s in self.slots
@@ -219,4 +221,3 @@ class TableBatch(nn.Module):
             tbe.weight_initialized = True
             self.__dict__["_fbgemm_module"] = tbe  # not a submodule: its buffers are ours
         return self._fbgemm_module
-
