@@ -1,0 +1,310 @@
+"""Plans of growing size: time, peak memory, busiest rank, lower bound and gap, beside TorchRec when it is there.
+
+    python -m benchmarks.planner                                  # the table of sizes
+    python -m benchmarks.planner --torchrec-python PATH           # and TorchRec's planner, run by that interpreter
+    python -m benchmarks.planner --cases 26x8,200x16 --timeout 60 --out planner.json
+    python -m benchmarks.planner --calibrated                     # planned against measured time of each rank, on CPU
+
+80 GiB a rank, batch 512, synthetic tables that depend on nothing but their number. Each case runs in a process of its
+own, so that its peak memory is its own. Both planners' plans are rated with one estimator, ours (which agrees with
+TorchRec's option by option: ``python -m benchmarks.planner_parity``); the bound is ours too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+BATCH = 512
+CAP = 80 * 1024**3
+SIZES = ((26, 8), (200, 16), (1000, 64), (4000, 128))
+BARS = {
+    (26, 8, "inference"): (0.2, 1.02),
+    (26, 8, "train"): (0.2, 1.02),
+    (200, 16, "inference"): (1.0, 1.05),
+    (200, 16, "train"): (1.0, 1.03),
+    (1000, 64, "inference"): (5.0, 1.05),
+    (1000, 64, "train"): (10.0, 1.05),
+    (4000, 128, "inference"): (30.0, 1.05),
+}
+
+
+def synthetic_tables(num: int) -> list[dict[str, Any]]:
+    """Rows from 100 to 50 million (log-uniform), dims from 16 to 512, log-normal pooling factors from 1 to 200."""
+    random = np.random.default_rng(num)
+    rows = np.clip(10 ** random.uniform(2, 7.7, num), 100, 5e7).astype(int)
+    dims = random.choice([16, 32, 64, 128, 256, 512], num, p=[0.1, 0.15, 0.3, 0.25, 0.15, 0.05])
+    pooling = np.clip(np.round(np.exp(random.normal(1.0, 1.2, num)), 2), 1, 200)
+    return [
+        {"name": f"t{i}", "rows": int(rows[i]), "dim": int(dims[i]), "pooling": [float(pooling[i])]} for i in range(num)
+    ]
+
+
+def _topology(world_size: int) -> dict[str, Any]:
+    return {
+        "world_size": world_size,
+        "local_world_size": min(8, world_size),
+        "compute_device": "cuda",
+        "hbm_cap": CAP,
+    }
+
+
+def _setup(num: int, world_size: int, mode: str) -> tuple[Any, Any, Any, Any]:
+    """(module, sharders, topology, constraints)."""
+    from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from recinfer.distributed.planner import ParameterConstraints, Topology
+    from recinfer.modules.embedding_configs import EmbeddingBagConfig
+    from recinfer.modules.embedding_modules import EmbeddingBagCollection
+
+    tables = synthetic_tables(num)
+    configs = [
+        EmbeddingBagConfig(
+            num_embeddings=t["rows"], embedding_dim=t["dim"], name=t["name"], feature_names=[f"{t['name']}_f0"]
+        )
+        for t in tables
+    ]
+    constraints = {t["name"]: ParameterConstraints(pooling_factors=t["pooling"]) for t in tables}
+    module = EmbeddingBagCollection(tables=configs, device="meta")
+    return module, [EmbeddingBagCollectionSharder()], Topology(**_topology(world_size)), constraints
+
+
+def run_case(num: int, world_size: int, mode: str) -> dict[str, Any]:
+    """Plan once in this process."""
+    from recinfer.distributed.planner import EmbeddingShardingPlanner, plan_inference
+    from recinfer.distributed.planner.stats import NoopEmbeddingStats
+
+    module, sharders, topology, constraints = _setup(num, world_size, mode)
+    begin = time.monotonic()
+    if mode == "inference":
+        plan = plan_inference(
+            module,
+            world_size=world_size,
+            compute_device="cuda",
+            topology=topology,
+            constraints=constraints,
+            batch_size=BATCH,
+        )
+    else:
+        planner = EmbeddingShardingPlanner(
+            topology=topology, batch_size=BATCH, constraints=constraints, stats=NoopEmbeddingStats()
+        )
+        planner.plan(module, sharders)
+        assert planner.last_plan is not None
+        plan = planner.last_plan
+    seconds = time.monotonic() - begin
+    e = plan.estimates
+    return {
+        "seconds": seconds,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "max_perf_ms": e["max_perf_ms"],
+        "lower_bound_ms": e["lower_bound_ms"],
+        "gap": e["gap"],
+        "hash": plan.hash,
+    }
+
+
+def shared_space(num: int, world_size: int, mode: str) -> tuple[Any, Any]:
+    """(search space, problem) with the options that TorchRec plans with: float kernels, its wall-time model.
+
+    ``train`` is forward and backward; ``forward`` is what TorchRec calls inference: the forward alone, no buffers.
+    """
+    from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
+    from recinfer.distributed.planner.estimates import storage_bytes, training_time
+    from recinfer.distributed.planner.facts import model_tables
+    from recinfer.distributed.planner.problem import make_problem
+    from recinfer.distributed.planner.space import build_space
+    from recinfer.distributed.planner.storage_reservations import HeuristicalStorageReservation
+
+    module, sharders, topology, constraints = _setup(num, world_size, mode)
+    reserved = HeuristicalStorageReservation(0.15).reserve(topology, BATCH, module, sharders, constraints)
+    if mode == "train":
+        space = EmbeddingEnumerator(topology, BATCH, constraints).space(module, sharders)
+        assert space is not None
+    else:
+        tables = model_tables(module, sharders, topology, BATCH, constraints)
+
+        def estimate(arrays: Any) -> Any:
+            return training_time(arrays, topology, forward_only=True), *storage_bytes(arrays, topology)
+
+        space = build_space(tables, topology, estimate)
+    return space, make_problem(space, reserved)
+
+
+def run_forward(num: int, world_size: int) -> dict[str, Any]:
+    """Our search over TorchRec's own options and estimates of inference."""
+    from recinfer.distributed.planner.search import search
+
+    begin = time.monotonic()
+    _, problem = shared_space(num, world_size, "forward")
+    _, report = search(problem)
+    seconds = time.monotonic() - begin
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    figures = {"max_perf_ms": report.max_perf, "lower_bound_ms": report.lower_bound, "gap": report.gap}
+    return {"seconds": seconds, "peak_mb": peak, **figures}
+
+
+def rate_theirs(num: int, world_size: int, mode: str, tables: dict[str, Any]) -> dict[str, float]:
+    """The busiest rank of TorchRec's plan by the estimator that both sides are rated with, and the bound."""
+    from recinfer.distributed.planner.estimates import TYPE_CODES
+    from recinfer.distributed.planner.problem import lower_bound
+    from recinfer.distributed.planner.space import KERNEL_CODES
+
+    space, problem = shared_space(num, world_size, mode)
+    load = np.zeros(world_size)
+    for t, table in enumerate(space.tables):
+        theirs = tables[table.name]
+        label = (TYPE_CODES[theirs["type"]], KERNEL_CODES[theirs["kernel"]])
+        option = next(o for o in space.options_of(t) if (space.option_type[o], space.option_kernel[o]) == label)
+        np.add.at(load, np.array(theirs["ranks"]), space.total[space.shards_of(option)])
+    return {"max_perf_ms": float(load.max()), "lower_bound_ms": lower_bound(problem).value}
+
+
+def _torchrec(python: str, num: int, world_size: int, mode: str, timeout: float) -> dict[str, Any]:
+    request = {
+        "do": "plan",
+        "tables": synthetic_tables(num),
+        "topology": _topology(world_size),
+        "batch_size": BATCH,
+        "inference": mode == "forward",
+        "timeout": int(timeout),
+    }
+    script = str(Path(__file__).with_name("planner_torchrec.py"))
+    try:
+        run = subprocess.run(
+            [python, script],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=timeout * 1.5,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no plan in {timeout * 1.5:.0f} s"}
+    if run.returncode:
+        return {"failed": (run.stderr.strip().splitlines() or ["failed"])[-1][:120]}
+    made = json.loads(run.stdout.strip().splitlines()[-1])
+    rated = rate_theirs(num, world_size, mode, made.pop("tables"))
+    return {**made, **rated, "gap": rated["max_perf_ms"] / rated["lower_bound_ms"]}
+
+
+def _in_process(num: int, world_size: int, mode: str) -> dict[str, Any]:
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.planner", "--one", f"{num}x{world_size}:{mode}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if run.returncode:
+        raise SystemExit(run.stderr)
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+def _row(name: str, who: str, r: dict[str, Any], bar: tuple[float, float] | None) -> str:
+    if "failed" in r:
+        return f"{name:<24}{who:<10}{r['failed']}"
+    asked = f"{bar[0]:>6.1f} s {bar[1]:.2f}" if bar else ""
+    figures = f"{r['seconds']:>8.2f} s{r['peak_mb']:>8.0f} MB{r['max_perf_ms']:>12.4f}{r['lower_bound_ms']:>12.4f}{r['gap']:>9.4f}"
+    return f"{name:<24}{who:<10}{figures}   {asked}"
+
+
+def calibrated() -> list[dict[str, Any]]:
+    """Planned against measured milliseconds of every rank of a few quantized collections on this machine's CPU."""
+    import torch
+
+    from recinfer.distributed.calibrate import _median_ms, calibrate, random_module, random_request
+    from recinfer.distributed.planner import ParameterConstraints, plan_inference
+    from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
+    from recinfer.modules.embedding_modules import EmbeddingBagCollection
+
+    torch.set_num_threads(1)
+    hardware = calibrate()
+    found = []
+    for num, world_size, precision in ((26, 4, DataType.INT8), (26, 4, DataType.INT4), (60, 4, DataType.FP16)):
+        random = np.random.default_rng(num + precision.bits)
+        rows = (10 ** random.uniform(2, 6, num)).astype(int)
+        dims = random.choice([16, 32, 64, 128], num)
+        pooling = np.round(np.exp(random.normal(1, 1, num)).clip(1, 50), 1)
+        configs = [
+            EmbeddingBagConfig(
+                num_embeddings=int(rows[i]), embedding_dim=int(dims[i]), name=f"t{i}", feature_names=[f"f{i}"]
+            )
+            for i in range(num)
+        ]
+        limits = {
+            f"t{i}": ParameterConstraints(pooling_factors=[float(pooling[i])], sharding_types=["table_wise"])
+            for i in range(num)
+        }
+        plan = plan_inference(
+            EmbeddingBagCollection(tables=configs, device="meta"),
+            world_size=world_size,
+            precision=precision,
+            hardware=hardware,
+            constraints=limits,
+        )
+        for rank in range(world_size):
+            mine = [i for i in range(num) if plan.tables[i].ranks == (rank,)]
+            module = random_module([(int(rows[i]), int(dims[i])) for i in mine], precision)
+            requests = [random_request(rows[mine], pooling[mine], BATCH, seed=s) for s in range(16)]
+            turn = iter(range(1 << 30))
+            measured = _median_ms(lambda m=module, r=requests, t=turn: m(r[next(t) % 16]), 0.5, lambda: None)  # type: ignore[misc]
+            planned = plan.estimates["predicted_ms_per_rank"][rank]
+            name = f"{num} tables {str(precision).lower()} rank {rank}"
+            print(
+                f"{name:<26}{planned:>9.3f} ms planned{measured:>9.3f} ms measured{planned / measured:>8.2f}",
+                flush=True,
+            )
+            found.append({"case": name, "planned_ms": planned, "measured_ms": measured})
+    ratios = np.array([f["planned_ms"] / f["measured_ms"] for f in found])
+    inside = int((np.abs(ratios - 1) <= 0.25).sum())
+    print(f"{inside} of {len(found)} ranks within 25 %; median planned / measured {np.median(ratios):.3f}")
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(f"{n}x{w}" for n, w in SIZES))
+    parser.add_argument("--torchrec-python", help="interpreter that can import torchrec")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds that TorchRec gets for a plan")
+    parser.add_argument("--calibrated", action="store_true", help="planned against measured instead")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.one:
+        size, _, mode = args.one.partition(":")
+        num, world = (int(x) for x in size.split("x"))
+        print(json.dumps(run_forward(num, world) if mode == "forward" else run_case(num, world, mode)))
+        return 0
+    if args.calibrated:
+        results: Any = calibrated()
+    else:
+        results = {}
+        print(f"{'case':<24}{'planner':<10}{'time':>10}{'peak':>11}{'max ms':>12}{'bound ms':>12}{'gap':>9}   asked")
+        for case in args.cases.split(","):
+            num, world = (int(x) for x in case.split("x"))
+            # "forward" is there to compare: TorchRec's idea of inference, planned by both with the same estimates.
+            for mode in ("inference", "train", "forward") if args.torchrec_python else ("inference", "train"):
+                name = f"{num} x {world} {mode}"
+                results[name] = _in_process(num, world, mode)
+                print(_row(name, "recinfer", results[name], BARS.get((num, world, mode))), flush=True)
+                if mode != "inference" and args.torchrec_python:
+                    results[name + " torchrec"] = _torchrec(args.torchrec_python, num, world, mode, args.timeout)
+                    print(_row(name, "TorchRec", results[name + " torchrec"], None), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
