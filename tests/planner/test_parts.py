@@ -1,0 +1,454 @@
+"""The documented parts one by one: estimators, enumerator, reservations, proposers, partitioners, hand-written plans."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from recinfer.distributed.embedding import EmbeddingCollectionSharder
+from recinfer.distributed.embedding_types import EmbeddingComputeKernel
+from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recinfer.distributed.planner import ParameterConstraints, Topology, create_planner
+from recinfer.distributed.planner.calibration import HardwareProfile, LookupGrid
+from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
+from recinfer.distributed.planner.estimates import packed_row_bytes
+from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner, SortBy
+from recinfer.distributed.planner.perf_models import NoopPerfModel, NoopStorageModel
+from recinfer.distributed.planner.proposers import (
+    DynamicProgrammingProposer,
+    EmbeddingOffloadScaleupProposer,
+    GreedyProposer,
+    GridSearchProposer,
+    UniformProposer,
+    proposers_to_proposals_list,
+)
+from recinfer.distributed.planner.shard_estimators import (
+    EmbeddingOffloadStats,
+    EmbeddingPerfEstimator,
+    EmbeddingStorageEstimator,
+)
+from recinfer.distributed.planner.storage_reservations import (
+    FixedAbsoluteStorageReservation,
+    FixedPercentageStorageReservation,
+    HeuristicalStorageReservation,
+    InferenceStorageReservation,
+)
+from recinfer.distributed.planner.types import (
+    CustomTopologyData,
+    Perf,
+    PlannerError,
+    PlannerErrorType,
+    Shard,
+    ShardingOption,
+    Storage,
+)
+from recinfer.distributed.planner.utils import BinarySearchPredicate, LuusJaakolaSearch
+from recinfer.distributed.sharding_plan import (
+    apply_to_all,
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    get_default_sharders,
+    grid_shard,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+from recinfer.distributed.types import CacheParams, ShardingType
+from recinfer.errors import ConfigError
+from recinfer.modules.embedding_configs import DataType, EmbeddingConfig
+from recinfer.modules.embedding_modules import EmbeddingCollection
+from recinfer.quant.packing import row_bytes
+from tests.planner.models import GB, collection, sharders, train_planner
+
+TWO_HOSTS = Topology(8, "cuda", local_world_size=4)
+
+
+def options(shapes: list[tuple[int, int]], topology: Topology = TWO_HOSTS, **limits: Any) -> list[ShardingOption]:
+    constraints = {f"t{i}": ParameterConstraints(**limits) for i in range(len(shapes))} if limits else None
+    return EmbeddingEnumerator(topology, 512, constraints).enumerate(collection(shapes), sharders())
+
+
+def by_label(found: list[ShardingOption]) -> dict[tuple[str, str], ShardingOption]:
+    return {(o.sharding_type, o.compute_kernel): o for o in found}
+
+
+# ----------------------------------------------------------------------------------------------- estimates
+
+
+def test_packed_rows_are_counted_as_they_are_packed() -> None:
+    for precision in (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32):
+        for dim in (1, 3, 4, 7, 64, 130):
+            for alignment in (1, 16):
+                assert packed_row_bytes(dim, precision.bits, alignment) == row_bytes(dim, precision, alignment)
+
+
+# Figures that TorchRec 1.8 gives for the same options (benchmarks/planner_parity.py compares thousands of them).
+GOLDEN = {
+    ("data_parallel", "dense"): (0.004363299213524247, 0, 0.008726598427048494, 0.09652704432390738, 3102720, 0),
+    ("table_wise", "fused"): (0.017453196854096988, 0.625, 0.034906393708193977, 0.625, 10471424, 0),
+    ("column_wise", "fused"): (0.00438881558319398, 0.15625, 0.00877763116638796, 0.15625, 2642432, 0),
+    ("row_wise", "fused"): (0.009802538681455546, 0.625, 0.019605077362911092, 0.6463820373467113, 8650752, 0),
+    ("table_row_wise", "fused"): (
+        0.010895489848975752, 0.16927083333333334, 0.021790979697951504, 0.1906528706800446, 8910848, 0,
+    ),
+    ("table_wise", "fused_uvm_caching"): (0.7636837842987805, 0.625, 1.527367568597561, 0.625, 8838594, 2050048),
+}  # fmt: skip
+
+
+def test_estimates_are_torchrecs() -> None:
+    found = by_label(options([(1001, 512)]))
+    for label, (fwd, fwd_comms, bwd, bwd_comms, hbm, ddr) in GOLDEN.items():
+        shard = found[label].shards[0]
+        assert shard.perf is not None and shard.storage is not None
+        p = shard.perf
+        np.testing.assert_allclose(
+            (p.fwd_compute, p.fwd_comms, p.bwd_compute, p.bwd_comms), (fwd, fwd_comms, bwd, bwd_comms), rtol=1e-9
+        )
+        assert (shard.storage.hbm, shard.storage.ddr) == (hbm, ddr), label
+
+
+def test_wall_time_function_gives_what_the_enumerator_gives() -> None:
+    topology = TWO_HOSTS
+    for option in options([(1001, 512)]):
+        perfs = EmbeddingPerfEstimator.perf_func_emb_wall_time(
+            shard_sizes=[s.size for s in option.shards],
+            compute_kernel=option.compute_kernel,
+            compute_device="cuda",
+            sharding_type=option.sharding_type,
+            batch_sizes=[512],
+            world_size=8,
+            local_world_size=4,
+            input_lengths=[1.0],
+            input_data_type_size=8,
+            table_data_type_size=4,
+            output_data_type_size=4,
+            fwd_a2a_comm_data_type_size=4,
+            bwd_a2a_comm_data_type_size=4,
+            fwd_sr_comm_data_type_size=4,
+            bwd_sr_comm_data_type_size=4,
+            num_poolings=[1.0],
+            hbm_mem_bw=topology.hbm_mem_bw,
+            ddr_mem_bw=topology.ddr_mem_bw,
+            hbm_to_ddr_mem_bw=topology.hbm_to_ddr_mem_bw,
+            intra_host_bw=topology.intra_host_bw,
+            inter_host_bw=topology.inter_host_bw,
+            bwd_compute_multiplier=2,
+            weighted_feature_bwd_compute_multiplier=1,
+            is_pooled=True,
+        )
+        assert [round(p.total, 12) for p in perfs] == [round(s.perf.total, 12) for s in option.shards if s.perf]
+
+
+def test_estimators_as_objects_agree_with_the_arrays() -> None:
+    found = options([(1001, 512), (64, 16)], pooling_factors=[3.0])
+    again = copy.deepcopy(found)
+    for option in again:
+        for shard in option.shards:
+            shard.perf = shard.storage = None
+    limits = {f"t{i}": ParameterConstraints(pooling_factors=[3.0]) for i in range(2)}
+    EmbeddingPerfEstimator(TWO_HOSTS, limits).estimate(again)
+    EmbeddingStorageEstimator(TWO_HOSTS, limits).estimate(again)
+    assert again == found
+
+
+def test_inference_storage_is_packed_rows_and_one_batch() -> None:
+    topology = Topology(2, "cuda")
+    found = options([(1000, 64)], topology)
+    tw = by_label(found)["table_wise", "fused"]
+    tw.compute_kernel = "quant"
+    tw._tensor = torch.empty(1000, 64, dtype=torch.int8, device="meta")
+    tw.module[1]._embedding_bag_configs[0].data_type = DataType.INT8
+    EmbeddingStorageEstimator(topology, is_inference=True).estimate([tw])
+    assert tw.shards[0].storage == Storage(1000 * 80 + 512 * 8 + 512 * 64 * 4, 0)  # 64 + 4 bytes a row, padded to 16
+
+
+def test_offload_stats_read_the_miss_curve() -> None:
+    stats = EmbeddingOffloadStats(0.2, 10_000, torch.tensor([100, 200, 300, 400]), height=1000)
+    rates = [round(stats.expected_miss_rate(c), 6) for c in (0, 0.1, 0.25, 0.3, 0.5, 0.6, 1.0)]
+    assert rates == [1.0, 0.9, 0.9, 0.7, 0.7, 0.4, 0.0]
+    cached = options([(1001, 512)], cache_params=CacheParams(load_factor=0.5, stats=stats))
+    perf = by_label(cached)["table_wise", "fused_uvm_caching"].shards[0].perf
+    assert perf is not None and perf.prefetch_compute == pytest.approx(0.417232506322307)
+    with pytest.raises(ConfigError):
+        EmbeddingOffloadStats(0.2, 10, torch.zeros(0), height=10)
+
+
+# ----------------------------------------------------------------------------------------------- enumerator
+
+
+def test_options_are_those_of_the_sharder_and_the_constraints() -> None:
+    kinds = {o.sharding_type for o in options([(1001, 512)])}
+    assert kinds == {t.value for t in ShardingType} - {"grid_shard"}  # a grid is offered on request
+    grid = options([(1001, 512)], sharding_types=["grid_shard"], compute_kernels=["fused"])
+    assert [o.num_shards for o in grid] == [16]
+    with pytest.raises(PlannerError, match="no sharding option") as error:
+        options([(10, 8)], compute_kernels=["quant"])
+    assert error.value.error_type is PlannerErrorType.STRICT_CONSTRAINTS
+    sequence = EmbeddingCollection(
+        tables=[EmbeddingConfig(num_embeddings=10, embedding_dim=8, name="s", feature_names=["f"])],
+        device=torch.device("meta"),
+    )
+    found = EmbeddingEnumerator(TWO_HOSTS, 512).enumerate(sequence, [EmbeddingCollectionSharder()])
+    assert not found[0].is_pooled and "table_row_wise" not in {o.sharding_type for o in found}
+
+
+def test_column_pieces_are_multiples_of_four_that_divide() -> None:
+    for dim, widths in ((512, [128] * 4), (600, [200] * 3), (300, [300]), (390, [390]), (1024, [128] * 8)):
+        found = by_label(options([(10, dim)]))["column_wise", "fused"]
+        assert [s.size[1] for s in found.shards] == widths
+    narrow = by_label(options([(10, 64)], Topology(2, "cuda"), sharding_types=["column_wise"]))["column_wise", "fused"]
+    assert [s.size[1] for s in narrow.shards] == [32, 32]  # asked for nothing else, so it gets pieces
+
+
+# ----------------------------------------------------------------------------------------------- reservations
+
+
+def test_reservations_take_what_they_say() -> None:
+    module = torch.nn.Sequential(collection([(1001, 512)]), torch.nn.Linear(1000, 1000, device="meta"))
+    dense, kjt = 4_004_000, 512 * 8
+    share = int(0.15 * 32 * GB)
+    for reservation, taken in (
+        (HeuristicalStorageReservation(0.15), share + 6 * dense + 20 * kjt),
+        (InferenceStorageReservation(0.15), share + dense + kjt),
+        (FixedPercentageStorageReservation(0.15), share),
+        (FixedAbsoluteStorageReservation.from_gb(2), 2 * GB),
+        (HeuristicalStorageReservation(0.0, dense_tensor_estimate=7), 7 + 20 * kjt),
+    ):
+        left = reservation.reserve(TWO_HOSTS, 512, module, sharders())
+        assert abs(32 * GB - left.devices[0].storage.hbm - taken) <= 1
+        assert reservation.last_reserved_topology is left
+        assert TWO_HOSTS.devices[0].storage.hbm == 32 * GB
+    with pytest.raises(PlannerError, match="lower the batch size"):
+        FixedAbsoluteStorageReservation.from_gb(33).reserve(TWO_HOSTS, 512, module, sharders())
+    with pytest.raises(ConfigError):
+        FixedPercentageStorageReservation(1.5)
+
+
+# ----------------------------------------------------------------------------------------------- partitioners
+
+
+def option(name: str, by: str, loads: list[int], dependency: str | None = None) -> ShardingOption:
+    shards = [Shard([10, 4], [0, 4 * i], Storage(x, x), Perf(x, 0, 0, 0)) for i, x in enumerate(loads)]
+    return ShardingOption(
+        name, torch.empty(10, 4 * len(loads), device="meta"), ("m", torch.nn.Identity()), [1.0], 8,
+        "column_wise", by, "fused", shards, dependency=dependency, is_pooled=True,
+    )  # fmt: skip
+
+
+def test_greedy_partitioner_places_the_documented_example() -> None:
+    proposal = [option("a", "uniform", [1, 1]), option("b", "uniform", [2, 2])]
+    proposal += [option("c", "device", [3, 3]), option("d", "device", [4, 4])]
+    topology = Topology(2, "cuda")
+    for partitioner in (GreedyPerfPartitioner(), GreedyPerfPartitioner(SortBy.PERF, balance_modules=True)):
+        placed = partitioner.partition(copy.deepcopy(proposal), topology)
+        assert NoopPerfModel(topology).rate(placed) == 10
+        assert NoopStorageModel(topology).rate(placed) == 10
+        assert [s.rank for s in placed[0].shards] == [0, 1]
+    assert topology.devices[0].storage.hbm == 32 * GB
+
+
+def test_partitioner_keeps_dependent_options_together_and_says_what_does_not_fit() -> None:
+    proposal = [option("a", "device", [5], "x"), option("b", "device", [5], "x"), option("c", "device", [1])]
+    placed = GreedyPerfPartitioner().partition(proposal, Topology(2, "cuda"))
+    assert placed[0].shards[0].rank == placed[1].shards[0].rank != placed[2].shards[0].rank
+    with pytest.raises(PlannerError, match="finds no rank with room") as error:
+        GreedyPerfPartitioner().partition([option("a", "device", [5])], Topology(2, "cuda", hbm_cap=4))
+    assert error.value.error_type is PlannerErrorType.PARTITION
+
+
+def test_host_options_stay_on_one_host() -> None:
+    found = by_label(options([(1001, 512)]))
+    for label in (("table_row_wise", "fused"), ("table_column_wise", "fused")):
+        placed = GreedyPerfPartitioner().partition([copy.deepcopy(found[label])], TWO_HOSTS)
+        assert len({(s.rank or 0) // 4 for s in placed[0].shards}) == 1
+        assert sorted(s.rank or 0 for s in placed[0].shards) in ([0, 1, 2, 3], [4, 5, 6, 7])
+
+
+def test_memory_is_balanced_at_little_cost() -> None:
+    proposal = [option(f"t{i}", "device", [1]) for i in range(8)]
+    for i, o in enumerate(proposal):  # all as fast, some large
+        o.shards[0].storage = Storage(1000 if i < 2 else 1, 0)
+        o.shards[0].perf = Perf(1 + 0.001 * (i % 3), 0, 0, 0)
+    topology = Topology(2, "cuda")
+    placed = MemoryBalancedPartitioner(tolerance=0.02).partition(proposal, topology)
+    assert NoopStorageModel(topology).rate(placed) <= 1003
+    assert NoopPerfModel(topology).rate(placed) <= 4.01 * 1.02
+
+
+# ----------------------------------------------------------------------------------------------- proposers
+
+
+def test_proposers_walk_the_space() -> None:
+    found = options([(1001, 512), (10, 64)], Topology(2, "cuda"), compute_kernels=["fused", "fused_uvm_caching"])
+    greedy = GreedyProposer()
+    greedy.load(found)
+    first = greedy.propose()
+    assert first is not None
+    best = [min(max(s.perf.total for s in o.shards if s.perf) for o in found if o.name == t) for t in ("t0", "t1")]
+    assert [max(s.perf.total for s in o.shards if s.perf) for o in first] == best
+    assert len(proposers_to_proposals_list([GreedyProposer()], found)) > 5
+    for plan in proposers_to_proposals_list([UniformProposer()], found):
+        assert len({o.sharding_type for o in plan}) == 1 and len(plan) == 2
+    count = len([o for o in found if o.name == "t0"]) * len([o for o in found if o.name == "t1"])
+    grid = GridSearchProposer()
+    grid.load(found)
+    seen = 0
+    while grid.propose() is not None:
+        seen += 1
+        grid.feedback(True)
+    assert seen == count
+    small = GridSearchProposer(max_proposals=3)
+    small.load(found)
+    assert small.propose() is None
+
+
+def test_greedy_stops_at_its_threshold() -> None:
+    greedy = GreedyProposer(threshold=2)
+    greedy.load(options([(1001, 512)], Topology(2, "cuda")))
+    rounds = 0
+    while greedy.propose() is not None:
+        rounds += 1
+        greedy.feedback(True, perf_rating=1.0 + rounds)
+    assert rounds == 3
+
+
+@pytest.mark.parametrize("ddr_bins", [None, 4])
+def test_dynamic_programming_finds_the_cheapest_plan_of_each_size(ddr_bins: int | None) -> None:
+    topology = Topology(2, "cuda", hbm_cap=GB, ddr_cap=GB)
+    found = options([(100_000, 64), (400_000, 128), (1000, 512)], topology)
+    dp = DynamicProgrammingProposer(50, ddr_bins)
+    dp.load(found)
+    plans = []
+    while (plan := dp.propose()) is not None:
+        plans.append(plan)
+        dp.feedback(True, storage_constraint=topology)
+    assert len(plans) > 3
+    cheapest = min(sum(o.total_perf for o in p) for p in plans)
+    everything = [min(o.total_perf for o in found if o.name == f"t{i}") for i in range(3)]
+    assert cheapest == pytest.approx(sum(everything))
+    with pytest.raises(ConfigError, match="storage_constraint"):
+        fresh = DynamicProgrammingProposer()
+        fresh.load(found)
+        fresh.feedback(True)
+
+
+def test_scale_up_spends_free_memory_on_caches() -> None:
+    stats = EmbeddingOffloadStats(0.5, 10_000, torch.tensor([1, 1, 1, 1]), height=1000)
+    limits = {
+        f"t{i}": ParameterConstraints(
+            sharding_types=["table_wise"],
+            compute_kernels=["fused", "fused_uvm_caching"],
+            cache_params=CacheParams(load_factor=0.1, stats=stats),
+        )
+        for i in range(3)
+    }
+    planner = train_planner(
+        2,
+        topology=Topology(2, "cuda", hbm_cap=GB),
+        proposer=EmbeddingOffloadScaleupProposer(),
+        constraints=limits,
+    )
+    planner.plan(collection([(2_000_000, 128)] * 3), sharders())
+    assert planner.report is not None and planner.report.num_plans > 1
+    start = 3 * 0.1
+    plan = planner.plan(collection([(2_000_000, 128)] * 3), sharders()).plan[""]
+    factors = [p.cache_params.load_factor for p in plan.values() if p.compute_kernel == "fused_uvm_caching"]
+    on_device = [p for p in plan.values() if p.compute_kernel == "fused"]
+    assert sum(factors) + len(on_device) > start * 1.5
+
+
+# ----------------------------------------------------------------------------------------------- the rest
+
+
+def test_topology_refuses_what_does_not_fit_together() -> None:
+    assert [d.storage.hbm for d in Topology(2, "cuda", hbm_cap=[1, 2]).devices] == [1, 2]
+    custom = CustomTopologyData({"ddr_cap": [5, 6]}, 2)
+    assert [d.storage.ddr for d in Topology(2, "cpu", custom_topology_data=custom).devices] == [5, 6]
+    for wrong in (
+        {"world_size": 0, "compute_device": "cuda"},
+        {"world_size": 2, "compute_device": "tpu"},
+        {"world_size": 3, "compute_device": "cuda", "local_world_size": 2},
+        {"world_size": 2, "compute_device": "cuda", "hbm_cap": [1]},
+        {"world_size": 2, "compute_device": "cuda", "hbm_cap": -1},
+    ):
+        with pytest.raises(ConfigError):
+            Topology(**wrong)  # type: ignore[arg-type]
+
+
+def test_plans_by_hand() -> None:
+    ebc = collection([(1000, 64)] * 6)
+    plan = construct_module_sharding_plan(
+        ebc,
+        {
+            "t0": table_wise(rank=3),
+            "t1": row_wise(),
+            "t2": column_wise(ranks=[0, 2]),
+            "t3": data_parallel(),
+            "t4": table_row_wise(host_index=1),
+            "t5": grid_shard(host_indexes=[0, 1]),
+        },
+        sharder=EmbeddingBagCollectionSharder(),
+        local_size=2,
+        world_size=4,
+        device_type="cuda",
+    )
+    assert {n: p.ranks for n, p in plan.items()} == {
+        "t0": [3], "t1": [0, 1, 2, 3], "t2": [0, 2], "t3": [0, 1, 2, 3], "t4": [2, 3], "t5": [0, 1, 2, 3],
+    }  # fmt: skip
+    assert str(plan["t4"].sharding_spec.shards[1].placement) == "rank:3/cuda:1"  # type: ignore[union-attr]
+    assert plan["t3"].sharding_spec is None and plan["t3"].compute_kernel == EmbeddingComputeKernel.DENSE.value
+    assert "table_row_wise" in str(plan)
+    with pytest.raises(ConfigError, match="lacks tables"):
+        construct_module_sharding_plan(ebc, {"t0": table_wise(0)}, world_size=4, device_type="cuda")
+    with pytest.raises(ConfigError, match="outside the world"):
+        construct_module_sharding_plan(ebc, apply_to_all(ebc, table_wise(9)), world_size=4, device_type="cuda")
+    assert EmbeddingBagCollectionSharder in {type(s) for s in get_default_sharders()}
+
+
+def test_search_helpers_find_their_optimum() -> None:
+    search = BinarySearchPredicate(0, 100, 0)
+    at, result = search.next(False), False
+    best = None
+    while at is not None:
+        result = at <= 37
+        best = at if result else best
+        at = search.next(result)
+    assert best == 37
+    smooth = LuusJaakolaSearch(0, 10, 100)
+    x = smooth.next(float("inf"))
+    while x is not None:
+        x = smooth.next((x - 3) ** 2)
+    assert smooth.best()[0] == pytest.approx(3, abs=0.3)
+
+
+def test_create_planner_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTRA_NODE_BANDWIDTH", "123.5")
+    monkeypatch.setenv("STORAGE_RESERVE_PERCENT", "0.5")
+    planner = create_planner(torch.device("cpu"), 64, world_size=2)
+    assert planner._topology.intra_host_bw == 123.5
+    assert planner._storage_reservation._percentage == 0.5  # type: ignore[attr-defined]
+    monkeypatch.setenv("CROSS_NODE_BANDWIDTH", "fast")
+    with pytest.raises(ConfigError, match="CROSS_NODE_BANDWIDTH"):
+        create_planner(torch.device("cpu"), 64)
+
+
+def test_hardware_profiles_round_trip_and_interpolate(tmp_path: Path) -> None:
+    grid = LookupGrid((64.0, 256.0), (1e4, 1e8), ((1.0, 10.0), (2.0, 40.0)), ((5.0, 5.0), (9.0, 9.0)))
+    profile = HardwareProfile("cpu", "test", 1, 0.02, 0.001, {8: grid}, 1e6)
+    profile.save(tmp_path / "hw.json")
+    assert HardwareProfile.load(tmp_path / "hw.json") == profile
+    one = np.ones(1)
+    ms = profile.lookup_ms(one * 1e6, one * 0, np.array([256]), one * 8, np.array([1e8 / 256]), one, one)
+    assert ms[0] == pytest.approx(40.0 + 0.001)
+    topology = profile.topology(2)
+    assert topology.hardware is profile and topology.ddr_mem_bw == 1e6
+    with pytest.raises(ConfigError):
+        LookupGrid((64.0,), (1e4, 1e3), ((1.0, 1.0),), ((1.0, 1.0),))
+    with pytest.raises(ConfigError, match="recinfer calibrate"):
+        HardwareProfile.from_json("{}")
