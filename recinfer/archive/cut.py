@@ -18,102 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from recinfer.distributed.planner.plan import embedding_tables
+from recinfer.archive.leaves import Leaf, find_leaves
+from recinfer.archive.standins import Argument, Refused, Slots, Stub, UsedAsTensor, named_outputs
 from recinfer.errors import ConfigError
-from recinfer.modules.embedding_configs import BaseEmbeddingConfig
-from recinfer.modules.embedding_modules import get_embedding_names_by_table
-from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 __all__ = ["Cut", "Leaf", "cut_model", "find_leaves"]
 
 _PROBE_WIDTH = 10007  # a dense width that no model has, to recognise the dense input where a Linear reads it
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """An embedding collection of the model.
-
-    Attributes:
-        path: of the collection, as the plan and the checkpoint name it.
-        module: what is replaced: the collection, or the feature-processed module around it.
-        module_path: where that is.
-        configs: its tables.
-        pooled: EmbeddingBagCollection (True) or EmbeddingCollection.
-        is_weighted: ids carry weights.
-        position_weights: feature -> (state-dict key, positions), for position-weighted modules.
-    """
-
-    path: str
-    module: nn.Module
-    module_path: str
-    configs: tuple[BaseEmbeddingConfig, ...]
-    pooled: bool
-    is_weighted: bool
-    position_weights: dict[str, tuple[str, int]] | None
-
-    @property
-    def outputs(self) -> list[str]:
-        """Embedding names in output order."""
-        return [name for names in get_embedding_names_by_table(self.configs) for name in names]
-
-    @property
-    def features(self) -> list[str]:
-        """The feature of each output."""
-        return [feature for config in self.configs for feature in config.feature_names]
-
-    @property
-    def dims(self) -> list[int]:
-        """Columns of each output."""
-        return [config.embedding_dim for config in self.configs for _ in config.feature_names]
-
-
-def find_leaves(model: nn.Module) -> list[Leaf]:
-    """The embedding collections of ``model`` in module order.
-
-    Raises:
-        ConfigError: none there, or a feature processor other than position weights.
-    """
-    modules = dict(model.named_modules())
-    leaves = []
-    for path, module, configs, pooled in embedding_tables(model):
-        parent_path = path.rpartition(".")[0]
-        parent = modules.get(parent_path) if path else None
-        weights = None
-        outer, outer_path = module, path
-        if isinstance(parent, FeatureProcessedEmbeddingBagCollection):
-            outer, outer_path = parent, parent_path
-            weights = _position_weights(parent, parent_path)
-        is_weighted: Any = getattr(module, "is_weighted", None)
-        weighted = callable(is_weighted) and bool(is_weighted())
-        leaves.append(Leaf(path, outer, outer_path, tuple(configs), pooled, weighted, weights))
-    if not leaves:
-        raise ConfigError(
-            f"{type(model).__name__} has no EmbeddingBagCollection or EmbeddingCollection; recinfer serves models "
-            "whose tables are in one of these"
-        )
-    return leaves
-
-
-def _position_weights(module: FeatureProcessedEmbeddingBagCollection, path: str) -> dict[str, tuple[str, int]]:
-    prefix = f"{path}." if path else ""
-    found = {}
-    for name, parameter in module._feature_processors.named_parameters():
-        parts = name.split(".")
-        if parts[-1] == "position_weight":
-            feature = ".".join(parts[:-1])
-        elif parts[0] == "position_weights":
-            feature = ".".join(parts[1:])
-        else:
-            raise ConfigError(
-                f"feature processor of {path!r} has the parameter {name!r}; recinfer knows PositionWeightedModule and "
-                "PositionWeightedModuleCollection"
-            )
-        found[feature.removeprefix("_feature_processors.")] = (
-            f"{prefix}_feature_processors.{name}",
-            parameter.shape[0],
-        )
-    return found
 
 
 @dataclass
@@ -157,8 +68,8 @@ def cut_model(
     """
     if len(leaves) == 1 and leaves[0].module is model:
         return None
-    slots = _Slots(leaves)
-    stubs: dict[int, Any] = {id(leaf.module): _Stub(slots, i) for i, leaf in enumerate(leaves)}
+    slots = Slots(leaves)
+    stubs: dict[int, Any] = {id(leaf.module): Stub(slots, i) for i, leaf in enumerate(leaves)}
     body = copy.deepcopy(model, stubs).eval()
     load(body)
     _refuse_meta(body)
@@ -182,155 +93,15 @@ def _refuse_meta(body: nn.Module) -> None:
         )
 
 
-class _Refused(Exception):
-    """A use of forward's arguments that cannot be cut; becomes a ConfigError."""
-
-
-class _UsedAsTensor(Exception):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-
 class _Found(Exception):
     def __init__(self, num_dense: int) -> None:
         self.num_dense = num_dense
 
 
-class _Argument:
-    """Stands for an argument of forward, or an attribute of one, until its use shows what it is."""
-
-    def __init__(self, path: str, dense: Mapping[str, Tensor]) -> None:
-        self.__dict__["_path"] = path
-        self.__dict__["_dense"] = dense
-
-    def _child(self, path: str) -> Any:
-        return self._dense[path] if path in self._dense else _Argument(path, self._dense)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if hasattr(Tensor, name):
-            raise _UsedAsTensor(self._path)
-        return self._child(f"{self._path}.{name}")
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str | int):
-            return self._child(f"{self._path}[{key!r}]")
-        raise _UsedAsTensor(self._path)
-
-    def __iter__(self) -> Any:
-        raise _Refused(f"forward iterates over its input {self._path!r}; name its parts instead")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in _flat([*args, *(kwargs or {}).values()]):
-            if isinstance(value, _Argument):
-                raise _UsedAsTensor(value._path)
-        raise AssertionError("a torch function without the stand-in that called it")
-
-
-def _arithmetic(name: str) -> None:
-    def used(self: _Argument, *_: Any) -> Any:
-        raise _UsedAsTensor(self._path)
-
-    setattr(_Argument, name, used)
-
-
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "matmul",
-    "pow",
-    "radd",
-    "rsub",
-    "rmul",
-    "rtruediv",
-    "neg",
-    "lt",
-    "gt",
-    "le",
-    "ge",
-):
-    _arithmetic(f"__{_name}__")
-
-
-def _flat(values: Sequence[Any]) -> list[Any]:
-    result: list[Any] = []
-    for value in values:
-        result += _flat(list(value)) if isinstance(value, list | tuple) else [value]
-    return result
-
-
-class _Slots:
-    """What the stand-ins of the embedding modules return, and which inputs they were given."""
-
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
-        self.leaves = list(leaves)
-        self.values: list[list[Tensor]] = [[] for _ in leaves]
-        self.given: list[str | None] = [None] * len(leaves)
-
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        """What the next calls return: per pooled module one tensor, per sequence feature values and lengths."""
-        rest = list(tensors)
-        for i, leaf in enumerate(self.leaves):
-            count = 1 if leaf.pooled else 2 * len(leaf.outputs)
-            self.values[i], rest = rest[:count], rest[count:]
-
-    def answer(self, index: int, argument: Any) -> Any:
-        leaf = self.leaves[index]
-        what = f"the embedding module {leaf.module_path or type(leaf.module).__name__!r}"
-        if not isinstance(argument, _Argument):
-            came = (
-                "a tensor input of forward that is also used elsewhere" if isinstance(argument, Tensor) else "a value"
-            )
-            raise _Refused(
-                f"the input of {what} is {came} of type {type(argument).__name__}, computed or used inside forward; "
-                "it must be an input of forward, or an attribute of one, handed on as it is"
-            )
-        path = argument._path
-        if self.given[index] not in (None, path):
-            raise _Refused(f"{what} is called with two inputs, {self.given[index]!r} and {path!r}; give it one")
-        self.given[index] = path
-        parts = self.values[index]
-        if leaf.pooled:
-            return KeyedTensor(keys=leaf.outputs, length_per_key=leaf.dims, values=parts[0])
-        return {
-            name: JaggedTensor.from_parts_unchecked(parts[2 * j], None, parts[2 * j + 1])
-            for j, name in enumerate(leaf.outputs)
-        }
-
-
-class _Stub(nn.Module):
-    """Stands for an embedding module."""
-
-    def __init__(self, slots: _Slots, index: int) -> None:
-        super().__init__()
-        self.__dict__["_slots"] = slots
-        self._index = index
-
-    def forward(self, features: Any) -> Any:
-        return self._slots.answer(self._index, features)
-
-    def __deepcopy__(self, memo: Any) -> _Stub:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        # Models read dims and names off their embedding modules; that is fine, and needs no weights.
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            slots: _Slots = self.__dict__["_slots"]
-            if name.startswith("__"):
-                raise
-            return getattr(slots.leaves[self._index].module, name)
-
-
 class _Program(nn.Module):
     """The dense part as a function of tensors: fills the stand-ins, calls the model, names its outputs."""
 
-    def __init__(self, body: nn.Module, slots: _Slots, dense_path: str) -> None:
+    def __init__(self, body: nn.Module, slots: Slots, dense_path: str) -> None:
         super().__init__()
         self.model = body
         self.__dict__["_slots"] = slots  # not a submodule
@@ -338,10 +109,10 @@ class _Program(nn.Module):
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
         path = self._dense_path
-        slots: _Slots = self.__dict__["_slots"]
+        slots: Slots = self.__dict__["_slots"]
         slots.fill(tensors[1:] if path else tensors)
         try:
-            return _named_outputs(_call(self.model, {path: tensors[0]} if path else {}))
+            return named_outputs(_call(self.model, {path: tensors[0]} if path else {}))
         finally:
             slots.fill([])
 
@@ -355,33 +126,12 @@ def _call(body: nn.Module, dense: Mapping[str, Tensor]) -> Any:
             or parameter.default is not parameter.empty
         ):
             continue
-        value = dense[name] if name in dense else _Argument(name, dense)
+        value = dense[name] if name in dense else Argument(name, dense)
         if parameter.kind is parameter.KEYWORD_ONLY:
             kwargs[name] = value
         else:
             args.append(value)
     return body(*args, **kwargs)
-
-
-def _named_outputs(value: Any) -> dict[str, Tensor]:
-    if isinstance(value, Tensor):
-        items: dict[str, Any] = {"output": value}
-    elif isinstance(value, KeyedTensor):
-        items = dict(value.to_dict())
-    elif isinstance(value, Mapping):
-        items = {str(key): item for key, item in value.items()}
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = dict(zip(value._fields, value))
-    elif isinstance(value, tuple | list):
-        items = {f"output_{i}": item for i, item in enumerate(value)}
-    else:
-        raise _Refused(
-            f"forward returns a {type(value).__name__}; expected a tensor, or a dict, tuple or KeyedTensor of them"
-        )
-    for name, item in items.items():
-        if not isinstance(item, Tensor):
-            raise _Refused(f"output {name!r} of forward is a {type(item).__name__}; expected a tensor")
-    return {name: item.float() for name, item in items.items()}
 
 
 class _FindDense(TorchFunctionMode):
@@ -395,7 +145,7 @@ class _FindDense(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _discover(body: nn.Module, slots: _Slots, num_dense: int | None) -> tuple[str, int]:
+def _discover(body: nn.Module, slots: Slots, num_dense: int | None) -> tuple[str, int]:
     """The path and the width of the dense input; ("", 0) without one."""
     path = ""
     width = num_dense
@@ -403,7 +153,7 @@ def _discover(body: nn.Module, slots: _Slots, num_dense: int | None) -> tuple[st
         slots.given = [None] * len(slots.leaves)
         try:
             _run(body, slots, path, width, 4)
-        except _UsedAsTensor as used:
+        except UsedAsTensor as used:
             if path:
                 raise ConfigError(
                     f"forward uses two inputs as tensors, {path!r} and {used.path!r}; recinfer gives a model one dense "
@@ -425,16 +175,16 @@ def _discover(body: nn.Module, slots: _Slots, num_dense: int | None) -> tuple[st
     return path, width
 
 
-def _run(body: nn.Module, slots: _Slots, path: str, width: int | None, batch: int) -> dict[str, Tensor]:
+def _run(body: nn.Module, slots: Slots, path: str, width: int | None, batch: int) -> dict[str, Tensor]:
     """One run on random embeddings; a dense input of unknown width gets the probe's."""
     dense = {path: torch.zeros(batch, _PROBE_WIDTH if width is None else width)} if path else {}
     slots.fill(_example(slots.leaves, 0, batch, 0))
     try:
         with _FindDense() if width is None else nullcontext():
-            return _named_outputs(_call(body, dense))
-    except (_UsedAsTensor, _Found, ConfigError):
+            return named_outputs(_call(body, dense))
+    except (UsedAsTensor, _Found, ConfigError):
         raise
-    except _Refused as refused:
+    except Refused as refused:
         raise ConfigError(f"the dense part cannot be cut out: {refused}") from None
     except Exception as error:
         if path and width is None:
@@ -447,7 +197,7 @@ def _run(body: nn.Module, slots: _Slots, path: str, width: int | None, batch: in
         ) from error
 
 
-def _check_features(slots: _Slots) -> None:
+def _check_features(slots: Slots) -> None:
     """Every leaf must be called, and inputs that differ must not share feature names: a request has one of each."""
     where: dict[str, str] = {}
     for leaf, path in zip(slots.leaves, slots.given):
@@ -490,7 +240,7 @@ def _example(leaves: Sequence[Leaf], num_dense: int, batch: int, seed: int) -> l
     return tensors
 
 
-def _check_outputs(body: nn.Module, slots: _Slots, dense_path: str, width: int) -> dict[str, tuple[int, ...]]:
+def _check_outputs(body: nn.Module, slots: Slots, dense_path: str, width: int) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for batch in (3, 6):
         for name, value in _run(body, slots, dense_path, width, batch).items():

@@ -65,11 +65,11 @@ def export_dense(cut: Cut) -> ExportedDense:
             f"torch.export cannot trace the dense part: {type(error).__name__}: {str(error)[:2000]}"
         ) from error
     if onnx is None:
-        return ExportedDense(data, None, None, refused)
+        return ExportedDense(data, None, None, _printable(refused))
     try:
         error_found = _compare(OnnxEngine(onnx, cut.inputs, list(cut.outputs), 1), TorchEngine(data), cut)
     except (ArchiveError, UnavailableError) as error:
-        return ExportedDense(data, None, None, f"onnxruntime does not run it: {error}")
+        return ExportedDense(data, None, None, _printable(f"onnxruntime does not run it: {error}"))
     if not error_found <= MAX_ONNX_ERROR:
         return ExportedDense(data, None, None, f"it differs from torch by {error_found:.2g}, over {MAX_ONNX_ERROR}")
     return ExportedDense(data, onnx, OnnxInfo(_OPSET, error_found), None)
@@ -92,8 +92,13 @@ def _to_onnx(program: ExportedProgram, cut: Cut) -> tuple[bytes | None, str | No
     except Exception as error:  # whatever the exporter meets, the torch program serves
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
             error = error.__cause__  # the outer ones tell how to write a bug report
-        lines = [line for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
-        return None, f"it does not export to ONNX: {type(error).__name__}: {' '.join(lines)[:300]}"
+        return None, f"it does not export to ONNX: {type(error).__name__}: {error}"
+
+
+def _printable(reason: str | None) -> str:
+    """One line that fits a manifest."""
+    text = " ".join(_COLOUR.sub("", str(reason)).split())
+    return "".join(c if c.isprintable() else "?" for c in text)[:250]
 
 
 def _compare(onnx: DenseEngine, torch_engine: DenseEngine, cut: Cut) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 
 from recinfer.archive.layout import RankLayout, pieces_by_rank, read_rank_layout
 from recinfer.archive.manifest import FileInfo, Manifest, shard_path
+from recinfer.archive.manifest_rules import read_manifest
 from recinfer.archive.mapping import MappedShards, map_shards
 from recinfer.archive.paths import file_sha256, open_inside, read_inside
 from recinfer.archive.strict_json import MAX_JSON_BYTES, loads
@@ -97,7 +98,7 @@ def open_archive(path: str | os.PathLike[str], *, check_hashes: bool = False) ->
         text = read_inside(root, "manifest.json", MAX_JSON_BYTES)
     except ArchiveError as error:
         raise ArchiveError(f"{str(path)!r} is no archive: {error}", rule="F1") from None
-    manifest = Manifest.from_json(text)
+    manifest = read_manifest(text)
     for file in manifest.files:
         with open_inside(root, file.path) as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -155,7 +156,7 @@ def _check_cover(plan: dict[str, Any]) -> None:
         numbers = [*size, *(n for shard in shards if isinstance(shard, list) for n in shard)]
         if any(type(n) is not int for n in numbers) or any(not isinstance(s, list) or len(s) != 5 for s in shards):
             continue
-        if not _covers(shards, *size):
+        if not _covers(shards, numbers[0], numbers[1], numbers[2]):
             name = str(table.get("table"))[:80]
             raise ArchiveError(f"plan.json: shards of table {name!r} do not cover it exactly once", rule="P4")
 

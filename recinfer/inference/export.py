@@ -37,6 +37,7 @@ from recinfer.archive.manifest import (
     TableInfo,
     dense_inputs,
 )
+from recinfer.archive.manifest_rules import check_before_writing
 from recinfer.archive.positions import PATH as POSITIONS
 from recinfer.archive.positions import pack_position_weights
 from recinfer.archive.reader import Archive, open_archive
@@ -101,7 +102,7 @@ def export_archive(
         cut, dense = _dense_part(model, leaves, checkpoint, contract, num_dense)
         manifest = _first_manifest(name, version, plan, leaves, cut, dense, contract)
         try:
-            manifest.check_before_writing()
+            check_before_writing(manifest)
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend
             raise ConfigError(f"this model does not fit an archive: {error}") from None
         requests = _requests(manifest)

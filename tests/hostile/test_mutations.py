@@ -5,6 +5,7 @@ A few hundred examples run with the suite; ``--mutations N`` runs N of each.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import shutil
@@ -72,7 +73,7 @@ def mutate(value: Any, chance: random.Random) -> Any:
         elif action == 3 and isinstance(holder[last], int) and not isinstance(holder[last], bool):
             holder[last] += chance.choice([-1, 1, 4096, -4096, 1 << 40])
         else:
-            holder[last] = chance.choice(STRANGE)
+            holder[last] = copy.deepcopy(chance.choice(STRANGE))
     return value
 
 

@@ -1,0 +1,102 @@
+"""The embedding modules of a model: where they are, what they read, how their outputs are named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from recinfer.distributed.planner.plan import embedding_tables
+from recinfer.errors import ConfigError
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig
+from recinfer.modules.embedding_modules import get_embedding_names_by_table
+from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+__all__ = ["Leaf", "find_leaves"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An embedding collection of the model.
+
+    Attributes:
+        path: of the collection, as the plan and the checkpoint name it.
+        module: what is replaced: the collection, or the feature-processed module around it.
+        module_path: where that is.
+        configs: its tables.
+        pooled: EmbeddingBagCollection (True) or EmbeddingCollection.
+        is_weighted: ids carry weights.
+        position_weights: feature -> (state-dict key, positions), for position-weighted modules.
+    """
+
+    path: str
+    module: nn.Module
+    module_path: str
+    configs: tuple[BaseEmbeddingConfig, ...]
+    pooled: bool
+    is_weighted: bool
+    position_weights: dict[str, tuple[str, int]] | None
+
+    @property
+    def outputs(self) -> list[str]:
+        """Embedding names in output order."""
+        return [name for names in get_embedding_names_by_table(self.configs) for name in names]
+
+    @property
+    def features(self) -> list[str]:
+        """The feature of each output."""
+        return [feature for config in self.configs for feature in config.feature_names]
+
+    @property
+    def dims(self) -> list[int]:
+        """Columns of each output."""
+        return [config.embedding_dim for config in self.configs for _ in config.feature_names]
+
+
+def find_leaves(model: nn.Module) -> list[Leaf]:
+    """The embedding collections of ``model`` in module order.
+
+    Raises:
+        ConfigError: none there, or a feature processor other than position weights.
+    """
+    modules = dict(model.named_modules())
+    leaves = []
+    for path, module, configs, pooled in embedding_tables(model):
+        parent_path = path.rpartition(".")[0]
+        parent = modules.get(parent_path) if path else None
+        weights = None
+        outer, outer_path = module, path
+        if isinstance(parent, FeatureProcessedEmbeddingBagCollection):
+            outer, outer_path = parent, parent_path
+            weights = _position_weights(parent, parent_path)
+        is_weighted: Any = getattr(module, "is_weighted", None)
+        weighted = callable(is_weighted) and bool(is_weighted())
+        leaves.append(Leaf(path, outer, outer_path, tuple(configs), pooled, weighted, weights))
+    if not leaves:
+        raise ConfigError(
+            f"{type(model).__name__} has no EmbeddingBagCollection or EmbeddingCollection; recinfer serves models "
+            "whose tables are in one of these"
+        )
+    return leaves
+
+
+def _position_weights(module: FeatureProcessedEmbeddingBagCollection, path: str) -> dict[str, tuple[str, int]]:
+    prefix = f"{path}." if path else ""
+    found = {}
+    for name, parameter in module._feature_processors.named_parameters():
+        parts = name.split(".")
+        if parts[-1] == "position_weight":
+            feature = ".".join(parts[:-1])
+        elif parts[0] == "position_weights":
+            feature = ".".join(parts[1:])
+        else:
+            raise ConfigError(
+                f"feature processor of {path!r} has the parameter {name!r}; recinfer knows PositionWeightedModule and "
+                "PositionWeightedModuleCollection"
+            )
+        found[feature.removeprefix("_feature_processors.")] = (
+            f"{prefix}_feature_processors.{name}",
+            parameter.shape[0],
+        )
+    return found

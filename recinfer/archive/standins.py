@@ -1,0 +1,180 @@
+"""What stands for embedding modules and for forward's arguments while the dense part is cut out of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from recinfer.archive.leaves import Leaf
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+__all__ = ["Argument", "Refused", "Slots", "Stub", "UsedAsTensor", "named_outputs"]
+
+
+class Refused(Exception):
+    """A use of forward's arguments that cannot be cut; becomes a ConfigError."""
+
+
+class UsedAsTensor(Exception):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+class Argument:
+    """Stands for an argument of forward, or an attribute of one, until its use shows what it is."""
+
+    def __init__(self, path: str, dense: Mapping[str, Tensor]) -> None:
+        self.__dict__["_path"] = path
+        self.__dict__["_dense"] = dense
+
+    def _child(self, path: str) -> Any:
+        return self._dense[path] if path in self._dense else Argument(path, self._dense)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if hasattr(Tensor, name):
+            raise UsedAsTensor(self._path)
+        return self._child(f"{self._path}.{name}")
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str | int):
+            return self._child(f"{self._path}[{key!r}]")
+        raise UsedAsTensor(self._path)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise Refused(
+            f"forward calls {self._path!r}; sparse inputs must go to embedding modules as they are (change ids before "
+            "the model, in the feature contract)"
+        )
+
+    def __iter__(self) -> Any:
+        raise Refused(f"forward iterates over its input {self._path!r}; name its parts instead")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in _flat([*args, *(kwargs or {}).values()]):
+            if isinstance(value, Argument):
+                raise UsedAsTensor(value._path)
+        raise AssertionError("a torch function without the stand-in that called it")
+
+
+def _arithmetic(name: str) -> None:
+    def used(self: Argument, *_: Any) -> Any:
+        raise UsedAsTensor(self._path)
+
+    setattr(Argument, name, used)
+
+
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "matmul",
+    "pow",
+    "radd",
+    "rsub",
+    "rmul",
+    "rtruediv",
+    "neg",
+    "lt",
+    "gt",
+    "le",
+    "ge",
+):
+    _arithmetic(f"__{_name}__")
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    result: list[Any] = []
+    for value in values:
+        result += _flat(list(value)) if isinstance(value, list | tuple) else [value]
+    return result
+
+
+class Slots:
+    """What the stand-ins of the embedding modules return, and which inputs they were given."""
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self.leaves = list(leaves)
+        self.values: list[list[Tensor]] = [[] for _ in leaves]
+        self.given: list[str | None] = [None] * len(leaves)
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """What the next calls return: per pooled module one tensor, per sequence feature values and lengths."""
+        rest = list(tensors)
+        for i, leaf in enumerate(self.leaves):
+            count = 1 if leaf.pooled else 2 * len(leaf.outputs)
+            self.values[i], rest = rest[:count], rest[count:]
+
+    def answer(self, index: int, argument: Any) -> Any:
+        leaf = self.leaves[index]
+        what = f"the embedding module {leaf.module_path or type(leaf.module).__name__!r}"
+        if not isinstance(argument, Argument):
+            came = (
+                "a tensor input of forward that is also used elsewhere" if isinstance(argument, Tensor) else "a value"
+            )
+            raise Refused(
+                f"the input of {what} is {came} of type {type(argument).__name__}, computed or used inside forward; "
+                "it must be an input of forward, or an attribute of one, handed on as it is"
+            )
+        path = argument._path
+        if self.given[index] not in (None, path):
+            raise Refused(f"{what} is called with two inputs, {self.given[index]!r} and {path!r}; give it one")
+        self.given[index] = path
+        parts = self.values[index]
+        if leaf.pooled:
+            return KeyedTensor(keys=leaf.outputs, length_per_key=leaf.dims, values=parts[0])
+        return {
+            name: JaggedTensor.from_parts_unchecked(parts[2 * j], None, parts[2 * j + 1])
+            for j, name in enumerate(leaf.outputs)
+        }
+
+
+class Stub(nn.Module):
+    """Stands for an embedding module."""
+
+    def __init__(self, slots: Slots, index: int) -> None:
+        super().__init__()
+        self.__dict__["_slots"] = slots
+        self._index = index
+
+    def forward(self, features: Any) -> Any:
+        return self._slots.answer(self._index, features)
+
+    def __deepcopy__(self, memo: Any) -> Stub:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        # Models read dims and names off their embedding modules; that is fine, and needs no weights.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            slots: Slots = self.__dict__["_slots"]
+            if name.startswith("__"):
+                raise
+            return getattr(slots.leaves[self._index].module, name)
+
+
+def named_outputs(value: Any) -> dict[str, Tensor]:
+    if isinstance(value, Tensor):
+        items: dict[str, Any] = {"output": value}
+    elif isinstance(value, KeyedTensor):
+        items = dict(value.to_dict())
+    elif isinstance(value, Mapping):
+        items = {str(key): item for key, item in value.items()}
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = dict(zip(value._fields, value))
+    elif isinstance(value, tuple | list):
+        items = {f"output_{i}": item for i, item in enumerate(value)}
+    else:
+        raise Refused(
+            f"forward returns a {type(value).__name__}; expected a tensor, or a dict, tuple or KeyedTensor of them"
+        )
+    for name, item in items.items():
+        if not isinstance(item, Tensor):
+            raise Refused(f"output {name!r} of forward is a {type(item).__name__}; expected a tensor")
+    return {name: item.float() for name, item in items.items()}

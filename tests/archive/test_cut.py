@@ -1,0 +1,348 @@
+"""What can be cut out of a model's forward, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recinfer.archive.cut import Cut, cut_model, find_leaves
+from recinfer.errors import ConfigError
+from recinfer.models.dlrm import DLRM, DLRMTrain
+from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recinfer.modules.feature_processor_ import FeatureProcessor
+from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from tests.archive.models import Batch, Everything, Ranker
+
+
+def tables(name: str = "t", features: tuple[str, ...] = ("a", "b"), device: str = "cpu") -> EmbeddingBagCollection:
+    config = EmbeddingBagConfig(20, 4, name, feature_names=list(features))
+    return EmbeddingBagCollection(tables=[config], device=torch.device(device))
+
+
+class Model(nn.Module):
+    """A model whose forward is given."""
+
+    def __init__(self, forward: Callable[..., Any], width: int = 8 + 3, ebc: nn.Module | None = None) -> None:
+        super().__init__()
+        self.ebc = tables() if ebc is None else ebc
+        self.other = tables("u", ("c",))
+        self.linear = nn.Linear(width, 2)
+        self.norm = nn.LayerNorm(3)
+        self._forward = forward
+
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]
+        function = self._forward
+
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            return function(self, *args, **kwargs)
+
+        import inspect
+
+        signature = inspect.signature(function)
+        bound.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+        return bound
+
+
+def cut(model: nn.Module, num_dense: int | None = None) -> Cut:
+    found = cut_model(model, find_leaves(model), lambda body: None, num_dense)
+    assert found is not None
+    return found
+
+
+def kjt(*names: str) -> KeyedJaggedTensor:
+    lengths = torch.tensor([2, 0, 1] * len(names))
+    return KeyedJaggedTensor(list(names), torch.arange(3 * len(names)), lengths=lengths)
+
+
+def head(self: Any, dense: Tensor, pooled: KeyedTensor) -> Tensor:
+    return self.linear(torch.cat([dense, pooled.values()], dim=1))
+
+
+def direct(self, dense, features):
+    return head(self, dense, self.ebc(features))
+
+
+def attributes(self, batch):
+    return head(self, batch.inputs.dense, self.ebc(batch.inputs.ids))
+
+
+def items(self, batch):
+    return head(self, batch["dense"], self.ebc(batch["ids"]))
+
+
+def keywords(self, *, features, dense, labels=None):
+    assert labels is None
+    return head(self, dense, self.ebc(features=features))
+
+
+def methods(self, dense, features):
+    return head(self, dense.float().clamp(min=0), self.ebc(features))
+
+
+def arithmetic(self, dense, features):
+    return head(self, 1 + 2 * dense, self.ebc(features))
+
+
+def functions(self, dense, features):
+    return head(self, torch.log1p(dense.abs()), self.ebc(features))
+
+
+def pieces(self, dense, features):
+    pooled = self.ebc(features)
+    parts = [pooled[key] for key in pooled.keys()]  # noqa: SIM118 - not a dict
+    parts += KeyedTensor.regroup([pooled], [["b"], ["a"]])
+    return self.linear(torch.cat([dense, *parts[:2]], dim=1))
+
+
+@pytest.mark.parametrize(
+    "forward", [direct, attributes, items, keywords, methods, arithmetic, functions, pieces], ids=lambda f: f.__name__
+)
+def test_forward_may_be_written_in_many_ways(forward: Callable[..., Any]) -> None:
+    # Two leaves are in Model; only the called one counts, so take the other away.
+    model = Model(forward)
+    del model.other
+    found = cut(model)
+    assert found.num_dense == 3
+    assert found.inputs == ["dense", "pooled_0"]
+    assert found.outputs == {"output": (2,)}
+    dense, pooled = torch.randn(3, 3), torch.randn(3, 8)
+    expected = {
+        "methods": lambda x: x.clamp(min=0),
+        "arithmetic": lambda x: 1 + 2 * x,
+        "functions": lambda x: torch.log1p(x.abs()),
+    }.get(forward.__name__, lambda x: x)
+    answer = found.program(dense, pooled)["output"]
+    assert torch.equal(answer, model.linear(torch.cat([expected(dense), pooled], dim=1)))
+
+
+def test_the_cut_gives_what_the_model_gives() -> None:
+    model = Ranker().eval()
+    found = cut(model)
+    features = kjt("f_user", "f_item", "f_hist", "f_cat")
+    dense = torch.randn(3, 3)
+    assert torch.equal(found.program(dense, model.ebc(features).values())["output"], model(dense, features))
+
+
+def test_every_kind_of_module() -> None:
+    model = Everything().eval()
+    leaves = find_leaves(model)
+    assert [leaf.path for leaf in leaves] == ["ebc", "recent._embedding_bag_collection", "words"]
+    assert leaves[1].module_path == "recent"
+    assert leaves[1].position_weights == {
+        "f_recent": ("recent._feature_processors.f_recent.position_weight", 3),
+        "f_older": ("recent._feature_processors.f_older.position_weight", 5),
+    }
+    found = cut(model)
+    features = kjt("f_user", "f_recent", "f_older", "f_word")
+    dense = torch.randn(3, 2)
+    words = model.words(features)["f_word"]
+    embeddings = [model.ebc(features).values(), model.recent(features).values(), words.values(), words.lengths()]
+    expected = model(Batch(dense, features))
+    for name, value in found.program(dense, *embeddings).items():
+        assert torch.equal(value, expected[name])
+
+
+def test_the_model_is_not_changed_and_tables_are_not_copied() -> None:
+    model = Ranker()
+    before = {key: value.data_ptr() for key, value in model.state_dict().items()}
+    found = cut(model)
+    assert {key: value.data_ptr() for key, value in model.state_dict().items()} == before
+    assert isinstance(model.ebc, EmbeddingBagCollection)
+    assert not any("ebc" in key for key in found.program.state_dict())
+
+
+def test_dlrm_and_its_training_form() -> None:
+    ebc = EmbeddingBagCollection(tables=[EmbeddingBagConfig(20, 4, "t", feature_names=["a", "b"])])
+    dlrm = DLRM(ebc, 5, [8, 4], [8, 1])
+    found = cut(dlrm)
+    assert (found.num_dense, found.outputs) == (5, {"output": (1,)})
+    with pytest.raises(ConfigError, match=r"batch\.dense_features' and 'batch\.labels'"):
+        cut(DLRMTrain(dlrm))
+
+
+def test_two_inputs_for_two_modules() -> None:
+    def forward(self, dense, one, two):
+        return self.linear(torch.cat([dense, self.ebc(one).values(), self.other(two).values()], 1))
+
+    assert cut(Model(forward, 8 + 4 + 3)).inputs == ["dense", "pooled_0", "pooled_1"]
+
+
+def test_one_embedding_module_has_no_dense_part() -> None:
+    ebc = tables()
+    assert cut_model(ebc, find_leaves(ebc), lambda body: None) is None
+
+
+def test_no_dense_input() -> None:
+    def forward(self, features):
+        return self.linear(self.ebc(features).values())
+
+    model = Model(forward, 8)
+    del model.other
+    found = cut(model)
+    assert (found.num_dense, found.inputs) == (0, ["pooled_0"])
+    with pytest.raises(ConfigError, match="uses no dense tensor"):
+        cut(model, 3)
+
+
+class Two(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@pytest.mark.parametrize(
+    ("wrap", "names"),
+    [
+        (lambda y: {"p": y, "q": y[:, :1]}, ["p", "q"]),
+        (lambda y: (y, y > 0), ["output_0", "output_1"]),
+        (lambda y: Two(y, y), ["first", "second"]),
+        (lambda y: KeyedTensor(["k", "l"], [1, 1], y), ["k", "l"]),
+    ],
+)
+def test_outputs(wrap: Callable[[Tensor], Any], names: list[str]) -> None:
+    model = Model(lambda self, dense, features: wrap(head(self, dense, self.ebc(features))))
+    del model.other
+    found = cut(model)
+    assert list(found.outputs) == names
+    assert all(v.dtype == torch.float32 for v in found.program(torch.randn(2, 3), torch.randn(2, 8)).values())
+
+
+def changed_ids(self, dense, features):
+    return head(self, dense, self.ebc(KeyedJaggedTensor.concat([features, features])))
+
+
+def read_ids(self, dense, features):
+    return head(self, dense, self.ebc(features)) * features.lengths().sum()
+
+
+def used_values(self, dense, features):
+    return head(self, dense, self.ebc(features)) + features.values().sum()
+
+
+def loop(self, batch):
+    dense, features = batch
+    return head(self, dense, self.ebc(features))
+
+
+def loss(self, dense, features):
+    return head(self, dense, self.ebc(features)).mean()
+
+
+def text(self, dense, features):
+    return "hello"
+
+
+def nested(self, dense, features):
+    return {"a": [head(self, dense, self.ebc(features))]}
+
+
+def twice(self, dense, one, two):
+    return head(self, dense, self.ebc(one)) + head(self, dense, self.ebc(two))
+
+
+def never(self, dense, features):
+    return self.linear(torch.cat([dense, dense.new_zeros(len(dense), 8)], 1))
+
+
+def fails(self, dense, features):
+    self.ebc(features)
+    raise RuntimeError("no such luck")
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (changed_ids, r"forward calls 'features\.\w+'"),
+        (read_ids, r"forward calls 'features\.lengths'"),
+        (used_values, r"uses two inputs as tensors, 'dense' and 'features'"),
+        (loop, "iterates over its input 'batch'"),
+        (loss, r"output 'output' of forward has shape \(\) for a batch of 3"),
+        (text, "returns a str"),
+        (nested, "output 'a' of forward is a list"),
+        (twice, r"'ebc' is called with two inputs, 'one' and 'two'"),
+        (never, "never calls the embedding module 'ebc'"),
+        (fails, "no such luck"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_refusals_name_the_place(forward: Callable[..., Any], message: str) -> None:
+    model = Model(forward)
+    del model.other
+    with pytest.raises(ConfigError, match=message):
+        cut(model, 3)
+
+
+def test_one_feature_in_two_inputs_is_refused() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = tables("t"), tables("u")
+
+        def forward(self, first, second):
+            return self.one(first).values() + self.two(second).values()
+
+    with pytest.raises(ConfigError, match="feature 'a' comes from two inputs of forward, 'first' and 'second'"):
+        cut(Both())
+
+
+def test_num_dense_that_no_linear_tells() -> None:
+    def forward(self, dense, features):
+        return self.linear(torch.cat([self.norm(dense), self.ebc(features).values()], 1))
+
+    model = Model(forward)
+    del model.other
+    with pytest.raises(ConfigError, match="give num_dense"):
+        cut(model)
+    assert cut(model, 3).num_dense == 3
+
+
+def test_models_without_tables_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no EmbeddingBagCollection"):
+        find_leaves(nn.Linear(3, 3))
+
+
+def test_other_feature_processors_are_refused_by_name() -> None:
+    class Scale(FeatureProcessor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, features: JaggedTensor) -> JaggedTensor:
+            return features
+
+    ebc = EmbeddingBagCollection(tables=[EmbeddingBagConfig(20, 4, "t", feature_names=["a"])], is_weighted=True)
+    model = nn.Module()
+    model.processed = FeatureProcessedEmbeddingBagCollection(ebc, {"a": Scale()})
+    with pytest.raises(ConfigError, match=r"'processed'.*scale"):
+        find_leaves(model)
+
+
+def test_tensors_on_meta_are_refused_by_name() -> None:
+    model = Model(direct)
+    del model.other
+    model.register_buffer("places", torch.empty(3, device="meta"), persistent=False)
+    model.table_of_mine = torch.empty(3, device="meta")
+    with pytest.raises(ConfigError, match="places, table_of_mine"):
+        cut(model)
+
+
+def test_sequences_may_be_summed_by_the_model() -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ec = EmbeddingCollection(tables=[EmbeddingConfig(30, 4, "t", feature_names=["a"])])
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, features):
+            found = self.ec(features)["a"]
+            return self.linear(found.to_padded_dense(5).sum(1))
+
+    found = cut(Summed())
+    assert found.inputs == ["sequence_0_0_values", "sequence_0_0_lengths"]
+    assert found.batch_axes == ["values_0_0", "batch"]

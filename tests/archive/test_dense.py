@@ -1,0 +1,119 @@
+"""The dense program: two engines that agree, at every batch size, from any thread."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from recinfer.archive.cut import cut_model, find_leaves
+from recinfer.archive.dense import OnnxEngine, TorchEngine, export_dense, open_dense
+from recinfer.archive.program import check_program
+from recinfer.archive.reader import Archive
+from recinfer.errors import ConfigError
+from tests.archive.models import Everything, Ranker
+
+
+@pytest.mark.parametrize("batch", [0, 1, 2, 7, 300])
+def test_engines_agree_with_the_model(small: tuple[nn.Module, Archive], batch: int) -> None:
+    model, archive = small
+    assert archive.manifest.dense is not None
+    assert archive.manifest.dense.engine == "onnx"
+    engines = [open_dense(archive, archive.manifest.dense, engine=engine) for engine in ("onnx", "torch")]
+    dense, pooled = torch.randn(batch, 3), torch.randn(batch, 64)
+    with torch.no_grad():
+        expected = model.top(torch.cat([model.bottom(dense).relu(), pooled], dim=1)).squeeze(1)
+    for engine in engines:
+        (output,) = engine([dense, pooled])
+        assert output.shape == (batch,)
+        torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_engines_run_from_many_threads(small: tuple[nn.Module, Archive]) -> None:
+    _, archive = small
+    assert archive.manifest.dense is not None
+    for name in ("onnx", "torch"):
+        engine = open_dense(archive, archive.manifest.dense, engine=name)  # type: ignore[arg-type]
+        inputs = [[torch.randn(n, 3), torch.randn(n, 64)] for n in range(1, 40)]
+        expected = [engine(tensors)[0] for tensors in inputs]
+        with ThreadPoolExecutor(8) as pool:
+            for given, known in zip(pool.map(lambda t: engine(t)[0], inputs * 3), expected * 3):  # noqa: B023
+                assert torch.equal(given, known)
+
+
+def test_what_onnx_cannot_do_runs_on_torch(everything: tuple[nn.Module, Archive]) -> None:
+    info = everything[1].manifest.dense
+    assert info is not None
+    assert (info.engine, info.onnx) == ("torch", None)
+    assert "does not export to ONNX" in str(info.onnx_refused)
+    assert "\x1b" not in str(info.onnx_refused)
+    with pytest.raises(ConfigError, match="no ONNX program"):
+        open_dense(everything[1], info, engine="onnx")
+
+
+def test_a_program_that_differs_is_not_served_by_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recinfer.archive import dense
+
+    monkeypatch.setattr(dense, "MAX_ONNX_ERROR", -1.0)
+    model = Ranker()
+    cut = cut_model(model, find_leaves(model), lambda body: None)
+    assert cut is not None
+    exported = export_dense(cut)
+    assert exported.onnx is None
+    assert "differs from torch" in str(exported.onnx_refused)
+
+
+def test_python_that_depends_on_values_is_refused() -> None:
+    class Branches(Ranker):
+        def forward(self, dense, kjt):  # type: ignore[no-untyped-def]
+            scores = super().forward(dense, kjt)
+            return scores if scores.sum() > 0 else -scores
+
+    model = Branches()
+    cut = cut_model(model, find_leaves(model), lambda body: None)
+    assert cut is not None
+    with pytest.raises(ConfigError, match=r"torch\.export cannot trace"):
+        export_dense(cut)
+
+
+def test_a_fixed_batch_is_refused() -> None:
+    class Fixed(Ranker):
+        def forward(self, dense, kjt):  # type: ignore[no-untyped-def]
+            return (
+                super().forward(dense, kjt).view(-1, 1).expand(dense.shape[0], 1)
+                + torch.zeros(dense.shape[0] * 5, 1)[:5]
+            )
+
+    model = Fixed()
+    with pytest.raises(ConfigError):
+        cut = cut_model(model, find_leaves(model), lambda body: None)
+        assert cut is not None
+        export_dense(cut)
+
+
+def test_programs_hold_no_paths_and_no_pickles() -> None:
+    for model in (Ranker(), Everything()):
+        cut = cut_model(model, find_leaves(model), lambda body: None)
+        assert cut is not None
+        exported = export_dense(cut)
+        check_program(exported.program)
+        assert b"/site-packages/" not in exported.program
+        assert b".py" not in exported.program
+
+
+def test_inputs_that_onnx_drops_are_left_out() -> None:
+    class Unused(Ranker):
+        def forward(self, dense, kjt):  # type: ignore[no-untyped-def]
+            self.ebc(kjt)
+            return self.bottom(dense)
+
+    model = Unused()
+    cut = cut_model(model, find_leaves(model), lambda body: None)
+    assert cut is not None
+    exported = export_dense(cut)
+    assert exported.onnx is not None
+    dense, pooled = torch.randn(4, 3), torch.randn(4, 64)
+    onnx = OnnxEngine(exported.onnx, cut.inputs, list(cut.outputs), 1)([dense, pooled])[0]
+    torch.testing.assert_close(onnx, TorchEngine(exported.program)([dense, pooled])[0])

@@ -1,0 +1,113 @@
+"""The archive's name appears when it is whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recinfer.archive.check import REQUESTS
+from recinfer.archive.writer import archive_folder
+from recinfer.errors import ArchiveError, CheckpointError, InputError, UnavailableError
+from recinfer.inference.verify import verify
+from tests.archive.models import Ranker, make_archive, make_plan, save_weights
+
+
+def test_an_existing_target_is_kept(tmp_path: Path) -> None:
+    _, archive = make_archive(tmp_path)
+    before = sorted(p.stat().st_mtime_ns for p in archive.root.rglob("*"))
+    with pytest.raises(ArchiveError, match="exists"):
+        make_archive(tmp_path)
+    assert sorted(p.stat().st_mtime_ns for p in archive.root.rglob("*")) == before
+
+
+def test_overwrite_replaces_it(tmp_path: Path) -> None:
+    make_archive(tmp_path, name="one")
+    _, archive = make_archive(tmp_path, name="two", overwrite=True)
+    assert archive.manifest.model == "two"
+    assert verify(archive.root).ok
+    assert {p.name for p in tmp_path.iterdir()} == {"small.rqa", "weights.pt"}
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "link"])
+def test_overwrite_replaces_nothing_but_an_archive(tmp_path: Path, what: str) -> None:
+    target = tmp_path / "target"
+    if what == "file":
+        target.write_text("mine")
+    elif what == "folder":
+        target.mkdir()
+        (target / "mine.txt").write_text("mine")
+    else:
+        target.symlink_to(tmp_path)
+    with pytest.raises(ArchiveError, match="no archive"), archive_folder(target, overwrite=True):
+        pass
+    assert os.path.lexists(target)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
+def test_an_interrupted_export_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), archive_folder(tmp_path / "a.rqa") as folder:
+        folder.add("plan.json", b"{}")
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_weights_leave_nothing(tmp_path: Path) -> None:
+    model = Ranker()
+    model.ebc.embedding_bags["item"].weight.data[777, 3] = float("nan")
+    with pytest.raises(InputError, match=r"'ebc\.item', row 777, column 3"):
+        make_archive(tmp_path, model=model, max_chunk_bytes=1000)
+    assert [p.name for p in tmp_path.iterdir()] == ["weights.pt"]
+
+
+def test_a_checkpoint_of_another_shape_leaves_nothing(tmp_path: Path) -> None:
+    from recinfer.inference.export import export_archive
+
+    model = Ranker()
+    reader = save_weights(model, tmp_path)
+    other = Ranker()
+    other.ebc.embedding_bag_configs()[0].num_embeddings = 54
+    with pytest.raises(CheckpointError, match=r"users\.weight is \[53, 12\].*\[54, 12\]"):
+        export_archive(other, reader, make_plan(other, 1), tmp_path / "a.rqa", name="a", version="1", progress=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["weights.pt"]
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from recinfer.errors import UnavailableError
+from tests.archive.models import Ranker, make_plan, save_weights
+from recinfer.inference.export import export_archive
+folder = Path(sys.argv[1])
+model = Ranker()
+reader = save_weights(model, folder)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # files end where a full disk would end them
+try:
+    export_archive(model, reader, make_plan(model, 1), folder / "a.rqa", name="a", version="1", progress=False)
+except UnavailableError as error:
+    print("refused:", error)
+"""
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], cwd=root, capture_output=True, text=True)
+    assert done.stdout.startswith("refused: cannot write the archive"), done.stderr[-2000:]
+    assert [p.name for p in tmp_path.iterdir()] == ["weights.pt"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UnavailableError, match="cannot write"), archive_folder(tmp_path / "file" / "a.rqa"):
+        pass
+
+
+def test_hashes_are_those_of_the_files(tmp_path: Path) -> None:
+    _, archive = make_archive(tmp_path, kinds=("grid_shard", "column_wise"), ranks=2, max_chunk_bytes=500)
+    for file in archive.manifest.files:
+        archive.check_hash(file)
+    assert archive.read(REQUESTS)
+    assert archive.manifest.bytes_total == sum(f.bytes for f in archive.manifest.files)

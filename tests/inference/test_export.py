@@ -1,0 +1,230 @@
+"""TorchRec's checkpoint to archives: what comes out is the float model within what the precision explains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import recinfer
+from recinfer.archive.manifest_rules import read_manifest
+from recinfer.checkpoint import CheckpointReader
+from recinfer.distributed.planner.plan import Plan
+from recinfer.errors import ConfigError
+from recinfer.inference.export import export_archive
+from recinfer.inference.verify import verify
+from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from recinfer.quant.packing import pack_rows, quantization_step
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.archive.models import NUM_DENSE, Ranker, make_archive, make_plan, save_weights
+
+FEATURES = ["f_user", "f_item", "f_hist", "f_cat", "f_country"]
+KINDS = [("table_wise",), ("row_wise",), ("column_wise",), ("table_wise", "row_wise", "column_wise", "grid_shard")]
+
+
+class TorchRecRanker(nn.Module):
+    """The module that TorchRec's checkpoint was trained with, all of it on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        meta = torch.device("meta")
+        tables = [
+            EmbeddingBagConfig(2000, 16, "user_id", feature_names=["f_user"]),
+            EmbeddingBagConfig(3000, 32, "item_id", feature_names=["f_item", "f_hist"]),
+            EmbeddingBagConfig(501, 32, "category", feature_names=["f_cat"], pooling=PoolingType.MEAN),
+            EmbeddingBagConfig(37, 16, "country", feature_names=["f_country"]),
+        ]
+        self.sparse_arch = nn.Module()
+        self.sparse_arch.ebc = EmbeddingBagCollection(tables=tables, device=meta)
+        self.dense_arch = nn.Sequential(nn.Linear(4, 16, device=meta), nn.ReLU())
+        self.over_arch = nn.Sequential(nn.Linear(144, 32, device=meta), nn.ReLU(), nn.Linear(32, 1, device=meta))
+
+    def forward(self, dense: Tensor, kjt: KeyedJaggedTensor) -> Tensor:
+        pooled = self.sparse_arch.ebc(kjt)
+        return self.over_arch(torch.cat([self.dense_arch(dense), *(pooled[f] for f in FEATURES)], dim=1)).squeeze(1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(sample_data: Path) -> CheckpointReader:
+    return CheckpointReader(sample_data / "torchrec_ckpt" / "dcp_sharded_tensor")
+
+
+@pytest.fixture(scope="module")
+def reference(sample_data: Path) -> dict[str, object]:
+    return torch.load(sample_data / "torchrec_ckpt" / "reference.pt", weights_only=True)
+
+
+def bounds(checkpoint: CheckpointReader, kjt: KeyedJaggedTensor, precision: DataType) -> dict[str, Tensor]:
+    """Per feature [B, 1]: half a scale step a row, summed over the bag (averaged for MEAN)."""
+    result = {}
+    for config in TorchRecRanker().sparse_arch.ebc.embedding_bag_configs():
+        weight = checkpoint.read(f"sparse_arch.ebc.embedding_bags.{config.name}.weight")
+        half = quantization_step(pack_rows(weight, precision), config.embedding_dim, precision) / 2
+        for name in config.feature_names:
+            bag = kjt[name]
+            total = torch.segment_reduce(half[bag.values()], "sum", lengths=bag.lengths().long(), initial=0.0)
+            if config.pooling is PoolingType.MEAN:
+                total = total / bag.lengths().clamp(min=1)
+            result[name] = total.unsqueeze(1)
+    return result
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "+".join(kinds))
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("precision", [DataType.INT8, DataType.FP32])
+def test_torchrec_checkpoint(
+    checkpoint: CheckpointReader,
+    reference: dict[str, Tensor],
+    tmp_path: Path,
+    ranks: int,
+    precision: DataType,
+    kinds: tuple[str, ...],
+) -> None:
+    model = TorchRecRanker()
+    plan = make_plan(model, ranks, precision, kinds)
+    out = tmp_path / "model.rqa"
+    export_archive(model, checkpoint, plan, out, name="torchrec", version="1", progress=False)
+    predictor = recinfer.load(out)
+    kjt = KeyedJaggedTensor(reference["keys"], reference["values"], lengths=reference["lengths"])  # type: ignore[arg-type]
+    pooled = predictor.lookup(kjt).pooled
+    logits = predictor.predict(reference["dense"], kjt)["output"]
+    assert pooled is not None
+    assert pooled.keys() == FEATURES
+    allowed = bounds(checkpoint, kjt, precision)
+    for name, expected in reference["pooled"].items():  # type: ignore[attr-defined]
+        difference = (pooled[name] - expected).abs()
+        assert bool((difference <= allowed[name] + 1e-6).all()), (name, float(difference.max()))
+    logit_bound = 2e-3 if precision is DataType.INT8 else 1e-6
+    assert float((logits - reference["logits"]).abs().max()) <= logit_bound
+    assert verify(out).ok
+
+
+def test_plain_and_sharded_checkpoints_give_one_archive(checkpoint: CheckpointReader, tmp_path: Path) -> None:
+    model = TorchRecRanker()
+    plan = make_plan(model, 2)
+    plain = CheckpointReader(checkpoint.path.parent / "plain.pt")
+    hashes = []
+    for i, reader in enumerate((checkpoint, plain)):
+        archive = export_archive(model, reader, plan, tmp_path / f"{i}.rqa", name="m", version="1", progress=False)
+        hashes.append({f.path: f.sha256 for f in archive.manifest.files if not f.path.endswith(".pt2")})
+    assert hashes[0] == hashes[1]
+
+
+def test_the_manifest_says_what_was_done(tmp_path: Path) -> None:
+    model, archive = make_archive(tmp_path)
+    manifest = archive.manifest
+    assert (manifest.model, manifest.version, manifest.precision, manifest.world_size) == ("small", "7", "int8", 3)
+    assert manifest.plan_hash == archive.plan.hash
+    assert [(t.name, t.rows, t.dim, t.sharding) for t in manifest.tables] == [
+        ("users", 53, 12, "table_wise"),
+        ("item", 1201, 16, "row_wise"),
+        ("cats", 307, 20, "column_wise"),
+    ]
+    assert [t.ranks for t in manifest.tables] == [(1,), (0, 1, 2), (0, 1, 2)]
+    assert manifest.versions["torch"] == torch.__version__
+    for table in manifest.tables:
+        weight = model.ebc.embedding_bags[table.name].weight
+        packed = pack_rows(weight, DataType.INT8)
+        assert table.quantization.max_step == pytest.approx(
+            float(quantization_step(packed, table.dim, DataType.INT8).max())
+        )
+        assert 0 < table.quantization.rms_error < table.quantization.max_abs_error <= table.quantization.max_step
+    assert 0 < manifest.check.max_embedding_error < 0.1
+    assert manifest.check.max_output_error is not None
+    assert json.loads(manifest.to_json()) == json.loads((archive.root / "manifest.json").read_text())
+    assert read_manifest(manifest.to_json().encode()) == manifest
+
+
+def test_mixed_precision(tmp_path: Path) -> None:
+    model = Ranker()
+    plan = make_plan(model, 2)
+    tables = list(plan.tables)
+    from dataclasses import replace
+
+    tables[0] = replace(tables[0], precision=DataType.FP16)
+    tables[2] = replace(tables[2], precision=DataType.INT4)
+    mixed = Plan(2, "cpu", tuple(tables))
+    reader = save_weights(model, tmp_path)
+    archive = export_archive(model, reader, mixed, tmp_path / "m.rqa", name="m", version="1", progress=False)
+    assert archive.manifest.precision == "mixed"
+    assert [t.precision for t in archive.manifest.tables] == ["fp16", "int8", "int4"]
+    assert verify(archive.root).ok
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
+    model = Ranker()
+    reader = save_weights(model, tmp_path)
+    plan = make_plan(TorchRecRanker(), 1)
+    with pytest.raises(ConfigError, match="does not fit the model"):
+        export_archive(model, reader, plan, tmp_path / "m.rqa", name="m", version="1", progress=False)
+
+
+def test_a_precision_that_is_not_stored_is_refused(tmp_path: Path) -> None:
+    model = Ranker()
+    reader = save_weights(model, tmp_path)
+    plan = make_plan(model, 1, DataType.BF16)
+    with pytest.raises(ConfigError, match="BF16"):
+        export_archive(model, reader, plan, tmp_path / "m.rqa", name="m", version="1", progress=False)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 300, "a\nb"])
+def test_names_that_no_manifest_holds_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="model name"):
+        make_archive(tmp_path, name=name)
+
+
+def test_a_contract_brings_policies(tmp_path: Path) -> None:
+    contract = make_contract()
+    _, archive = make_archive(tmp_path, contract=contract)
+    policies = {f.name: (f.missing, f.out_of_range, f.default_row) for f in archive.manifest.features}
+    assert policies == {
+        "f_user": ("reject", "reject", 0),
+        "f_item": (5, "default_row", 9),
+        "f_hist": ("empty", "default_row", 0),
+        "f_cat": ("empty", "reject", 0),
+    }
+    assert recinfer.load(archive.root).contract == contract
+
+
+def make_contract(rows: int = 1201):  # type: ignore[no-untyped-def]
+    from recinfer.data.contract import DenseFeature, FeatureContract, Identity, SparseFeature
+
+    return FeatureContract(
+        sparse=(
+            SparseFeature("f_user", Identity(53), missing="reject"),
+            SparseFeature("f_item", Identity(rows), missing=5, out_of_range="default_row", default_row=9),
+            SparseFeature("f_hist", Identity(rows), out_of_range="default_row"),
+            SparseFeature("f_cat", Identity(307)),
+        ),
+        dense=tuple(DenseFeature(f"d{i}") for i in range(NUM_DENSE)),
+    )
+
+
+def test_contracts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    with pytest.raises(ConfigError, match="1202 ids of feature"):
+        make_archive(tmp_path, contract=make_contract(1202))
+    with pytest.raises(ConfigError, match="differ in f_cat"):
+        contract = make_contract()
+        make_archive(tmp_path, contract=replace(contract, sparse=contract.sparse[:-1]))
+    with pytest.raises(ConfigError, match="num_dense is 4; the contract has 3"):
+        make_archive(tmp_path, contract=make_contract(), num_dense=4)
+
+
+def test_embeddings_only(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, archive = make_archive(tmp_path, model=Ranker().ebc)
+    assert archive.manifest.dense is None
+    assert archive.manifest.modules[0].path == ""
+    predictor = recinfer.load(archive.root)
+    kjt = KeyedJaggedTensor(["f_cat"], torch.tensor([3, 4]), lengths=torch.tensor([2, 0]))
+    expected = model.embedding_bags["cats"].weight[3:5].mean(0)
+    assert torch.allclose(predictor.lookup(kjt)["f_cat"][0], expected, atol=5e-3)  # type: ignore[index]
+    with pytest.raises(ValueError, match="embeddings only"):
+        predictor.predict(None, kjt)
+    assert verify(archive.root).ok

@@ -1,0 +1,94 @@
+"""Resharding against a fresh export by the same plan: the same bytes; and what it must refuse."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import recinfer
+from recinfer.archive.reader import Archive, open_archive
+from recinfer.archive.rows import RowReader
+from recinfer.errors import ArchiveError, ConfigError
+from recinfer.inference.export import export_archive
+from recinfer.inference.reshard import plan_archive, reshard_archive
+from recinfer.inference.verify import verify
+from recinfer.modules.embedding_configs import DataType
+from recinfer.quant.packing import join_packed_columns, pack_rows, slice_packed_columns
+from tests.archive.models import RANKER_ROWS, Everything, Ranker, make_archive, make_plan, make_request, save_weights
+
+KINDS = ("table_wise", "row_wise", "column_wise", "grid_shard")
+
+
+@pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16])
+def test_resharded_files_are_those_of_an_export_by_that_plan(tmp_path: Path, precision: DataType) -> None:
+    torch.manual_seed(3)
+    model = Ranker()
+    _, archive = make_archive(tmp_path / "a", model=model, ranks=3, precision=precision, kinds=KINDS)
+    plan = make_plan(model, 2, precision, ("column_wise", "grid_shard", "row_wise"))
+    moved = reshard_archive(archive.root, plan, tmp_path / "moved.rqa", progress=False, max_chunk_bytes=1000)
+    reader = save_weights(model, tmp_path)
+    fresh = export_archive(model, reader, plan, tmp_path / "fresh.rqa", name="small", version="7", progress=False)
+    for rank in range(2):
+        name = f"shards/rank-{rank:05d}.safetensors"
+        assert (moved.root / name).read_bytes() == (fresh.root / name).read_bytes()
+    assert verify(moved.root).ok
+    assert moved.manifest.plan_hash == fresh.manifest.plan_hash
+    assert [t.quantization for t in moved.manifest.tables] == [t.quantization for t in archive.manifest.tables]
+
+
+def test_every_kind_of_module_moves_there_and_back(tmp_path: Path) -> None:
+    _, archive = make_archive(tmp_path, model=Everything(), ranks=2, kinds=("row_wise", "column_wise"))
+    wide = reshard_archive(archive.root, plan_archive(archive.manifest, world_size=3), tmp_path / "w.rqa", progress=False)
+    back = reshard_archive(wide.root, archive.plan, tmp_path / "b.rqa", progress=False)
+    for file in archive.manifest.files:
+        assert (back.root / file.path).read_bytes() == (archive.root / file.path).read_bytes()
+
+
+def test_lookups_are_the_same_bit_for_bit(small: tuple[nn.Module, Archive], tmp_path: Path) -> None:
+    archive = small[1]
+    plan = plan_archive(archive.manifest, world_size=4)
+    moved = reshard_archive(archive.root, plan, tmp_path / "m.rqa", progress=False)
+    request = make_request(RANKER_ROWS, 17)
+    before, after = recinfer.load(archive.root), recinfer.load(moved.root)
+    assert torch.equal(before.lookup(request).pooled.values(), after.lookup(request).pooled.values())
+
+
+def test_damaged_rows_get_no_new_hash(small: tuple[nn.Module, Archive], tmp_path: Path) -> None:
+    root = tmp_path / "damaged.rqa"
+    shutil.copytree(small[1].root, root)
+    shard = root / "shards/rank-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ArchiveError) as caught:
+        reshard_archive(root, plan_archive(small[1].manifest, world_size=2), tmp_path / "out.rqa", progress=False)
+    assert caught.value.rule == "F5"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged.rqa"]
+
+
+def test_another_precision_is_refused(small: tuple[nn.Module, Archive], tmp_path: Path) -> None:
+    model, archive = small
+    with pytest.raises(ConfigError, match="needs an export"):
+        reshard_archive(archive.root, make_plan(model, 2, DataType.INT4), tmp_path / "out.rqa", progress=False)
+
+
+def test_rows_read_back_are_the_packed_ones(small: tuple[nn.Module, Archive]) -> None:
+    model, archive = small
+    weights = {"users": 0, "item": 1, "cats": 2}
+    with RowReader(open_archive(archive.root)) as reader:
+        for table in archive.plan.tables:
+            assert table.table in weights
+            weight = model.ebc.embedding_bags[table.table].weight
+            assert torch.equal(reader.read(table, 5, 50), pack_rows(weight[5:50].detach(), table.precision))
+
+
+@pytest.mark.parametrize("data_type", [DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32])
+@pytest.mark.parametrize("cuts", [(0, 3, 7, 19), (0, 4, 8, 19), (0, 19)])
+def test_columns_rejoin(data_type: DataType, cuts: tuple[int, ...]) -> None:
+    packed = pack_rows(torch.randn(23, 19), data_type)
+    pieces = [(a, b, slice_packed_columns(packed, 19, data_type, a, b)) for a, b in zip(cuts, cuts[1:])]
+    assert torch.equal(join_packed_columns(pieces[::-1], 19, data_type), packed)
