@@ -59,6 +59,15 @@ def _what_binds(space: SearchSpace, problem: Problem) -> tuple[str, int]:
                 f"have {_size(caps[memory].sum())} after the reservation: {int(short)} bytes short. Largest: {tables}."
             )
             return text, memory
+    both = np.minimum.reduceat(np.where(p.possible, p.option_hbm + p.option_ddr, np.inf), p.unit_ptr[:-1])
+    have = p.hbm_cap.sum() + p.ddr_cap.sum()
+    if both.sum() > have:
+        tables = ", ".join(_unit_name(space, p, int(u)) for u in np.argsort(-both, kind="stable")[:3])
+        text = (
+            f"All tables together need at least {_size(both.sum())} of hbm and ddr; the {p.world_size} ranks have "
+            f"{_size(have)} of both after the reservation: {int(both.sum() - have)} bytes short. Largest: {tables}."
+        )
+        return text, 0
     return _packing(space, p)
 
 
@@ -113,7 +122,7 @@ def _packing(space: SearchSpace, p: Problem) -> tuple[str, int]:
     here.sort(key=lambda u: -float((p.option_hbm, p.option_ddr)[memory][choice[u]]))
     names = ", ".join(_unit_name(space, p, u) for u in here[:5])
     text = (
-        f"The tables would fit in sum, but their pieces do not pack: {_MEMORIES[memory]} of rank {rank} "
+        f"No sum is too large, but the pieces do not pack: {_MEMORIES[memory]} of rank {rank} "
         f"({_size(cap[rank])}) overflows by {int(max(over[memory, rank], 0))} bytes in the best packing by size, "
         f"with {names}."
     )
