@@ -71,11 +71,11 @@ def describe(module: ast.Module, name: str) -> object:
 
 
 def surface() -> dict[str, dict[str, object]]:
-    """{module: {public name: what it is}} of every module with an ``__all__``."""
+    """{module: {public name: what it is}} of every module with an ``__all__``; tests/cli pins the command line."""
     return {
         name: {public: describe(module, public) for public in names}
         for name, module in modules().items()
-        if (names := exported(module)) is not None
+        if not name.startswith("recinfer.cli") and (names := exported(module)) is not None
     }
 
 
