@@ -16,7 +16,6 @@ from recinfer.cli.models import (
     parse_precisions,
 )
 from recinfer.cli.options import Device, Precision
-from recinfer.cli.plot import plot_plan
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -72,6 +71,8 @@ def run(
     )
     plan.save(out)
     if plot:
+        from recinfer.distributed.planner.plot import plot_plan
+
         plot_plan(plan, plot)
     output.show(*format_plan(plan), f"[green]wrote[/green] {out}  {plan.hash[:12]}")
     output.finish(

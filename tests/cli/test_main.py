@@ -17,7 +17,7 @@ from recinfer import __version__
 from recinfer.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
-VERBS = ["train", "plan", "export", "inspect", "verify", "serve", "lookup", "predict", "mar", "demo", "calibrate"]
+VERBS = ["train", "plan", "export", "inspect", "verify", "reshard", "serve", "lookup", "predict", "mar", "demo", "calibrate"]
 
 
 OPTIONS = {
