@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.options import Device
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -19,6 +20,7 @@ def run(
     archive: Annotated[Path, typer.Argument(help="Archive folder.", show_default=False)],
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one and prints it.")] = 8500,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    device: Annotated[Device, typer.Option(help="Where lookups run; cuda puts rank r on GPU r.")] = Device.cpu,
     preload: Annotated[bool, typer.Option("--preload", help="Read all pages before the first request.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -30,7 +32,7 @@ def run(
     from recinfer.serving.server import serve
 
     output = Output(as_json)
-    predictor = load(archive, preload=preload)
+    predictor = load(archive, device=device.value, preload=preload)
     manifest = predictor.manifest
 
     def ready(bound: int) -> None:

@@ -28,7 +28,7 @@ OPTIONS = {
     "--overwrite --out",
     "inspect": "",
     "verify": "",
-    "serve": "--host --port --preload",
+    "serve": "--host --port --device --preload",
     "lookup": "--target --feature --model --version --timeout --wait",
     "predict": "--target --input --format --out --batch-size --model --version --timeout --wait",
     "mar": "--export-path --archive-format --model-name --archive-at --workers --batch-size --max-batch-delay-ms --force",
