@@ -67,7 +67,7 @@ def random_request(
     )
 
 
-def _median_ms(call: Callable[[], object], seconds: float, synchronize: Callable[[], None]) -> float:
+def median_ms(call: Callable[[], object], seconds: float, synchronize: Callable[[], None]) -> float:
     call()
     synchronize()
     times: list[float] = []
@@ -135,7 +135,7 @@ def _overheads(device: str, seconds: float, synchronize: Callable[[], None]) -> 
     for num in (1, 33):
         module = random_module([(16, 16)] * num, DataType.INT8, device)
         request = random_request([16] * num, [1.0] * num, 1, device)
-        times.append(_median_ms(lambda m=module, r=request: m(r), seconds, synchronize))  # type: ignore[misc]
+        times.append(median_ms(lambda m=module, r=request: m(r), seconds, synchronize))  # type: ignore[misc]
     feature = max((times[1] - times[0]) / 32, 0.0)
     return max(times[0] - feature, 0.0), feature
 
@@ -181,7 +181,7 @@ def _point(
         def call(requests: list[Any] = requests, turn: Any = turn) -> object:
             return module(requests[next(turn) % len(requests)])
 
-        times.append(max(_median_ms(call, seconds, synchronize) - overhead_ms, 1e-6) / _TABLES)
+        times.append(max(median_ms(call, seconds, synchronize) - overhead_ms, 1e-6) / _TABLES)
     # Rows are dearer one by one than in long bags; the line through both points keeps the short bags right.
     row = max((times[1] - times[0]) / (_BATCH * (_POOLING - 1)) * 1e6, 0.0)
     row = min(row, times[0] / _BATCH * 1e6)
@@ -191,7 +191,7 @@ def _point(
 def _memory_bandwidth(device: torch.device, synchronize: Callable[[], None]) -> float:
     """Bytes per millisecond of reading a large tensor once."""
     data = torch.ones(1 << 25, dtype=torch.float32, device=device)
-    return data.nbytes / _median_ms(data.sum, 0.2, synchronize)
+    return data.nbytes / median_ms(data.sum, 0.2, synchronize)
 
 
 def _copies(device: str, synchronize: Callable[[], None]) -> tuple[float, float]:
@@ -200,11 +200,11 @@ def _copies(device: str, synchronize: Callable[[], None]) -> tuple[float, float]
         return 0.0, 0.0
     host = torch.ones(1 << 24, dtype=torch.float32).pin_memory()
     there = host.to("cuda:0")
-    up = host.nbytes / _median_ms(lambda: there.copy_(host, non_blocking=True), 0.2, synchronize)
+    up = host.nbytes / median_ms(lambda: there.copy_(host, non_blocking=True), 0.2, synchronize)
     if torch.cuda.device_count() < 2:
         return up, 0.0
     other = torch.empty_like(there, device="cuda:1")
-    return up, host.nbytes / _median_ms(lambda: other.copy_(there, non_blocking=True), 0.2, synchronize)
+    return up, host.nbytes / median_ms(lambda: other.copy_(there, non_blocking=True), 0.2, synchronize)
 
 
 def _processor() -> str:

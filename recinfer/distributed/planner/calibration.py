@@ -140,7 +140,7 @@ class HardwareProfile:
             "hbm_to_ddr_mem_bw": self.host_to_device_bytes_per_ms,
             "intra_host_bw": self.device_to_device_bytes_per_ms,
         }
-        given = {name: value for name, value in measured.items() if value > 0 and name not in sizes}
+        given: dict[str, Any] = {name: value for name, value in measured.items() if value > 0 and name not in sizes}
         return Topology(world_size, self.device, hardware=self, **given, **sizes)
 
     # ------------------------------------------------------------------ JSON

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -102,13 +103,14 @@ class EmbeddingEnumerator(Enumerator):
                 return inference_estimate(topology)
             perf, storage = EmbeddingPerfEstimator(topology), EmbeddingStorageEstimator(topology)
         else:
-            kinds = {EmbeddingPerfEstimator: None, EmbeddingStorageEstimator: None}
-            for given in self._given:
-                if type(given) not in kinds:  # a subclass may have changed estimate()
+            perf, storage = EmbeddingPerfEstimator(topology), EmbeddingStorageEstimator(topology)
+            for given in self._given:  # by exact type: a subclass may have changed estimate()
+                if type(given) is EmbeddingPerfEstimator:
+                    perf = given
+                elif type(given) is EmbeddingStorageEstimator:
+                    storage = given
+                else:
                     return None
-                kinds[type(given)] = given
-            perf = kinds[EmbeddingPerfEstimator] or EmbeddingPerfEstimator(topology)
-            storage = kinds[EmbeddingStorageEstimator] or EmbeddingStorageEstimator(topology)
 
         def both(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
             hbm, ddr = storage.estimate_arrays(arrays)
@@ -143,8 +145,6 @@ class EmbeddingEnumerator(Enumerator):
 
 
 def _nothing(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
-    import numpy as np
-
     zeros = np.zeros(arrays.kind.size, np.int64)
     return np.zeros((arrays.kind.size, 6)), zeros, zeros
 

@@ -94,7 +94,7 @@ def packed_row_bytes(cols: Any, bits: Any, alignment: int = 1) -> IntN:
     return -(-size // alignment) * alignment
 
 
-def _spread(a: ShardArrays, topology: Topology) -> FloatN:
+def spread_of(a: ShardArrays, topology: Topology) -> FloatN:
     """Over how many ranks the ids of a table go."""
     by_host = (a.kind == TWRW) | (a.kind == GRID)
     return np.where(a.kind == RW, topology.world_size, np.where(by_host, topology.local_world_size, 1)).astype(float)
@@ -119,7 +119,7 @@ def training_time(
     dp, whole = a.kind == DP, (a.kind == TW) | (a.kind == CW) | (a.kind == TWCW)
     by_host = (a.kind == TWRW) | (a.kind == GRID)
     replicas = np.where(dp, 1, world)
-    spread = _spread(a, topology)
+    spread = spread_of(a, topology)
 
     ids = a.batch_inputs / spread
     vectors = np.where(a.pooled, a.filled_outputs, ids)
@@ -169,7 +169,7 @@ def inference_time(a: ShardArrays, topology: Topology, alignment: int) -> FloatN
     and vectors go over the host link. On a CPU all ranks share memory and nothing travels. With a measured profile
     (``topology.hardware``) the compute part is that of the profile.
     """
-    ids = a.batch_inputs / _spread(a, topology)
+    ids = a.batch_inputs / spread_of(a, topology)
     vectors = np.where(a.pooled, a.batch_outputs, ids)
     row = packed_row_bytes(a.cols, a.bits, alignment)
     out = np.zeros((a.kind.size, 6))
@@ -188,7 +188,7 @@ def inference_time(a: ShardArrays, topology: Topology, alignment: int) -> FloatN
         link = topology.intra_host_bw if topology.world_size <= topology.local_world_size else topology.inter_host_bw
         out[:, 1] = written / link if moves else 0.0
         out[:, 4] = id_bytes / topology.hbm_to_ddr_mem_bw
-    out[:, 5] = a.misses / _spread(a, topology) * row / topology.hbm_to_ddr_mem_bw
+    out[:, 5] = a.misses / spread_of(a, topology) * row / topology.hbm_to_ddr_mem_bw
     return out
 
 
@@ -204,7 +204,7 @@ def storage_bytes(
     """Bytes (hbm[N], ddr[N]) of each shard: rows, cache, optimizer state, and what one iteration keeps in flight."""
     world = topology.world_size
     replicas = 1 if is_inference else np.where(a.kind == DP, 1, world)
-    spread = _spread(a, topology)
+    spread = spread_of(a, topology)
     ids = a.batch_inputs / spread
     vectors = np.where(a.pooled, a.batch_outputs if is_inference else a.filled_outputs, ids)
     inputs = np.ceil(ids * replicas * BIGINT_DTYPE)

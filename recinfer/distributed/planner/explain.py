@@ -74,15 +74,15 @@ def _what_binds(space: SearchSpace, problem: Problem) -> tuple[str, int]:
 def _single_shard(space: SearchSpace, p: Problem, units: np.ndarray) -> tuple[str, int]:
     best: tuple[float, int, int, int, int] | None = None  # excess, unit, option, memory, shard
     for unit in units:
-        per_option = []
+        per_option: list[tuple[float, int, int, int, int]] = []
         for option in range(int(p.unit_ptr[unit]), int(p.unit_ptr[unit + 1])):
             s = p.shards_of(option)
             fixed = p.fixed_rank[s]
-            worst = []
+            worst: list[tuple[float, int, int]] = []
             for memory, (used, cap) in enumerate(((p.hbm, p.hbm_cap), (p.ddr, p.ddr_cap))):
                 room = np.where(fixed < 0, cap.max(), cap[np.maximum(fixed, 0)])
-                excess = used[s] - room
-                worst.append((float(excess.max()), memory, int(excess.argmax())))
+                over = used[s] - room
+                worst.append((float(over.max()), memory, int(over.argmax())))
             top = max(worst)
             per_option.append((top[0], int(unit), option, top[1], top[2]))
         least = min(per_option)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -171,7 +172,7 @@ def plan_inference(
     deadline = begin + timeout_seconds if timeout_seconds is not None else float("inf")
     if topology is None:
         caps = {"hbm_cap": hbm_gb, "ddr_cap": ddr_gb}
-        sizes = {name: gb_to_bytes(gb) for name, gb in caps.items() if gb is not None}
+        sizes: dict[str, Any] = {name: gb_to_bytes(gb) for name, gb in caps.items() if gb is not None}
         if hardware is not None:
             if hardware.device != compute_device:
                 raise ConfigError(f"the hardware profile is of a {hardware.device}, the plan is for {compute_device!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
-from recinfer.distributed.planner.estimates import DP, PERF_PARTS, IntN
+from recinfer.distributed.planner.estimates import DP, PERF_PARTS, IntN, spread_of
 from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan
 from recinfer.distributed.planner.problem import FREE, Problem
 from recinfer.distributed.planner.search import Placement, SearchReport
@@ -103,12 +103,10 @@ def _entry(space: SearchSpace, option: int, ranks: IntN, keep_empty: bool) -> Ta
 
 def _traffic(space: SearchSpace, topology: Topology) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of ids in and of vectors out, each shard, one iteration."""
-    from recinfer.distributed.planner.estimates import _spread
-
     a = shard_arrays(space, topology)
     quant = np.char.startswith(np.array([option_label(space, o)[1] for o in range(space.num_options)]), "quant")
     replicas = np.where(quant[space.shard_option] | (a.kind == DP), 1, topology.world_size)
-    ids = a.batch_inputs / _spread(a, topology) * replicas
+    ids = a.batch_inputs / spread_of(a, topology) * replicas
     vectors = np.where(a.pooled, a.batch_outputs * replicas, ids)
     return ids * BIGINT_DTYPE, vectors * a.cols * a.output_bytes
 

@@ -160,7 +160,7 @@ class GreedyPerfPartitioner(Partitioner):
         else:
             size = problem.option_hbm + problem.option_ddr
         rigid = np.array([2, 0, 1, 1, 1])[problem.mode]
-        crowd = defaultdict(int)
+        crowd: dict[str, int] = defaultdict(int)
         for members in units:
             crowd[proposal[members[0]].path] += 1
         per_unit = [crowd[proposal[m[0]].path] if self._balance_modules else 0 for m in units]

@@ -22,7 +22,7 @@ from recinfer.distributed.planner.outcome import build_plan, chosen_options, pin
 from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner
 from recinfer.distributed.planner.perf_models import NoopPerfModel
 from recinfer.distributed.planner.plan import Plan, TablePlan, placement
-from recinfer.distributed.planner.problem import Problem, lower_bound, make_problem
+from recinfer.distributed.planner.problem import Problem, first_of_least, lower_bound, make_problem
 from recinfer.distributed.planner.proposers import GreedyProposer, UniformProposer
 from recinfer.distributed.planner.search import SearchReport, search
 from recinfer.distributed.planner.space import SearchSpace
@@ -142,7 +142,7 @@ class EmbeddingPlannerBase(ShardingPlanner):
         """Plan on rank 0 of ``pg`` (default: the world) and give every rank the result, or rank 0's error."""
         import torch.distributed as dist
 
-        group = pg if pg is not None else dist.group.WORLD
+        group: Any = pg if pg is not None else dist.group.WORLD
         if sharders is None:
             from recinfer.distributed.sharding_plan import get_default_sharders
 
@@ -407,21 +407,15 @@ def _starts(space: SearchSpace, problem: Problem) -> list[np.ndarray]:
     least = np.minimum.reduceat(allowed, problem.unit_ptr[:-1])
     if not np.isfinite(least).all():
         return []
-    starts = [_first_at(problem, allowed, least)]
+    starts = [first_of_least(problem, allowed, least)]
     first = np.array([problem.space_options(o)[0] for o in range(problem.mode.size)])
     label = space.option_type[first] * 100 + space.option_kernel[first]
     for value in np.unique(label):
         only = np.where((label == value) & problem.possible, problem.option_perf, np.inf)
         best = np.minimum.reduceat(only, problem.unit_ptr[:-1])
         if np.isfinite(best).all():
-            starts.append(_first_at(problem, only, best))
+            starts.append(first_of_least(problem, only, best))
     return starts
-
-
-def _first_at(problem: Problem, cost: np.ndarray, least: np.ndarray) -> np.ndarray:
-    hits = np.flatnonzero(cost <= least[problem.option_unit])
-    units = problem.option_unit[hits]
-    return hits[np.concatenate([[True], units[1:] != units[:-1]])]
 
 
 def create_planner(device: torch.device, batch_size: int, world_size: int | None = None) -> EmbeddingShardingPlanner:
@@ -444,13 +438,8 @@ def create_planner(device: torch.device, batch_size: int, world_size: int | None
     if device.type == "cuda" and torch.cuda.is_available():
         sizes["hbm_cap"] = torch.cuda.get_device_properties(device).total_memory
     overrides = {"intra_host_bw": env.intra_node_bandwidth(), "inter_host_bw": env.cross_node_bandwidth()}
-    topology = Topology(
-        world_size=world_size,
-        compute_device=device.type,
-        local_world_size=local,
-        **sizes,
-        **{k: v for k, v in overrides.items() if v is not None},
-    )
+    sizes.update({k: v for k, v in overrides.items() if v is not None})
+    topology = Topology(world_size=world_size, compute_device=device.type, local_world_size=local, **sizes)
     reservation = HeuristicalStorageReservation(percentage=env.storage_reserve_percent())
     return EmbeddingShardingPlanner(topology=topology, batch_size=batch_size, storage_reservation=reservation)
 

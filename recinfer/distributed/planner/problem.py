@@ -237,7 +237,7 @@ def lower_bound(problem: Problem) -> Bound:
         return Bound(value, best)
     counted = _counting_bound(problem)
     cost, least = cheapest(problem, value, best)
-    chosen = _argmin_rows(problem, cost, least)
+    chosen = first_of_least(problem, cost, least)
     for memory, used in enumerate((problem.option_hbm[chosen].sum(), problem.option_ddr[chosen].sum())):
         if used <= caps[memory]:
             continue
@@ -281,7 +281,7 @@ def _counting_bound(problem: Problem) -> float:
     return best
 
 
-def _argmin_rows(problem: Problem, cost: FloatN, least: FloatN) -> IntN:
+def first_of_least(problem: Problem, cost: FloatN, least: FloatN) -> IntN:
     """The first option of each unit that attains its least cost."""
     hits = np.flatnonzero(cost <= least[problem.option_unit])
     units = problem.option_unit[hits]

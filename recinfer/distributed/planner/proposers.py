@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -163,7 +164,7 @@ class GridSearchProposer(Proposer):
 
     def __init__(self, max_proposals: int = 10_000) -> None:
         self._max_proposals = max_proposals
-        self._iterator = iter(())  # type: ignore[var-annotated]
+        self._iterator: Iterator[tuple[ShardingOption, ...]] = iter(())
         self._current: tuple[ShardingOption, ...] | None = None
 
     def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:

@@ -6,7 +6,7 @@ Everything is deterministic: work is bounded by counts, and the clock only cuts 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from recinfer.distributed.planner.problem import (
     HOST_FREE,
     Bound,
     Problem,
-    _argmin_rows,
     cheapest,
+    first_of_least,
     lower_bound,
 )
 
@@ -239,11 +239,18 @@ class _Without:
 class LocalSearch:
     """Relieves the busiest rank until nothing helps: move a shard, swap two, or change the option of a unit."""
 
-    def __init__(self, problem: Problem, placer: Placer, deadline: float, max_moves: int) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        placer: Placer,
+        deadline: float,
+        max_moves: int,
+        alternatives: list[IntN] | None = None,
+    ) -> None:
         self.problem, self.placer = problem, placer
         self.deadline, self.max_moves = deadline, max_moves
         self.moves = self.tried = 0
-        self.alternatives = self._prune()
+        self.alternatives = self._prune() if alternatives is None else alternatives
         self.by_kind = self._kinds()
 
     def _prune(self) -> list[IntN]:
@@ -257,7 +264,7 @@ class LocalSearch:
             worse = (v[:, None, :] >= v[None, :, :]).all(axis=2)  # [i, j]: j is at least as good as i
             equal = worse & worse.T
             earlier = np.tri(o.size, k=-1, dtype=bool)  # j < i
-            beaten = (worse & ~equal).any(axis=1) | (equal & earlier).any(axis=1)
+            beaten = np.any(worse & ~equal, axis=1) | np.any(equal & earlier, axis=1)
             keep.append(o[~beaten])
         return keep
 
@@ -471,6 +478,64 @@ class LocalSearch:
                 best = (value, int(units[r]), o, ranks)
         return best
 
+    def spend_memory(self, at: Placement) -> Placement:
+        """Alternate :meth:`cheapen` with evening memory out, so that no single full rank keeps a replica away."""
+        best = at
+        for _ in range(4):
+            before = best.perf.sum()
+            self.cheapen(best)
+            evened = self._even_memory(best)
+            self.cheapen(evened)
+            if evened.perf.sum() >= before * (1 - 1e-6) or time.monotonic() > self.deadline:
+                return evened if evened.perf.sum() < before else best
+            best = evened
+        return best
+
+    def _even_memory(self, at: Placement) -> Placement:
+        """The same options with free shards moved and swapped so that the fullest rank is less full."""
+        p = self.problem
+        hbm_first = float((at.hbm / np.maximum(p.hbm_cap, 1)).max()) >= float((at.ddr / np.maximum(p.ddr_cap, 1)).max())
+        amount, used = (p.hbm, at.hbm) if hbm_first else (p.ddr, at.ddr)
+        by_bytes = LocalSearch(replace(p, perf=amount), self.placer, self.deadline, 0, alternatives=self.alternatives)
+        trial = Placement(at.choice.copy(), list(at.ranks), used.copy(), at.hbm.copy(), at.ddr.copy())
+        by_bytes._collect(trial)
+        for _ in range(300):
+            if not by_bytes._move_or_swap(trial, int(trial.perf.argmax())):
+                break
+        return refresh(p, trial)
+
+    def cheapen(self, at: Placement) -> None:
+        """Spend free memory: give units options of less total load, most load saved a byte first, wherever they fit.
+
+        The busiest rank may rise by it; balancing comes after. Relieving one rank after another would never find these
+        changes, as a replica loads every rank a little.
+        """
+        p = self.problem
+        weight = 1.0 / max(float(p.hbm_cap.max()), 1.0), 1.0 / max(float(p.ddr_cap.max()), 1.0)
+        memory = p.option_hbm * weight[0] + p.option_ddr * weight[1]
+        for _ in range(4):
+            moves = []
+            for unit in range(p.num_units):
+                now = int(at.choice[unit])
+                for option in self.alternatives[unit]:
+                    saved = p.option_perf[now] - p.option_perf[option]
+                    if saved > 1e-9 * p.option_perf[now]:
+                        moves.append((-saved / max(memory[option] - memory[now], 1e-9), unit, int(option)))
+            changed = 0
+            for _, unit, option in sorted(moves):
+                now = int(at.choice[unit])
+                if p.option_perf[option] >= p.option_perf[now]:
+                    continue
+                old_option, old_ranks = self.placer.take(at, unit)
+                ranks = self.placer.find(at, option)
+                if ranks is None:
+                    self.placer.put(at, unit, old_option, old_ranks)
+                else:
+                    self.placer.put(at, unit, option, ranks)
+                    changed += 1
+            if not changed or time.monotonic() > self.deadline:
+                break
+
     def shake(self, best: Placement, target: float) -> Placement:
         """Iterated local search: unsettle the busiest rank and a few others, search again, keep what is no worse.
 
@@ -559,6 +624,12 @@ def search(
 
     for choice in starts or []:
         consider(choice, problem.option_perf)
+    if any(bound.prices):  # memory binds: choices around the price at which the sums just fit
+        for scale in (0.8, 0.95, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0):
+            prices = (bound.prices[0] * scale, bound.prices[1] * scale)
+            cost, least = cheapest(problem, bound.value * 1.05, prices)
+            if np.isfinite(least).all() and (time.monotonic() < deadline or not seeds):
+                consider(first_of_least(problem, cost, least), np.minimum(cost, problem.option_perf * 1e6))
     for factor in (1.0, 1.01, 1.03, 1.1, 1.3, 2.0, np.inf):
         if time.monotonic() > deadline and seeds:
             break
@@ -566,7 +637,7 @@ def search(
             cost, least = cheapest(problem, bound.value * factor, prices)
             if not np.isfinite(least).all():
                 break
-            choice = _argmin_rows(problem, cost, least)
+            choice = first_of_least(problem, cost, least)
             known = choice.tobytes() in seen
             if consider(choice, np.where(np.isfinite(cost), cost, problem.option_perf * 1e6)) or known:
                 break
@@ -580,7 +651,10 @@ def search(
     seeds.sort(key=lambda s: s.worst)
     best = seeds[0]
     for seed in seeds[:3]:
-        improved = local.run(seed.copy(), bound.value)
+        improved = seed.copy()
+        if any(bound.prices) and max_moves:
+            improved = local.spend_memory(improved)
+        improved = local.run(improved, bound.value)
         if improved.worst < best.worst:
             best = improved
         if best.worst <= bound.value * _GOOD or time.monotonic() > deadline:
