@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from recinfer import __version__
-from recinfer.cli import calibrate, demo, export, inspect, lookup, mar, plan, predict, serve, train, verify
+from recinfer.cli import calibrate, demo, export, inspect, lookup, mar, plan, predict, reshard, serve, train, verify
 from recinfer.cli.console import set_debug, verb
 
 __all__ = ["app", "main"]
@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 
 # In the order of the pipeline, which is the order `recinfer --help` lists them in.
-for _module in (train, plan, export, inspect, verify, serve, lookup, predict, mar, demo, calibrate):
+for _module in (train, plan, export, inspect, verify, reshard, serve, lookup, predict, mar, demo, calibrate):
     app.command(name=_module.NAME, epilog=_module.EXAMPLE)(verb(_module.run))
 
 

@@ -14,6 +14,8 @@ Shape suffixes: R rows, D columns, P bytes of a packed row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ __all__ = [
     "PACKED_TYPES",
     "QPARAM_BYTES",
     "columns_per_byte",
+    "join_packed_columns",
     "pack_rows",
     "padded_dim",
     "quantization_step",
@@ -209,6 +212,56 @@ def slice_packed_columns(
     else:  # a cut inside a byte: the codes move, the numbers they stand for do not
         codes = _codes(packed_RP, dim, data_type)[:, col_start:col_stop]
         out[:, QPARAM_BYTES : QPARAM_BYTES + payload] = _join_codes(codes, data_type)
+    return out
+
+
+def join_packed_columns(
+    pieces: Sequence[tuple[int, int, Tensor]], dim: int, data_type: DataType, *, table: str = "", first_row: int = 0
+) -> Tensor:
+    """The whole rows of which ``pieces`` are column slices: the inverse of :func:`slice_packed_columns`.
+
+    Args:
+        pieces: (col_start, col_stop, uint8 [R, row_bytes(col_stop - col_start, data_type)]), covering the columns once.
+        dim: columns of the whole rows.
+        table, first_row: only for messages.
+
+    Returns:
+        uint8 [R, row_bytes(dim, data_type)]; the only piece itself when it is whole.
+
+    Raises:
+        ConfigError: the pieces do not cover the columns once.
+        InputError: pieces of one row carry different scales or biases: they are not slices of one row.
+    """
+    ordered = sorted(pieces, key=lambda piece: piece[0])
+    edges = [0, *(stop for _, stop, _ in ordered)]
+    if [start for start, _, _ in ordered] != edges[:-1] or edges[-1] != dim:
+        spans = ", ".join(f"{start}:{stop}" for start, stop, _ in ordered)
+        raise ConfigError(f"table {table!r}: column pieces {spans} do not cover 0:{dim} exactly once")
+    first = ordered[0][2]
+    if len(ordered) == 1:
+        return first
+    out = torch.zeros((first.shape[0], row_bytes(dim, data_type)), dtype=torch.uint8)
+    if data_type in _FLOAT_TYPES:
+        size = data_type.bits // 8
+        for start, stop, packed in ordered:
+            out[:, start * size : stop * size] = packed[:, : (stop - start) * size]
+        return out
+    for _, _, packed in ordered[1:]:
+        if not torch.equal(packed[:, :QPARAM_BYTES], first[:, :QPARAM_BYTES]):
+            row = int((packed[:, :QPARAM_BYTES] != first[:, :QPARAM_BYTES]).any(1).nonzero()[0])
+            raise InputError(
+                f"table {table!r}, row {first_row + row}: its column pieces carry different scales or biases; expected "
+                "those of the whole row in each"
+            )
+    out[:, :QPARAM_BYTES] = first[:, :QPARAM_BYTES]
+    per_byte = columns_per_byte(data_type)
+    if all(start % per_byte == 0 for start, _, _ in ordered):
+        for start, stop, packed in ordered:
+            at, count = QPARAM_BYTES + start // per_byte, padded_dim(stop - start, data_type) // per_byte
+            out[:, at : at + count] = packed[:, QPARAM_BYTES : QPARAM_BYTES + count]
+    else:  # a cut inside a byte
+        codes = torch.cat([_codes(packed, stop - start, data_type) for start, stop, packed in ordered], dim=1)
+        out[:, QPARAM_BYTES:] = _join_codes(codes, data_type)
     return out
 
 

@@ -17,7 +17,20 @@ from recinfer import __version__
 from recinfer.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
-VERBS = ["train", "plan", "export", "inspect", "verify", "reshard", "serve", "lookup", "predict", "mar", "demo", "calibrate"]
+VERBS = [
+    "train",
+    "plan",
+    "export",
+    "inspect",
+    "verify",
+    "reshard",
+    "serve",
+    "lookup",
+    "predict",
+    "mar",
+    "demo",
+    "calibrate",
+]
 
 
 OPTIONS = {
@@ -28,6 +41,7 @@ OPTIONS = {
     "--overwrite --out",
     "inspect": "",
     "verify": "",
+    "reshard": "--world-size --plan --device --overwrite --out",
     "serve": "--host --port --device --preload",
     "lookup": "--target --feature --model --version --timeout --wait",
     "predict": "--target --input --format --out --batch-size --model --version --timeout --wait",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def test_resharded_files_are_those_of_an_export_by_that_plan(tmp_path: Path, pre
 
 def test_every_kind_of_module_moves_there_and_back(tmp_path: Path) -> None:
     _, archive = make_archive(tmp_path, model=Everything(), ranks=2, kinds=("row_wise", "column_wise"))
-    wide = reshard_archive(archive.root, plan_archive(archive.manifest, world_size=3), tmp_path / "w.rqa", progress=False)
+    wide = reshard_archive(
+        archive.root, plan_archive(archive.manifest, world_size=3), tmp_path / "w.rqa", progress=False
+    )
     back = reshard_archive(wide.root, archive.plan, tmp_path / "b.rqa", progress=False)
     for file in archive.manifest.files:
         assert (back.root / file.path).read_bytes() == (archive.root / file.path).read_bytes()
@@ -90,5 +93,5 @@ def test_rows_read_back_are_the_packed_ones(small: tuple[nn.Module, Archive]) ->
 @pytest.mark.parametrize("cuts", [(0, 3, 7, 19), (0, 4, 8, 19), (0, 19)])
 def test_columns_rejoin(data_type: DataType, cuts: tuple[int, ...]) -> None:
     packed = pack_rows(torch.randn(23, 19), data_type)
-    pieces = [(a, b, slice_packed_columns(packed, 19, data_type, a, b)) for a, b in zip(cuts, cuts[1:])]
+    pieces = [(a, b, slice_packed_columns(packed, 19, data_type, a, b)) for a, b in itertools.pairwise(cuts)]
     assert torch.equal(join_packed_columns(pieces[::-1], 19, data_type), packed)

@@ -1,0 +1,74 @@
+"""``recinfer reshard``: an archive to one with other shards, without the checkpoint."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.format import mebibytes
+from recinfer.cli.options import Device
+from recinfer.errors import ConfigError
+
+__all__ = ["EXAMPLE", "NAME", "run"]
+
+NAME = "reshard"
+EXAMPLE = "Example: recinfer reshard movielens.rqa --world-size 4 --out movielens-4.rqa"
+
+
+def run(
+    archive: Annotated[Path, typer.Argument(help="Archive folder.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="Archive folder to write.")],
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Plan the tables for this many ranks.", show_default="the plan's")
+    ] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="Cut by this plan instead.", show_default=False)] = None,
+    device: Annotated[
+        Device | None, typer.Option(help="Where the ranks compute.", show_default="as in the archive's plan")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an archive that is there.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Cut an archive's tables for another number of ranks, or by another plan; rows stay as they are, bit for bit.
+
+    The old archive's hashes are checked on the way, and the new one must give the old golden answers.
+    """
+    from recinfer.archive.reader import open_archive
+    from recinfer.distributed.planner.plan import Plan
+    from recinfer.inference.reshard import plan_archive, reshard_archive
+
+    output = Output(as_json)
+    started = time.perf_counter()
+    if plan is not None:
+        chosen = Plan.load(plan)
+        if world_size not in (None, chosen.world_size):
+            raise ConfigError(f"--world-size {world_size}, but {plan} is for {chosen.world_size}; give one of the two")
+        if device is not None and device.value != chosen.compute_device:
+            raise ConfigError(
+                f"--device {device.value}, but {plan} is for {chosen.compute_device}; give one of the two"
+            )
+    elif world_size is None:
+        raise ConfigError("give --world-size N, or --plan plan.json")
+    else:
+        opened = open_archive(archive)
+        where = device.value if device else opened.plan.compute_device
+        chosen = plan_archive(opened.manifest, world_size=world_size, compute_device=where)
+    manifest = reshard_archive(archive, chosen, out, overwrite=overwrite).manifest
+    seconds = time.perf_counter() - started
+    output.show(
+        f"[green]wrote[/green] {out}  {manifest.world_size} ranks, {mebibytes(manifest.bytes_total)}, "
+        f"{manifest.check.num_requests} golden requests replayed  {seconds:.1f} s"
+    )
+    output.finish(
+        {
+            "archive": str(out),
+            "world_size": manifest.world_size,
+            "plan_hash": manifest.plan_hash,
+            "bytes_total": manifest.bytes_total,
+            "num_requests": manifest.check.num_requests,
+            "seconds": seconds,
+        }
+    )

@@ -1,0 +1,176 @@
+"""From an archive to one with other shards: packed rows move as they are, no checkpoint is needed.
+
+The new archive holds the same bytes of every row, the same dense part and the same golden requests and answers, which
+it must give again before it gets its name.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from recinfer.archive.manifest import Manifest, TableInfo
+from recinfer.archive.reader import Archive, open_archive
+from recinfer.archive.rows import RowReader, row_chunks
+from recinfer.archive.writer import ShardWriter, archive_folder
+from recinfer.distributed.planner.inference import plan_inference
+from recinfer.distributed.planner.plan import Plan, TablePlan
+from recinfer.errors import ConfigError
+from recinfer.inference.predictor import Predictor
+from recinfer.inference.progress import byte_bar
+from recinfer.modules.embedding_configs import DataType
+from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recinfer.quant.packing import row_bytes
+
+__all__ = ["embedding_model", "plan_archive", "reshard_archive"]
+
+
+def reshard_archive(
+    path: str | os.PathLike[str],
+    plan: Plan,
+    out: str | os.PathLike[str],
+    *,
+    max_chunk_bytes: int = 64 << 20,
+    progress: bool = True,
+    overwrite: bool = False,
+) -> Archive:
+    """Cut an archive's tables by another plan.
+
+    Args:
+        path: the archive.
+        plan: covers exactly its tables, with the precisions they are stored in.
+        out: the new archive's folder.
+        max_chunk_bytes: packed bytes in memory at a time; about three times this is used.
+        progress: show a bar on stderr.
+        overwrite: replace an archive that is at ``out``.
+
+    Returns:
+        the new archive, opened.
+
+    Raises:
+        ArchiveError: the archive breaks a rule (its shards are hashed too), ``out`` exists, or the new archive does not
+            give the stored golden answers.
+        ConfigError: the plan is for other tables or precisions.
+        UnavailableError: the disk is full.
+    """
+    source = open_archive(path)
+    _check_plan(plan, source)
+    with archive_folder(Path(out), overwrite=overwrite) as folder:
+        # Damaged rows must not get a new, valid hash: the old one is checked beside the copying.
+        with ThreadPoolExecutor(1) as pool:
+            hashes = [pool.submit(source.check_hash, file) for file in source.manifest.files]
+            try:
+                with ShardWriter(folder, plan) as writer:
+                    _copy_rows(source, plan, writer, max_chunk_bytes, progress)
+                for future in hashes:
+                    future.result()
+            finally:
+                for future in hashes:
+                    future.cancel()
+        folder.add("plan.json", plan.to_json().encode())
+        for file in source.manifest.files:
+            if file.path != "plan.json" and not file.path.startswith("shards/"):
+                folder.add(file.path, source.read(file.path))
+        files = tuple(sorted(folder.files, key=lambda file: file.path))
+        manifest = replace(
+            source.manifest,
+            created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            world_size=plan.world_size,
+            plan_hash=plan.hash,
+            tables=tuple(_placed(table, plan) for table in source.manifest.tables),
+            files=files,
+            bytes_total=sum(file.bytes for file in files),
+        )
+        folder.write_manifest(manifest.to_json())
+        predictor = Predictor(open_archive(folder.root))
+        for index in range(manifest.check.num_requests):
+            predictor.check_request(index)
+    return open_archive(out)
+
+
+def plan_archive(manifest: Manifest, *, world_size: int, compute_device: str = "cpu") -> Plan:
+    """A plan of an archive's tables for another number of ranks, by the same planner that `recinfer plan` uses.
+
+    Raises:
+        ConfigError: tables of one name in two modules have different precisions, which the planner takes by name.
+        PlannerError: nothing fits.
+    """
+    precisions = {table.name: table.data_type for table in manifest.tables}
+    for table in manifest.tables:
+        if precisions[table.name] != table.data_type:
+            raise ConfigError(
+                f"tables named {table.name!r} are stored in different precisions; give a plan instead of a world size"
+            )
+    return plan_inference(
+        embedding_model(manifest),
+        world_size=world_size,
+        compute_device=compute_device,
+        per_table_precision=precisions,
+    )
+
+
+def embedding_model(manifest: Manifest) -> nn.Module:
+    """The archive's embedding modules at their paths, on meta: what the planner needs to know of the model."""
+    root = nn.Module()
+    for module in manifest.modules:
+        # Float, as models are; the stored precisions go to the planner beside the model.
+        configs = [replace(config, data_type=DataType.FP32) for config in manifest.configs(module.path)]
+        meta = torch.device("meta")
+        collection: nn.Module
+        if module.kind == "pooled":
+            collection = EmbeddingBagCollection(tables=configs, is_weighted=module.is_weighted, device=meta)
+        else:
+            collection = EmbeddingCollection(tables=configs, device=meta)
+        if not module.path:
+            return collection
+        *parents, name = module.path.split(".")
+        parent = root
+        for part in parents:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(name, collection)
+    return root
+
+
+def _check_plan(plan: Plan, archive: Archive) -> None:
+    def key(table: TablePlan) -> tuple[str, str]:
+        return table.module, table.table
+
+    stored, planned = ({key(t): t for t in p.tables} for p in (archive.plan, plan))
+    problems = [f"{stored[k].name} is not planned" for k in stored if k not in planned]
+    problems += [f"{planned[k].name} is not in the archive" for k in planned if k not in stored]
+    for k in stored:
+        if k not in planned:
+            continue
+        for what in ("num_embeddings", "embedding_dim", "precision"):
+            have, want = getattr(stored[k], what), getattr(planned[k], what)
+            if have != want:
+                problems.append(f"{stored[k].name} has {what} {have}, the plan {want}")
+    if problems:
+        more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise ConfigError(
+            f"the plan does not fit the archive: {'; '.join(problems[:10])}{more}; rows move as they are stored, so "
+            "another precision needs an export from the checkpoint"
+        )
+
+
+def _copy_rows(source: Archive, plan: Plan, writer: ShardWriter, max_chunk_bytes: int, progress: bool) -> None:
+    sizes = [(table, row_bytes(table.embedding_dim, table.precision)) for table in plan.tables]
+    total = sum(table.num_embeddings * width for table, width in sizes)
+    with RowReader(source) as reader, byte_bar("moving rows", total, progress) as advance:
+        for table, width in sizes:
+            for start, stop in row_chunks(table.num_embeddings, width, max_chunk_bytes):
+                writer.write_rows(table, start, reader.read(table, start, stop))
+                advance((stop - start) * width)
+
+
+def _placed(table: TableInfo, plan: Plan) -> TableInfo:
+    planned = plan.table(table.module, table.name)
+    return replace(table, sharding=planned.sharding_type, ranks=tuple(sorted(set(planned.ranks))))
