@@ -7,7 +7,7 @@ Shape suffixes: F features, B batch, N ids.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -49,25 +49,29 @@ class FeatureIntake:
     """Checks and completes the features of requests. Safe from any thread.
 
     Attributes:
+        names: all features, in the archive's order.
+        needs_weights: whether every request brings weights.
         replaced_ids: ids out of range that became the default row, since the start.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self._features = {feature.name: feature for feature in manifest.features}
+        self.names = tuple(self._features)
         self._rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}
-        self._needs_weights = any(m.is_weighted and m.position_weights is None for m in manifest.modules)
+        self.needs_weights = any(m.is_weighted and m.position_weights is None for m in manifest.modules)
         self._replaces = any(feature.out_of_range == "default_row" for feature in manifest.features)
         self._orders: dict[tuple[str, ...], _Order] = {}
         self.replaced_ids = 0
         self._lock = threading.Lock()
 
-    def take(self, features: KeyedJaggedTensor, *, need_all: bool) -> TakenFeatures:
+    def take(self, features: KeyedJaggedTensor, *, need_all: bool, elsewhere: Set[str] = frozenset()) -> TakenFeatures:
         """Check and complete.
 
         Args:
             features: ids int32 or int64 on CPU, keys in any order.
             need_all: refuse absent features whose policy is ``reject`` (predict); otherwise (lookup) absent features
                 are only filled to be left out of the result.
+            elsewhere: features that the request brings elsewhere (its context), so that they are not missing.
 
         Raises:
             InputError: unknown, repeated or rejected features, wrong dtypes, weights that are missing or not finite.
@@ -80,9 +84,9 @@ class FeatureIntake:
             order = self._new_order(key)
             if len(self._orders) < _MAX_ORDERS:
                 self._orders[key] = order
-        if need_all and order.rejected:
+        if need_all and (missing := [name for name in order.rejected if name not in elsewhere]):
             raise InputError(
-                f"features {', '.join(map(repr, order.rejected))} are missing; got {_some(key)}; this model needs them"
+                f"features {', '.join(map(repr, missing))} are missing; got {_some(key)}; this model needs them"
             )
         self._check_tensors(features)
         if order.low is not None:
@@ -130,7 +134,7 @@ class FeatureIntake:
         values = features.values()
         if values.dtype not in (torch.int64, torch.int32) or values.device.type != "cpu":
             raise InputError(f"features: ids are {values.dtype} on {values.device}; expected int64 or int32 on cpu")
-        if not self._needs_weights:
+        if not self.needs_weights:
             return
         weights = features.weights_or_none()
         if weights is None:

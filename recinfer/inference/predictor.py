@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,12 +27,16 @@ from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagColl
 from recinfer.distributed.quant_layout import PackedShard
 from recinfer.errors import ArchiveError, InputError, NotFoundError, RecinferError
 from recinfer.inference.intake import FeatureIntake
+from recinfer.inference.together import PredictInputs, lookup_many, predict_many, predict_with_context
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
 
 __all__ = ["FeatureSpec", "LookupResult", "Predictor", "load"]
+
+# Golden answers are kept to 1e-5 relative; samples that see each other differ by far more.
+_MERGE_RELATIVE, _MERGE_ABSOLUTE = 1e-3, 1e-4
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,11 @@ class _Part:
             features = self.positions.apply(features)
         return self.run(features)
 
+    def columns_of(self, features: Set[str]) -> list[tuple[int, int]]:
+        """First and last column of the vectors of ``features`` in this pooled module's output."""
+        ends = list(accumulate(self.dims))
+        return [(end - dim, end) for name, dim, end in zip(self.info.features, self.dims, ends) if name in features]
+
 
 class Predictor:
     """Answers requests from one archive. Every method may be called from any number of threads at once.
@@ -94,6 +104,10 @@ class Predictor:
         features: what lookup gives, in the model's order.
         num_dense: columns of the dense input of predict; 0 without one.
         contract: how raw rows become inputs, or None.
+        mergeable: whether requests may share one run; false where the golden requests together get other answers than
+            each alone (a model whose samples see each other).
+        parts, intake, output_names: the embedding modules, the checks of features, the dense program's outputs; for
+            recinfer.inference.together.
     """
 
     def __init__(
@@ -112,17 +126,18 @@ class Predictor:
         self._mapped = archive.map_shards(preload=preload)
         weights = read_position_weights(archive)
         names = _output_names(manifest)
-        self._parts = [
+        self.parts = [
             _part(manifest, info, self._mapped.module_shards, self._mapped.buffer, names, weights, device)
             for info in manifest.modules
         ]
-        self._intake = FeatureIntake(manifest)
+        self.intake = FeatureIntake(manifest)
+        self.mergeable = True
         self.features = tuple(_specs(manifest, names))
         self.num_dense = 0 if manifest.dense is None else manifest.dense.num_dense
         self._engine: DenseEngine | None = None
-        self._output_names: list[str] = []
+        self.output_names: list[str] = []
         if manifest.dense is not None:
-            self._output_names = [output.name for output in manifest.dense.outputs]
+            self.output_names = [output.name for output in manifest.dense.outputs]
             self._engine = open_dense(
                 archive, manifest.dense, device=device, num_threads=dense_threads, engine=dense_engine
             )
@@ -145,7 +160,7 @@ class Predictor:
     @property
     def replaced_ids(self) -> int:
         """How many ids out of range became the default row, of features whose policy says so."""
-        return self._intake.replaced_ids
+        return self.intake.replaced_ids
 
     def lookup(self, features: KeyedJaggedTensor) -> LookupResult:
         """Embeddings of the features given.
@@ -156,28 +171,50 @@ class Predictor:
         Raises:
             InputError: an unknown feature, an id out of range, missing weights; names the feature and the place.
         """
-        taken = self._intake.take(features, need_all=False)
+        taken = self.intake.take(features, need_all=False)
+        found: list[Any] = []
+        for part in self.parts:
+            needed = taken.present is None or any(f in taken.present for f in part.info.features)
+            given = part(taken.features) if needed else None
+            found.append(given if given is None or part.info.kind != "pooled" else given.values())
+        return self.select(
+            [list(given.values()) if isinstance(given, dict) else given for given in found], taken.present
+        )
+
+    def lookup_many(self, requests: Sequence[KeyedJaggedTensor]) -> list[LookupResult | Exception]:
+        """:meth:`lookup` of each request, run together; an error stands in the place of its request's answer."""
+        return lookup_many(self, requests)
+
+    def predict_many(self, requests: Sequence[PredictInputs]) -> list[dict[str, Tensor] | Exception]:
+        """:meth:`predict` of each request, run together; an error stands in the place of its request's answer."""
+        return predict_many(self, requests)
+
+    def select(self, found: Sequence[Any], present: Set[str] | None) -> LookupResult:
+        """The embeddings of the features ``present`` (None: all), from what each module found (None: not asked)."""
         pooled: list[KeyedTensor] = []
         sequences: dict[str, JaggedTensor] = {}
-        for part in self._parts:
-            wanted = None if taken.present is None else [f in taken.present for f in part.info.features]
-            if wanted is not None and not any(wanted):
+        for part, given in zip(self.parts, found):
+            wanted = None if present is None else [f in present for f in part.info.features]
+            if given is None or (wanted is not None and not any(wanted)):
                 continue
-            found = part(taken.features)
             if part.info.kind == "pooled":
-                pooled.append(_select(part, found.values(), wanted))
+                pooled.append(_select(part, given, wanted))
             else:
-                chosen = zip(part.names, found.values(), wanted or [True] * len(part.names))
+                chosen = zip(part.names, given, wanted or [True] * len(part.names))
                 sequences.update({name: _on_cpu(sequence) for name, sequence, keep in chosen if keep})
         return LookupResult(_join(pooled), sequences)
 
-    def predict(self, dense: Tensor | None, features: KeyedJaggedTensor) -> dict[str, Tensor]:
+    def predict(
+        self, dense: Tensor | None, features: KeyedJaggedTensor, context: KeyedJaggedTensor | None = None
+    ) -> dict[str, Tensor]:
         """The model's outputs.
 
         Args:
             dense: float32 [B, num_dense], finite; None when the model has no dense input.
             features: all features of the model, in any order. An absent one is an empty bag, or its default id, or
                 refused, as the manifest says.
+            context: features of one sample that go with every one of the B (a user's, beside its candidates'); none of
+                them in ``features``. They are looked up once.
 
         Returns:
             output name -> float32 [B, ...] (``"output"`` when forward returns one tensor).
@@ -185,17 +222,18 @@ class Predictor:
         Raises:
             InputError: as lookup, and: wrong shape or dtype, NaN or infinity in dense.
         """
-        if self._engine is None:
-            raise InputError("this archive holds embeddings only, no dense part; call lookup")
-        taken = self._intake.take(features, need_all=True).features
-        return dict(zip(self._output_names, self._run_dense(self._check_dense(dense, taken.stride()), taken)))
+        self.check_has_dense()
+        if context is not None:
+            return predict_with_context(self, PredictInputs(dense, features, context))
+        taken = self.intake.take(features, need_all=True).features
+        return dict(zip(self.output_names, self._run_dense(self.check_dense(dense, taken.stride()), taken)))
 
     def replay(self, request: Request) -> Answer:
         """Answer a golden request: every embedding and output, module by module."""
-        taken = self._intake.take(request.features, need_all=True).features
-        found = [part(taken) for part in self._parts]
+        taken = self.intake.take(request.features, need_all=True).features
+        found = [part(taken) for part in self.parts]
         outputs = [] if self._engine is None else self._run_dense(request.dense, taken)
-        return Answer([t for part, given in zip(self._parts, found) for t in _tensors(part, given)], outputs)
+        return Answer([t for part, given in zip(self.parts, found) for t in _tensors(part, given)], outputs)
 
     def check_request(self, index: int) -> None:
         """Replay golden request ``index``; raises ArchiveError (C1, C2) when the answer differs from the stored one."""
@@ -217,14 +255,39 @@ class Predictor:
             tensors += [vectors] if length is None else [vectors, length]
         return [output.cpu() for output in self._engine([t.to(self.device) for t in tensors])]
 
+    def run_engine(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The dense program on its inputs, in the manifest's order."""
+        assert self._engine is not None
+        return [output.cpu() for output in self._engine([tensor.to(self.device) for tensor in tensors])]
+
+    def check_merging(self) -> None:
+        """Run the golden requests together; where an answer differs from the one alone, requests are never merged."""
+        stored = read_requests(self.archive)
+        together = [PredictInputs(request.dense, request.features) for request, _ in stored]
+        if self._engine is None or len(together) < 2:
+            return
+        for (_, answer), given in zip(stored, self.predict_many(together)):
+            if isinstance(given, Exception):
+                self.mergeable = False
+                return
+            for tensor, expected in zip(given.values(), answer.outputs):
+                if not torch.allclose(tensor, expected, rtol=_MERGE_RELATIVE, atol=_MERGE_ABSOLUTE):
+                    self.mergeable = False
+
+    def check_has_dense(self) -> None:
+        """Raises InputError when the archive has no dense part."""
+        if self._engine is None:
+            raise InputError("this archive holds embeddings only, no dense part; call lookup")
+
     def _run_dense(self, dense: Tensor | None, taken: KeyedJaggedTensor) -> list[Tensor]:
         assert self._engine is not None
         tensors = [dense.to(self.device)] if dense is not None and self.num_dense else []
-        for part in self._parts:
+        for part in self.parts:
             tensors += _tensors(part, part(taken), dense_input=True)
         return [output.cpu() for output in self._engine(tensors)]
 
-    def _check_dense(self, dense: Tensor | None, batch: int) -> Tensor | None:
+    def check_dense(self, dense: Tensor | None, batch: int) -> Tensor | None:
+        """``dense`` when it is finite float32 ``[batch, num_dense]``; raises InputError."""
         if dense is None:
             if self.num_dense:
                 raise InputError(f"dense is missing; expected float32 [{batch}, {self.num_dense}]")
@@ -278,6 +341,7 @@ def load(
         archive, device=device, preload=preload, dense_threads=dense_threads, dense_engine=dense_engine
     )
     predictor.check_request(0)  # proves that this machine gives the stored answer, and warms every part up
+    predictor.check_merging()
     return predictor
 
 

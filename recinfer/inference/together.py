@@ -1,0 +1,212 @@
+"""Several requests answered by one lookup and one dense run; each gets its own answer or its own error.
+
+A request may bring its context (a user, a query) once beside its candidates: the context's features are looked up in one
+more sample of the merged batch and their vectors written beside every candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from recinfer.errors import InputError
+from recinfer.inference.merge import merge_features
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+if TYPE_CHECKING:
+    from recinfer.inference.predictor import LookupResult, Predictor
+
+__all__ = ["PredictInputs", "lookup_many", "predict_many"]
+
+
+@dataclass(frozen=True)
+class PredictInputs:
+    """What Predictor.predict takes: ``dense [B, num_dense]`` or None, features of B samples, context of one or None."""
+
+    dense: Tensor | None
+    features: KeyedJaggedTensor
+    context: KeyedJaggedTensor | None = None
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """One request after its own checks. ``shared`` names the features that its context brings."""
+
+    at: int
+    dense: Tensor | None
+    features: KeyedJaggedTensor
+    context: KeyedJaggedTensor | None
+    shared: frozenset[str]
+
+
+def lookup_many(predictor: Predictor, requests: Sequence[KeyedJaggedTensor]) -> list[LookupResult | Exception]:
+    """``predictor.lookup`` of each, with one lookup a module for all of them."""
+    if len(requests) == 1 or not predictor.mergeable:
+        return [_alone(predictor.lookup, request) for request in requests]
+    answers: list[Any] = [None] * len(requests)
+    taken = []
+    for at, request in enumerate(requests):
+        try:
+            taken.append((at, predictor.intake.take(request, need_all=False)))
+        except Exception as error:
+            answers[at] = error
+    if not taken:
+        return answers
+    batches = [mine.features.stride() for _, mine in taken]
+    try:
+        found = _embed(predictor, [mine.features for _, mine in taken])
+    except Exception:  # one of them holds a bad id: each on its own says which
+        for at, _ in taken:
+            answers[at] = _alone(predictor.lookup, requests[at])
+        return answers
+    for (at, mine), parts in zip(taken, _apart(predictor, found, batches)):
+        answers[at] = predictor.select(parts, mine.present)
+    return answers
+
+
+def predict_many(predictor: Predictor, requests: Sequence[PredictInputs]) -> list[dict[str, Tensor] | Exception]:
+    """``predictor.predict`` of each, with one lookup a module and one dense run for all of them."""
+    if len(requests) == 1 or not predictor.mergeable:
+        return [_alone(predictor.predict, r.dense, r.features, r.context) for r in requests]
+    answers: list[Any] = [None] * len(requests)
+    taken = []
+    for at, request in enumerate(requests):
+        try:
+            taken.append(_take(predictor, at, request))
+        except Exception as error:
+            answers[at] = error
+    if not taken:
+        return answers
+    try:
+        outputs = _run(predictor, taken)
+    except Exception:
+        outputs = None
+    if outputs is None:
+        for mine in taken:
+            r = requests[mine.at]
+            answers[mine.at] = _alone(predictor.predict, r.dense, r.features, r.context)
+        return answers
+    for mine, mine_outputs in zip(taken, outputs):
+        answers[mine.at] = mine_outputs
+    return answers
+
+
+def predict_with_context(predictor: Predictor, request: PredictInputs) -> dict[str, Tensor]:
+    """The outputs of one request that has a context; raises what predict raises."""
+    outputs = _run(predictor, [_take(predictor, 0, request)])
+    assert outputs is not None
+    return outputs[0]
+
+
+def _alone(call: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except Exception as error:
+        return error
+
+
+def _take(predictor: Predictor, at: int, request: PredictInputs) -> _Taken:
+    intake, context = predictor.intake, request.context
+    predictor.check_has_dense()
+    if context is None:
+        features = intake.take(request.features, need_all=True).features
+        return _Taken(at, predictor.check_dense(request.dense, features.stride()), features, None, frozenset())
+    if context.stride() != 1:
+        raise InputError(f"context: got {context.stride()} samples, expected 1; its features go with every candidate")
+    shared = frozenset(context.keys())
+    twice = shared.intersection(request.features.keys())
+    if twice:
+        raise InputError(f"context: feature {min(twice)!r} is also in features, expected it in one of the two")
+    features = intake.take(request.features, need_all=True, elsewhere=shared).features
+    own = intake.take(context, need_all=False).features
+    return _Taken(at, predictor.check_dense(request.dense, features.stride()), features, own, shared)
+
+
+def _embed(predictor: Predictor, blocks: Sequence[KeyedJaggedTensor]) -> list[Any]:
+    """What each module finds for all blocks' samples, block after block."""
+    if len(blocks) == 1:
+        return [part(blocks[0]) for part in predictor.parts]
+    merged = merge_features(blocks, predictor.intake.names, weighted=predictor.intake.needs_weights)
+    return [part(merged) for part in predictor.parts]
+
+
+def _apart(predictor: Predictor, found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:
+    """Per request, what each module found for it: ``[B, D]`` of a pooled module, JaggedTensors by feature of another."""
+    columns: list[Sequence[Any]] = []
+    for part, given in zip(predictor.parts, found):
+        if part.info.kind == "pooled":
+            columns.append(given.values().split(batches))
+            continue
+        by_request: list[list[JaggedTensor]] = [[] for _ in batches]
+        for sequence in given.values():
+            lengths = sequence.lengths().split(batches)
+            values = sequence.values().split([int(n.sum()) for n in lengths])
+            for mine, v, n in zip(by_request, values, lengths):
+                mine.append(JaggedTensor.from_parts_unchecked(v, None, n))
+        columns.append(by_request)
+    return [list(row) for row in zip(*columns)]
+
+
+def _run(predictor: Predictor, taken: Sequence[_Taken]) -> list[dict[str, Tensor]] | None:
+    """The outputs of each; None when an output is not one row a sample, so that it cannot be split."""
+    batches = [mine.features.stride() for mine in taken]
+    total = sum(batches)
+    contexts = [mine for mine in taken if mine.context is not None]
+    blocks = [mine.features for mine in taken] + [mine.context for mine in contexts if mine.context is not None]
+    found = _embed(predictor, blocks)
+    dense = None
+    if predictor.num_dense:
+        given = [mine.dense for mine in taken if mine.dense is not None]
+        dense = given[0] if len(given) == 1 else torch.cat(given)
+    tensors = [] if dense is None else [dense]
+    for part, given in zip(predictor.parts, found):
+        if part.info.kind == "pooled":
+            tensors.append(_broadcast(part, given.values(), taken, batches) if contexts else given.values())
+        elif contexts:
+            tensors += _repeat_sequences(part, list(given.values()), taken, batches)
+        else:
+            tensors += [t for s in given.values() for t in (s.values(), s.lengths().long())]
+    outputs = predictor.run_engine(tensors)
+    if len(taken) == 1:
+        return [dict(zip(predictor.output_names, outputs))]
+    if any(output.dim() == 0 or output.shape[0] != total for output in outputs):
+        return None
+    split = [output.split(batches) for output in outputs]
+    return [dict(zip(predictor.output_names, row)) for row in zip(*split)]
+
+
+def _broadcast(part: Any, found: Tensor, taken: Sequence[_Taken], batches: Sequence[int]) -> Tensor:
+    """Candidates' rows ``[S, D]`` with the context's columns written into them; the contexts' rows lie behind them."""
+    total = sum(batches)
+    start, row = 0, total
+    for mine, batch in zip(taken, batches):
+        if mine.context is not None:
+            for first, last in part.columns_of(mine.shared):
+                found[start : start + batch, first:last] = found[row, first:last]
+            row += 1
+        start += batch
+    return found[:total]
+
+
+def _repeat_sequences(
+    part: Any, found: Sequence[JaggedTensor], taken: Sequence[_Taken], batches: Sequence[int]
+) -> list[Tensor]:
+    """Per output values and lengths of the candidates; a context's list stands once for every candidate."""
+    tensors = []
+    sizes = [*batches, *(1 for mine in taken if mine.context is not None)]
+    for name, sequence in zip(part.info.features, found):
+        lengths = sequence.lengths().split(sizes)
+        values = sequence.values().split([int(n.sum()) for n in lengths])
+        row = len(batches)
+        out_values, out_lengths = [], []
+        for at, (mine, batch) in enumerate(zip(taken, batches)):
+            shared = mine.context is not None and name in mine.shared
+            out_values.append(values[row].repeat(batch, 1) if shared else values[at])
+            out_lengths.append(lengths[row].repeat(batch) if shared else lengths[at])
+            row += mine.context is not None
+        tensors += [torch.cat(out_values), torch.cat(out_lengths).long()]
+    return tensors
