@@ -222,7 +222,7 @@ def calibrated() -> list[dict[str, Any]]:
     """Planned against measured milliseconds of every rank of a few quantized collections on this machine's CPU."""
     import torch
 
-    from recinfer.distributed.calibrate import calibrate, median_ms, random_module, random_request
+    from recinfer.distributed.calibrate import calibrate, random_module, random_request, typical_ms
     from recinfer.distributed.planner import ParameterConstraints, plan_inference
     from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
     from recinfer.modules.embedding_modules import EmbeddingBagCollection
@@ -257,7 +257,7 @@ def calibrated() -> list[dict[str, Any]]:
             module = random_module([(int(rows[i]), int(dims[i])) for i in mine], precision)
             requests = [random_request(rows[mine], pooling[mine], BATCH, seed=s) for s in range(16)]
             turn = iter(range(1 << 30))
-            measured = median_ms(lambda m=module, r=requests, t=turn: m(r[next(t) % 16]), 0.5, lambda: None)  # type: ignore[misc]
+            measured = typical_ms(lambda m=module, r=requests, t=turn: m(r[next(t) % 16]), 0.5, lambda: None)  # type: ignore[misc]
             planned = plan.estimates["predicted_ms_per_rank"][rank]
             name = f"{num} tables {str(precision).lower()} rank {rank}"
             print(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from recinfer.distributed.planner.calibration import HardwareProfile, LookupGrid
+from recinfer.distributed.planner.calibration import TABLES_IN_COMPANY, HardwareProfile, LookupGrid
 from recinfer.distributed.planner.estimates import packed_row_bytes
 from recinfer.distributed.planner.inference import row_alignment
 from recinfer.errors import UnavailableError
@@ -23,7 +23,6 @@ __all__ = ["calibrate", "random_module", "random_request"]
 
 _DIMS = (16, 64, 128, 256)
 _TABLE_BYTES = (1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
-_TABLES = 8  # tables in a measured call: what one reads, another pushes out of the cache, as in a real model
 _PRECISIONS = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32)
 _BATCH = 512
 _POOLING = 16
@@ -67,7 +66,8 @@ def random_request(
     )
 
 
-def median_ms(call: Callable[[], object], seconds: float, synchronize: Callable[[], None]) -> float:
+def typical_ms(call: Callable[[], object], seconds: float, synchronize: Callable[[], None]) -> float:
+    """The lower quartile of a call's milliseconds: other work on the machine only ever adds."""
     call()
     synchronize()
     times: list[float] = []
@@ -77,7 +77,7 @@ def median_ms(call: Callable[[], object], seconds: float, synchronize: Callable[
         call()
         synchronize()
         times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times)
+    return statistics.quantiles(times, n=4)[0]
 
 
 def calibrate(
@@ -135,7 +135,7 @@ def _overheads(device: str, seconds: float, synchronize: Callable[[], None]) -> 
     for num in (1, 33):
         module = random_module([(16, 16)] * num, DataType.INT8, device)
         request = random_request([16] * num, [1.0] * num, 1, device)
-        times.append(median_ms(lambda m=module, r=request: m(r), seconds, synchronize))  # type: ignore[misc]
+        times.append(typical_ms(lambda m=module, r=request: m(r), seconds, synchronize))  # type: ignore[misc]
     feature = max((times[1] - times[0]) / 32, 0.0)
     return max(times[0] - feature, 0.0), feature
 
@@ -172,16 +172,19 @@ def _point(
     overhead_ms: float,
 ) -> tuple[float, float]:
     """(ns a row, ns a bag) of a table among its like."""
-    module = random_module([(rows, dim)] * _TABLES, precision, device)
+    module = random_module([(rows, dim)] * TABLES_IN_COMPANY, precision, device)
     times = []
     for pooling in (1, _POOLING):
-        requests = [random_request([rows] * _TABLES, [pooling] * _TABLES, _BATCH, device, seed) for seed in range(8)]
+        requests = [
+            random_request([rows] * TABLES_IN_COMPANY, [pooling] * TABLES_IN_COMPANY, _BATCH, device, seed)
+            for seed in range(8)
+        ]
         turn = iter(range(1 << 30))
 
         def call(requests: list[Any] = requests, turn: Any = turn) -> object:
             return module(requests[next(turn) % len(requests)])
 
-        times.append(max(median_ms(call, seconds, synchronize) - overhead_ms, 1e-6) / _TABLES)
+        times.append(max(typical_ms(call, seconds, synchronize) - overhead_ms, 1e-6) / TABLES_IN_COMPANY)
     # Rows are dearer one by one than in long bags; the line through both points keeps the short bags right.
     row = max((times[1] - times[0]) / (_BATCH * (_POOLING - 1)) * 1e6, 0.0)
     row = min(row, times[0] / _BATCH * 1e6)
@@ -191,7 +194,7 @@ def _point(
 def _memory_bandwidth(device: torch.device, synchronize: Callable[[], None]) -> float:
     """Bytes per millisecond of reading a large tensor once."""
     data = torch.ones(1 << 25, dtype=torch.float32, device=device)
-    return data.nbytes / median_ms(data.sum, 0.2, synchronize)
+    return data.nbytes / typical_ms(data.sum, 0.2, synchronize)
 
 
 def _copies(device: str, synchronize: Callable[[], None]) -> tuple[float, float]:
@@ -200,11 +203,11 @@ def _copies(device: str, synchronize: Callable[[], None]) -> tuple[float, float]
         return 0.0, 0.0
     host = torch.ones(1 << 24, dtype=torch.float32).pin_memory()
     there = host.to("cuda:0")
-    up = host.nbytes / median_ms(lambda: there.copy_(host, non_blocking=True), 0.2, synchronize)
+    up = host.nbytes / typical_ms(lambda: there.copy_(host, non_blocking=True), 0.2, synchronize)
     if torch.cuda.device_count() < 2:
         return up, 0.0
     other = torch.empty_like(there, device="cuda:1")
-    return up, host.nbytes / median_ms(lambda: other.copy_(there, non_blocking=True), 0.2, synchronize)
+    return up, host.nbytes / typical_ms(lambda: other.copy_(there, non_blocking=True), 0.2, synchronize)
 
 
 def _processor() -> str:

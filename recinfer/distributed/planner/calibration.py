@@ -18,7 +18,9 @@ import numpy.typing as npt
 from recinfer.distributed.planner.topology import Topology
 from recinfer.errors import ConfigError, NotFoundError
 
-__all__ = ["HardwareProfile", "LookupGrid"]
+__all__ = ["TABLES_IN_COMPANY", "HardwareProfile", "LookupGrid"]
+
+TABLES_IN_COMPANY = 8  # tables in a measured call: what one reads, another pushes out of the cache, as in a real model
 
 PROFILE_FORMAT = "recinfer.hardware/1"
 FloatN = npt.NDArray[np.float64]
@@ -28,7 +30,7 @@ FloatN = npt.NDArray[np.float64]
 class LookupGrid:
     """Nanoseconds of one row read and of one bag written, over row sizes and table sizes (bytes, ascending).
 
-    ``row_ns`` and ``bag_ns`` are [row sizes][table sizes].
+    ``row_ns`` and ``bag_ns`` are [row sizes][table sizes], of a table among ``TABLES_IN_COMPANY`` alike.
     """
 
     row_bytes: tuple[float, ...]

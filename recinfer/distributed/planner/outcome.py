@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from recinfer.distributed.planner.calibration import TABLES_IN_COMPANY
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
-from recinfer.distributed.planner.estimates import DP, PERF_PARTS, IntN, spread_of
+from recinfer.distributed.planner.estimates import DP, PERF_PARTS, IntN, inference_time, packed_row_bytes, spread_of
 from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan
 from recinfer.distributed.planner.problem import FREE, Problem
 from recinfer.distributed.planner.search import Placement, SearchReport
@@ -67,7 +70,7 @@ def build_plan(
     if hardware is not None and hardware.device == topology.compute_device:
         # A rank that holds anything pays the call once; it changes no placement, so the search leaves it out.
         estimates["call_ms"] = hardware.call_ms
-        estimates["predicted_ms_per_rank"] = [x + hardware.call_ms if x else 0.0 for x in placement.perf.tolist()]
+        estimates["predicted_ms_per_rank"] = _predicted(space, problem, placement, topology)
     tables = tuple(e for e in entries if e is not None)
     return Plan(world, topology.compute_device, tables, estimates, topology.local_world_size)
 
@@ -109,6 +112,28 @@ def _traffic(space: SearchSpace, topology: Topology) -> tuple[np.ndarray, np.nda
     ids = a.batch_inputs / spread_of(a, topology) * replicas
     vectors = np.where(a.pooled, a.batch_outputs * replicas, ids)
     return ids * BIGINT_DTYPE, vectors * a.cols * a.output_bytes
+
+
+def _predicted(space: SearchSpace, problem: Problem, placement: Placement, topology: Topology) -> list[float]:
+    """Milliseconds of each rank with measured figures, now that it is known what shares its cache.
+
+    A profile's table size means a table among ``TABLES_IN_COMPANY`` like it, so a table on a rank of less in all is read
+    as one of that many that make up the rank's bytes.
+    """
+    hardware = topology.hardware
+    assert hardware is not None
+    chosen = chosen_options(problem, placement)
+    shards = np.concatenate([np.arange(space.shard_ptr[o], space.shard_ptr[o + 1]) for o, _ in chosen])
+    ranks = np.concatenate([r for _, r in chosen])
+    arrays = shard_arrays(space, topology).take(shards)
+    alignment = 1 if topology.compute_device == "cpu" else 16
+    row = packed_row_bytes(arrays.cols, arrays.bits, alignment)
+    on_rank = np.bincount(ranks, weights=arrays.rows * row, minlength=topology.world_size)
+    share = np.maximum(on_rank[ranks] / TABLES_IN_COMPANY / row, 1.0)
+    ms = inference_time(replace(arrays, rows=np.minimum(arrays.rows, share).astype(np.int64)), topology, alignment)
+    ms[arrays.rows == 0] = 0.0
+    load = np.bincount(ranks, weights=ms[:, [0, 1, 5]].sum(axis=1), minlength=topology.world_size)
+    return [x + hardware.call_ms if x else 0.0 for x in load.tolist()]
 
 
 def pin_tables(space: SearchSpace, pinned: list[TablePlan], topology: Topology) -> dict[int, tuple[int, IntN]]:
