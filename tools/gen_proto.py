@@ -2,7 +2,8 @@
 
 Needs ``grpcio-tools`` (the ``dev`` extra). The generated code is committed, so installing recinfer needs no compiler.
 protoc names Python modules after the .proto's path; ours live in ``recinfer.serving.proto``, so the one import between
-the generated files is rewritten.
+the generated files is rewritten. The Open Inference Protocol is put into a descriptor pool of its own: its clients
+(tritonclient) register the same message names in the default pool, which takes each name once a process.
 """
 
 from __future__ import annotations
@@ -16,22 +17,28 @@ import grpc_tools
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = Path("recinfer/v1/inference.proto")
+SOURCES = (Path("recinfer/v1/inference.proto"), Path("inference/open_inference.proto"))
+OWN_POOL = {"open_inference_pb2.py"}
+NOT_WRITTEN = {"open_inference_pb2_grpc.py"}  # the server answers bytes, and the protocol has clients enough
 TARGET = ROOT / "recinfer" / "serving" / "proto"
 
 
 def generate(out: Path) -> dict[str, str]:
     """Runs protoc into ``out`` and returns {file name: content} with imports that fit the target package."""
     include = Path(grpc_tools.__file__).parent / "_proto"
-    args = ["protoc", f"-I{ROOT / 'proto'}", f"-I{include}", str(ROOT / "proto" / SOURCE)]
-    args += [f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
-    if protoc.main(args) != 0:
-        raise SystemExit("protoc failed; see its message above")
-    package = ".".join(SOURCE.parent.parts)
     files = {}
-    for path in sorted((out / SOURCE.parent).glob("*_pb2*")):
-        text = path.read_text()
-        files[path.name] = text.replace(f"from {package} import", "from recinfer.serving.proto import")
+    for source in SOURCES:
+        args = ["protoc", f"-I{ROOT / 'proto'}", f"-I{include}", str(ROOT / "proto" / source)]
+        args += [f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
+        if protoc.main(args) != 0:
+            raise SystemExit("protoc failed; see its message above")
+        package = ".".join(source.parent.parts)
+        for path in sorted((out / source.parent).glob("*_pb2*")):
+            text = path.read_text().replace(f"from {package} import", "from recinfer.serving.proto import")
+            if path.name in OWN_POOL:
+                text = text.replace("_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()")
+            if path.name not in NOT_WRITTEN:
+                files[path.name] = text
     return files
 
 

@@ -34,6 +34,8 @@ _EXTRA_OF_MODULE = {
     "matplotlib": "plot",
     "torchserve": "torchserve",
     "ts": "torchserve",
+    "aiohttp": "serve",
+    "prometheus_client": "serve",
 }
 
 _debug = False

@@ -21,10 +21,16 @@ def run(
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one and prints it.")] = 8500,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     device: Annotated[Device, typer.Option(help="Where lookups run; cuda puts rank r on GPU r.")] = Device.cpu,
+    http_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Also the Open Inference Protocol's REST form, on this TCP port."),
+    ] = None,
     preload: Annotated[bool, typer.Option("--preload", help="Read all pages before the first request.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Serve lookups and predictions of an archive over gRPC, with health and reflection.
+
+    The port also answers the gRPC form of the Open Inference Protocol (KServe v2).
 
     Ctrl-C and SIGTERM finish the requests in flight and stop.
     """
@@ -37,7 +43,11 @@ def run(
 
     def ready(bound: int) -> None:
         output.show(f"[green]serving[/green] {manifest.model} {manifest.version} on {host}:{bound}  (Ctrl-C stops)")
-        output.finish({"model": manifest.model, "version": manifest.version, "host": host, "port": bound})
+        if http_port is not None:
+            output.show(f"Open Inference Protocol over HTTP on {host}:{http_port}")
+        output.finish(
+            {"model": manifest.model, "version": manifest.version, "host": host, "port": bound, "http_port": http_port}
+        )
 
-    serve({manifest.model: predictor}, host=host, port=port, on_ready=ready)
+    serve({manifest.model: predictor}, host=host, port=port, http_port=http_port, on_ready=ready)
     output.note("stopped")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import signal
@@ -15,13 +16,17 @@ from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from recinfer.errors import InputError, UnavailableError
 from recinfer.serving.limits import Limits
 from recinfer.serving.loop import run_on_loop
+from recinfer.serving.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
+from recinfer.serving.open_inference_grpc import OpenInference
 from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.proto import open_inference_pb2
 from recinfer.serving.registry import ModelRegistry
 from recinfer.serving.service import InferenceService
 from recinfer.serving.stats import RequestStats
@@ -29,10 +34,12 @@ from recinfer.serving.status import status_of
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
+    from recinfer.serving.open_inference_http import HttpDoor
 
 __all__ = ["SERVICE_NAME", "Server", "serve"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+_HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _log = logging.getLogger(__name__)
 
 # A request of up to this many bytes is answered on the event loop itself: handing it to a thread and back costs more
@@ -40,7 +47,7 @@ _log = logging.getLogger(__name__)
 _INLINE_BYTES = 32 << 10
 _STOP_SLACK_S = 5.0
 
-_Answer = Callable[[bytes], bytes]
+_Answer = Callable[[bytes], Awaitable[bytes]]
 _Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
 
 
@@ -53,6 +60,7 @@ class Server:
         port: TCP port; 0 takes a free one.
         limits: bounds on requests.
         threads: threads for large requests; None: one a core, at most 4.
+        http_port: TCP port of the Open Inference Protocol's REST form, 0 takes a free one; None: no HTTP.
 
     >>> server = Server({"movies": recinfer.load("movies.rqa")}).start()    # doctest: +SKIP
     >>> InferenceClient(f"127.0.0.1:{server.port}").lookup(features)        # doctest: +SKIP
@@ -67,6 +75,7 @@ class Server:
         *,
         limits: Limits | None = None,
         threads: int | None = None,
+        http_port: int | None = None,
     ) -> None:
         if not 0 <= port <= 65535:
             raise InputError(f"port: got {port}, expected 0 to 65535")
@@ -78,6 +87,16 @@ class Server:
         self._server: grpc.aio.Server | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._health: health.aio.HealthServicer | None = None
+        self._calls = {
+            "Lookup": self.service.lookup,
+            "Predict": self.service.predict,
+            "GetModel": self.service.get_model,
+        }
+        self.open_inference = OpenInference(
+            self.service.registry, self.service.limits, self._ask, lambda: self._server is not None
+        )
+        self._http: HttpDoor | None = None
+        self.http_port = http_port
 
     @property
     def port(self) -> int:
@@ -123,18 +142,20 @@ class Server:
             ],
             maximum_concurrent_rpcs=limits.max_concurrent,
         )
-        server.add_generic_rpc_handlers((self._handlers(),))
+        server.add_generic_rpc_handlers(self._handlers())
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        names = (SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server, _pool_of_everything())
         _check_address(self.host, self._port)
         try:
             self._port = server.add_insecure_port(self.target)
         except RuntimeError as error:  # taken since the check
             raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
         await server.start()
-        for name in ("", SERVICE_NAME):
+        if self.http_port is not None:
+            await self._start_http(self.http_port, server)
+        for name in ("", SERVICE_NAME, OPEN_INFERENCE, *self.service.registry.names()):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._server = server
 
@@ -143,28 +164,41 @@ class Server:
         if server is None or self._health is None or self._pool is None:
             return
         await self._health.enter_graceful_shutdown()
-        await server.stop(grace)
+        await asyncio.gather(server.stop(grace), *([self._http.stop()] if self._http is not None else []))
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _handlers(self) -> grpc.GenericRpcHandler:
+    async def _start_http(self, port: int, server: grpc.aio.Server) -> None:
+        from recinfer.serving.open_inference_http import HttpDoor
+
+        _check_address(self.host, port)
+        self._http = HttpDoor(self.open_inference, self.host, port, observe=self.stats.add)
+        await self._http.start()
+        self.http_port = self._http.port
+
+    async def _ask(self, call: str, data: bytes) -> bytes:
+        answer = self._calls[call]
+        if len(data) <= _INLINE_BYTES:
+            return answer(data)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, answer, data)
+
+    def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         # Bytes in, bytes out: parsing happens in the service, so that its errors get a code and a message of ours.
-        service = self.service
-        calls = {"Lookup": service.lookup, "Predict": service.predict, "GetModel": service.get_model}
-        methods = {
-            call: grpc.unary_unary_rpc_method_handler(self._handler(call, answer))  # type: ignore[arg-type]
-            for call, answer in calls.items()
-        }
-        return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
+        def handlers(service: str, calls: Mapping[str, _Answer]) -> grpc.GenericRpcHandler:
+            methods = {
+                call: grpc.unary_unary_rpc_method_handler(self._handler(call, answer))  # type: ignore[arg-type]
+                for call, answer in calls.items()
+            }
+            return grpc.method_handlers_generic_handler(service, methods)
+
+        ours = {call: functools.partial(self._ask, call) for call in self._calls}
+        return handlers(SERVICE_NAME, ours), handlers(OPEN_INFERENCE, self.open_inference.calls())
 
     def _handler(self, call: str, answer: _Answer) -> _Handler:
         async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
             start = time.perf_counter()
             code = "CANCELLED"
             try:
-                if len(data) <= _INLINE_BYTES:
-                    response = answer(data)
-                else:
-                    response = await asyncio.get_running_loop().run_in_executor(self._pool, answer, data)
+                response = await answer(data)
                 code = "OK"
                 return response
             except Exception as error:
@@ -178,6 +212,14 @@ class Server:
                 self.stats.add(call, code, time.perf_counter() - start)
 
         return handle
+
+
+def _pool_of_everything() -> DescriptorPool:
+    """What reflection shows. Ours and the Open Inference Protocol's files are in different pools: see its generator."""
+    pool = DescriptorPool()
+    for file in (pb.DESCRIPTOR, open_inference_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+        pool.AddSerializedFile(file.serialized_pb)
+    return pool
 
 
 def _check_address(host: str, port: int) -> None:
@@ -198,17 +240,19 @@ def serve(
     port: int = 0,
     *,
     limits: Limits | None = None,
+    http_port: int | None = None,
     grace: float = 10.0,
     on_ready: Callable[[int], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT (Ctrl-C), then drain for up to ``grace`` seconds. Call from the main thread.
 
     Args:
+        http_port: as :class:`Server` has it.
         on_ready: called with the bound port once requests are accepted.
     """
     wanted = threading.Event()
     before = {number: signal.signal(number, lambda *_: wanted.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    server = Server(predictors, host, port, limits=limits)
+    server = Server(predictors, host, port, limits=limits, http_port=http_port)
     try:
         server.start()
         if on_ready is not None:
