@@ -63,6 +63,9 @@ def _checked_pieces(
     return ordered
 
 
+_SMALL_BAGS = 16384  # measured: 2026-11-20, docs/decisions.md
+
+
 class FeatureArranger:
     """Brings a KeyedJaggedTensor's features into a fixed order (repeats allowed), and checks ids.
 
@@ -103,7 +106,19 @@ class FeatureArranger:
             order = [place[name] for name in self.features]
             if len(self._orders) < 64:  # clients send a handful of orders; a hostile one must not grow this
                 self._orders[tuple(keys)] = order
+        if _is_small(features, len(order)) and _checks_run():
+            return self._permuted(features, order)
         return features.permute(order)
+
+    def _permuted(self, features: KeyedJaggedTensor, order: list[int]) -> KeyedJaggedTensor:
+        """``permute`` by FBGEMM's op: a third of the time of slicing tensors, until bags are many (it copies each)."""
+        lengths_FB = features.lengths().view(-1, features.stride())
+        lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data.default(
+            torch.tensor(order, dtype=torch.int32), lengths_FB, features.values(), features.weights_or_none()
+        )
+        return KeyedJaggedTensor.from_parts_unchecked(
+            self.features, values, lengths.view(-1), weights=weights, stride=features.stride()
+        )
 
     def check(self, arranged: KeyedJaggedTensor) -> None:
         """Refuse out-of-range ids, naming the first; ``arranged`` must be in this order. Meta tensors hold none.
@@ -156,6 +171,15 @@ class FeatureArranger:
                     f"its table has rows 0 to {rows - 1}"
                 )
         raise AssertionError("the checker refused ids that a second look finds in range")
+
+
+def _is_small(features: KeyedJaggedTensor, num_features: int) -> bool:
+    """Whether features are on CPU, of one batch size, and so few bags that copying each is cheaper than slicing."""
+    return (
+        features.values().device.type == "cpu"
+        and not features.variable_stride_per_key()
+        and 0 < features.stride() * num_features <= _SMALL_BAGS
+    )
 
 
 def _checks_run() -> bool:

@@ -43,7 +43,7 @@ PACKED_TYPES = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, Data
 
 _CODE_BITS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
 _FLOAT_TYPES = {DataType.FP16: torch.float16, DataType.FP32: torch.float32}
-_CHUNK_ELEMENTS = 1 << 23  # 32 MB of fp32 a step bounds the temporary memory of packing, whatever the table
+_CHUNK_ELEMENTS = 1 << 18  # 1 MB of fp32 a step stays in the cache, and bounds the memory of packing
 
 
 def _check_type(data_type: DataType) -> None:
@@ -95,23 +95,26 @@ def _refuse_non_finite(weight_RD: Tensor, data_type: DataType, table: str, first
     )
 
 
+def _check_finite(values_RD: Tensor, weight_RD: Tensor, data_type: DataType, table: str, first_row: int) -> None:
+    # One sum sees every NaN and infinity; finite values whose sum overflows are looked at twice.
+    if bool(torch.isfinite(values_RD.sum(dtype=torch.promote_types(values_RD.dtype, torch.float32)))):
+        return
+    finite_R = torch.isfinite(values_RD).all(dim=1)
+    if not bool(finite_R.all()):
+        _refuse_non_finite(weight_RD, data_type, table, first_row, finite_R)
+
+
 def _pack_chunk(weight_RD: Tensor, data_type: DataType, table: str, first_row: int) -> Tensor:
     """One chunk, row alignment 1. Imports FBGEMM's quantize op lazily so that planning never loads it."""
     if data_type in _FLOAT_TYPES:
         cast_RD = weight_RD.to(_FLOAT_TYPES[data_type]).contiguous()
-        finite_R = torch.isfinite(cast_RD).all(dim=1)
-        if not bool(finite_R.all()):
-            _refuse_non_finite(weight_RD, data_type, table, first_row, finite_R)
+        _check_finite(cast_RD, weight_RD, data_type, table, first_row)
         return cast_RD.view(torch.uint8)
     from recinfer.quant.tbe import quantize_rows
 
-    finite_R = torch.isfinite(weight_RD).all(dim=1)
-    if not bool(finite_R.all()):  # the op would turn NaN into a code, silently
-        _refuse_non_finite(weight_RD, data_type, table, first_row, finite_R)
+    _check_finite(weight_RD, weight_RD, data_type, table, first_row)  # the op would turn NaN into a code, silently
     packed_RP = quantize_rows(weight_RD.float().contiguous(), _CODE_BITS[data_type])
-    finite_R = torch.isfinite(_qparams(packed_RP)).all(dim=1)
-    if not bool(finite_R.all()):
-        _refuse_non_finite(weight_RD, data_type, table, first_row, finite_R)
+    _check_finite(_qparams(packed_RP), weight_RD, data_type, table, first_row)
     return packed_RP
 
 
