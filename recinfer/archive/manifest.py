@@ -41,11 +41,13 @@ class QuantizationInfo:
     """How far a table's stored values are from its float values: over all rows, absolute and root mean square.
 
     ``max_step`` is the largest scale step (0 for FP16 and FP32); half of it bounds the error of an element.
+    ``relative_error`` is ``rms_error`` over the root mean square of the float values.
     """
 
     max_step: float
     max_abs_error: float
     rms_error: float
+    relative_error: float
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _check_numbers(m: Manifest) -> None:
         _check_range(f"table {t.full_name!r}: rows", t.rows, 1, MAX_ROWS)
         _check_range(f"table {t.full_name!r}: dim", t.dim, 1, MAX_DIM)
         q = t.quantization
-        for what in ("max_step", "max_abs_error", "rms_error"):
+        for what in ("max_step", "max_abs_error", "rms_error", "relative_error"):
             _check_range(f"table {t.full_name!r}: {what}", getattr(q, what), 0, math.inf)
     for f in m.files:
         _check_range(f"file {f.path!r}: bytes", f.bytes, 0, 1 << 62)

@@ -18,13 +18,14 @@ from recinfer.cli.models import (
     open_checkpoint,
     parse_precisions,
 )
-from recinfer.cli.options import Precision
+from recinfer.cli.options import DataFormat, Precision
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from recinfer.distributed.planner.plan import Plan
+    from recinfer.inference.report import ExportReport
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -47,6 +48,16 @@ def run(
     ] = None,
     version: Annotated[str | None, typer.Option(help="Model version.", show_default="the checkpoint's, or 1")] = None,
     num_dense: Annotated[int | None, typer.Option(min=0, help="Dense inputs, when it cannot be read off.")] = None,
+    eval_data: Annotated[
+        Path | None,
+        typer.Option("--eval-data", help="Held-out rows; measures float and quantized AUC.", show_default=False),
+    ] = None,
+    format: Annotated[DataFormat, typer.Option("--format", help="What those rows are.")] = DataFormat.criteo,
+    eval_limit: Annotated[int | None, typer.Option(min=1, help="Use the first rows only.", show_default="all")] = None,
+    eval_output: Annotated[str | None, typer.Option(help="Output that holds the logits, of several.")] = None,
+    max_auc_drop: Annotated[
+        float | None, typer.Option(min=0, help="Write nothing if more of the AUC is lost on --eval-data.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an archive that is there.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -54,13 +65,23 @@ def run(
 
     Tables stream through in bounded chunks. The archive appears under its name only when it is whole.
     """
+    from recinfer.inference.evaluation import EvalData
     from recinfer.inference.export import export_archive
 
+    if max_auc_drop is not None and eval_data is None:
+        raise ConfigError("--max-auc-drop needs rows to measure on: --eval-data FILE --format FORMAT")
     output = Output(as_json)
     started = time.perf_counter()
     reader, module = open_checkpoint(checkpoint, model)
     chosen = _plan(module, plan, world_size, precision, table_precision)
     about = reader.model_json or {}
+    held_out = EvalData.read(eval_data, format.value, reader.contract, eval_limit) if eval_data else None
+    reports: list[ExportReport] = []
+
+    def on_report(report: ExportReport) -> None:
+        reports.append(report)
+        output.show(report)
+
     archive = export_archive(
         module,
         reader,
@@ -71,13 +92,19 @@ def run(
         contract=reader.contract,
         num_dense=num_dense,
         overwrite=overwrite,
+        eval_data=held_out,
+        eval_output=eval_output,
+        max_auc_drop=max_auc_drop,
+        on_report=on_report,
     )
     manifest = archive.manifest
     worst = max(manifest.tables, key=lambda table: table.quantization.max_abs_error)
     error = f"largest error of a stored value {worst.quantization.max_abs_error:.2g}, in table {worst.full_name}"
     seconds = time.perf_counter() - started
     output.show(f"[green]wrote[/green] {out}  {mebibytes(manifest.bytes_total)}, {error}  {seconds:.1f} s")
-    output.finish({**describe_archive(manifest), "archive": str(out), "seconds": seconds})
+    output.finish(
+        {**describe_archive(manifest), "archive": str(out), "report": reports[0].to_dict(), "seconds": seconds}
+    )
 
 
 def _plan(

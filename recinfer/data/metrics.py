@@ -1,4 +1,4 @@
-"""How good predictions are: the area under the ROC curve and the log-loss, in numpy."""
+"""How good predictions are: the area under the ROC curve, the log-loss and the normalized entropy, in numpy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from recinfer.errors import InputError
 
-__all__ = ["auc", "log_loss", "sigmoid"]
+__all__ = ["auc", "log_loss", "normalized_entropy", "sigmoid"]
 
 
 def auc(labels: ArrayLike, scores: ArrayLike) -> float:
@@ -68,6 +68,25 @@ def log_loss(labels: ArrayLike, probabilities: ArrayLike, eps: float = 1e-15) ->
         )
     likelihood = np.where(positive, values, 1 - values)
     return float(-np.log(np.maximum(likelihood, eps)).mean())
+
+
+def normalized_entropy(labels: ArrayLike, probabilities: ArrayLike, eps: float = 1e-15) -> float:
+    """The log-loss over that of always saying the labels' mean (He et al., "Practical Lessons from Predicting Clicks on
+    Ads at Facebook", 2014): 1 is no better than that, lower is better.
+
+    Args: as :func:`log_loss`.
+
+    Returns:
+        float: nan when only one class is there.
+
+    >>> round(normalized_entropy([1, 0, 0, 1], [0.9, 0.1, 0.2, 0.8]), 4)
+    0.237
+    """
+    loss = log_loss(labels, probabilities, eps)
+    mean = float(_flat("normalized_entropy", "labels", labels).astype(np.float64).mean())
+    if not 0 < mean < 1:
+        return float("nan")
+    return loss / float(-(mean * np.log(mean) + (1 - mean) * np.log(1 - mean)))
 
 
 def sigmoid(logits: ArrayLike) -> NDArray[np.float64]:

@@ -6,9 +6,9 @@ opened as any reader would, and only then gets its name.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
@@ -16,7 +16,6 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor, nn
 
 import recinfer
@@ -44,17 +43,19 @@ from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.writer import ArchiveFolder, ShardWriter, archive_folder
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import Plan, TablePlan
-from recinfer.errors import ArchiveError, CheckpointError, ConfigError
+from recinfer.errors import ArchiveError, CheckpointError, ConfigError, InputError
+from recinfer.inference.evaluation import EvalData, Evaluation, evaluate
 from recinfer.inference.predictor import Predictor
+from recinfer.inference.progress import byte_bar
+from recinfer.inference.quantize import quantize_tables
 from recinfer.inference.reference import FloatRows, compare_with_float
-from recinfer.quant.packing import PACKED_TYPES, pack_rows, quantization_step, unpack_rows
+from recinfer.inference.report import ExportReport, make_report
+from recinfer.quant.packing import PACKED_TYPES
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
 
 __all__ = ["export_archive"]
-
-_CACHE_ELEMENTS = 1 << 18  # rows are compared in slices whose temporaries stay in the cache: five times faster
 
 
 def export_archive(
@@ -67,9 +68,13 @@ def export_archive(
     version: str,
     contract: FeatureContract | None = None,
     num_dense: int | None = None,
-    max_chunk_bytes: int = 64 << 20,
+    max_chunk_bytes: int = 16 << 20,
     progress: bool = True,
     overwrite: bool = False,
+    eval_data: EvalData | None = None,
+    eval_output: str | None = None,
+    max_auc_drop: float | None = None,
+    on_report: Callable[[ExportReport], None] | None = None,
 ) -> Archive:
     """Quantize, shard and pack ``model`` with the weights of ``checkpoint``.
 
@@ -81,9 +86,13 @@ def export_archive(
         name, version: of the model, to be served under.
         contract: how raw rows become features; its policies become the manifest's.
         num_dense: columns of the dense input; default the contract's, or read off the first Linear that takes it.
-        max_chunk_bytes: float bytes of a table in memory at a time; a few times this is used.
+        max_chunk_bytes: float bytes of a chunk of a table; a few chunks are in memory at a time.
         progress: show a bar on stderr.
         overwrite: replace an archive that is there.
+        eval_data: held-out rows; float and quantized model are measured on them.
+        eval_output: the output that holds the logits, where the model has several.
+        max_auc_drop: refuse to write an archive that loses more than this of the AUC on ``eval_data``.
+        on_report: given the error and bytes of each table, and the evaluation, before the archive gets its name.
 
     Returns:
         the archive, opened.
@@ -92,9 +101,11 @@ def export_archive(
         ConfigError: plan, contract or model do not fit together, or the dense part cannot be cut out.
         CheckpointError: a key is missing or has another shape.
         InputError: weights that are not finite, with table and row.
-        ArchiveError: the target exists.
+        ArchiveError: the target exists, or more than ``max_auc_drop`` would be lost; names the worst tables.
         UnavailableError: the disk is full.
     """
+    if max_auc_drop is not None and (eval_data is None or not max_auc_drop >= 0):
+        raise ConfigError(f"max_auc_drop {max_auc_drop}: expected a number of at least 0, and eval_data to measure on")
     leaves = find_leaves(model)
     plan.check_model(model)
     _check_precisions(plan)
@@ -108,14 +119,22 @@ def export_archive(
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend
             raise ConfigError(f"this model does not fit an archive: {error}") from None
         requests = _requests(manifest)
-        rows = FloatRows(manifest, requests)
+        rows = FloatRows(manifest, [*requests, *(eval_data.requests if eval_data else ())])
         stats = _write_shards(folder, plan, keys, checkpoint, rows, max_chunk_bytes, progress)
         folder.add("plan.json", plan.to_json().encode())
         _write_dense(folder, dense, leaves, checkpoint)
         folder.add(REQUESTS, pack_requests(requests))
         tables = tuple(replace(t, quantization=stats[t.module, t.name]) for t in manifest.tables)
         manifest = replace(manifest, tables=tables, files=tuple(folder.files))
-        manifest = _answer(folder, manifest, plan, requests, rows, leaves, checkpoint)
+        weights = _position_weights(leaves, checkpoint)
+        manifest, predictor = _answer(folder, manifest, plan, requests, rows, weights)
+        found = None
+        if eval_data is not None:
+            found = _evaluate(predictor, rows, eval_data, weights, eval_output, max_auc_drop)
+        if on_report is not None:
+            on_report(make_report(manifest, {k: checkpoint.dtype(key).itemsize for k, key in keys.items()}, found))
+        if max_auc_drop is not None and found is not None:
+            _refuse_drop(found, max_auc_drop)
         folder.write_manifest(manifest.to_json())
         Predictor(open_archive(folder.root)).check_request(0)
     return open_archive(out)
@@ -238,7 +257,7 @@ def _table(leaf: Leaf, index: int, plan: Plan) -> TableInfo:
         features=tuple(config.feature_names),
         sharding=planned.sharding_type,
         ranks=tuple(sorted(set(planned.ranks))),
-        quantization=QuantizationInfo(0.0, 0.0, 0.0),
+        quantization=QuantizationInfo(0.0, 0.0, 0.0, 0.0),
     )
 
 
@@ -289,61 +308,14 @@ def _write_shards(
     max_chunk_bytes: int,
     progress: bool,
 ) -> dict[tuple[str, str], QuantizationInfo]:
-    stats = {}
-    total = sum(table.num_embeddings * table.embedding_dim for table in plan.tables)
-    with ShardWriter(folder, plan) as writer, _bar(total, progress) as advance:
-        for table in plan.tables:
-            measured = _Error(table)
-            step = max(1, max_chunk_bytes // (4 * table.embedding_dim))
-            key = keys[table.module, table.table]
-            for start in range(0, table.num_embeddings, step):
-                stop = min(start + step, table.num_embeddings)
-                chunk = checkpoint.read_rows(key, start, stop).float()
-                packed = pack_rows(chunk, table.precision, table=table.name, first_row=start)
-                writer.write_rows(table, start, packed)
-                rows.collect(table.module, table.table, start, chunk)
-                measured.add(chunk, packed)
-                advance(chunk.numel())
-            stats[table.module, table.table] = measured.result()
-    return stats
+    tables = [(table, keys[table.module, table.table]) for table in plan.tables]
+    total = sum(4 * table.num_embeddings * table.embedding_dim for table in plan.tables)
 
+    def collect(table: TablePlan, first_row: int, chunk: Tensor) -> None:
+        rows.collect(table.module, table.table, first_row, chunk)
 
-class _Error:
-    """Gathers how far packed rows are from the float ones."""
-
-    def __init__(self, table: TablePlan) -> None:
-        self._table = table
-        self._max = self._squares = self._step = 0.0
-
-    def add(self, chunk: Tensor, packed: Tensor) -> None:
-        table = self._table
-        if table.precision.value == "FP32":
-            return
-        step = max(1, _CACHE_ELEMENTS // table.embedding_dim)
-        for start in range(0, len(chunk), step):
-            rows = slice(start, start + step)
-            difference = unpack_rows(packed[rows], table.embedding_dim, table.precision).sub_(chunk[rows]).view(-1)
-            low, high = difference.aminmax()
-            self._max = max(self._max, -float(low), float(high))
-            self._squares += float(torch.dot(difference, difference))
-        self._step = max(self._step, float(quantization_step(packed, table.embedding_dim, table.precision).max()))
-
-    def result(self) -> QuantizationInfo:
-        elements = self._table.num_embeddings * self._table.embedding_dim
-        return QuantizationInfo(self._step, self._max, (self._squares / elements) ** 0.5)
-
-
-@contextmanager
-def _bar(total: int, show: bool) -> Iterator[Callable[[int], None]]:
-    if not show:
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("quantizing tables", total=total)
-        yield lambda count: progress.advance(task, count)
+    with ShardWriter(folder, plan) as writer, byte_bar("quantizing tables", total, progress) as advance:
+        return quantize_tables(tables, checkpoint, writer.write_rows, collect, advance, max_chunk_bytes)
 
 
 def _write_dense(
@@ -372,19 +344,49 @@ def _answer(
     plan: Plan,
     requests: list[Request],
     rows: FloatRows,
-    leaves: list[Leaf],
-    checkpoint: CheckpointReader,
-) -> Manifest:
+    position_weights: Mapping[str, Mapping[str, Tensor]],
+) -> tuple[Manifest, Predictor]:
     """Let the archive answer its requests, compare with the float model, write the answers; the final manifest."""
     layouts = tuple(layout_rank(pieces, rank, plan.hash) for rank, pieces in enumerate(pieces_by_rank(plan)))
     predictor = Predictor(Archive(folder.root, manifest, plan, layouts))
     answers = [predictor.replay(request) for request in requests]
-    errors = compare_with_float(predictor, rows, requests, answers, _position_weights(leaves, checkpoint))
+    errors = compare_with_float(predictor, rows, requests, answers, position_weights)
     folder.add(ANSWERS, pack_answers(answers))
     files = tuple(sorted(folder.files, key=lambda file: file.path))
-    return replace(
+    manifest = replace(
         manifest,
         check=CheckInfo(len(requests), *errors),
         files=files,
         bytes_total=sum(file.bytes for file in files),
+    )
+    return manifest, predictor
+
+
+def _evaluate(
+    predictor: Predictor,
+    rows: FloatRows,
+    data: EvalData,
+    position_weights: Mapping[str, Mapping[str, Tensor]],
+    output: str | None,
+    max_auc_drop: float | None,
+) -> Evaluation:
+    """Both models on the held-out rows; table by table too when the archive is going to be refused."""
+    found = evaluate(predictor, rows, data, position_weights, output=output)
+    if max_auc_drop is None:
+        return found
+    if math.isnan(found.auc_drop):
+        raise InputError("max_auc_drop: the held-out rows have one class only, so there is no AUC; give more rows")
+    if found.auc_drop <= max_auc_drop:
+        return found
+    return evaluate(predictor, rows, data, position_weights, output=output, blame=True)
+
+
+def _refuse_drop(found: Evaluation, max_auc_drop: float) -> None:
+    if found.auc_drop <= max_auc_drop:
+        return
+    worst = ", ".join(f"{drop.table} ({drop.auc_drop:+.5f})" for drop in found.worst[:5])
+    raise ArchiveError(
+        f"the archive would lose {found.auc_drop:.5f} of the AUC ({found.float.auc:.5f} to {found.quantized.auc:.5f} on "
+        f"{found.rows} rows), more than {max_auc_drop:g}; it was not written. Quantized alone, tables lose: {worst}; "
+        "give the worst a wider precision"
     )

@@ -13,7 +13,7 @@ from recinfer.errors import ArchiveError
 from recinfer.inference.predictor import Predictor
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
-__all__ = ["FloatRows", "compare_with_float"]
+__all__ = ["FloatRows", "compare_with_float", "float_embeddings"]
 
 
 class FloatRows:
@@ -75,6 +75,19 @@ def compare_with_float(
         for a, b in zip(answer.outputs, predictor.run_dense_on(request.dense, floats, lengths), strict=True):
             worst_output = max([worst_output, *(a - b).abs().flatten().tolist()])
     return worst, None if manifest.dense is None else worst_output
+
+
+def float_embeddings(
+    manifest: Manifest, rows: FloatRows, request: Request, position_weights: Mapping[str, Mapping[str, Tensor]]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The float model's embeddings for a request, as ``Predictor.replay`` orders them, and the lengths of sequences."""
+    vectors: list[Tensor] = []
+    lengths: list[Tensor | None] = []
+    for module in manifest.modules:
+        parts = _module_floats(manifest, module, rows, request, position_weights.get(module.path, {}))
+        vectors += [found for _, found, _, _ in parts]
+        lengths += [counts for _, _, _, counts in parts]
+    return vectors, lengths
 
 
 def _module_floats(

@@ -38,7 +38,7 @@ OPTIONS = {
     "plan": "--checkpoint --model --world-size --device --hbm-gb --ddr-gb --precision --table-precision --batch-size "
     "--hardware --plot --timeout-seconds --out",
     "export": "--checkpoint --model --plan --world-size --precision --table-precision --name --version --num-dense "
-    "--overwrite --out",
+    "--eval-data --format --eval-limit --eval-output --max-auc-drop --overwrite --out",
     "inspect": "",
     "verify": "",
     "reshard": "--world-size --plan --device --overwrite --out",

@@ -1,0 +1,196 @@
+"""A float model and its quantized archive on the same held-out rows: AUC, log-loss, normalized entropy, and who is to blame.
+
+The float model is not loaded: the rows that the data read are picked out while the tables stream by (FloatRows), and the
+dense program runs on them. So a model of any size is evaluated in the memory of the rows that the data touch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recinfer.archive.check import Request
+from recinfer.archive.manifest import Manifest, TableInfo
+from recinfer.data.metrics import auc, log_loss, normalized_entropy, sigmoid
+from recinfer.errors import ConfigError, InputError
+from recinfer.inference.predictor import Predictor
+from recinfer.inference.reference import FloatRows, float_embeddings
+
+if TYPE_CHECKING:
+    from recinfer.data.contract import FeatureContract
+
+__all__ = ["EvalData", "Evaluation", "Quality", "TableDrop", "evaluate"]
+
+_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of logits on labelled rows. ``auc`` and ``normalized_entropy`` are nan when one class only is there."""
+
+    auc: float
+    log_loss: float
+    normalized_entropy: float
+
+    @classmethod
+    def of(cls, labels: NDArray[np.float32], logits: NDArray[np.float32]) -> Quality:
+        """The three figures."""
+        probabilities = sigmoid(logits)
+        return cls(auc(labels, logits), log_loss(labels, probabilities), normalized_entropy(labels, probabilities))
+
+
+@dataclass(frozen=True)
+class TableDrop:
+    """What quantizing one table alone, all others float, takes from the AUC."""
+
+    table: str
+    auc_drop: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Both models on the same rows.
+
+    Attributes:
+        rows: how many.
+        float, quantized: their figures.
+        worst: tables by what each takes from the AUC, the worst first; empty unless that was asked for.
+    """
+
+    rows: int
+    float: Quality
+    quantized: Quality
+    worst: tuple[TableDrop, ...] = ()
+
+    @property
+    def auc_drop(self) -> float:
+        """AUC of the float model minus that of the quantized one."""
+        return self.float.auc - self.quantized.auc
+
+
+@dataclass(frozen=True)
+class EvalData:
+    """Labelled rows as requests of one batch each.
+
+    Attributes:
+        labels: float32 ``[rows]``, 0 or 1.
+    """
+
+    requests: tuple[Request, ...]
+    labels: NDArray[np.float32]
+
+    @classmethod
+    def from_columns(cls, contract: FeatureContract, columns: Mapping[str, NDArray]) -> EvalData:
+        """Raw columns through the model's contract; raises InputError for values that it refuses."""
+        labels = contract.labels(columns).numpy()
+        requests = []
+        for start in range(0, len(labels), _BATCH):
+            dense, features = contract.apply({k: np.asarray(v)[start : start + _BATCH] for k, v in columns.items()})
+            requests.append(Request(dense if contract.num_dense else None, features))
+        if not requests:
+            raise InputError("evaluation: no rows; expected at least one")
+        return cls(tuple(requests), labels)
+
+    @classmethod
+    def read(
+        cls, path: str | os.PathLike[str], format: str, contract: FeatureContract | None, limit: int | None = None
+    ) -> EvalData:
+        """The rows of a file, all of them held out or not as the caller knows.
+
+        Raises:
+            ConfigError: no contract, so that raw rows mean nothing; or an unknown format.
+            InputError: rows that cannot be read.
+        """
+        from recinfer.data.dataset import read_columns
+
+        if contract is None:
+            raise ConfigError(
+                "evaluation needs to know how raw rows become ids: this checkpoint has no feature contract (model.json)"
+            )
+        return cls.from_columns(contract, read_columns(path, format, limit))
+
+
+def evaluate(
+    predictor: Predictor,
+    rows: FloatRows,
+    data: EvalData,
+    position_weights: Mapping[str, Mapping[str, Tensor]],
+    *,
+    output: str | None = None,
+    blame: bool = False,
+) -> Evaluation:
+    """Run both models.
+
+    Args:
+        predictor: the archive.
+        rows: the float rows of the data's ids.
+        output: the output that holds logits; needed when there are several.
+        blame: also quantize one table at a time.
+
+    Raises:
+        ConfigError: no dense part, or no one output of one number a row.
+    """
+    index = _output_index(predictor.manifest, output)
+    manifest = predictor.manifest
+    tables = list(manifest.tables) if blame else []
+    floats: list[Tensor] = []
+    quantized: list[Tensor] = []
+    alone: list[list[Tensor]] = [[] for _ in tables]
+    for request in data.requests:
+        answer = predictor.replay(request)
+        quantized.append(answer.outputs[index].reshape(-1))
+        vectors, lengths = float_embeddings(manifest, rows, request, position_weights)
+        floats.append(predictor.run_dense_on(request.dense, vectors, lengths)[index].reshape(-1))
+        for table, found in zip(tables, alone):
+            mixed = _with_table(manifest, table, vectors, answer.embeddings)
+            found.append(predictor.run_dense_on(request.dense, mixed, lengths)[index].reshape(-1))
+    labels = data.labels
+    reference = Quality.of(labels, torch.cat(floats).numpy())
+    drops = [
+        TableDrop(table.full_name, reference.auc - auc(labels, torch.cat(found).numpy()))
+        for table, found in zip(tables, alone)
+    ]
+    worst = tuple(sorted(drops, key=lambda drop: -drop.auc_drop))
+    return Evaluation(len(labels), reference, Quality.of(labels, torch.cat(quantized).numpy()), worst)
+
+
+def _output_index(manifest: Manifest, output: str | None) -> int:
+    outputs = [] if manifest.dense is None else list(manifest.dense.outputs)
+    chosen = [i for i, o in enumerate(outputs) if output is None or o.name == output]
+    if len(chosen) != 1 or outputs[chosen[0]].shape not in ((), (1,)):
+        have = ", ".join(f"{o.name} {list(o.shape)}" for o in outputs) or "none: the archive has no dense part"
+        raise ConfigError(f"evaluation: expected one output of one logit a row, got {output!r}; outputs are {have}")
+    return chosen[0]
+
+
+def _with_table(
+    manifest: Manifest, table: TableInfo, floats: Sequence[Tensor], quantized: Sequence[Tensor]
+) -> list[Tensor]:
+    """``floats`` with the vectors of ``table`` taken from ``quantized``."""
+    mixed = list(floats)
+    place = 0
+    for module in manifest.modules:
+        tables = manifest.module_tables(module.path)
+        if module.kind == "sequence":
+            for t in tables:
+                for _ in t.features:
+                    if t is table:
+                        mixed[place] = quantized[place]
+                    place += 1
+            continue
+        column = 0
+        for t in tables:
+            width = t.dim * len(t.features)
+            if t is table:
+                mixed[place] = mixed[place].clone()
+                mixed[place][:, column : column + width] = quantized[place][:, column : column + width]
+            column += width
+        place += 1
+    return mixed

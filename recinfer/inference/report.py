@@ -1,0 +1,109 @@
+"""What an export did to a model: error and bytes of each table, and, with held-out rows, what it did to the predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from recinfer.archive.manifest import Manifest
+from recinfer.inference.evaluation import Evaluation
+from recinfer.quant.packing import row_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+__all__ = ["ExportReport", "TableReport", "make_report"]
+
+
+@dataclass(frozen=True)
+class TableReport:
+    """One table: bytes in the checkpoint and in the archive; errors of stored values over all rows.
+
+    ``relative_error`` is the root mean square of the error over that of the weights.
+    """
+
+    table: str
+    precision: str
+    rows: int
+    dim: int
+    bytes_before: int
+    bytes_after: int
+    max_abs_error: float
+    rms_error: float
+    relative_error: float
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """All tables, and the evaluation where held-out rows were given."""
+
+    tables: tuple[TableReport, ...]
+    evaluation: Evaluation | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        data = asdict(self)
+        if self.evaluation is not None:
+            data["evaluation"]["auc_drop"] = self.evaluation.auc_drop
+        return data
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+
+        parts = [self._table_of_tables()]
+        if self.evaluation is not None:
+            parts.append(_table_of_quality(self.evaluation))
+        return Group(*parts)
+
+    def _table_of_tables(self) -> Table:
+        from rich.table import Table
+
+        table = Table("table", "precision", "rows", "dim", "MiB before", "after", "max error", "RMS", "relative")
+        for t in self.tables:
+            table.add_row(
+                t.table,
+                t.precision,
+                f"{t.rows:,}",
+                str(t.dim),
+                f"{t.bytes_before / 2**20:,.2f}",
+                f"{t.bytes_after / 2**20:,.2f}",
+                *(f"{error:.2g}" for error in (t.max_abs_error, t.rms_error, t.relative_error)),
+            )
+        for column in table.columns[2:]:
+            column.justify = "right"
+        return table
+
+
+def _table_of_quality(found: Evaluation) -> Table:
+    from rich.table import Table
+
+    table = Table(f"{found.rows:,} held-out rows", "float", "quantized", "difference")
+    for name, what in (("AUC", "auc"), ("log-loss", "log_loss"), ("normalized entropy", "normalized_entropy")):
+        before, after = getattr(found.float, what), getattr(found.quantized, what)
+        table.add_row(name, f"{before:.5f}", f"{after:.5f}", f"{after - before:+.5f}")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def make_report(
+    manifest: Manifest, element_bytes: Mapping[tuple[str, str], int], evaluation: Evaluation | None
+) -> ExportReport:
+    """The report; ``element_bytes`` is a table's (module path, name) -> bytes of a number in the checkpoint."""
+    tables = tuple(
+        TableReport(
+            table=t.full_name,
+            precision=t.precision,
+            rows=t.rows,
+            dim=t.dim,
+            bytes_before=t.rows * t.dim * element_bytes[t.module, t.name],
+            bytes_after=t.rows * row_bytes(t.dim, t.data_type),
+            max_abs_error=t.quantization.max_abs_error,
+            rms_error=t.quantization.rms_error,
+            relative_error=t.quantization.relative_error,
+        )
+        for t in manifest.tables
+    )
+    return ExportReport(tables, evaluation)
