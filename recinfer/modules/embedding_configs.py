@@ -17,6 +17,7 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingConfig",
     "PoolingType",
+    "check_table_name",
     "data_type_to_dtype",
     "dtype_to_data_type",
 ]
@@ -153,6 +154,19 @@ class BaseEmbeddingConfig:
     def num_features(self) -> int:
         """How many features read this table."""
         return len(self.feature_names)
+
+
+def check_table_name(what: str, name: str) -> None:
+    """Refuse a name that cannot be a key of ``nn.ModuleDict``, where collections keep tables (as TorchRec's do).
+
+    Raises:
+        ConfigError: an empty name, a dot, or a name that ModuleDict uses itself (``items``, ``keys`` ...).
+    """
+    if not name or "." in name or hasattr(torch.nn.ModuleDict(), name):
+        raise ConfigError(
+            f"{what}: table name {name!r}; expected a non-empty name without dots that is no attribute of "
+            "torch.nn.ModuleDict (items, keys, values ... are taken)"
+        )
 
 
 @dataclass

@@ -20,6 +20,7 @@ from recinfer.modules.embedding_configs import (
     EmbeddingBagConfig,
     EmbeddingConfig,
     PoolingType,
+    check_table_name,
 )
 from recinfer.sparse.checks import MissingKeyError, is_plain
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -70,8 +71,7 @@ def process_pooled_embeddings(pooled_embeddings: list[Tensor], inverse_indices: 
 def _check_tables(what: str, tables: Sequence[BaseEmbeddingConfig]) -> None:
     seen: set[str] = set()
     for table in tables:
-        if not table.name or "." in table.name:
-            raise ConfigError(f"{what}: table name {table.name!r}; expected a non-empty name without dots")
+        check_table_name(what, table.name)
         if table.name in seen:
             raise ConfigError(f"{what}: duplicate table name {table.name!r}; every table needs a name of its own")
         seen.add(table.name)

@@ -21,6 +21,7 @@ from recinfer.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
     EmbeddingConfig,
+    check_table_name,
     dtype_to_data_type,
 )
 from recinfer.quant.lookup import ColumnPiece, PooledLookup, SequenceLookup
@@ -111,6 +112,8 @@ class _QuantizedCollection(nn.Module, Generic[C, L]):
         names = [table.name for table in tables]
         if not tables or len(set(names)) != len(names):
             raise ConfigError(f"tables: got names {names}; expected at least one table, and no name twice")
+        for name in names:
+            check_table_name(type(self).__name__, name)
         self._configs: list[C] = [replace(table) for table in tables]
         self._output_dtype = output_dtype
         self._requested_alignment = row_alignment
