@@ -7,6 +7,8 @@
     ├── CheckpointError (ValueError)   a checkpoint that cannot be read, or does not match the model
     ├── ArchiveError (ValueError)      an archive that breaks a rule of archive/FORMAT.md (``.rule`` names it)
     └── UnavailableError (RuntimeError) something that would work elsewhere or later: a missing extra, a stopped server
+        ├── OverloadedError            the server has as many requests waiting as it may (``.retry_after`` seconds)
+        └── DeadlineError              a request's deadline passed before it was run
 
 Messages say what came, what was expected and what to do next. Bugs of our own are ``assert``s, never one of these.
 One table in :mod:`recinfer.serving.codec` maps them to gRPC and HTTP codes.
@@ -18,8 +20,10 @@ __all__ = [
     "ArchiveError",
     "CheckpointError",
     "ConfigError",
+    "DeadlineError",
     "InputError",
     "NotFoundError",
+    "OverloadedError",
     "RecinferError",
     "UnavailableError",
 ]
@@ -59,3 +63,19 @@ class ArchiveError(RecinferError, ValueError):
 
 class UnavailableError(RecinferError, RuntimeError):
     """Something needed is not here now (an optional extra, a running server); the message says how to get it."""
+
+
+class OverloadedError(UnavailableError):
+    """A server has as many requests waiting as it may.
+
+    Attributes:
+        retry_after: seconds after which another try makes sense.
+    """
+
+    def __init__(self, message: str, *, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineError(UnavailableError):
+    """The deadline of a request passed before it was run."""

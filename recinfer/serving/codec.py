@@ -83,7 +83,7 @@ def _name(dtype: np.dtype) -> str:
     return dtype.name
 
 
-def decode_features(message: pb.JaggedFeatures, limits: Limits) -> KeyedJaggedTensor:
+def decode_features(message: pb.JaggedFeatures, limits: Limits, *, field: str = "features") -> KeyedJaggedTensor:
     """The ids of a request, as tensors over the message's own bytes.
 
     Returns:
@@ -93,33 +93,33 @@ def decode_features(message: pb.JaggedFeatures, limits: Limits) -> KeyedJaggedTe
     Raises:
         InputError: a field that does not fit the others or a limit; the message names the field, got and expected.
     """
-    keys = _decode_keys(message.keys, limits)
+    keys = _decode_keys(message.keys, limits, field)
     batch = message.batch_size
     if not 1 <= batch <= limits.max_batch:
-        raise InputError(f"features.batch_size: got {batch}, expected 1 to {limits.max_batch}")
+        raise InputError(f"{field}.batch_size: got {batch}, expected 1 to {limits.max_batch}")
     raw_lengths = message.lengths
-    lengths = _view("features.lengths", raw_lengths, _INT32, len(keys) * batch, "keys x batch_size")
-    num_ids = _count_ids(raw_lengths, keys, batch, limits)
-    values = _decode_values(message, num_ids)
+    lengths = _view(f"{field}.lengths", raw_lengths, _INT32, len(keys) * batch, "keys x batch_size")
+    num_ids = _count_ids(raw_lengths, keys, batch, limits, field)
+    values = _decode_values(message, num_ids, field)
     weights = None
     if raw := message.weights:
-        weights = _view("features.weights", raw, _FLOAT32, num_ids, "one an id, as features.lengths says")
+        weights = _view(f"{field}.weights", raw, _FLOAT32, num_ids, f"one an id, as {field}.lengths says")
     return KeyedJaggedTensor.from_parts_unchecked(keys, values, lengths, weights=weights, stride=batch)
 
 
-def _decode_keys(raw: Sequence[str], limits: Limits) -> list[str]:
+def _decode_keys(raw: Sequence[str], limits: Limits, field: str) -> list[str]:
     if not raw:
-        raise InputError("features.keys: got none, expected at least one feature name")
+        raise InputError(f"{field}.keys: got none, expected at least one feature name")
     if len(raw) > limits.max_keys:
-        raise InputError(f"features.keys: got {len(raw)}, expected at most {limits.max_keys}")
+        raise InputError(f"{field}.keys: got {len(raw)}, expected at most {limits.max_keys}")
     keys = list(raw)
     if len(set(keys)) != len(keys):
         twice = next(key for i, key in enumerate(keys) if key in keys[:i])
-        raise InputError(f"features.keys: got {twice!r} more than once, expected each feature once")
+        raise InputError(f"{field}.keys: got {twice!r} more than once, expected each feature once")
     return keys
 
 
-def _count_ids(raw: bytes, keys: list[str], batch: int, limits: Limits) -> int:
+def _count_ids(raw: bytes, keys: list[str], batch: int, limits: Limits, field: str) -> int:
     # One pass: read as unsigned, a negative length is 2^31 or more, so a sum within the limit has none.
     num_ids = int(np.frombuffer(raw, _UINT32).sum(dtype=np.uint64))
     if num_ids <= limits.max_ids:
@@ -128,20 +128,20 @@ def _count_ids(raw: bytes, keys: list[str], batch: int, limits: Limits) -> int:
     if lengths.min() < 0:
         at = int(np.argmax(lengths < 0))
         raise InputError(
-            f"features.lengths: got {lengths[at]} for feature {keys[at // batch]!r}, sample {at % batch}; "
+            f"{field}.lengths: got {lengths[at]} for feature {keys[at // batch]!r}, sample {at % batch}; "
             "expected 0 or more"
         )
-    raise InputError(f"features.lengths: got {num_ids} ids in all, expected at most {limits.max_ids}")
+    raise InputError(f"{field}.lengths: got {num_ids} ids in all, expected at most {limits.max_ids}")
 
 
-def _decode_values(message: pb.JaggedFeatures, num_ids: int) -> Tensor:
+def _decode_values(message: pb.JaggedFeatures, num_ids: int, field: str) -> Tensor:
     values, values_int32 = message.values, message.values_int32
     if values and values_int32:
-        raise InputError("features.values: got both values and values_int32, expected one of them")
-    why = "the sum of features.lengths"
+        raise InputError(f"{field}.values: got both values and values_int32, expected one of them")
+    why = f"the sum of {field}.lengths"
     if values_int32:
-        return _view("features.values_int32", values_int32, _INT32, num_ids, why)
-    return _view("features.values", values, _INT64, num_ids, why)
+        return _view(f"{field}.values_int32", values_int32, _INT32, num_ids, why)
+    return _view(f"{field}.values", values, _INT64, num_ids, why)
 
 
 def decode_dense(raw: bytes, batch: int, num_dense: int) -> Tensor:
@@ -186,7 +186,7 @@ def encode_predict_response(outputs: dict[str, Tensor], version: str) -> bytes:
 # -- requests and answers: the client's side ---------------------------------------------------------------------
 
 
-def _encode_features(features: KeyedJaggedTensor) -> list[Buffer]:
+def _encode_features(features: KeyedJaggedTensor, number: int = 3) -> list[Buffer]:
     if features.variable_stride_per_key():
         raise InputError("features: got another batch size for each key, expected one batch size for all")
     values, weights = features.values(), features.weights_or_none()
@@ -198,7 +198,7 @@ def _encode_features(features: KeyedJaggedTensor) -> list[Buffer]:
     parts += bytes_field(4 if wide else 6, tensor_bytes(values, _INT64 if wide else _INT32))
     if weights is not None:
         parts += bytes_field(5, tensor_bytes(weights, _FLOAT32))
-    return bytes_field(3, *parts)
+    return bytes_field(number, *parts)
 
 
 def encode_lookup_request(features: KeyedJaggedTensor, model: str = "", version: str = "") -> bytes:
@@ -210,8 +210,17 @@ def encode_lookup_request(features: KeyedJaggedTensor, model: str = "", version:
     return b"".join([pb.LookupRequest(model=model, version=version).SerializeToString(), *_encode_features(features)])
 
 
-def encode_predict_request(dense: Tensor, features: KeyedJaggedTensor, model: str = "", version: str = "") -> bytes:
+def encode_predict_request(
+    dense: Tensor,
+    features: KeyedJaggedTensor,
+    model: str = "",
+    version: str = "",
+    *,
+    context: KeyedJaggedTensor | None = None,
+) -> bytes:
     """A serialized PredictRequest from ``dense [B, num_dense]`` and the features of the same B samples.
+
+    ``context``: features of one sample that go with all B, none of them in ``features``.
 
     Raises:
         InputError: as encode_lookup_request, or ``dense`` is not a float matrix of the batch size.
@@ -222,7 +231,8 @@ def encode_predict_request(dense: Tensor, features: KeyedJaggedTensor, model: st
             f"expected float32 [{features.stride()} (the batch size), num_dense]"
         )
     head = pb.PredictRequest(model=model, version=version).SerializeToString()
-    return b"".join([head, *_encode_features(features), *bytes_field(4, tensor_bytes(dense, _FLOAT32))])
+    parts = [head, *_encode_features(features), *bytes_field(4, tensor_bytes(dense, _FLOAT32))]
+    return b"".join(parts if context is None else [*parts, *_encode_features(context, 5)])
 
 
 def decode_lookup_response(data: bytes) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], str]:

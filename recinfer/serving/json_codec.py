@@ -52,7 +52,10 @@ def predict_request(body: Mapping[str, Any]) -> bytes:
                 f"dense: got shape {list(dense.shape)}, "
                 f"expected one list of numbers for each of {features.batch_size} samples"
             )
-    return pb.PredictRequest(**_names(body), features=features, dense=dense.tobytes()).SerializeToString()
+    names = _names(body)
+    return pb.PredictRequest(
+        model=names.get("model"), version=names.get("version"), features=features, dense=dense.tobytes()
+    ).SerializeToString()
 
 
 def lookup_request(body: Mapping[str, Any]) -> bytes:

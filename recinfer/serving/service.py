@@ -3,17 +3,55 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from recinfer.errors import InputError
+from recinfer.inference.together import PredictInputs
 from recinfer.serving import codec
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.raw import read_raw
 from recinfer.serving.registry import ModelRegistry, ServedModel
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["InferenceService"]
+__all__ = ["Call", "InferenceService"]
 
 _FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A decoded Lookup or Predict, ready to run.
+
+    Attributes:
+        kind: ``"Lookup"`` or ``"Predict"``.
+        model: what answers it; held until it is answered, also when the model is unloaded meanwhile.
+        features: ids of B samples.
+        dense: float32 ``[B, num_dense]`` of a Predict.
+        context: ids of one sample that goes with all B, or None.
+        bytes: size of the request's message.
+    """
+
+    kind: str
+    model: ServedModel
+    features: KeyedJaggedTensor
+    dense: Tensor | None
+    context: KeyedJaggedTensor | None
+    bytes: int
+
+    @property
+    def lane(self) -> tuple[str, int]:
+        """Calls with equal lanes may share a run."""
+        return self.kind, id(self.model.predictor)
+
+    @property
+    def samples(self) -> int:
+        """B."""
+        return self.features.stride()
 
 
 class InferenceService:
@@ -29,20 +67,56 @@ class InferenceService:
 
     def lookup(self, data: bytes) -> bytes:
         """LookupRequest -> LookupResponse."""
+        call = self.decode_lookup(data)
+        return _lookup_response(call, call.model.predictor.lookup(call.features))
+
+    def predict(self, data: bytes) -> bytes:
+        """PredictRequest -> PredictResponse."""
+        call = self.decode_predict(data)
+        return _predict_response(call, _predict(call))
+
+    def decode_lookup(self, data: bytes) -> Call:
+        """A serialized LookupRequest as a call."""
         request = self._parse(pb.LookupRequest, data)
         model = self.registry.get(request.model, request.version)
         features = codec.decode_features(request.features, self.limits)
         self._check_response_size(model, features)
-        result = model.predictor.lookup(features)
-        return codec.encode_lookup_response(result.pooled, result.sequences, features.stride(), model.version)
+        return Call("Lookup", model, features, None, None, len(data))
 
-    def predict(self, data: bytes) -> bytes:
-        """PredictRequest -> PredictResponse."""
+    def decode_predict(self, data: bytes) -> Call:
+        """A serialized PredictRequest, of ids or of raw rows, as a call."""
         request = self._parse(pb.PredictRequest, data)
         model = self.registry.get(request.model, request.version)
-        features = codec.decode_features(request.features, self.limits)
-        dense = codec.decode_dense(request.dense, features.stride(), model.predictor.num_dense)
-        return codec.encode_predict_response(model.predictor.predict(dense, features), model.version)
+        context = None
+        if request.HasField("context"):
+            context = codec.decode_features(request.context, self.limits, field="context")
+        if raw := request.raw:
+            if request.HasField("features") or request.dense or context is not None:
+                raise InputError("raw: got features, dense or context beside it; raw rows hold all the inputs")
+            dense, features = read_raw(raw, model.predictor.contract, self.limits)
+        else:
+            features = codec.decode_features(request.features, self.limits)
+            dense = codec.decode_dense(request.dense, features.stride(), model.predictor.num_dense)
+            if context is not None:
+                self._check_context_size(model, context, features.stride())
+        return Call("Predict", model, features, dense, context, len(data))
+
+    def run(self, calls: Sequence[Call]) -> list[bytes | Exception]:
+        """The serialized answers of calls of one lane, run together; an error stands in its call's place."""
+        predictor = calls[0].model.predictor
+        answers: Sequence[Any]
+        if len(calls) == 1:
+            try:
+                call = calls[0]
+                answers = [predictor.lookup(call.features) if call.kind == "Lookup" else _predict(call)]
+            except Exception as error:
+                return [error]
+        elif calls[0].kind == "Lookup":
+            answers = predictor.lookup_many([call.features for call in calls])
+        else:
+            answers = predictor.predict_many([PredictInputs(c.dense, c.features, c.context) for c in calls])
+        encode = _lookup_response if calls[0].kind == "Lookup" else _predict_response
+        return [a if isinstance(a, Exception) else encode(call, a) for call, a in zip(calls, answers, strict=True)]
 
     def get_model(self, data: bytes) -> bytes:
         """GetModelRequest -> ModelInfo."""
@@ -69,6 +143,15 @@ class InferenceService:
             raise InputError(f"request: got {len(data)} bytes, expected at most {self.limits.max_message_bytes}")
         return codec.parse(kind, data)
 
+    def _check_context_size(self, model: ServedModel, context: KeyedJaggedTensor, batch: int) -> None:
+        # Unpooled vectors of a context are repeated for every sample: a few bytes of request could fill the memory.
+        taken = batch * context.values().numel() * model.sequence_width * _FLOAT_BYTES
+        if taken > self.limits.max_response_bytes:
+            raise InputError(
+                f"context: its embeddings may take {taken} bytes beside {batch} samples, expected at most "
+                f"{self.limits.max_response_bytes}: send fewer samples a request"
+            )
+
     def _check_response_size(self, model: ServedModel, features: KeyedJaggedTensor) -> None:
         limit = self.limits.max_response_bytes // _FLOAT_BYTES
         ids, batch = features.values().numel(), features.stride()
@@ -82,3 +165,18 @@ class InferenceService:
                 f"{most * _FLOAT_BYTES} bytes; expected at most {self.limits.max_response_bytes}: "
                 "send fewer samples a request"
             )
+
+
+def _predict(call: Call) -> dict[str, Tensor]:
+    predict = call.model.predictor.predict
+    return (
+        predict(call.dense, call.features) if call.context is None else predict(call.dense, call.features, call.context)
+    )
+
+
+def _lookup_response(call: Call, result: Any) -> bytes:
+    return codec.encode_lookup_response(result.pooled, result.sequences, call.samples, call.model.version)
+
+
+def _predict_response(call: Call, outputs: dict[str, Tensor]) -> bytes:
+    return codec.encode_predict_response(outputs, call.model.version)

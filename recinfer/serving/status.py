@@ -8,8 +8,10 @@ from recinfer.errors import (
     ArchiveError,
     CheckpointError,
     ConfigError,
+    DeadlineError,
     InputError,
     NotFoundError,
+    OverloadedError,
     RecinferError,
     UnavailableError,
 )
@@ -36,6 +38,8 @@ class Status:
 _TABLE: tuple[tuple[type[BaseException], str, int], ...] = (
     (InputError, "INVALID_ARGUMENT", 400),
     (NotFoundError, "NOT_FOUND", 404),
+    (OverloadedError, "RESOURCE_EXHAUSTED", 429),
+    (DeadlineError, "DEADLINE_EXCEEDED", 504),
     (UnavailableError, "UNAVAILABLE", 503),
     (ConfigError, "INTERNAL", 500),
     (CheckpointError, "INTERNAL", 500),

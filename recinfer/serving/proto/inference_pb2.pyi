@@ -61,16 +61,20 @@ class SequenceOutput(_message.Message):
     def __init__(self, key: _Optional[str] = ..., dim: _Optional[int] = ..., lengths: _Optional[bytes] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class PredictRequest(_message.Message):
-    __slots__ = ("model", "version", "features", "dense")
+    __slots__ = ("model", "version", "features", "dense", "context", "raw")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     DENSE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    RAW_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
     features: JaggedFeatures
     dense: bytes
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., dense: _Optional[bytes] = ...) -> None: ...
+    context: JaggedFeatures
+    raw: bytes
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., dense: _Optional[bytes] = ..., context: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., raw: _Optional[bytes] = ...) -> None: ...
 
 class NamedTensor(_message.Message):
     __slots__ = ("name", "shape", "values")

@@ -1,0 +1,273 @@
+"""Merges waiting requests into runs: a bounded queue, a lane for each kind of run, and no wait for a request alone.
+
+Everything but the runs themselves happens on one event loop, so nothing here needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from recinfer.errors import ConfigError, DeadlineError, OverloadedError
+
+__all__ = ["BatchConfig", "Batcher", "BatcherState", "Runnable"]
+
+_INLINE_BYTES = 32 << 10
+_INLINE_S = 1e-3
+_IDLE_S = 150e-6
+_SMOOTHING = 0.2
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How requests share runs.
+
+    Attributes:
+        max_batch: samples in a merged run; a single request may have more, and then runs on its own.
+        max_delay_us: microseconds that a request may wait for others while the server is busy; 0: none beyond what it
+            waits anyway. A request that finds the server idle never waits.
+        max_queue: requests that may wait; one more is refused at once.
+        max_queue_bytes: bytes of the requests that may wait.
+    """
+
+    max_batch: int = 1024
+    max_delay_us: int = 0
+    max_queue: int = 512
+    max_queue_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, low = getattr(self, item.name), 0 if item.name == "max_delay_us" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 1 << 31:
+                raise ConfigError(f"batching: {item.name}: got {value!r}, expected an integer from {low} to 2^31 - 1")
+
+
+class Runnable(Protocol):
+    """One decoded request.
+
+    Attributes:
+        lane: requests of the same lane may share a run.
+        samples: size of its batch.
+        bytes: size of its message.
+    """
+
+    @property
+    def lane(self) -> Any: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class BatcherState:
+    """What the batcher does now, and did: for metrics."""
+
+    waiting: int
+    running: int
+    runs: int
+    requests: int
+    samples: int
+    expired: int
+    refused: int
+
+
+@dataclass(eq=False)
+class _Waiting:
+    work: Runnable
+    future: asyncio.Future[Any]
+    deadline: float
+    since: float
+
+
+class Batcher:
+    """Answers requests through ``run``, several at a time.
+
+    Args:
+        run: gives for each request of one lane its answer, or an exception in its place; called on the loop for short
+            runs and in ``executor`` for long ones.
+        executor: threads for long runs; ``threads`` of them at a time.
+        config: the bounds.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Sequence[Any]], Sequence[Any]],
+        executor: Executor,
+        threads: int,
+        config: BatchConfig | None = None,
+    ) -> None:
+        self.config = config or BatchConfig()
+        self._run, self._executor, self._threads = run, executor, threads
+        self._lanes: OrderedDict[Any, deque[_Waiting]] = OrderedDict()
+        self._costs: dict[Any, float] = {}
+        self._waiting = self._waiting_bytes = self._running = 0
+        self._flush_set: asyncio.Handle | None = None
+        self._last = 0.0
+        self._seconds_a_request = 1e-3
+        self._runs = self._requests = self._samples = self._expired = self._refused = 0
+
+    @property
+    def state(self) -> BatcherState:
+        """Figures of this moment."""
+        return BatcherState(
+            self._waiting, self._running, self._runs, self._requests, self._samples, self._expired, self._refused
+        )
+
+    def admit(self, num_bytes: int) -> None:
+        """Raises OverloadedError when the queue is full; cheap, so called before a message is decoded."""
+        config = self.config
+        if self._waiting < config.max_queue and self._waiting_bytes + num_bytes <= config.max_queue_bytes:
+            return
+        if not self._waiting:  # a single message longer than the queue: its own limit is the message's
+            return
+        self._refused += 1
+        seconds = max(0.001, self._waiting * self._seconds_a_request / self._threads)
+        raise OverloadedError(
+            f"the server has {self._waiting} requests waiting, its limit; try again in {seconds * 1e3:.0f} ms",
+            retry_after=seconds,
+        )
+
+    async def submit(self, work: Runnable, deadline: float = float("inf")) -> Any:
+        """The answer to ``work``; raises what its run raised.
+
+        Args:
+            deadline: ``time.monotonic()`` after which nobody waits for the answer: then it is not run.
+
+        Raises:
+            OverloadedError: the queue is full.
+            DeadlineError: its deadline passed while it waited.
+        """
+        now = time.monotonic()
+        if now >= deadline:
+            self._expired += 1
+            raise DeadlineError("the deadline had passed when the request arrived; it was not run")
+        if not self._waiting and not self._running and now - self._last > _IDLE_S and self._is_short(work):
+            return self._straight(work)
+        self.admit(work.bytes)
+        entry = _Waiting(work, asyncio.get_running_loop().create_future(), deadline, now)
+        self._lanes.setdefault(work.lane, deque()).append(entry)
+        self._waiting += 1
+        self._waiting_bytes += work.bytes
+        self._flush_soon()
+        try:
+            return await entry.future
+        except asyncio.CancelledError:
+            self._forget(entry)
+            raise
+
+    def _straight(self, work: Runnable) -> Any:
+        start = time.monotonic()
+        answer = self._run([work])[0]
+        self._done(work.lane, [work], time.monotonic() - start)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def _is_short(self, work: Runnable) -> bool:
+        return work.bytes <= _INLINE_BYTES and self._costs.get(work.lane, 0.0) * work.samples <= _INLINE_S
+
+    def _flush_soon(self) -> None:
+        if self._flush_set is not None or self._running >= self._threads:
+            return
+        loop = asyncio.get_running_loop()
+        delay = self.config.max_delay_us / 1e6
+        # Even without a delay the flush comes after what else arrived in this turn of the loop.
+        self._flush_set = loop.call_later(delay, self._flush) if delay else loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_set = None
+        while self._waiting and self._running < self._threads:
+            batch = self._next()
+            if batch:
+                self._start(batch)
+
+    def _next(self) -> list[_Waiting]:
+        """The oldest requests of the lane whose turn it is, as many as fit."""
+        key, lane = next(iter(self._lanes.items()))
+        batch: list[_Waiting] = []
+        samples, now = 0, time.monotonic()
+        while lane:
+            entry = lane[0]
+            if batch and samples + entry.work.samples > self.config.max_batch:
+                break
+            lane.popleft()
+            self._waiting -= 1
+            self._waiting_bytes -= entry.work.bytes
+            if entry.future.done():
+                continue
+            if now >= entry.deadline:
+                self._expired += 1
+                entry.future.set_exception(
+                    DeadlineError("the deadline passed while the request waited; it was not run")
+                )
+                continue
+            batch.append(entry)
+            samples += entry.work.samples
+        if lane:
+            self._lanes.move_to_end(key)  # the other lanes first
+        else:
+            del self._lanes[key]
+        return batch
+
+    def _start(self, batch: list[_Waiting]) -> None:
+        works = [entry.work for entry in batch]
+        lane, start = works[0].lane, time.monotonic()
+        samples = sum(work.samples for work in works)
+        if sum(w.bytes for w in works) <= _INLINE_BYTES and self._costs.get(lane, 0.0) * samples <= _INLINE_S:
+            try:
+                answers: Sequence[Any] = self._run(works)
+            except Exception as error:
+                answers = [error] * len(works)
+            self._deliver(batch, answers)
+            self._done(lane, works, time.monotonic() - start)
+            return
+        self._running += 1
+        running = asyncio.get_running_loop().run_in_executor(self._executor, self._run, works)
+
+        def finished(future: asyncio.Future[Any]) -> None:
+            self._running -= 1
+            error = asyncio.CancelledError() if future.cancelled() else future.exception()
+            self._deliver(batch, [error] * len(works) if error is not None else future.result())
+            self._done(lane, works, time.monotonic() - start)
+            if self._waiting:
+                self._flush_soon()
+
+        running.add_done_callback(finished)
+
+    def _deliver(self, batch: list[_Waiting], answers: Sequence[Any]) -> None:
+        for entry, answer in zip(batch, answers, strict=True):
+            if entry.future.done():
+                continue
+            if isinstance(answer, BaseException):
+                entry.future.set_exception(answer)
+            else:
+                entry.future.set_result(answer)
+
+    def _done(self, lane: Any, works: Sequence[Runnable], seconds: float) -> None:
+        samples = sum(work.samples for work in works)
+        self._runs += 1
+        self._requests += len(works)
+        self._samples += samples
+        if len(self._costs) > 1024:  # lanes of models that are gone
+            self._costs.clear()
+        before = self._costs.get(lane)
+        cost = seconds / samples
+        self._costs[lane] = cost if before is None else before + _SMOOTHING * (cost - before)
+        self._seconds_a_request += _SMOOTHING * (seconds / len(works) - self._seconds_a_request)
+        self._last = time.monotonic()
+
+    def _forget(self, entry: _Waiting) -> None:
+        """A caller went away: free its place, unless its run has begun."""
+        lane = self._lanes.get(entry.work.lane)
+        if lane is not None and entry in lane:
+            lane.remove(entry)
+            self._waiting -= 1
+            self._waiting_bytes -= entry.work.bytes
+            if not lane:
+                del self._lanes[entry.work.lane]

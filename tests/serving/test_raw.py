@@ -1,0 +1,115 @@
+"""Raw rows as Arrow are worth the same as the ids that the contract makes of them; bytes that lie are refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from recinfer.data.contract import DenseFeature, FeatureContract, Hash, Identity, SparseFeature
+from recinfer.errors import InputError
+from recinfer.serving import codec
+from recinfer.serving.limits import Limits
+from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.raw import read_raw
+from recinfer.serving.registry import ModelRegistry
+from recinfer.serving.service import InferenceService
+from tests.serving.conftest import ROWS
+
+pyarrow = pytest.importorskip("pyarrow", reason="needs the arrow extra")
+
+CONTRACT = FeatureContract(
+    sparse=(
+        SparseFeature("user", Hash(ROWS["user"])),
+        SparseFeature("item", Identity(ROWS["item"])),
+        SparseFeature("history", Identity(ROWS["history"]), separator="|"),
+        SparseFeature("shop", Hash(ROWS["shop"])),
+    ),
+    dense=(DenseFeature("a"), DenseFeature("b"), DenseFeature("c")),
+)
+COLUMNS = {
+    "user": ["ann", "bob", None],
+    "item": [3, 39, 0],
+    "history": [[1, 2], [], [39]],
+    "shop": ["s1", "s2", "s3"],
+    "a": [0.5, None, 2.0],
+    "b": [1, 2, 3],
+    "c": [True, False, True],
+}
+AS_TEXT = COLUMNS | {"history": ["1|2", "", "39"], "c": [1, 0, 1]}
+
+
+def stream(columns: dict[str, object], **options: object) -> bytes:
+    batch = pyarrow.RecordBatch.from_pydict(columns)
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, batch.schema, options=pyarrow.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.fixture
+def service(predictor: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[InferenceService]:
+    monkeypatch.setattr(predictor, "contract", CONTRACT)
+    yield InferenceService(ModelRegistry({"tiny": predictor}))
+
+
+def test_raw_rows_equal_their_ids(service: InferenceService):
+    dense, features = CONTRACT.apply(AS_TEXT)
+    expected = service.predict(codec.encode_predict_request(dense, features))
+    assert service.predict(pb.PredictRequest(raw=stream(COLUMNS)).SerializeToString()) == expected
+    lists_of_text = COLUMNS | {"history": [["1", "2"], [], ["39"]]}
+    assert service.predict(pb.PredictRequest(raw=stream(lists_of_text)).SerializeToString()) == expected
+
+
+def test_what_is_no_stream_of_one_batch_is_refused(service: InferenceService):
+    limits, good = Limits(), stream(COLUMNS)
+    for data, words in (
+        (b"nothing", "not an Arrow IPC stream|an Arrow stream of nothing"),
+        (stream(COLUMNS, compression="zstd"), "compressed"),
+        (stream(COLUMNS | {"history": [["1|2"], [], []]}), r"a value with '\|' in it"),
+        (stream(COLUMNS | {"user": [["a"], [], []]}), "'user' holds lists"),
+        (stream(COLUMNS | {"history": [[None, 1], [], []]}), "a list with a null"),
+        (stream({k: v for k, v in COLUMNS.items() if k != "item"}), "'item', which is missing"),
+        (stream({k: [] for k in COLUMNS}), "got 0 rows, expected 1 to"),
+    ):
+        with pytest.raises(InputError, match=words):
+            read_raw(data, CONTRACT, limits)
+    with pytest.raises(InputError, match="no feature contract"):
+        read_raw(good, None, limits)
+    with pytest.raises(InputError, match="got 3 rows, expected 1 to 2"):
+        read_raw(good, CONTRACT, Limits(max_batch=2))
+    dense, features = CONTRACT.apply(AS_TEXT)
+    with pytest.raises(InputError, match="raw rows hold all the inputs"):
+        service.predict(codec.encode_predict_request(dense, features) + pb.PredictRequest(raw=good).SerializeToString())
+
+
+def test_damaged_streams_raise_nothing_else():
+    rng, good, refused = random.Random(5), stream(COLUMNS), 0
+    for _ in range(400):
+        data = bytearray(good[: rng.randrange(len(good))] if rng.random() < 0.3 else good)
+        for _ in range(rng.randrange(1, 6) if data else 0):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            dense, _ = read_raw(bytes(data), CONTRACT, Limits())
+            assert dense.dtype == torch.float32
+        except InputError:
+            refused += 1
+    assert refused > 100
+
+
+def test_context_on_the_wire(predictor: object):
+    from tests.serving.conftest import make_request
+
+    service = InferenceService(ModelRegistry({"tiny": predictor}))
+    dense, features = make_request(1, 5, keys=["item", "shop"])
+    context = make_request(2, 1, keys=["user", "history"])[1]
+    data = codec.encode_predict_request(dense, features, context=context)
+    got = codec.decode_predict_response(service.predict(data))[0]["output"]
+    assert torch.equal(got, predictor.predict(dense, features, context)["output"])
+    calls = [service.decode_predict(data), service.decode_predict(codec.encode_predict_request(*make_request(3, 2)))]
+    merged = [codec.decode_predict_response(answer)[0]["output"] for answer in service.run(calls)]
+    torch.testing.assert_close(merged[0], got, rtol=0, atol=1e-6)
+    assert merged[1].shape == (2, 1)
+    assert calls[0].lane == calls[1].lane
