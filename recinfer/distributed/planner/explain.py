@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from recinfer.distributed.planner.placing import Placer
 from recinfer.distributed.planner.problem import Problem, describe_option, make_problem
-from recinfer.distributed.planner.search import Placer, search
+from recinfer.distributed.planner.search import search
 from recinfer.distributed.planner.space import Estimate, SearchSpace, TableInfo, build_space
 from recinfer.distributed.planner.topology import CustomTopologyData, Topology
 

@@ -9,9 +9,10 @@ import numpy as np
 from recinfer.distributed.planner.calibration import TABLES_IN_COMPANY
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
 from recinfer.distributed.planner.estimates import DP, PERF_PARTS, IntN, inference_time, packed_row_bytes, spread_of
+from recinfer.distributed.planner.placing import Placement
 from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan
 from recinfer.distributed.planner.problem import FREE, Problem
-from recinfer.distributed.planner.search import Placement, SearchReport
+from recinfer.distributed.planner.search import SearchReport
 from recinfer.distributed.planner.space import SearchSpace, option_label, shard_arrays
 from recinfer.distributed.planner.topology import Topology
 from recinfer.distributed.planner.types import PlannerError, PlannerErrorType

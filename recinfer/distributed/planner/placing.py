@@ -1,0 +1,190 @@
+"""Puts options on ranks: the placement that a search changes, and the greedy placer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from recinfer.distributed.planner.estimates import FloatN, IntN
+from recinfer.distributed.planner.problem import FIXED, FREE, HOST, HOST_FREE, Problem
+
+__all__ = ["Placement", "Placer", "refresh"]
+
+
+@dataclass
+class Placement:
+    """One option a unit, one rank a shard, and the load and bytes of each rank."""
+
+    choice: IntN  # [U]
+    ranks: list[IntN]  # [U] -> rank of each shard of the chosen option
+    perf: FloatN  # [W]
+    hbm: FloatN
+    ddr: FloatN
+
+    @property
+    def worst(self) -> float:
+        """Load of the busiest rank, ms."""
+        return float(self.perf.max())
+
+    def copy(self) -> Placement:
+        """An independent copy."""
+        return Placement(self.choice.copy(), list(self.ranks), self.perf.copy(), self.hbm.copy(), self.ddr.copy())
+
+
+class Placer:
+    """Puts options on ranks one after another, each where it makes the busiest rank least busy, within capacities."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.num_hosts = problem.world_size // problem.local_world_size
+
+    def empty(self) -> Placement:
+        """Nothing placed."""
+        p = self.problem
+        zeros = np.zeros(p.world_size)
+        return Placement(
+            np.full(p.num_units, -1, np.int64), [np.zeros(0, np.int64)] * p.num_units, zeros, zeros.copy(), zeros.copy()
+        )
+
+    def find(self, at: Placement, option: int) -> IntN | None:
+        """Ranks for the shards of ``option`` on top of ``at``; None when it does not fit."""
+        p = self.problem
+        s, mode = p.shards_of(option), p.mode[option]
+        if mode == FIXED:
+            ranks = p.fixed_rank[s]
+            ok = (at.hbm[ranks] + p.hbm[s] <= p.hbm_cap[ranks]).all() and (
+                at.ddr[ranks] + p.ddr[s] <= p.ddr_cap[ranks]
+            ).all()
+            return ranks if ok else None
+        if mode == FREE:
+            return self._free(at, s, 0, p.world_size)
+        if mode == HOST:
+            return self._host_rows(at, s)
+        if mode == HOST_FREE:
+            return self._best_host(at, s)
+        return self._multi_host(at, s)
+
+    def _free(self, at: Placement, s: slice, first: int, last: int) -> IntN | None:
+        """Each shard on the least loaded rank of [first, last) that has room, largest first."""
+        p = self.problem
+        perf, hbm, ddr = p.perf[s], p.hbm[s], p.ddr[s]
+        if perf.size == 1:
+            room = (at.hbm[first:last] + hbm[0] <= p.hbm_cap[first:last]) & (
+                at.ddr[first:last] + ddr[0] <= p.ddr_cap[first:last]
+            )
+            load = np.where(room, at.perf[first:last], np.inf)
+            rank = int(load.argmin())
+            return np.array([first + rank]) if load[rank] < np.inf else None
+        load, used_h, used_d = at.perf[first:last].copy(), at.hbm[first:last].copy(), at.ddr[first:last].copy()
+        cap_h, cap_d = p.hbm_cap[first:last], p.ddr_cap[first:last]
+        ranks = np.empty(perf.size, np.int64)
+        for i in np.argsort(-perf, kind="stable"):
+            masked = np.where((used_h + hbm[i] <= cap_h) & (used_d + ddr[i] <= cap_d), load, np.inf)
+            rank = int(masked.argmin())
+            if masked[rank] == np.inf:
+                return None
+            load[rank] += perf[i]
+            used_h[rank] += hbm[i]
+            used_d[rank] += ddr[i]
+            ranks[i] = first + rank
+        return ranks
+
+    def _host_rows(self, at: Placement, s: slice) -> IntN | None:
+        """Shard i on rank i of the host where the busiest of its ranks is least busy."""
+        p, local = self.problem, self.problem.local_world_size
+        load = (at.perf.reshape(-1, local) + p.perf[s]).max(axis=1)
+        room = (at.hbm.reshape(-1, local) + p.hbm[s] <= p.hbm_cap.reshape(-1, local)).all(axis=1)
+        room &= (at.ddr.reshape(-1, local) + p.ddr[s] <= p.ddr_cap.reshape(-1, local)).all(axis=1)
+        load = np.where(room, load, np.inf)
+        host = int(load.argmin())
+        return host * local + np.arange(local) if load[host] < np.inf else None
+
+    def _best_host(self, at: Placement, s: slice) -> IntN | None:
+        """All shards on the ranks of one host; the hosts are tried by their load."""
+        local = self.problem.local_world_size
+        order = np.argsort(at.perf.reshape(-1, local).mean(axis=1), kind="stable")
+        for host in order:
+            ranks = self._free(at, s, int(host) * local, (int(host) + 1) * local)
+            if ranks is not None:
+                return ranks
+        return None
+
+    def _multi_host(self, at: Placement, s: slice) -> IntN | None:
+        """Each group of ``local`` shards on one host."""
+        local = self.problem.local_world_size
+        trial = at.copy()
+        found = []
+        for start in range(s.start, s.stop, local):
+            piece = slice(start, start + local)
+            ranks = self._host_rows(trial, piece)
+            if ranks is None:
+                return None
+            found.append(ranks)
+            self._add(trial, piece, ranks, 1.0)
+        return np.concatenate(found)
+
+    def _add(self, at: Placement, s: slice, ranks: IntN, sign: float) -> None:
+        p = self.problem
+        if ranks.size == 1:
+            rank = ranks[0]
+            at.perf[rank] += sign * p.perf[s.start]
+            at.hbm[rank] += sign * p.hbm[s.start]
+            at.ddr[rank] += sign * p.ddr[s.start]
+            return
+        np.add.at(at.perf, ranks, sign * p.perf[s])
+        np.add.at(at.hbm, ranks, sign * p.hbm[s])
+        np.add.at(at.ddr, ranks, sign * p.ddr[s])
+
+    def put(self, at: Placement, unit: int, option: int, ranks: IntN) -> None:
+        """Record ``option`` on ``ranks``."""
+        at.choice[unit], at.ranks[unit] = option, ranks
+        self._add(at, self.problem.shards_of(option), ranks, 1.0)
+
+    def take(self, at: Placement, unit: int) -> tuple[int, IntN]:
+        """Undo :meth:`put`."""
+        option, ranks = int(at.choice[unit]), at.ranks[unit]
+        self._add(at, self.problem.shards_of(option), ranks, -1.0)
+        return option, ranks
+
+    def greedy(self, choice: IntN, cost: FloatN, by_memory: bool = False) -> Placement | None:
+        """Place the chosen options: fixed ones, then hosts, then single shards from large to small.
+
+        A unit whose option finds no room takes its next cheapest option (by ``cost`` [O]) that does.
+        """
+        p = self.problem
+        at = self.empty()
+        size = p.option_perf[choice] / np.maximum(np.diff(p.shard_ptr)[choice], 1)
+        if by_memory:
+            size = p.option_hbm[choice] / max(p.hbm_cap.max(), 1.0) + p.option_ddr[choice] / max(p.ddr_cap.max(), 1.0)
+        rigid = np.array([1, 3, 2, 2, 2])[p.mode[choice]]  # by mode: fixed first, free last
+        for unit in np.lexsort((np.arange(choice.size), -size, -rigid)):
+            if not self.put_any(at, int(unit), int(choice[unit]), cost):
+                return None
+        return at
+
+    def put_any(self, at: Placement, unit: int, option: int, cost: FloatN) -> bool:
+        """Put ``option`` of ``unit``, or else its cheapest option that fits; False when none does."""
+        ranks = self.find(at, option)
+        if ranks is None:
+            first, last = int(self.problem.unit_ptr[unit]), int(self.problem.unit_ptr[unit + 1])
+            for other in first + np.argsort(cost[first:last], kind="stable"):
+                if other == option or not self.problem.possible[other]:
+                    continue
+                ranks = self.find(at, int(other))
+                if ranks is not None:
+                    option = int(other)
+                    break
+            else:
+                return False
+        self.put(at, unit, option, ranks)
+        return True
+
+
+def refresh(problem: Problem, at: Placement) -> Placement:
+    """The same placement with sums taken afresh, free of the rounding that many moves leave."""
+    fresh = Placer(problem).empty()
+    placer = Placer(problem)
+    for unit in range(problem.num_units):
+        placer.put(fresh, unit, int(at.choice[unit]), at.ranks[unit])
+    return fresh
