@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from torch import Tensor
 
@@ -24,12 +23,15 @@ __all__ = ["ArchiveFolder", "ShardWriter", "archive_folder"]
 
 
 class _HashedFile:
-    """A file filled in any order. Bytes that come in order are hashed on the way, the rest when it is closed."""
+    """A file filled in any order. Bytes that come in order are hashed on the way, the rest when it is closed.
+
+    Written past the buffers of Python: a buffer that could not be written would be tried again by close.
+    """
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
         self.size = size
-        self._file: BinaryIO = path.open("xb")
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._digest = hashlib.sha256()
         self._hashed = 0
         self._in_order = True
@@ -41,25 +43,30 @@ class _HashedFile:
                 self._hashed = offset
             else:
                 self._in_order = False
-        self._file.seek(offset)
-        self._file.write(data)
+        view = memoryview(data)
+        done = 0
+        while done < len(view):  # one call writes at most 2 GiB on Linux
+            done += os.pwrite(self._descriptor, view[done:], offset + done)
         if self._in_order:
             self._digest.update(data)
             self._hashed += len(data)
 
     def close(self) -> str:
         """Bring it to its size and to the disk; the SHA-256."""
-        self._file.truncate(self.size)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            os.ftruncate(self._descriptor, self.size)
+            os.fsync(self._descriptor)
+        finally:
+            self.abandon()
         if self._in_order and self._hashed == self.size:
             return self._digest.hexdigest()
         with self.path.open("rb") as file:
             return file_sha256(file)
 
     def abandon(self) -> None:
-        self._file.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 class ArchiveFolder:
@@ -137,12 +144,13 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
+        try:
+            if kind is None:
+                for name, file in self._files.items():
+                    self._folder.files.append(FileInfo(name, file.size, file.close()))
+        finally:
             for file in self._files.values():
                 file.abandon()
-            return
-        for name, file in self._files.items():
-            self._folder.files.append(FileInfo(name, file.size, file.close()))
 
 
 @contextmanager

@@ -60,19 +60,19 @@ class Evaluation:
 
     Attributes:
         rows: how many.
-        float, quantized: their figures.
+        float_model, quantized_model: their figures.
         worst: tables by what each takes from the AUC, the worst first; empty unless that was asked for.
     """
 
     rows: int
-    float: Quality
-    quantized: Quality
+    float_model: Quality
+    quantized_model: Quality
     worst: tuple[TableDrop, ...] = ()
 
     @property
     def auc_drop(self) -> float:
         """AUC of the float model minus that of the quantized one."""
-        return self.float.auc - self.quantized.auc
+        return self.float_model.auc - self.quantized_model.auc
 
 
 @dataclass(frozen=True)

@@ -386,7 +386,7 @@ def _refuse_drop(found: Evaluation, max_auc_drop: float) -> None:
         return
     worst = ", ".join(f"{drop.table} ({drop.auc_drop:+.5f})" for drop in found.worst[:5])
     raise ArchiveError(
-        f"the archive would lose {found.auc_drop:.5f} of the AUC ({found.float.auc:.5f} to {found.quantized.auc:.5f} on "
+        f"the archive would lose {found.auc_drop:.5f} of the AUC ({found.float_model.auc:.5f} to {found.quantized_model.auc:.5f} on "
         f"{found.rows} rows), more than {max_auc_drop:g}; it was not written. Quantized alone, tables lose: {worst}; "
         "give the worst a wider precision"
     )

@@ -91,7 +91,7 @@ def test_both_models_are_measured_on_the_same_rows(case: tuple, contract: Featur
     with torch.no_grad():
         expected = model(dense, features).numpy()
     served = recinfer.load(tmp_path / "m.rqa").predict(dense, features)["output"].numpy()
-    for quality, logits in ((found.float, expected), (found.quantized, served)):
+    for quality, logits in ((found.float_model, expected), (found.quantized_model, served)):
         assert quality.auc == pytest.approx(auc(columns["label"], logits), abs=1e-6)
         assert quality.log_loss == pytest.approx(log_loss(columns["label"], sigmoid(logits)), rel=1e-5)
         assert quality.normalized_entropy == pytest.approx(

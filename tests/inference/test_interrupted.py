@@ -1,0 +1,146 @@
+"""A full disk and Ctrl-C in the middle of an export or a reshard leave nothing behind: no half archive, no rubbish."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from recinfer.archive.writer import ShardWriter
+from recinfer.errors import UnavailableError
+from recinfer.inference.reshard import plan_archive, reshard_archive
+from tests.archive.models import make_archive, save_weights
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from recinfer.errors import UnavailableError
+from recinfer.inference.export import export_archive
+from tests.archive.models import Ranker, make_plan
+from recinfer.checkpoint import CheckpointReader
+
+folder = Path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+model = Ranker()
+try:
+    export_archive(model, CheckpointReader(folder / "weights.pt"), make_plan(model, 2), folder / "out" / "m.rqa",
+                   name="m", version="1", progress=False)
+except UnavailableError as error:
+    print(error)
+"""
+
+
+def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("limit", [6_000, 22_000])
+def test_a_file_that_cannot_grow_ends_the_export(tmp_path: Path, limit: int) -> None:
+    """RLIMIT_FSIZE makes writes fail as a full disk does: in the first shard, or between two pieces of it."""
+    from tests.archive.models import Ranker
+
+    save_weights(Ranker(), tmp_path)
+    done = run(LIMITED, tmp_path, limit)
+    assert "cannot write the archive" in done.stdout, done.stderr
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(UnavailableError, match="1000 are free"):
+        make_archive(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["weights.pt"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failure_between_chunks_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    _, archive = make_archive(tmp_path)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    write = ShardWriter.write_rows
+
+    def fail(self: ShardWriter, table: object, first_row: int, packed: torch.Tensor) -> None:
+        if first_row > 300:
+            raise error
+        write(self, table, first_row, packed)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ShardWriter, "write_rows", fail)
+    expected = UnavailableError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        reshard_archive(
+            archive.root,
+            plan_archive(archive.manifest, world_size=2),
+            tmp_path / "out.rqa",
+            progress=False,
+            max_chunk_bytes=2000,
+        )
+    with pytest.raises(expected):
+        make_archive(tmp_path, name="other", overwrite=True, max_chunk_bytes=2000)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before  # and the old archive is whole
+    assert json.loads((archive.root / "manifest.json").read_text())["model"] == "small"
+
+
+INTERRUPTED = """
+import sys, torch
+from pathlib import Path
+from torch import nn
+from recinfer.checkpoint import CheckpointReader
+from recinfer.cli.console import verb
+from recinfer.distributed.planner import plan_inference
+from recinfer.inference.export import export_archive
+from recinfer.modules.embedding_configs import EmbeddingBagConfig
+from recinfer.modules.embedding_modules import EmbeddingBagCollection
+
+folder = Path(sys.argv[1])
+tables = [EmbeddingBagConfig(400_000, 64, "t", feature_names=["f"])]
+model = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+
+@verb
+def export():
+    print("begin", flush=True)
+    export_archive(model, CheckpointReader(folder / "w.pt"), plan_inference(model, world_size=1), folder / "out/m.rqa",
+                   name="m", version="1", max_chunk_bytes=1 << 14)
+
+try:
+    export()
+except Exception as error:
+    sys.exit(error.exit_code)
+"""
+
+
+def test_control_c_leaves_no_half_archive(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    torch.save({"embedding_bags.t.weight": torch.zeros(400_000, 64)}, tmp_path / "w.pt")
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("out/.m.rqa.*/shards/*")):
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted" in err
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_chunks_of_any_size_give_the_same_files(tmp_path: Path) -> None:
+    whole = make_archive(tmp_path / "a")[1].manifest.files
+    for i, size in enumerate((1, 1000, 50_000)):
+        _, archive = make_archive(tmp_path / str(i), max_chunk_bytes=size)
+        for old, new in zip(whole, archive.manifest.files, strict=True):
+            if old.path.startswith(("shards", "plan", "check")):
+                assert old == new
