@@ -74,8 +74,13 @@ class Placer:
                 at.ddr[first:last] + ddr[0] <= p.ddr_cap[first:last]
             )
             load = np.where(room, at.perf[first:last], np.inf)
-            rank = int(load.argmin())
-            return np.array([first + rank]) if load[rank] < np.inf else None
+            least = load.min()
+            if least == np.inf:
+                return None
+            # Among equally loaded ranks the emptiest: tables that cost the same may differ a lot in size.
+            filled = (at.hbm[first:last] + hbm[0]) / np.maximum(p.hbm_cap[first:last], 1.0)
+            filled = np.maximum(filled, (at.ddr[first:last] + ddr[0]) / np.maximum(p.ddr_cap[first:last], 1.0))
+            return np.array([first + int(np.where(load <= least * (1 + 1e-9), filled, np.inf).argmin())])
         load, used_h, used_d = at.perf[first:last].copy(), at.hbm[first:last].copy(), at.ddr[first:last].copy()
         cap_h, cap_d = p.hbm_cap[first:last], p.ddr_cap[first:last]
         ranks = np.empty(perf.size, np.int64)
@@ -158,7 +163,8 @@ class Placer:
         if by_memory:
             size = p.option_hbm[choice] / max(p.hbm_cap.max(), 1.0) + p.option_ddr[choice] / max(p.ddr_cap.max(), 1.0)
         rigid = np.array([1, 3, 2, 2, 2])[p.mode[choice]]  # by mode: fixed first, free last
-        for unit in np.lexsort((np.arange(choice.size), -size, -rigid)):
+        total = p.option_hbm[choice] + p.option_ddr[choice]
+        for unit in np.lexsort((np.arange(choice.size), -total, -size, -rigid)):
             if not self.put_any(at, int(unit), int(choice[unit]), cost):
                 return None
         return at
