@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -106,7 +107,7 @@ class Batcher:
         self._run, self._executor, self._threads = run, executor, threads
         self._lanes: OrderedDict[Any, deque[_Waiting]] = OrderedDict()
         self._costs: dict[Any, float] = {}
-        self._waiting = self._waiting_bytes = self._running = 0
+        self._waiting = self._waiting_elsewhere = self._waiting_bytes = self._running = 0
         self._flush_set: asyncio.Handle | None = None
         self._last = 0.0
         self._seconds_a_request = 1e-3
@@ -116,22 +117,40 @@ class Batcher:
     def state(self) -> BatcherState:
         """Figures of this moment."""
         return BatcherState(
-            self._waiting, self._running, self._runs, self._requests, self._samples, self._expired, self._refused
+            self._waiting + self._waiting_elsewhere,
+            self._running,
+            self._runs,
+            self._requests,
+            self._samples,
+            self._expired,
+            self._refused,
         )
 
     def admit(self, num_bytes: int) -> None:
         """Raises OverloadedError when the queue is full; cheap, so called before a message is decoded."""
-        config = self.config
-        if self._waiting < config.max_queue and self._waiting_bytes + num_bytes <= config.max_queue_bytes:
+        config, waiting = self.config, self._waiting + self._waiting_elsewhere
+        if waiting < config.max_queue and self._waiting_bytes + num_bytes <= config.max_queue_bytes:
             return
-        if not self._waiting:  # a single message longer than the queue: its own limit is the message's
+        if not waiting:  # a single message longer than the queue: its own limit is the message's
             return
         self._refused += 1
-        seconds = max(0.001, self._waiting * self._seconds_a_request / self._threads)
+        seconds = max(0.001, waiting * self._seconds_a_request / self._threads)
         raise OverloadedError(
-            f"the server has {self._waiting} requests waiting, its limit; try again in {seconds * 1e3:.0f} ms",
+            f"the server has {waiting} requests waiting, its limit; try again in {seconds * 1e3:.0f} ms",
             retry_after=seconds,
         )
+
+    @contextmanager
+    def place(self, num_bytes: int) -> Iterator[None]:
+        """A place in the queue while a long message is decoded; raises OverloadedError when there is none."""
+        self.admit(num_bytes)
+        self._waiting_elsewhere += 1
+        self._waiting_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._waiting_elsewhere -= 1
+            self._waiting_bytes -= num_bytes
 
     async def submit(self, work: Runnable, deadline: float = float("inf")) -> Any:
         """The answer to ``work``; raises what its run raised.

@@ -1,0 +1,38 @@
+"""Tells a refused client when to try again: gRPC's pushback header and google.rpc.RetryInfo."""
+
+from __future__ import annotations
+
+from recinfer.errors import OverloadedError
+from recinfer.serving.wire import bytes_field
+
+__all__ = ["retry_info"]
+
+_TYPE = b"type.googleapis.com/google.rpc.RetryInfo"
+_RESOURCE_EXHAUSTED = 8
+
+
+def retry_info(error: BaseException, message: str) -> tuple[tuple[str, str | bytes], ...]:
+    """Trailing metadata for ``error``: empty unless it is an OverloadedError."""
+    if not isinstance(error, OverloadedError):
+        return ()
+    # google.rpc.Status{code, message, details[Any{type_url, value: RetryInfo{retry_delay: Duration}}]}, written by hand:
+    # the package that holds those messages is not worth a dependency.
+    micros = int(error.retry_after * 1e6)
+    duration = _integer(1, micros // 1_000_000) + _integer(2, micros % 1_000_000 * 1000)
+    detail = b"".join([*bytes_field(1, _TYPE), *bytes_field(2, *bytes_field(1, duration))])
+    status = b"".join(
+        [_integer(1, _RESOURCE_EXHAUSTED), *bytes_field(2, message.encode()[:500]), *bytes_field(3, detail)]
+    )
+    return (
+        ("grpc-retry-pushback-ms", str(max(1, micros // 1000))),
+        ("grpc-status-details-bin", status),
+    )
+
+
+def _integer(number: int, value: int) -> bytes:
+    out = bytearray([number << 3])
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

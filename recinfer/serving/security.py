@@ -1,0 +1,137 @@
+"""Who may talk to a server, and how it is kept private: TLS from files, a bearer token, and loopback unless told."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from recinfer.errors import ConfigError
+
+__all__ = ["Security", "TokenInterceptor", "read_token"]
+
+_HEADER = "authorization"
+_SCHEME = "bearer "
+_MIN_TOKEN = 16
+_OPEN = ("/grpc.health.v1.Health/",)
+
+
+@dataclass(frozen=True)
+class Security:
+    """How a server is protected.
+
+    Attributes:
+        token: every call but health needs ``authorization: Bearer <token>``; None: none does.
+        tls_cert, tls_key: PEM files of the server's certificate chain and key; both or neither.
+        client_ca: PEM file of the authority whose certificates clients must show (mutual TLS); needs tls_cert.
+        insecure: listen beyond this machine also without a token.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    client_ca: Path | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("TLS: got one of certificate and key, expected both or neither")
+        if self.client_ca is not None and self.tls_cert is None:
+            raise ConfigError("TLS: got a client authority without a server certificate; mutual TLS needs both")
+        if self.token is not None and (len(self.token) < _MIN_TOKEN or not self.token.isascii()):
+            raise ConfigError(f"token: got {len(self.token)} characters, expected ASCII of at least {_MIN_TOKEN}")
+
+    def check_host(self, host: str) -> None:
+        """Raises ConfigError when ``host`` is not loopback and nothing says who may call."""
+        if self.insecure or self.token is not None or self.client_ca is not None or _is_loopback(host):
+            return
+        raise ConfigError(
+            f"host {host} can be reached from other machines, and there is no token: set RECINFER_TOKEN, give "
+            "--token-file or --tls-client-ca, or say --insecure"
+        )
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """For a secure port; None without TLS. Raises ConfigError naming a file that cannot be read."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        key, chain = _read(self.tls_key), _read(self.tls_cert)
+        authority = None if self.client_ca is None else _read(self.client_ca)
+        return grpc.ssl_server_credentials(
+            [(key, chain)], root_certificates=authority, require_client_auth=authority is not None
+        )
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """The same for the HTTP port. Raises ConfigError."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.tls_cert, self.tls_key)
+            if self.client_ca is not None:
+                context.load_verify_locations(self.client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:  # ssl's own errors are among them
+            raise ConfigError(f"TLS: {self.tls_cert}, {self.tls_key}, {self.client_ca}: {error}") from None
+        return context
+
+    def allows(self, authorization: str | None) -> bool:
+        """Whether a call with this ``authorization`` header may pass."""
+        if self.token is None:
+            return True
+        given = authorization or ""
+        if given[: len(_SCHEME)].lower() != _SCHEME:
+            return False
+        return hmac.compare_digest(given[len(_SCHEME) :].strip().encode(), self.token.encode())
+
+
+def read_token(path: Path) -> str:
+    """The token in a file, without the white space around it; raises ConfigError."""
+    return _read(path).decode("ascii", "replace").strip()
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without the token, UNAUTHENTICATED; health stays open, for those who watch the server."""
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
+        self._refuse = grpc.unary_unary_rpc_method_handler(_refuse)  # type: ignore[arg-type]
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """The call's own handler, or the one that refuses."""
+        given = next((v for k, v in handler_call_details.invocation_metadata if k == _HEADER), None)
+        if handler_call_details.method.startswith(_OPEN) or self._security.allows(given):
+            return await continuation(handler_call_details)
+        return self._refuse
+
+
+async def _refuse(_: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    await context.abort(
+        grpc.StatusCode.UNAUTHENTICATED, "this server needs a token: send 'authorization: Bearer <token>'"
+    )
+    raise AssertionError  # abort raises
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
