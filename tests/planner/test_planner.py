@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -284,7 +285,7 @@ def _plan_together(rank: int, path: str) -> None:
             text = "error " + str(error)
         Path(path, f"{rank}-{cap}").write_text(text)
     dist.barrier()  # nobody leaves while another still reads from it
-    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads sometimes abort the process in an orderly exit, which is not what is tested here
 
 
 def test_rank_0_plans_for_all_and_fails_for_all(tmp_path: Path) -> None:
