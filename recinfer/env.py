@@ -1,6 +1,7 @@
 """The environment variables that recinfer reads, all of them: nothing else looks at the process environment.
 
 RECINFER_DEBUG            1: the command line shows tracebacks of expected errors too
+RECINFER_TOKEN            bearer token that a server asks of its callers
 LOCAL_WORLD_SIZE          ranks on this host, as torchrun sets it
 INTRA_NODE_BANDWIDTH      bytes per millisecond between ranks of one host, for the planner
 CROSS_NODE_BANDWIDTH      bytes per millisecond between hosts, for the planner
@@ -21,6 +22,7 @@ __all__ = [
     "intra_node_bandwidth",
     "local_world_size",
     "storage_reserve_percent",
+    "token",
 ]
 
 _OFF = frozenset({"", "0", "false", "no", "off"})
@@ -29,6 +31,11 @@ _OFF = frozenset({"", "0", "false", "no", "off"})
 def debug() -> bool:
     """Whether ``RECINFER_DEBUG`` asks for tracebacks."""
     return os.environ.get("RECINFER_DEBUG", "").strip().lower() not in _OFF
+
+
+def token() -> str | None:
+    """``RECINFER_TOKEN``; None when not set or empty."""
+    return os.environ.get("RECINFER_TOKEN", "").strip() or None
 
 
 def child_environment(**changes: str) -> dict[str, str]:
