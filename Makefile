@@ -48,7 +48,7 @@ $(STAMP)/run: $(STAMP)/$(TORCH) pyproject.toml
 	@touch $@
 
 $(STAMP)/dev: $(STAMP)/run
-	$(PIP) --editable '.[$(EXTRAS),torchserve,plot,arrow,dev]'
+	$(PIP) --editable '.[$(EXTRAS),serve,arrow,torchserve,plot,dev]'
 	@touch $@
 
 install: $(STAMP)/run

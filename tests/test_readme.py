@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,12 @@ def test_make_targets_and_verbs_named_in_the_docs_exist(page: Path) -> None:
     assert set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, flags=re.MULTILINE)) <= targets
     verbs = {p.stem for p in (ROOT / "recinfer/cli").glob("*.py") if "\nNAME = " in p.read_text()}
     assert set(re.findall(r"(?:^ {4}|`)recinfer ([a-z]+)", text, flags=re.MULTILINE)) <= verbs
+
+
+def test_the_readme_lists_the_extras() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| (`[a-z`, ]+) \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert sorted(name for row in rows for name in re.findall(r"[a-z]+", row)) == sorted(extras)
 
 
 def names_in(path: Path) -> set[str]:
