@@ -10,7 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ SLACK_BYTES = 64
 """Readable bytes behind the last row: vectorised kernels may read past it."""
 
 _MAP_FIXED = 0x10
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 _MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -38,7 +39,7 @@ class MappedShards:
     """Packed shards in one buffer.
 
     Attributes:
-        buffer: uint8, 1-D, read-only memory: do not write to it.
+        buffer: uint8, 1-D, read-only memory: do not write to it (but in ``edit`` of :func:`map_shards`).
         shards: module path -> its shards; row pieces of one table and column range are neighbours when all are here.
         mapped_bytes: bytes of tables that are file pages.
         copied_bytes: bytes that had to be copied: all of them where pages cannot be mapped.
@@ -62,22 +63,33 @@ class _Placed:
     offset: int  # in the buffer
 
 
-def map_shards(root: Path, layouts: Sequence[RankLayout], *, preload: bool = False, copy: bool = False) -> MappedShards:
+def map_shards(
+    root: Path,
+    layouts: Sequence[RankLayout],
+    *,
+    preload: bool = False,
+    lock: bool = False,
+    copy: bool = False,
+    edit: Callable[[MappedShards], None] | None = None,
+) -> MappedShards:
     """Bring the shards of ``layouts`` into one buffer.
 
     Args:
         root: the archive's folder.
         layouts: checked layouts of the ranks wanted.
         preload: read all pages now instead of at their first use.
+        lock: keep all pages in memory (mlock), which also reads them now.
         copy: read into ordinary memory instead of mapping (what happens anyway where mapping is impossible).
+        edit: may write to the buffer before anyone else sees it. The pages it touches become private copies of this
+            process; the files and other processes never see the change, and all other pages stay shared.
 
     Raises:
         ArchiveError: a file is not there any more (F3) or shorter than its header says (F4).
-        UnavailableError: there is no memory for the copy.
+        UnavailableError: there is no memory for the copy, or the limit on locked memory is too low.
     """
     placed, size = _place(layouts)
     total = sum(p.piece.bytes for p in placed)
-    mapped = None if copy or not _can_map() else _map(root, placed, size, preload)
+    mapped = None if copy or not _can_map() else _map(root, placed, size, preload, private=edit is not None)
     buffer, copied = (_copy(root, placed, size), total) if mapped is None else mapped
     shards: dict[str, list[PackedShard]] = {}
     for p in placed:
@@ -85,7 +97,16 @@ def map_shards(root: Path, layouts: Sequence[RankLayout], *, preload: bool = Fal
         shards.setdefault(table.module, []).append(
             PackedShard(table.table, rect.row_start, rect.row_stop, rect.col_start, rect.col_stop, rect.rank, p.offset)
         )
-    return MappedShards(buffer, {path: tuple(s) for path, s in shards.items()}, total - copied, copied)
+    result = MappedShards(buffer, {path: tuple(s) for path, s in shards.items()}, total - copied, copied)
+    if edit is not None:
+        edit(result)
+        if mapped is not None:
+            _protect(buffer)
+            if preload:  # populating a private mapping that can be written would copy all of it
+                int(buffer[:: mmap.PAGESIZE].max())
+    if lock:
+        _lock(buffer)
+    return result
 
 
 def _place(layouts: Sequence[RankLayout]) -> tuple[list[_Placed], int]:
@@ -156,8 +177,41 @@ def _by_path(placed: Sequence[_Placed]) -> dict[str, list[_Placed]]:
     return result
 
 
-def _map(root: Path, placed: Sequence[_Placed], size: int, preload: bool) -> tuple[Tensor, int] | None:
-    """The buffer of mapped pages and the bytes that were copied into it; None where the system does not do it."""
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
+
+
+def _protect(buffer: Tensor) -> None:
+    """Make a mapped buffer read-only again."""
+    result = _libc().mprotect(buffer.data_ptr(), buffer.numel(), mmap.PROT_READ)
+    assert result == 0, os.strerror(ctypes.get_errno())
+
+
+def _lock(buffer: Tensor) -> None:
+    if os.name != "posix":
+        raise UnavailableError("locking memory needs a POSIX system; load without lock")
+    if _libc().mlock(buffer.data_ptr(), buffer.numel()):
+        import resource
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        raise UnavailableError(
+            f"cannot lock {buffer.numel()} bytes of tables in memory: {os.strerror(ctypes.get_errno())}; the limit is "
+            f"{soft} bytes (ulimit -l), raise it or load without lock"
+        )
+
+
+def _map(
+    root: Path, placed: Sequence[_Placed], size: int, preload: bool, *, private: bool
+) -> tuple[Tensor, int] | None:
+    """The buffer of mapped pages and the bytes that were copied into it; None where the system does not do it.
+
+    A ``private`` one can be written; :func:`_protect` ends that.
+    """
     if any((p.offset - p.piece.start) % mmap.PAGESIZE for p in placed):
         return None  # pages of this machine are larger than the format's phase
     try:
@@ -170,11 +224,11 @@ def _map(root: Path, placed: Sequence[_Placed], size: int, preload: bool) -> tup
     base = ctypes.addressof(holder)
     page = mmap.PAGESIZE
     shared: dict[int, list[_Placed]] = {}  # pages that cannot be a file's page alone
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    flags = mmap.MAP_SHARED | _MAP_FIXED | (_MAP_POPULATE if preload else 0)
+    libc = _libc()
+    if private:  # without a reservation of swap: few pages will be written
+        flags, prot = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    else:
+        flags, prot = mmap.MAP_SHARED | _MAP_FIXED | (_MAP_POPULATE if preload else 0), mmap.PROT_READ
     for path, parts in _by_path(placed).items():
         with open_inside(root, path) as file:
             length = os.fstat(file.fileno()).st_size
@@ -182,7 +236,7 @@ def _map(root: Path, placed: Sequence[_Placed], size: int, preload: bool) -> tup
                 if p.piece.start + p.piece.bytes > length:
                     raise ArchiveError(f"{path} has {length} bytes and ends inside a shard", rule="F4")
             for offset, file_offset, count in _runs(parts, shared, page):
-                got = libc.mmap(base + offset, count, mmap.PROT_READ, flags, file.fileno(), file_offset)
+                got = libc.mmap(base + offset, count, prot, flags, file.fileno(), file_offset)
                 if got == _MAP_FAILED:
                     _cannot(ctypes.get_errno())
                     return None
@@ -197,7 +251,8 @@ def _map(root: Path, placed: Sequence[_Placed], size: int, preload: bool) -> tup
             first, last = max(p.offset, offset), min(p.offset + p.piece.bytes, offset + page)
             _read(root, p.path, [(p.piece.start + first - p.offset, target[first:last])])
             copied += last - first
-        libc.mprotect(base + offset, page, mmap.PROT_READ)
+        if not private:
+            libc.mprotect(base + offset, page, mmap.PROT_READ)
     return torch.frombuffer(holder, dtype=torch.uint8), copied
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,22 @@ class Archive:
     layouts: tuple[RankLayout, ...]
 
     def map_shards(
-        self, ranks: Iterable[int] | None = None, preload: bool = False, *, copy: bool = False
+        self,
+        ranks: Iterable[int] | None = None,
+        preload: bool = False,
+        *,
+        lock: bool = False,
+        copy: bool = False,
+        edit: Callable[[MappedShards], None] | None = None,
     ) -> MappedShards:
         """The packed tables of some or all ranks in one buffer.
 
         Args:
             ranks: default all.
             preload: read all pages now.
+            lock: keep them in memory.
             copy: use ordinary memory instead of file pages.
+            edit: may write to the buffer first; see :func:`recinfer.archive.mapping.map_shards`.
 
         Raises:
             InputError: a rank that the archive does not have.
@@ -53,7 +61,8 @@ class Archive:
         chosen = range(len(self.layouts)) if ranks is None else sorted(set(ranks))
         if any(not 0 <= rank < len(self.layouts) for rank in chosen):
             raise InputError(f"ranks {list(chosen)}; the archive has ranks 0 to {len(self.layouts) - 1}")
-        return map_shards(self.root, [self.layouts[rank] for rank in chosen], preload=preload, copy=copy)
+        layouts = [self.layouts[rank] for rank in chosen]
+        return map_shards(self.root, layouts, preload=preload, lock=lock, copy=copy, edit=edit)
 
     def read(self, path: str) -> bytes:
         """The bytes of a listed file, their SHA-256 checked.

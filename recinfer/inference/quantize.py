@@ -22,7 +22,7 @@ from recinfer.archive.rows import row_chunks
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import TablePlan
 from recinfer.modules.embedding_configs import DataType
-from recinfer.quant.packing import pack_rows, quantization_step, row_bytes, unpack_rows
+from recinfer.quant.packing import pack_rows, quantization_step, unpack_rows
 
 __all__ = ["TableError", "quantize_tables"]
 
@@ -132,12 +132,10 @@ class _Worker:
             buffer = self._local.buffer = torch.empty(rows * dim)
         chunk = buffer[: rows * dim].view(rows, dim)
         self._checkpoint.read_into(key, chunk, start, stop)
-        packed = torch.empty((rows, row_bytes(dim, table.precision)), dtype=torch.uint8)
+        packed = pack_rows(chunk, table.precision, table=table.name, first_row=start)
         error = TableError()
         for low, high in row_chunks(rows, dim, _BLOCK_ELEMENTS):
-            block = chunk[low:high]
-            packed[low:high] = pack_rows(block, table.precision, table=table.name, first_row=start + low)
-            error.add(block, packed[low:high], table.precision)
+            error.add(chunk[low:high], packed[low:high], table.precision)
         self._collect(table, start, chunk)
         return packed, error
 

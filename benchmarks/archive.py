@@ -1,0 +1,277 @@
+"""The archive at size: time to open, memory of several processes, speed and memory of export, reshard and delta.
+
+A synthetic checkpoint is written to a temporary folder (--size GiB of float32), exported to INT8, opened by 1, 2 and 4
+processes that touch every page, resharded, and, with --changed of its rows new, made into a delta that is applied.
+Every speed stands beside plain file I/O of the same bytes in the same run: read the one file, write (and fsync) the
+other. Needs about 2.7 times --size of disk.
+
+    python -m benchmarks.archive --size 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DIM = 64
+TABLES = 16
+CHUNK = 16 << 20
+
+
+def build(rows: int) -> torch.nn.Module:
+    """A DLRM on meta with ``TABLES`` tables of together ``rows`` rows, a few of them large."""
+    from recinfer.models.dlrm import DLRM
+    from recinfer.modules.embedding_configs import EmbeddingBagConfig
+    from recinfer.modules.embedding_modules import EmbeddingBagCollection
+
+    weights = [2.0**-i for i in range(TABLES)]
+    sizes = [max(16, int(rows * w / sum(weights))) for w in weights]
+    tables = [EmbeddingBagConfig(n, DIM, f"t{i}", feature_names=[f"f{i}"]) for i, n in enumerate(sizes)]
+    with torch.device("meta"):
+        collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        return DLRM(collection, 13, [64, DIM], [128, 64, 1], dense_device=torch.device("meta"))
+
+
+def write_checkpoint(model: torch.nn.Module, path: Path, change: float = 0.0, seed: int = 0) -> None:
+    """A ``.pt`` state dict; with ``change``, that part of the rows and the dense part differ from the one with 0."""
+    torch.manual_seed(seed)
+    state = {}
+    for key, value in model.state_dict().items():
+        tensor = torch.empty(value.shape, dtype=value.dtype)
+        for start in range(0, len(tensor), 1 << 16):
+            block = tensor[start : start + (1 << 16)]
+            block.normal_(std=0.05)
+        if change and tensor.dim() == 2:
+            rows = torch.randperm(len(tensor))[: max(1, int(change * len(tensor)))]
+            tensor[rows] += 0.01
+        state[key] = tensor
+    torch.save(state, path)
+
+
+def drop_cache(path: Path) -> None:
+    """Ask the kernel to forget the pages of a file or of all files in a folder."""
+    for file in [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]:
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def size_of(path: Path) -> int:
+    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size
+
+
+def plain_io(read: list[Path], write_bytes: int, folder: Path) -> float:
+    """Seconds to read files and to write (and fsync) so many bytes, in a loop over one buffer."""
+    buffer = memoryview(bytearray(os.urandom(1 << 20) * (CHUNK >> 20)))
+    started = time.perf_counter()
+    for path in read:
+        for file in [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]:
+            with open(file, "rb", buffering=0) as opened:
+                while opened.readinto(buffer):  # type: ignore[attr-defined]
+                    pass
+    target = folder / "plain.bin"
+    with open(target, "wb", buffering=0) as opened:
+        for start in range(0, write_bytes, CHUNK):
+            opened.write(buffer[: min(CHUNK, write_bytes - start)])
+        os.fsync(opened.fileno())
+    seconds = time.perf_counter() - started
+    target.unlink()
+    return seconds
+
+
+def memory_of(pid: int | str, what: str = "Pss") -> int:
+    """Bytes of a process: ``Pss``, ``Rss``, ``Private_Dirty`` ... of /proc/PID/smaps_rollup."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith(f"{what}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(what)
+
+
+class Watch:
+    """The most anonymous memory of this process in a ``with`` block, above what it had at its begin; and seconds."""
+
+    def __enter__(self) -> Watch:
+        self._base = memory_of("self", "Anonymous")
+        self.peak = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self._started = time.perf_counter()
+        return self
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.02):
+            self.peak = max(self.peak, memory_of("self", "Anonymous") - self._base)
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._started
+        self._stop.set()
+        self._thread.join()
+
+
+CHILD = """
+import json, sys, time
+import torch
+import recinfer.inference.predictor as predictor_module
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+options = json.loads(sys.argv[2])
+torch.set_num_threads(1)
+started = time.perf_counter()
+predictor = predictor_module.load(sys.argv[1], **options)
+opened = time.perf_counter() - started
+names = [f.name for f in predictor.manifest.features]
+ids = KeyedJaggedTensor(names, torch.zeros(len(names), dtype=torch.int64), lengths=torch.ones(len(names), dtype=torch.int32))
+predictor.predict(torch.zeros(1, predictor.num_dense), ids)
+answered = time.perf_counter() - started
+int(predictor._mapped.buffer[::4096].max())
+print(json.dumps({"opened": opened, "answered": answered}), flush=True)
+sys.stdin.readline()
+"""
+
+
+def open_in_child(archive: Path, **options: Any) -> tuple[subprocess.Popen[str], dict[str, float]]:
+    """A process that has the archive open and has touched all its pages, and what it measured."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(archive), json.dumps(options)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, json.loads(process.stdout.readline())
+
+
+def close(process: subprocess.Popen[str]) -> None:
+    process.communicate("\n")
+
+
+def measure_open(archive: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, cold, options in (
+        ("cold", True, {}),
+        ("warm", False, {}),
+        ("preload", False, {"preload": True}),
+        ("lock", False, {"lock": True}),
+    ):
+        if cold:
+            drop_cache(archive)
+        process, times = open_in_child(archive, **options)
+        close(process)
+        found[f"{name} s"] = times["opened"]
+        found[f"{name} first answer s"] = times["answered"]
+    return found
+
+
+def measure_sharing(archive: Path, counts: tuple[int, ...] = (1, 2, 4)) -> dict[str, Any]:
+    """Proportional set size, of all processes together, when each has touched every page."""
+    found: dict[str, Any] = {"archive bytes": size_of(archive)}
+    for count in counts:
+        children = [open_in_child(archive)[0] for _ in range(count)]
+        total = sum(memory_of(child.pid) for child in children)
+        alone = sum(memory_of(child.pid, "Anonymous") for child in children)
+        for child in children:
+            close(child)
+        found[f"{count} processes PSS bytes"] = total
+        found[f"{count} processes anonymous bytes"] = alone
+    return found
+
+
+def against_plain(
+    name: str, work: Callable[[], Any], read: list[Path], written: Callable[[], int], folder: Path
+) -> dict[str, Any]:
+    """Time and memory of ``work``, and the ratio of its speed to plain I/O of the same bytes; pages warm in both."""
+    with Watch() as watch:
+        work()
+    out = written()
+    plain = plain_io(read, out, folder)
+    moved = sum(size_of(path) for path in read) + out
+    return {
+        f"{name} s": watch.seconds,
+        f"{name} plain I/O s": plain,
+        f"{name} speed, of plain I/O": plain / watch.seconds,
+        f"{name} MiB/s": moved / watch.seconds / 2**20,
+        f"{name} peak bytes above start": watch.peak,
+    }
+
+
+def run(folder: Path, size: float, changed: float) -> dict[str, Any]:
+    from recinfer.checkpoint import CheckpointReader
+    from recinfer.distributed.planner import plan_inference
+    from recinfer.inference.export import export_archive
+    from recinfer.inference.reshard import plan_archive, reshard_archive
+
+    model = build(int(size * 2**30 / (4 * DIM)))
+    path, archive, moved = folder / "model.pt", folder / "model.rqa", folder / "moved.rqa"
+    made = subprocess.run(
+        [sys.executable, "-m", "benchmarks.archive", "--make", str(path), "--size", str(size)], check=True
+    )
+    assert made.returncode == 0
+    plan = plan_inference(model, world_size=2)
+    results: dict[str, Any] = {"checkpoint bytes": size_of(path)}
+
+    def show(found: dict[str, Any]) -> None:
+        results.update(found)
+        for name, value in found.items():
+            text = f"{value / 2**20:,.1f} MiB" if name.endswith(("bytes", "bytes above start")) else f"{value:.3f}"
+            print(f"{name:45} {text:>16}", flush=True)
+
+    show({"checkpoint bytes": results["checkpoint bytes"]})
+
+    def export() -> None:
+        export_archive(model, CheckpointReader(path), plan, archive, name="m", version="1", progress=False)
+
+    show(against_plain("export", export, [path], lambda: size_of(archive), folder))
+    show(measure_open(archive))
+    show(measure_sharing(archive))
+    target = plan_archive(json_manifest(archive), world_size=3)
+    show(
+        against_plain(
+            "reshard",
+            lambda: reshard_archive(archive, target, moved, progress=False),
+            [archive],
+            lambda: size_of(moved),
+            folder,
+        )
+    )
+    show({"peak resident bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024})
+    return results
+
+
+def json_manifest(archive: Path) -> Any:
+    from recinfer.archive.reader import open_archive
+
+    return open_archive(archive).manifest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=float, default=0.25, help="GiB of float32 tables")
+    parser.add_argument("--changed", type=float, default=0.01, help="part of the rows that the delta changes")
+    parser.add_argument("--folder", type=Path, help="where the temporary folder goes, by default the system's")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.make:
+        write_checkpoint(build(int(args.size * 2**30 / (4 * DIM))), args.make, args.changed if args.make.stem == "new" else 0)
+        return
+    with tempfile.TemporaryDirectory(prefix="recinfer-bench-", dir=args.folder) as folder:
+        results = run(Path(folder), args.size, args.changed)
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
