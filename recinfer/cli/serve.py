@@ -25,6 +25,12 @@ def run(
         int | None,
         typer.Option(min=1, max=65535, help="Also the Open Inference Protocol's REST form, on this TCP port."),
     ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Prometheus metrics, and at / a page for people.")
+    ] = None,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="Log to stderr as JSON, one line a request with its id.")
+    ] = False,
     preload: Annotated[bool, typer.Option("--preload", help="Read all pages before the first request.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -35,7 +41,11 @@ def run(
     Ctrl-C and SIGTERM finish the requests in flight and stop.
     """
     from recinfer.inference.predictor import load
+    from recinfer.serving.observe import log_as_json
     from recinfer.serving.server import serve
+
+    if log_json:
+        log_as_json()
 
     output = Output(as_json)
     predictor = load(archive, device=device.value, preload=preload)
@@ -45,9 +55,25 @@ def run(
         output.show(f"[green]serving[/green] {manifest.model} {manifest.version} on {host}:{bound}  (Ctrl-C stops)")
         if http_port is not None:
             output.show(f"Open Inference Protocol over HTTP on {host}:{http_port}")
+        if metrics_port is not None:
+            output.show(f"status page on http://{host}:{metrics_port}/")
         output.finish(
-            {"model": manifest.model, "version": manifest.version, "host": host, "port": bound, "http_port": http_port}
+            {
+                "model": manifest.model,
+                "version": manifest.version,
+                "host": host,
+                "port": bound,
+                "http_port": http_port,
+                "metrics_port": metrics_port,
+            }
         )
 
-    serve({manifest.model: predictor}, host=host, port=port, http_port=http_port, on_ready=ready)
+    serve(
+        {manifest.model: predictor},
+        host=host,
+        port=port,
+        http_port=http_port,
+        metrics_port=metrics_port,
+        on_ready=ready,
+    )
     output.note("stopped")

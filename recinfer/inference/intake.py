@@ -7,6 +7,7 @@ Shape suffixes: F features, B batch, N ids.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -52,6 +53,8 @@ class FeatureIntake:
         names: all features, in the archive's order.
         needs_weights: whether every request brings weights.
         replaced_ids: ids out of range that became the default row, since the start.
+        replaced: the same by feature.
+        missing: predictions that lacked a feature and had it filled, by feature.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -62,6 +65,8 @@ class FeatureIntake:
         self._replaces = any(feature.out_of_range == "default_row" for feature in manifest.features)
         self._orders: dict[tuple[str, ...], _Order] = {}
         self.replaced_ids = 0
+        self.replaced: Counter[str] = Counter()
+        self.missing: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def take(self, features: KeyedJaggedTensor, *, need_all: bool, elsewhere: Set[str] = frozenset()) -> TakenFeatures:
@@ -92,6 +97,9 @@ class FeatureIntake:
         if order.low is not None:
             features = self._replace(features, order)
         if order.present is not None:
+            if need_all:
+                with self._lock:
+                    self.missing.update(name for name in order.keys[len(key) :] if name not in elsewhere)
             features = _fill(features, order)
         return TakenFeatures(features, order.present)
 
@@ -154,8 +162,10 @@ class FeatureIntake:
         count = int(bad.sum())
         if not count:
             return features
+        by_feature = torch.bincount(feature_of_id[bad], minlength=len(counts)).tolist()
         with self._lock:
             self.replaced_ids += count
+            self.replaced.update({name: n for name, n in zip(features.keys(), by_feature) if n})
         values = torch.where(bad, order.replacement[feature_of_id].to(values.dtype), values)
         return KeyedJaggedTensor.from_parts_unchecked(
             features.keys(),

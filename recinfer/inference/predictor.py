@@ -7,6 +7,7 @@ the dense program. Everything is built when the archive is loaded; a call only r
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagColl
 from recinfer.distributed.quant_layout import PackedShard
 from recinfer.errors import ArchiveError, InputError, NotFoundError, RecinferError
 from recinfer.inference.intake import FeatureIntake
+from recinfer.inference.stages import Stages
 from recinfer.inference.together import PredictInputs, lookup_many, predict_many, predict_with_context
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -104,6 +106,8 @@ class Predictor:
         features: what lookup gives, in the model's order.
         num_dense: columns of the dense input of predict; 0 without one.
         contract: how raw rows become inputs, or None.
+        loaded_at: when it was loaded, seconds since the epoch.
+        stages: how long lookups and dense runs took.
         mergeable: whether requests may share one run; false where the golden requests together get other answers than
             each alone (a model whose samples see each other).
         parts, intake, output_names: the embedding modules, the checks of features, the dense program's outputs; for
@@ -121,6 +125,8 @@ class Predictor:
     ) -> None:
         manifest = archive.manifest
         self.archive = archive
+        self.loaded_at = time.time()
+        self.stages = Stages("lookup", "dense")
         self.device = torch.device(device)
         self.contract: FeatureContract | None = _contract(manifest)
         self._mapped = archive.map_shards(preload=preload)
@@ -158,6 +164,11 @@ class Predictor:
         return None if self._engine is None else self._engine.name
 
     @property
+    def mapped_bytes(self) -> int:
+        """Bytes of table rows that are mapped into memory."""
+        return self._mapped.buffer.numel()
+
+    @property
     def replaced_ids(self) -> int:
         """How many ids out of range became the default row, of features whose policy says so."""
         return self.intake.replaced_ids
@@ -172,11 +183,13 @@ class Predictor:
             InputError: an unknown feature, an id out of range, missing weights; names the feature and the place.
         """
         taken = self.intake.take(features, need_all=False)
+        start = time.perf_counter()
         found: list[Any] = []
         for part in self.parts:
             needed = taken.present is None or any(f in taken.present for f in part.info.features)
             given = part(taken.features) if needed else None
             found.append(given if given is None or part.info.kind != "pooled" else given.values())
+        self.stages.add("lookup", time.perf_counter() - start)
         return self.select(
             [list(given.values()) if isinstance(given, dict) else given for given in found], taken.present
         )
@@ -258,7 +271,10 @@ class Predictor:
     def run_engine(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The dense program on its inputs, in the manifest's order."""
         assert self._engine is not None
-        return [output.cpu() for output in self._engine([tensor.to(self.device) for tensor in tensors])]
+        start = time.perf_counter()
+        outputs = [output.cpu() for output in self._engine([tensor.to(self.device) for tensor in tensors])]
+        self.stages.add("dense", time.perf_counter() - start)
+        return outputs
 
     def check_merging(self) -> None:
         """Run the golden requests together; where an answer differs from the one alone, requests are never merged."""
@@ -280,11 +296,12 @@ class Predictor:
             raise InputError("this archive holds embeddings only, no dense part; call lookup")
 
     def _run_dense(self, dense: Tensor | None, taken: KeyedJaggedTensor) -> list[Tensor]:
-        assert self._engine is not None
-        tensors = [dense.to(self.device)] if dense is not None and self.num_dense else []
+        tensors = [dense] if dense is not None and self.num_dense else []
+        start = time.perf_counter()
         for part in self.parts:
             tensors += _tensors(part, part(taken), dense_input=True)
-        return [output.cpu() for output in self._engine(tensors)]
+        self.stages.add("lookup", time.perf_counter() - start)
+        return self.run_engine(tensors)
 
     def check_dense(self, dense: Tensor | None, batch: int) -> Tensor | None:
         """``dense`` when it is finite float32 ``[batch, num_dense]``; raises InputError."""

@@ -6,6 +6,7 @@ more sample of the merged batch and their vectors written beside every candidate
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -128,10 +129,13 @@ def _take(predictor: Predictor, at: int, request: PredictInputs) -> _Taken:
 
 def _embed(predictor: Predictor, blocks: Sequence[KeyedJaggedTensor]) -> list[Any]:
     """What each module finds for all blocks' samples, block after block."""
-    if len(blocks) == 1:
-        return [part(blocks[0]) for part in predictor.parts]
-    merged = merge_features(blocks, predictor.intake.names, weighted=predictor.intake.needs_weights)
-    return [part(merged) for part in predictor.parts]
+    merged = blocks[0]
+    if len(blocks) > 1:
+        merged = merge_features(blocks, predictor.intake.names, weighted=predictor.intake.needs_weights)
+    start = time.perf_counter()
+    found = [part(merged) for part in predictor.parts]
+    predictor.stages.add("lookup", time.perf_counter() - start)
+    return found
 
 
 def _apart(predictor: Predictor, found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:

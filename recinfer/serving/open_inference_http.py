@@ -30,7 +30,7 @@ _HEADER_LENGTH = "Inference-Header-Content-Length"
 _BODY_S = 30.0  # a body that is not here by then is given up
 _MAX_NAME = 1024
 
-_Observe = Callable[[str, str, float], None]
+_Observe = Callable[..., None]
 
 
 class HttpDoor:
@@ -44,7 +44,7 @@ class HttpDoor:
         tls: the server's TLS context; None: plain HTTP.
         reuse_port: share the port with other processes.
         grace: seconds that ``stop`` gives the requests that run.
-        observe: told (call, gRPC code name, seconds) of every request.
+        observe: told (call, gRPC code name, seconds, headers=..., num_bytes=...) of every request.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class HttpDoor:
         tls: ssl.SSLContext | None = None,
         reuse_port: bool = False,
         grace: float = 10.0,
-        observe: _Observe = lambda call, code, seconds: None,
+        observe: _Observe = lambda call, code, seconds, **more: None,
     ) -> None:
         self._answers, self._token, self._observe = answers, token.encode(), observe
         self.host, self.port, self._tls, self._reuse_port = host, port, tls, reuse_port
@@ -125,7 +125,8 @@ class HttpDoor:
                     _log.exception("%s failed over HTTP", call)
                 return web.json_response({"error": status.message}, status=status.http)
             finally:
-                self._observe(call, code, loop.time() - start)
+                seconds = loop.time() - start
+                self._observe(call, code, seconds, headers=request.headers, num_bytes=request.content_length or 0)
 
         return handle
 

@@ -23,17 +23,18 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from recinfer.errors import InputError, UnavailableError
 from recinfer.serving.limits import Limits
 from recinfer.serving.loop import run_on_loop
+from recinfer.serving.observe import Observer
 from recinfer.serving.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.open_inference_grpc import OpenInference
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.proto import open_inference_pb2
 from recinfer.serving.registry import ModelRegistry
 from recinfer.serving.service import InferenceService
-from recinfer.serving.stats import RequestStats
 from recinfer.serving.status import status_of
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
+    from recinfer.serving.metrics_http import MetricsDoor
     from recinfer.serving.open_inference_http import HttpDoor
 
 __all__ = ["SERVICE_NAME", "Server", "serve"]
@@ -61,6 +62,7 @@ class Server:
         limits: bounds on requests.
         threads: threads for large requests; None: one a core, at most 4.
         http_port: TCP port of the Open Inference Protocol's REST form, 0 takes a free one; None: no HTTP.
+        metrics_port: TCP port of Prometheus metrics and the status page, 0 takes a free one; None: no metrics.
 
     >>> server = Server({"movies": recinfer.load("movies.rqa")}).start()    # doctest: +SKIP
     >>> InferenceClient(f"127.0.0.1:{server.port}").lookup(features)        # doctest: +SKIP
@@ -76,11 +78,13 @@ class Server:
         limits: Limits | None = None,
         threads: int | None = None,
         http_port: int | None = None,
+        metrics_port: int | None = None,
     ) -> None:
         if not 0 <= port <= 65535:
             raise InputError(f"port: got {port}, expected 0 to 65535")
         self.service = InferenceService(ModelRegistry(predictors), limits)
-        self.stats = RequestStats()
+        self.stats = self.service.stats
+        self.observer = Observer(self.stats)
         self.host = host
         self._port = port
         self._threads = threads or min(4, os.cpu_count() or 1)
@@ -97,6 +101,8 @@ class Server:
         )
         self._http: HttpDoor | None = None
         self.http_port = http_port
+        self._metrics: MetricsDoor | None = None
+        self.metrics_port = metrics_port
 
     @property
     def port(self) -> int:
@@ -155,6 +161,8 @@ class Server:
         await server.start()
         if self.http_port is not None:
             await self._start_http(self.http_port, server)
+        if self.metrics_port is not None:
+            await self._start_metrics(self.metrics_port)
         for name in ("", SERVICE_NAME, OPEN_INFERENCE, *self.service.registry.names()):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._server = server
@@ -165,15 +173,28 @@ class Server:
             return
         await self._health.enter_graceful_shutdown()
         await asyncio.gather(server.stop(grace), *([self._http.stop()] if self._http is not None else []))
+        if self._metrics is not None:
+            await self._metrics.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _start_http(self, port: int, server: grpc.aio.Server) -> None:
         from recinfer.serving.open_inference_http import HttpDoor
 
         _check_address(self.host, port)
-        self._http = HttpDoor(self.open_inference, self.host, port, observe=self.stats.add)
+        self._http = HttpDoor(
+            self.open_inference, self.host, port, observe=functools.partial(self.observer.answered, door="http")
+        )
         await self._http.start()
         self.http_port = self._http.port
+
+    async def _start_metrics(self, port: int) -> None:
+        from recinfer.serving.metrics import ServerMetrics
+        from recinfer.serving.metrics_http import MetricsDoor
+
+        _check_address(self.host, port)
+        self._metrics = MetricsDoor(ServerMetrics(self.stats, self.service.registry), self.host, port)
+        await self._metrics.start()
+        self.metrics_port = self._metrics.port
 
     async def _ask(self, call: str, data: bytes) -> bytes:
         answer = self._calls[call]
@@ -209,7 +230,8 @@ class Server:
                 await context.abort(grpc.StatusCode[code], status.message)
                 raise  # not reached: abort raises
             finally:
-                self.stats.add(call, code, time.perf_counter() - start)
+                spent = time.perf_counter() - start
+                self.observer.answered(call, code, spent, headers=context.invocation_metadata, num_bytes=len(data))
 
         return handle
 
@@ -241,18 +263,19 @@ def serve(
     *,
     limits: Limits | None = None,
     http_port: int | None = None,
+    metrics_port: int | None = None,
     grace: float = 10.0,
     on_ready: Callable[[int], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT (Ctrl-C), then drain for up to ``grace`` seconds. Call from the main thread.
 
     Args:
-        http_port: as :class:`Server` has it.
+        http_port, metrics_port: as :class:`Server` has it.
         on_ready: called with the bound port once requests are accepted.
     """
     wanted = threading.Event()
     before = {number: signal.signal(number, lambda *_: wanted.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    server = Server(predictors, host, port, limits=limits, http_port=http_port)
+    server = Server(predictors, host, port, limits=limits, http_port=http_port, metrics_port=metrics_port)
     try:
         server.start()
         if on_ready is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from recinfer.serving.limits import Limits
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.raw import read_raw
 from recinfer.serving.registry import ModelRegistry, ServedModel
+from recinfer.serving.stats import RequestStats
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["Call", "InferenceService"]
@@ -61,8 +63,11 @@ class InferenceService:
     to codes.
     """
 
-    def __init__(self, registry: ModelRegistry, limits: Limits | None = None) -> None:
+    def __init__(
+        self, registry: ModelRegistry, limits: Limits | None = None, stats: RequestStats | None = None
+    ) -> None:
         self.registry = registry
+        self.stats = stats or RequestStats()
         self.limits = limits or Limits()
 
     def lookup(self, data: bytes) -> bytes:
@@ -77,14 +82,27 @@ class InferenceService:
 
     def decode_lookup(self, data: bytes) -> Call:
         """A serialized LookupRequest as a call."""
+        return self._timed(self._decode_lookup, data)
+
+    def decode_predict(self, data: bytes) -> Call:
+        """A serialized PredictRequest, of ids or of raw rows, as a call."""
+        return self._timed(self._decode_predict, data)
+
+    def _timed(self, decode: Callable[[bytes], Call], data: bytes) -> Call:
+        start = time.perf_counter()
+        call = decode(data)
+        self.stats.stages.add("decode", time.perf_counter() - start)
+        self.stats.batch.add(call.samples)
+        return call
+
+    def _decode_lookup(self, data: bytes) -> Call:
         request = self._parse(pb.LookupRequest, data)
         model = self.registry.get(request.model, request.version)
         features = codec.decode_features(request.features, self.limits)
         self._check_response_size(model, features)
         return Call("Lookup", model, features, None, None, len(data))
 
-    def decode_predict(self, data: bytes) -> Call:
-        """A serialized PredictRequest, of ids or of raw rows, as a call."""
+    def _decode_predict(self, data: bytes) -> Call:
         request = self._parse(pb.PredictRequest, data)
         model = self.registry.get(request.model, request.version)
         context = None
@@ -116,7 +134,10 @@ class InferenceService:
         else:
             answers = predictor.predict_many([PredictInputs(c.dense, c.features, c.context) for c in calls])
         encode = _lookup_response if calls[0].kind == "Lookup" else _predict_response
-        return [a if isinstance(a, Exception) else encode(call, a) for call, a in zip(calls, answers, strict=True)]
+        start = time.perf_counter()
+        encoded = [a if isinstance(a, Exception) else encode(call, a) for call, a in zip(calls, answers, strict=True)]
+        self.stats.stages.add("encode", time.perf_counter() - start)
+        return encoded
 
     def get_model(self, data: bytes) -> bytes:
         """GetModelRequest -> ModelInfo."""

@@ -1,26 +1,40 @@
-"""Counts what a server answered, by call and code."""
+"""Counts what a server answered, by call and code, and how long its stages took."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
 
+from recinfer.inference.stages import BATCH_BOUNDS, Histogram, HistogramState, Stages
+
 __all__ = ["RequestStats"]
 
 
 class RequestStats:
-    """Requests answered since the start, by (call, gRPC code name). Thread-safe."""
+    """Requests answered since the start, by (call, gRPC code name). Thread-safe.
+
+    Attributes:
+        stages: seconds of decode, queue and encode; lookup and dense are each predictor's own.
+        batch: samples of a request.
+    """
 
     def __init__(self) -> None:
+        self.stages = Stages("decode", "queue", "encode")
+        self.batch = Histogram(BATCH_BOUNDS)
         self._lock = threading.Lock()
         self._requests: Counter[tuple[str, str]] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._latency: dict[str, Histogram] = {}
 
     def add(self, call: str, code: str, seconds: float) -> None:
         """Count one answer to ``call`` with ``code`` after ``seconds`` in the server."""
         with self._lock:
             self._requests[call, code] += 1
             self._seconds[call] += seconds
+            latency = self._latency.get(call)
+            if latency is None:
+                latency = self._latency[call] = Histogram()
+        latency.add(seconds)
 
     def requests(self) -> dict[tuple[str, str], int]:
         """Answers by (call, code)."""
@@ -31,3 +45,9 @@ class RequestStats:
         """Time from the request's arrival in Python to its answer, summed by call."""
         with self._lock:
             return dict(self._seconds)
+
+    def latency(self) -> dict[str, HistogramState]:
+        """The same time as a histogram, by call."""
+        with self._lock:
+            latency = dict(self._latency)
+        return {call: histogram.state() for call, histogram in latency.items()}

@@ -1,0 +1,179 @@
+"""What a server shows of itself: Prometheus text, the status page in a real browser, logs, traces."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from recinfer.errors import InputError
+from recinfer.inference.predictor import Predictor
+from recinfer.inference.stages import Histogram
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.observe import JsonLines, Observer
+from recinfer.serving.server import Server
+from recinfer.serving.stats import RequestStats
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.serving.conftest import ROWS, make_request
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
+parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed (the serve extra)")
+
+
+@pytest.fixture(scope="module")
+def door(predictor: Predictor) -> Iterator[Server]:
+    """The metrics port of a server that has answered a few requests."""
+    with Server({"tiny": predictor}, metrics_port=0) as server, InferenceClient(server.target) as client:
+        for seed in range(3):
+            client.predict(*make_request(seed, 5))
+        _, kjt = make_request(1, 2, keys=["user"])
+        client.lookup(kjt)
+        client.predict(torch.zeros(2, 3), kjt)  # the other features are missing
+        with pytest.raises(InputError):
+            client.lookup(KeyedJaggedTensor(["user"], torch.tensor([99]), lengths=torch.tensor([1])))
+        yield server
+
+
+def get(door: Server, path: str) -> tuple[bytes, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{door.metrics_port}{path}", timeout=10) as answer:
+        return answer.read(), answer.headers
+
+
+def test_prometheus_reads_the_metrics(door: Server, predictor: Predictor):
+    text, headers = get(door, "/metrics")
+    assert headers["Content-Type"].startswith("text/plain")
+    found = {family.name: family for family in parser.text_string_to_metric_families(text.decode())}
+
+    def value(family: str, name: str = "", **labels: str) -> float:
+        own = [s for s in found[family].samples if s.name == (name or family) and labels.items() <= s.labels.items()]
+        assert len(own) == 1, (family, labels, own)
+        return own[0].value
+
+    model = {"model": "tiny", "version": "3"}
+    assert value("recinfer_requests", "recinfer_requests_total", method="Predict", code="OK") == 4
+    assert value("recinfer_stage_seconds", "recinfer_stage_seconds_count", stage="decode") >= 6
+    assert value("recinfer_stage_seconds", "recinfer_stage_seconds_count", stage="dense") >= 4
+    lookups = value("recinfer_stage_seconds", "recinfer_stage_seconds_count", stage="lookup")
+    assert lookups >= 5
+    assert value("recinfer_stage_seconds", "recinfer_stage_seconds_bucket", stage="lookup", le="+Inf") == lookups
+    assert value("recinfer_request_samples", "recinfer_request_samples_sum") >= 19
+    assert value("recinfer_model_mapped_bytes", **model) == predictor.mapped_bytes > 0
+    assert 0 <= value("recinfer_model_age_seconds", **model) < 3600
+    assert value("recinfer_missing_features", "recinfer_missing_features_total", feature="shop", **model) >= 1
+    assert value("recinfer_missing_features", "recinfer_missing_features_total", feature="user", **model) == 0
+    assert value("recinfer_out_of_range_ids", "recinfer_out_of_range_ids_total", feature="user", **model) == 0
+
+
+def test_status_holds_the_plan(door: Server):
+    status = json.loads(get(door, "/status.json")[0])
+    model = status["models"][0]
+    assert (model["name"], model["version"], model["features"]) == ("tiny", "3", len(ROWS))
+    assert [table["name"] for table in model["tables"]] == ["t_user", "t_item", "t_shop"]
+    assert [rank["rank"] for rank in model["ranks"]] == [0, 1]
+    assert sum(rank["cells"] for rank in model["ranks"]) == (50 + 40 + 30) * 8
+
+
+def test_the_page_asks_nobody_else(door: Server):
+    page, headers = get(door, "/")
+    assert b"://" not in page.replace(b"http://www.w3.org/2000/svg", b"")
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+
+
+def test_the_page_in_a_browser(door: Server, tmp_path: Path):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium here (Debian package chromium)")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=4000", "--dump-dom"]
+    run = subprocess.run(
+        [*command, f"http://127.0.0.1:{door.metrics_port}/"], capture_output=True, text=True, timeout=60, check=False
+    )
+    if run.returncode != 0 and "<html" not in run.stdout:
+        pytest.skip(f"chromium does not start here: {run.stderr.strip().splitlines()[-1:]}")
+    for words in ("tiny ", "version 3", "t_item", "Load per rank", ">live<", "INVALID_ARGUMENT", "decode"):
+        assert words in run.stdout, words
+    assert ">no answer from the server<" not in run.stdout
+
+
+def test_a_histogram_counts_between_its_bounds():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.5):
+        histogram.add(value)
+    state = histogram.state()
+    assert (state.counts, state.total, state.count) == ((2, 1, 1), 5.5, 4)
+
+
+def test_requests_are_logged_as_json_with_their_id():
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines())
+    log = logging.getLogger("recinfer.requests")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        observer = Observer(RequestStats(), trace=False)
+        observer.answered("Predict", "OK", 0.0021, headers=(("X-Request-Id", "abc"),), num_bytes=12)
+        observer.answered("Predict", "NOT_FOUND", 0.001, headers=lambda: None)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert first.pop("time").endswith("+00:00")
+    assert first == {
+        "level": "info",
+        "logger": "recinfer.requests",
+        "message": "Predict OK",
+        "request_id": "abc",
+        "call": "Predict",
+        "code": "OK",
+        "ms": 2.1,
+        "bytes": 12,
+        "door": "grpc",
+    }
+    assert len(second["request_id"]) == 32
+    assert observer.stats.requests() == {("Predict", "OK"): 1, ("Predict", "NOT_FOUND"): 1}
+
+
+def test_a_span_has_the_caller_as_its_parent(monkeypatch: pytest.MonkeyPatch):
+    """The names of opentelemetry that are used stand in for the package, which no extra installs."""
+    spans: list[dict[str, Any]] = []
+
+    class Span:
+        def set_status(self, *status: Any) -> None:
+            spans[-1]["status"] = status
+
+        def end(self, end_time: int) -> None:
+            spans[-1]["end"] = end_time
+
+    class Tracer:
+        def start_span(self, name: str, **how: Any) -> Span:
+            spans.append({"name": name, **how})
+            return Span()
+
+    def module(name: str, **names: Any) -> None:
+        made = ModuleType(name)
+        made.__dict__.update(names)
+        monkeypatch.setitem(sys.modules, name, made)
+
+    kinds = type("SpanKind", (), {"SERVER": "server"})
+    codes = type("StatusCode", (), {"ERROR": "error"})
+    trace = ModuleType("trace")
+    trace.__dict__.update(get_tracer=lambda name: Tracer(), SpanKind=kinds, StatusCode=codes)
+    propagate = ModuleType("propagate")
+    propagate.__dict__.update(extract=lambda headers: headers.get("traceparent"))
+    module("opentelemetry", trace=trace, propagate=propagate)
+    Observer(RequestStats(), trace=True).answered("Lookup", "OK", 0.5, headers={"Traceparent": "00-1-2-01"})
+    assert (spans[0]["name"], spans[0]["context"]) == ("recinfer/Lookup", "00-1-2-01")
+    assert spans[0]["end"] - spans[0]["start_time"] == 500_000_000
+    assert "status" not in spans[0]
