@@ -7,8 +7,11 @@ from typing import Annotated
 
 import typer
 
+from recinfer import env
 from recinfer.cli.console import JsonOption, Output
 from recinfer.cli.options import Device
+from recinfer.cli.workers import stop_with_parent, supervise
+from recinfer.errors import ConfigError
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -32,6 +35,23 @@ def run(
         bool, typer.Option("--log-json", help="Log to stderr as JSON, one line a request with its id.")
     ] = False,
     preload: Annotated[bool, typer.Option("--preload", help="Read all pages before the first request.")] = False,
+    lock: Annotated[bool, typer.Option("--lock", help="Also keep them in memory (mlock).")] = False,
+    workers: Annotated[int, typer.Option(min=1, max=256, help="Processes that share the port and the archive.")] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, help="Samples that requests may share a run with.")] = 1024,
+    max_delay_us: Annotated[
+        int, typer.Option(min=0, help="Microseconds a request may wait for others while the server is busy.")
+    ] = 0,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused at once.")] = 512,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with the bearer token of all calls; RECINFER_TOKEN does the same.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="PEM file of the server's certificate chain.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of its key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="PEM file of the authority of clients' certificates (mutual TLS).")
+    ] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without a token.")] = False,
+    worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Serve lookups and predictions of an archive over gRPC, with health and reflection.
@@ -40,7 +60,23 @@ def run(
 
     Ctrl-C and SIGTERM finish the requests in flight and stop.
     """
+    from recinfer.serving.security import Security, read_token
+
+    security = Security(
+        token=env.token() if token_file is None else read_token(token_file),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        client_ca=tls_client_ca,
+        insecure=insecure,
+    )
+    security.check_host(host)
+    if workers > 1 and not worker:
+        if metrics_port is not None:
+            raise ConfigError("metrics_port: got one port for several workers; leave out --metrics-port or --workers")
+        supervise(workers, host, port, Output(as_json))
+        return
     from recinfer.inference.predictor import load
+    from recinfer.serving.batcher import BatchConfig
     from recinfer.serving.observe import log_as_json
     from recinfer.serving.server import serve
 
@@ -48,7 +84,7 @@ def run(
         log_as_json()
 
     output = Output(as_json)
-    predictor = load(archive, device=device.value, preload=preload)
+    predictor = load(archive, device=device.value, preload=preload, lock=lock)
     manifest = predictor.manifest
 
     def ready(bound: int) -> None:
@@ -73,6 +109,10 @@ def run(
         host=host,
         port=port,
         http_port=http_port,
+        batching=BatchConfig(max_batch=max_batch, max_delay_us=max_delay_us, max_queue=max_queue),
+        security=security,
+        share_port=worker,
+        stop=stop_with_parent() if worker else None,
         metrics_port=metrics_port,
         on_ready=ready,
     )

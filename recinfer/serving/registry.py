@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from recinfer.errors import ConfigError, NotFoundError
+from recinfer.errors import ConfigError, InputError, NotFoundError
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
@@ -20,7 +22,7 @@ class ServedModel:
 
     Attributes:
         name: what requests call it; need not be the name in its archive.
-        version: the version in its archive's manifest.
+        version: what requests call it: the version in its archive's manifest, or its folder in the model store.
         predictor: runs it.
         pooled_width: sum of the widths of its pooled features.
         sequence_width: sum of the widths of its unpooled features.
@@ -33,12 +35,12 @@ class ServedModel:
     sequence_width: int
 
     @classmethod
-    def of(cls, name: str, predictor: Predictor) -> ServedModel:
-        """Wrap ``predictor`` under ``name``."""
+    def of(cls, name: str, predictor: Predictor, version: str = "") -> ServedModel:
+        """Wrap ``predictor`` under ``name``, and ``version`` unless it is its archive's."""
         widths = [(feature.dim, feature.pooled) for feature in predictor.features]
         return cls(
             name=name,
-            version=predictor.manifest.version,
+            version=version or predictor.manifest.version,
             predictor=predictor,
             pooled_width=sum(dim for dim, pooled in widths if pooled),
             sequence_width=sum(dim for dim, pooled in widths if not pooled),
@@ -56,8 +58,25 @@ class ServedModel:
         return pooled, sequence
 
 
+@dataclass(frozen=True)
+class _Versions:
+    """The versions of one model; ``weights`` sum to more than 0, and ``before`` are those that they replaced."""
+
+    by_name: Mapping[str, ServedModel]
+    weights: Mapping[str, int]
+    before: Mapping[str, int] | None = None
+
+    def choose(self) -> ServedModel:
+        """A version, as often as its weight says."""
+        if len(self.weights) == 1:
+            return self.by_name[next(iter(self.weights))]
+        return self.by_name[random.choices(list(self.weights), list(self.weights.values()))[0]]
+
+
 class ModelRegistry:
     """The served models by name and version; the first one added is the default.
+
+    Readers take no lock: every change builds the new state beside the old one and puts it in place at once. Thread-safe.
 
     Args:
         predictors: name -> predictor.
@@ -69,31 +88,116 @@ class ModelRegistry:
     def __init__(self, predictors: Mapping[str, Predictor]) -> None:
         if not predictors or not all(predictors):
             raise ConfigError(f"models: got {list(predictors)}, expected at least one model, each with a name")
-        self._default = next(iter(predictors))
-        self._models = {name: {"": ServedModel.of(name, predictor)} for name, predictor in predictors.items()}
-        for versions in self._models.values():
-            versions[versions[""].version] = versions[""]
+        self._lock = threading.Lock()
+        self._models: dict[str, _Versions] = {}
+        for name, predictor in predictors.items():
+            self.add(ServedModel.of(name, predictor))
 
     def names(self) -> list[str]:
         """The names of all models, the default first."""
         return list(self._models)
 
+    def versions(self, name: str) -> dict[str, ServedModel]:
+        """The versions of a model, the oldest here first; raises NotFoundError."""
+        return dict(self._of(self._models, name).by_name)
+
+    def weights(self, name: str) -> dict[str, int]:
+        """The versions that requests without a version go to, each with its weight; raises NotFoundError."""
+        return dict(self._of(self._models, name).weights)
+
     def get(self, name: str = "", version: str = "") -> ServedModel:
-        """The model ``name`` (empty: the default one) at ``version`` (empty: its default one).
+        """The model ``name`` (empty: the default one) at ``version`` (empty: one of those with a weight).
 
         Raises:
             NotFoundError: there is none; the message lists what there is.
         """
-        versions = self._models.get(name or self._default)
+        versions = self._of(self._models, name)
+        if not version:
+            return versions.choose()
+        self._check_version(name, versions, version)
+        return versions.by_name[version]
+
+    def add(self, model: ServedModel) -> None:
+        """Serve ``model``: on its version's name alone where there are other versions, else as the default one.
+
+        Raises:
+            InputError: that version is here already.
+        """
+        with self._lock:
+            here = self._models.get(model.name)
+            if here is not None and model.version in here.by_name:
+                raise InputError(
+                    f"version: {model.version!r} of model {model.name!r} is loaded already; unload it first"
+                )
+            if here is None:
+                new = _Versions({model.version: model}, {model.version: 1})
+            else:
+                new = replace(here, by_name={**here.by_name, model.version: model})
+            self._models = {**self._models, model.name: new}
+
+    def remove(self, name: str, version: str) -> None:
+        """Forget a version; who has it goes on with it.
+
+        Raises:
+            NotFoundError: there is none.
+            InputError: requests without a version go to it, or it is the last model.
+        """
+        with self._lock:
+            versions = self._of(self._models, name)
+            self._check_version(name, versions, version)
+            name = name or next(iter(self._models))
+            left = {v: model for v, model in versions.by_name.items() if v != version}
+            if not left and len(self._models) == 1:
+                raise InputError(f"version: {version!r} of {name!r} is the last one served; load another first")
+            if left and version in versions.weights:
+                raise InputError(
+                    f"version: {version!r} of model {name!r} has weight {versions.weights[version]}; "
+                    f"set another default first: {', '.join(map(repr, left))}"
+                )
+            models = {key: value for key, value in self._models.items() if key != name or left}
+            if left:
+                before = versions.before if versions.before and version not in versions.before else None
+                models[name] = _Versions(left, versions.weights, before)
+            self._models = models
+
+    def set_weights(self, name: str, weights: Mapping[str, int]) -> None:
+        """Spread requests without a version over versions by weight.
+
+        Raises:
+            NotFoundError: a model or version that is not here.
+            InputError: no weight above 0.
+        """
+        with self._lock:
+            versions = self._of(self._models, name)
+            for version in weights:
+                self._check_version(name, versions, version)
+            positive = {version: weight for version, weight in weights.items() if weight > 0}
+            if not positive:
+                raise InputError(f"weights: got {dict(weights)}, expected at least one above 0")
+            new = _Versions(versions.by_name, positive, versions.weights)
+            self._models = {**self._models, name or next(iter(self._models)): new}
+
+    def rollback(self, name: str) -> None:
+        """Bring back the weights that the last ``set_weights`` replaced; raises NotFoundError, InputError."""
+        with self._lock:
+            versions = self._of(self._models, name)
+            if versions.before is None:
+                raise InputError(f"model: {name!r} has nothing to go back to")
+            new = _Versions(versions.by_name, versions.before, versions.weights)
+            self._models = {**self._models, name or next(iter(self._models)): new}
+
+    @staticmethod
+    def _of(models: Mapping[str, _Versions], name: str) -> _Versions:
+        versions = models.get(name) if name else next(iter(models.values()))
         if versions is None:
-            raise NotFoundError(f"model: got {_short(name)}, expected one of {', '.join(map(repr, self._models))}")
-        model = versions.get(version)
-        if model is None:
-            known = ", ".join(repr(v) for v in versions if v)
-            raise NotFoundError(
-                f"version: got {_short(version)} of model {name or self._default!r}, expected one of {known}"
-            )
-        return model
+            raise NotFoundError(f"model: got {_short(name)}, expected one of {', '.join(map(repr, models))}")
+        return versions
+
+    def _check_version(self, name: str, versions: _Versions, version: str) -> None:
+        if version not in versions.by_name:
+            known = ", ".join(map(repr, versions.by_name))
+            of = name or next(iter(self._models))
+            raise NotFoundError(f"version: got {_short(version)} of model {of!r}, expected one of {known}")
 
 
 def _short(text: str) -> str:

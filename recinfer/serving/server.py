@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import grpc
@@ -21,6 +22,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from recinfer.errors import InputError, UnavailableError
+from recinfer.serving.address import check_address
+from recinfer.serving.batcher import BatchConfig, Batcher
 from recinfer.serving.limits import Limits
 from recinfer.serving.loop import run_on_loop
 from recinfer.serving.observe import Observer
@@ -29,6 +32,8 @@ from recinfer.serving.open_inference_grpc import OpenInference
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.proto import open_inference_pb2
 from recinfer.serving.registry import ModelRegistry
+from recinfer.serving.retry import retry_info
+from recinfer.serving.security import Security, TokenInterceptor
 from recinfer.serving.service import InferenceService
 from recinfer.serving.status import status_of
 
@@ -47,6 +52,9 @@ _log = logging.getLogger(__name__)
 # than running it. A larger one goes to the pool, so that the loop stays free for the small ones and for health.
 _INLINE_BYTES = 32 << 10
 _STOP_SLACK_S = 5.0
+_HANDSHAKE_MS, _KEEPALIVE_MS = 10_000, 60_000
+# time.monotonic() after which the caller of this task's call does not wait any more; every call is a task of its own.
+_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 _Answer = Callable[[bytes], Awaitable[bytes]]
 _Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
@@ -57,12 +65,15 @@ class Server:
 
     Args:
         predictors: name -> predictor; the first is the default model.
-        host: address to listen on. The default is reachable from this machine only; there is no authentication.
+        host: address to listen on. The default is reachable from this machine only.
         port: TCP port; 0 takes a free one.
         limits: bounds on requests.
         threads: threads for large requests; None: one a core, at most 4.
         http_port: TCP port of the Open Inference Protocol's REST form, 0 takes a free one; None: no HTTP.
         metrics_port: TCP port of Prometheus metrics and the status page, 0 takes a free one; None: no metrics.
+        batching: how requests share runs.
+        security: TLS and token; a host beyond loopback needs one (or ``insecure``).
+        share_port: other processes may listen on the same port (SO_REUSEPORT); the system spreads connections.
 
     >>> server = Server({"movies": recinfer.load("movies.rqa")}).start()    # doctest: +SKIP
     >>> InferenceClient(f"127.0.0.1:{server.port}").lookup(features)        # doctest: +SKIP
@@ -79,9 +90,15 @@ class Server:
         threads: int | None = None,
         http_port: int | None = None,
         metrics_port: int | None = None,
+        batching: BatchConfig | None = None,
+        security: Security | None = None,
+        share_port: bool = False,
     ) -> None:
         if not 0 <= port <= 65535:
             raise InputError(f"port: got {port}, expected 0 to 65535")
+        self._security = security or Security()
+        self._security.check_host(host)
+        self._share_port = share_port
         self.service = InferenceService(ModelRegistry(predictors), limits)
         self.stats = self.service.stats
         self.observer = Observer(self.stats)
@@ -91,11 +108,9 @@ class Server:
         self._server: grpc.aio.Server | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._health: health.aio.HealthServicer | None = None
-        self._calls = {
-            "Lookup": self.service.lookup,
-            "Predict": self.service.predict,
-            "GetModel": self.service.get_model,
-        }
+        self._decoders = {"Lookup": self.service.decode_lookup, "Predict": self.service.decode_predict}
+        self._batching = batching or BatchConfig()
+        self.batcher: Batcher | None = None
         self.open_inference = OpenInference(
             self.service.registry, self.service.limits, self._ask, lambda: self._server is not None
         )
@@ -140,11 +155,19 @@ class Server:
     async def _start(self) -> None:
         limits = self.service.limits
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="recinfer-request")
+        self._decode_pool = ThreadPoolExecutor(1, thread_name_prefix="recinfer-decode")
+        self.batcher = Batcher(self.service.run, self._pool, self._threads, self._batching)
         server = grpc.aio.server(
+            interceptors=[TokenInterceptor(self._security)] if self._security.token is not None else [],
             options=[
                 ("grpc.max_receive_message_length", limits.max_message_bytes),
                 ("grpc.max_send_message_length", -1),  # bounded by max_response_bytes, before anything is computed
-                ("grpc.so_reuseport", 0),  # a second server on a taken port must fail, not share it
+                ("grpc.so_reuseport", int(self._share_port)),  # else a second server on a taken port must fail
+                ("grpc.max_concurrent_streams", limits.max_concurrent),
+                # Clients that are slow to say hello, or gone without a word.
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", _HANDSHAKE_MS),
             ],
             maximum_concurrent_rpcs=limits.max_concurrent,
         )
@@ -153,9 +176,14 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server, _pool_of_everything())
-        _check_address(self.host, self._port)
+        if not self._share_port:
+            check_address(self.host, self._port)
+        credentials = self._security.credentials()
         try:
-            self._port = server.add_insecure_port(self.target)
+            if credentials is None:
+                self._port = server.add_insecure_port(self.target)
+            else:
+                self._port = server.add_secure_port(self.target, credentials)
         except RuntimeError as error:  # taken since the check
             raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
         await server.start()
@@ -176,13 +204,21 @@ class Server:
         if self._metrics is not None:
             await self._metrics.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._decode_pool.shutdown(wait=False, cancel_futures=True)
 
     async def _start_http(self, port: int, server: grpc.aio.Server) -> None:
         from recinfer.serving.open_inference_http import HttpDoor
 
-        _check_address(self.host, port)
+        if not self._share_port:
+            check_address(self.host, port)
         self._http = HttpDoor(
-            self.open_inference, self.host, port, observe=functools.partial(self.observer.answered, door="http")
+            self.open_inference,
+            self.host,
+            port,
+            token=self._security.token or "",
+            tls=self._security.tls_context(),
+            reuse_port=self._share_port,
+            observe=functools.partial(self.observer.answered, door="http"),
         )
         await self._http.start()
         self.http_port = self._http.port
@@ -191,16 +227,23 @@ class Server:
         from recinfer.serving.metrics import ServerMetrics
         from recinfer.serving.metrics_http import MetricsDoor
 
-        _check_address(self.host, port)
+        check_address(self.host, port)
         self._metrics = MetricsDoor(ServerMetrics(self.stats, self.service.registry), self.host, port)
         await self._metrics.start()
         self.metrics_port = self._metrics.port
 
     async def _ask(self, call: str, data: bytes) -> bytes:
-        answer = self._calls[call]
+        decode = self._decoders.get(call)
+        if decode is None:
+            return self.service.get_model(data)
+        assert self.batcher is not None
         if len(data) <= _INLINE_BYTES:
-            return answer(data)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, answer, data)
+            self.batcher.admit(len(data))
+            work = decode(data)
+        else:
+            with self.batcher.place(len(data)):
+                work = await asyncio.get_running_loop().run_in_executor(self._decode_pool, decode, data)
+        return await self.batcher.submit(work, _deadline.get())
 
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         # Bytes in, bytes out: parsing happens in the service, so that its errors get a code and a message of ours.
@@ -211,13 +254,16 @@ class Server:
             }
             return grpc.method_handlers_generic_handler(service, methods)
 
-        ours = {call: functools.partial(self._ask, call) for call in self._calls}
+        ours = {call: functools.partial(self._ask, call) for call in (*self._decoders, "GetModel")}
         return handlers(SERVICE_NAME, ours), handlers(OPEN_INFERENCE, self.open_inference.calls())
 
     def _handler(self, call: str, answer: _Answer) -> _Handler:
         async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
             start = time.perf_counter()
             code = "CANCELLED"
+            left = context.time_remaining()
+            if left is not None:
+                _deadline.set(time.monotonic() + left)
             try:
                 response = await answer(data)
                 code = "OK"
@@ -227,7 +273,7 @@ class Server:
                 code = status.code
                 if code == "INTERNAL":
                     _log.exception("%s failed on a request of %d bytes", call, len(data))
-                await context.abort(grpc.StatusCode[code], status.message)
+                await context.abort(grpc.StatusCode[code], status.message, retry_info(error, status.message))
                 raise  # not reached: abort raises
             finally:
                 spent = time.perf_counter() - start
@@ -244,18 +290,6 @@ def _pool_of_everything() -> DescriptorPool:
     return pool
 
 
-def _check_address(host: str, port: int) -> None:
-    """Bind and release the address: the system says why it cannot be had, gRPC does not."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise UnavailableError(
-            f"cannot listen on {host}:{port}: {reason}; choose another port (0: a free one) or host"
-        ) from None
-
-
 def serve(
     predictors: Mapping[str, Predictor],
     host: str = "127.0.0.1",
@@ -264,18 +298,33 @@ def serve(
     limits: Limits | None = None,
     http_port: int | None = None,
     metrics_port: int | None = None,
+    batching: BatchConfig | None = None,
+    security: Security | None = None,
+    share_port: bool = False,
     grace: float = 10.0,
     on_ready: Callable[[int], None] | None = None,
+    stop: threading.Event | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT (Ctrl-C), then drain for up to ``grace`` seconds. Call from the main thread.
 
     Args:
-        http_port, metrics_port: as :class:`Server` has it.
+        http_port, metrics_port, batching, security, share_port: as :class:`Server` has them.
+        stop: set by someone else to end serving, as a signal does.
         on_ready: called with the bound port once requests are accepted.
     """
-    wanted = threading.Event()
+    wanted = stop or threading.Event()
     before = {number: signal.signal(number, lambda *_: wanted.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    server = Server(predictors, host, port, limits=limits, http_port=http_port, metrics_port=metrics_port)
+    server = Server(
+        predictors,
+        host,
+        port,
+        limits=limits,
+        http_port=http_port,
+        metrics_port=metrics_port,
+        batching=batching,
+        security=security,
+        share_port=share_port,
+    )
     try:
         server.start()
         if on_ready is not None:

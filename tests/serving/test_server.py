@@ -26,6 +26,7 @@ from recinfer.serving.client import InferenceClient
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.proto import inference_pb2_grpc
+from recinfer.serving.security import Security
 from recinfer.serving.server import SERVICE_NAME, Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.conftest import DIM, NUM_DENSE, ROWS, make_request
@@ -199,7 +200,7 @@ def test_listens_on_loopback_and_refuses_a_taken_port(server: Server, predictor:
     with pytest.raises(UnavailableError, match=f"127.0.0.1:{server.port}.*in use.*another port"):
         Server({"tiny": predictor}, port=server.port).start()
     with pytest.raises(UnavailableError, match=r"cannot listen on 192\.0\.2\.1"):
-        Server({"tiny": predictor}, host="192.0.2.1").start()
+        Server({"tiny": predictor}, host="192.0.2.1", security=Security(insecure=True)).start()
     with pytest.raises(InputError, match="port: got 70000"):
         Server({"tiny": predictor}, port=70_000)
     with pytest.raises(ConfigError, match="at least one model"):

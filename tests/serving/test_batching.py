@@ -1,0 +1,261 @@
+"""The queue in front of the runs: what merges, what is refused, what is not run; on a real server and on its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from recinfer.errors import ConfigError, DeadlineError, InputError, OverloadedError
+from recinfer.inference.predictor import Predictor
+from recinfer.serving import codec
+from recinfer.serving.batcher import BatchConfig, Batcher
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.server import SERVICE_NAME, Server
+from tests.serving.conftest import make_request
+
+
+@dataclass(eq=False)
+class Work:
+    """A request of ``samples`` samples; large ``bytes`` make it run in a thread."""
+
+    lane: Any = "a"
+    samples: int = 1
+    bytes: int = 1 << 20
+
+
+class Runs:
+    """Records what runs together; each run waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Work]] = []
+        self.gate = threading.Event()
+
+    def __call__(self, works: Sequence[Work]) -> list[Any]:
+        self.batches.append(list(works))
+        assert self.gate.wait(10)
+        return [InputError("bad") if work.samples == 13 else work for work in works]
+
+
+def drive(scenario: Callable[[Batcher, Runs], Any], threads: int = 1, **config: int) -> Runs:
+    runs = Runs()
+
+    async def main() -> None:
+        with ThreadPoolExecutor(threads) as pool:
+            batcher = Batcher(runs, pool, threads, BatchConfig(**config))
+            try:
+                await asyncio.wait_for(scenario(batcher, runs), 20)
+            finally:
+                runs.gate.set()
+            assert (batcher.state.waiting, batcher.state.running) == (0, 0)
+
+    asyncio.run(main())
+    return runs
+
+
+async def busy(batcher: Batcher, work: Work | None = None) -> asyncio.Task[Any]:
+    task = asyncio.create_task(batcher.submit(work or Work()))
+    while not batcher.state.running:
+        await asyncio.sleep(0.001)
+    return task
+
+
+def test_what_waits_runs_together_up_to_max_batch():
+    async def scenario(batcher: Batcher, runs: Runs) -> None:
+        first = await busy(batcher)
+        waiting = [asyncio.create_task(batcher.submit(Work(samples=n))) for n in (3, 3, 3, 50, 1)]
+        await asyncio.sleep(0.01)
+        runs.gate.set()
+        await asyncio.gather(first, *waiting)
+
+    runs = drive(scenario, max_batch=8)
+    assert [[w.samples for w in batch] for batch in runs.batches] == [[1], [3, 3], [3], [50], [1]]
+
+
+def test_lanes_take_turns():
+    async def scenario(batcher: Batcher, runs: Runs) -> None:
+        first = await busy(batcher)
+        waiting = [asyncio.create_task(batcher.submit(Work("a", 4))) for _ in range(4)]
+        await asyncio.sleep(0)
+        waiting += [asyncio.create_task(batcher.submit(Work("b", 4))) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        runs.gate.set()
+        await asyncio.gather(first, *waiting)
+
+    runs = drive(scenario, max_batch=8)
+    assert [batch[0].lane for batch in runs.batches[1:]] == ["a", "b", "a"]
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
+    async def scenario(batcher: Batcher, runs: Runs) -> None:
+        first = await busy(batcher)
+        waiting = [asyncio.create_task(batcher.submit(Work())) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="3 requests waiting") as caught:
+            await batcher.submit(Work())
+        assert 0 < caught.value.retry_after < 60
+        with pytest.raises(OverloadedError):
+            batcher.admit(1)
+        assert batcher.state.refused == 2
+        runs.gate.set()
+        await asyncio.gather(first, *waiting)
+        await batcher.submit(Work())
+
+    drive(scenario, max_queue=3)
+
+
+def test_the_queue_is_bounded_in_bytes_too():
+    async def scenario(batcher: Batcher, runs: Runs) -> None:
+        first = await busy(batcher)
+        waiting = asyncio.create_task(batcher.submit(Work()))
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError):
+            await batcher.submit(Work())
+        runs.gate.set()
+        await asyncio.gather(first, waiting)
+
+    drive(scenario, max_queue_bytes=3 << 19)
+
+
+def test_a_request_past_its_deadline_is_not_run():
+    late = Work(samples=7)
+
+    async def scenario(batcher: Batcher, runs: Runs) -> None:
+        first = await busy(batcher)
+        waiting = asyncio.create_task(batcher.submit(late, time.monotonic() + 0.02))
+        await asyncio.sleep(0.05)
+        runs.gate.set()
+        await first
+        with pytest.raises(DeadlineError):
+            await waiting
+        with pytest.raises(DeadlineError):
+            await batcher.submit(late, time.monotonic() - 1)
+        assert batcher.state.expired == 2
+
+    assert all(late not in batch for batch in drive(scenario).batches)
+
+
+def test_who_goes_away_frees_the_place():
+    gone = Work(samples=7)
+
+    async def scenario(batcher: Batcher, runs: Runs) -> None:
+        first = await busy(batcher)
+        waiting = asyncio.create_task(batcher.submit(gone))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.sleep(0.01)
+        assert batcher.state.waiting == 0
+        runs.gate.set()
+        await first
+
+    assert all(gone not in batch for batch in drive(scenario, max_queue=1).batches)
+
+
+def test_an_error_is_its_requests_own():
+    async def scenario(batcher: Batcher, runs: Runs) -> None:
+        first = await busy(batcher)
+        works = [Work(samples=n) for n in (1, 13, 2)]
+        waiting = [asyncio.create_task(batcher.submit(work)) for work in works]
+        await asyncio.sleep(0.01)
+        runs.gate.set()
+        answers = await asyncio.gather(first, *waiting, return_exceptions=True)
+        assert [answers[1], answers[3]] == [works[0], works[2]]
+        assert isinstance(answers[2], InputError)
+
+    assert len(drive(scenario).batches) == 2
+
+
+def test_a_request_alone_does_not_wait():
+    async def scenario(batcher: Batcher, runs: Runs) -> None:
+        runs.gate.set()
+        start = time.monotonic()
+        await batcher.submit(Work(bytes=10))
+        assert time.monotonic() - start < 0.5
+
+    drive(scenario, max_delay_us=2_000_000)
+
+
+def test_bounds_are_checked():
+    with pytest.raises(ConfigError, match="max_batch: got 0"):
+        BatchConfig(max_batch=0)
+    assert BatchConfig(max_delay_us=0).max_delay_us == 0
+
+
+def hold(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """The first run of the real predictor waits; returns (set when it has begun, set to let it go on)."""
+    begun, go_on = threading.Event(), threading.Event()
+    real = type(predictor).lookup
+
+    def lookup(self: Predictor, kjt: Any) -> Any:
+        begun.set()
+        assert go_on.wait(20)
+        return real(self, kjt)
+
+    monkeypatch.setattr(type(predictor), "lookup", lookup)
+    return begun, go_on
+
+
+def test_overload_on_the_wire(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+    begun, go_on = hold(predictor, monkeypatch)
+    big = codec.encode_lookup_request(make_request(0, 4000)[1])
+    small = codec.encode_lookup_request(make_request(1, 2)[1])
+    config = BatchConfig(max_queue=2)
+    with (
+        Server({"tiny": predictor}, threads=1, batching=config) as server,
+        grpc.insecure_channel(server.target) as channel,
+    ):
+        lookup = channel.unary_unary(f"/{SERVICE_NAME}/Lookup")
+        running = lookup.future(big, timeout=20)
+        assert begun.wait(10)
+        waiting = [lookup.future(small, timeout=20) for _ in range(2)]
+        until(lambda: server.batcher.state.waiting == 2)
+        start = time.monotonic()
+        with pytest.raises(grpc.RpcError) as caught:
+            lookup(small, timeout=10)
+        assert time.monotonic() - start < 2
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        trailing = dict(caught.value.trailing_metadata())
+        assert int(trailing["grpc-retry-pushback-ms"]) > 0
+        assert b"google.rpc.RetryInfo" in trailing["grpc-status-details-bin"]
+        waiting.pop().cancel()  # a client that goes away frees its place
+        until(lambda: server.batcher.state.waiting == 1)
+        waiting.append(lookup.future(small, timeout=20))
+        go_on.set()
+        expected = predictor.lookup(make_request(1, 2)[1]).pooled.values()
+        assert running.result()
+        for answer in waiting:
+            assert torch.equal(codec.decode_lookup_response(answer.result())[0].values(), expected)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_concurrent_requests_share_runs_and_a_bad_one_fails_alone(predictor: Predictor):
+    requests = [make_request(seed, 1 + seed % 7) for seed in range(200)]
+    with Server({"tiny": predictor}) as server, InferenceClient(server.target) as client:
+
+        def ask(at: int) -> None:
+            dense, kjt = requests[at]
+            if at % 10 == 3:
+                with pytest.raises(InputError, match="sample 0, column 0 is nan"):
+                    client.predict(torch.full_like(dense, float("nan")), kjt)
+                return
+            expected = predictor.predict(dense, kjt)["output"]
+            torch.testing.assert_close(client.predict(dense, kjt)["output"], expected, rtol=0, atol=1e-6)
+
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(ask, range(200)))
+        assert server.batcher.state.requests == 200
+        assert server.stats.requests()["Predict", "INVALID_ARGUMENT"] == 20

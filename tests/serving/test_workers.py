@@ -1,0 +1,150 @@
+"""Processes that share a port: one killed under load fails its own requests alone and comes back; SIGTERM drains all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from recinfer.errors import UnavailableError
+from recinfer.serving import codec
+from recinfer.serving.server import SERVICE_NAME
+from recinfer.serving.supervisor import Supervisor
+from tests.serving.conftest import make_request
+
+pytestmark = pytest.mark.skipif(not hasattr(__import__("socket"), "SO_REUSEPORT"), reason="needs SO_REUSEPORT")
+
+
+@contextmanager
+def supervised(archive: Path, workers: int = 2) -> Iterator[tuple[Supervisor, str, list[str]]]:
+    """A supervisor in this process, with real worker processes."""
+    said: list[str] = []
+    ready = threading.Event()
+
+    def command(port: int) -> list[str]:
+        serve = ["-m", "recinfer", "serve", str(archive), "--worker", "--json", "--port", str(port)]
+        return [sys.executable, *serve]
+
+    supervisor = Supervisor(command, workers, "127.0.0.1", 0, tell=said.append)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            supervisor.run(lambda answer: ready.set())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert ready.wait(90), failed
+        yield supervisor, f"127.0.0.1:{supervisor.port}", said
+    finally:
+        supervisor.stop()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert not failed
+
+
+class Load:
+    """Callers with a connection each, one request after another; counts the answers by code."""
+
+    def __init__(self, target: str, callers: int) -> None:
+        self.target, self.codes, self._stop = target, {}, threading.Event()
+        self._threads = [threading.Thread(target=self._call, args=(n,)) for n in range(callers)]
+
+    def _call(self, number: int) -> None:
+        dense, kjt = make_request(number, 2)
+        data = codec.encode_predict_request(dense, kjt)
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50)]
+        with grpc.insecure_channel(self.target, options=options) as channel:
+            predict = channel.unary_unary(f"/{SERVICE_NAME}/Predict")
+            while not self._stop.is_set():
+                try:
+                    predict(data, timeout=10, wait_for_ready=True)
+                    code = "OK"
+                except grpc.RpcError as error:
+                    code = error.code().name
+                self.codes[code] = self.codes.get(code, 0) + 1
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(20)
+
+
+def until(condition: Any, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_killed_worker_fails_its_own_requests_and_comes_back(archive: Path):
+    with supervised(archive) as (supervisor, target, said):
+        with Load(target, 6) as load:
+            until(lambda: load.codes.get("OK", 0) > 50)
+            victim = supervisor.pids[0]
+            os.kill(victim, signal.SIGKILL)
+            before = load.codes["OK"]
+            until(lambda: load.codes["OK"] > before + 50)  # the other one serves on
+            until(lambda: any("serves again" in line for line in said))
+        assert set(load.codes) <= {"OK", "UNAVAILABLE"}, load.codes
+        assert load.codes.get("UNAVAILABLE", 0) <= 6
+        assert f"process {victim}) was killed by SIGKILL" in said[0]
+        assert len(supervisor.pids) == 2
+        assert victim not in supervisor.pids
+
+
+def test_a_worker_that_cannot_start_ends_the_supervisor_with_its_reason(tmp_path: Path):
+    def command(port: int) -> list[str]:
+        return [sys.executable, "-m", "recinfer", "serve", str(tmp_path), "--worker", "--json", "--port", str(port)]
+
+    with pytest.raises(UnavailableError, match=r"exit code 2 before it was ready: .*manifest"):
+        Supervisor(command, 2, "127.0.0.1", 0).run()
+
+
+def test_the_command_drains_all_workers_on_sigterm(archive: Path):
+    command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--workers", "2", "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        ready = json.loads(process.stdout.readline())
+        assert ready["workers"] == 2
+        with Load(f"127.0.0.1:{ready['port']}", 4) as load:
+            until(lambda: load.codes.get("OK", 0) > 20)
+            # Callers stop first, so what is in flight is answered and nobody meets a closed port.
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert set(load.codes) == {"OK"}
+    assert "Traceback" not in err
+
+
+def test_workers_end_with_their_supervisor(archive: Path):
+    with subprocess.Popen(
+        [sys.executable, "-m", "recinfer", "serve", str(archive), "--worker", "--json", "--port", "0"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert "port" in json.loads(process.stdout.readline())
+        process.stdin.close()
+        assert process.wait(30) == 0
