@@ -265,7 +265,9 @@ def main() -> None:
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.make:
-        write_checkpoint(build(int(args.size * 2**30 / (4 * DIM))), args.make, args.changed if args.make.stem == "new" else 0)
+        write_checkpoint(
+            build(int(args.size * 2**30 / (4 * DIM))), args.make, args.changed if args.make.stem == "new" else 0
+        )
         return
     with tempfile.TemporaryDirectory(prefix="recinfer-bench-", dir=args.folder) as folder:
         results = run(Path(folder), args.size, args.changed)

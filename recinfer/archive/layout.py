@@ -14,7 +14,16 @@ from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan
 from recinfer.errors import ArchiveError
 from recinfer.quant.packing import row_bytes
 
-__all__ = ["PHASE", "SHARD_FORMAT", "Piece", "RankLayout", "layout_rank", "pieces_by_rank", "read_rank_layout"]
+__all__ = [
+    "PHASE",
+    "SHARD_FORMAT",
+    "Piece",
+    "RankLayout",
+    "layout_rank",
+    "pieces_by_rank",
+    "read_rank_layout",
+    "tensor_spans",
+]
 
 PHASE = 4096
 """File offsets of shards are congruent to ``row_start * row_bytes`` modulo this, the page size of most machines."""
@@ -113,7 +122,7 @@ def read_rank_layout(file: BinaryIO, size: int, expected: Iterable[Piece], rank:
         raise ArchiveError(f"{what}: the header ends after {len(text)} of {length} bytes", rule="S1")
     entries = loads(text, f"{what} (header)")
     _check_metadata(entries.pop("__metadata__", None), plan_hash, rank, what)
-    spans = _check_spans(entries, size - 8 - length, what)
+    spans = tensor_spans(entries, size - 8 - length, what)
     placed = []
     for piece in expected:
         begin = spans.pop(piece.key, None)
@@ -145,7 +154,7 @@ def _check_metadata(metadata: Any, plan_hash: str, rank: int, what: str) -> None
         raise ArchiveError(f"{what}: __metadata__ is {str(metadata)[:200]}; expected {expected}", rule="S2")
 
 
-def _check_spans(entries: dict[str, Any], data_bytes: int, what: str) -> dict[str, int]:
+def tensor_spans(entries: dict[str, Any], data_bytes: int, what: str) -> dict[str, int]:
     """Tensor name -> first byte in the data; the tensors tile the data (S2, S3)."""
     spans: list[tuple[int, int, str]] = []
     for key, entry in entries.items():

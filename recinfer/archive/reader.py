@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,16 @@ class Archive:
         manifest: what is inside.
         plan: where each rectangle is.
         layouts: the checked shard files, one a rank.
+        manifest_sha256: of manifest.json, which lists the hashes of all else: what deltas name as their base.
+        replaced: files that deltas have replaced, by path; the manifest is then the one after them.
     """
 
     root: Path
     manifest: Manifest
     plan: Plan
     layouts: tuple[RankLayout, ...]
+    manifest_sha256: str = ""
+    replaced: Mapping[str, bytes] = field(default_factory=dict)
 
     def map_shards(
         self,
@@ -70,6 +74,8 @@ class Archive:
         Raises:
             ArchiveError: F2 to F5, F7.
         """
+        if path in self.replaced:
+            return self.replaced[path]
         listed = {file.path: file for file in self.manifest.files}
         if path not in listed:
             raise ArchiveError(f"{path!r} is not a file of this archive", rule="F7")
@@ -116,7 +122,8 @@ def open_archive(path: str | os.PathLike[str], *, check_hashes: bool = False) ->
                 f"{file.path!r} has {size} bytes; expected {file.bytes}; it is cut or damaged", rule="F4"
             )
     plan = _read_plan(root, manifest)
-    archive = Archive(root, manifest, plan, tuple(_read_layouts(root, manifest, plan)))
+    digest = hashlib.sha256(text).hexdigest()
+    archive = Archive(root, manifest, plan, tuple(_read_layouts(root, manifest, plan)), digest)
     if check_hashes:
         for file in manifest.files:
             archive.check_hash(file)

@@ -7,7 +7,22 @@ from typing import Annotated
 import typer
 
 from recinfer import __version__
-from recinfer.cli import calibrate, demo, export, inspect, lookup, mar, plan, predict, reshard, serve, train, verify
+from recinfer.cli import (
+    bench,
+    calibrate,
+    delta,
+    demo,
+    export,
+    inspect,
+    lookup,
+    mar,
+    plan,
+    predict,
+    reshard,
+    serve,
+    train,
+    verify,
+)
 from recinfer.cli.console import set_debug, verb
 
 __all__ = ["app", "main"]
@@ -23,8 +38,9 @@ app = typer.Typer(
 )
 
 # In the order of the pipeline, which is the order `recinfer --help` lists them in.
-for _module in (train, plan, export, inspect, verify, reshard, serve, lookup, predict, mar, demo, calibrate):
+for _module in (train, plan, export, inspect, verify, reshard, delta, serve, lookup, predict, mar, demo, calibrate):
     app.command(name=_module.NAME, epilog=_module.EXAMPLE)(verb(_module.run))
+app.add_typer(bench.app, name=bench.NAME, epilog=bench.EXAMPLE)
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,31 +10,19 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-import recinfer
-from recinfer.archive.check import ANSWERS, REQUESTS, Request, golden_requests, pack_answers, pack_requests
-from recinfer.archive.cut import Cut, Leaf, cut_model, find_leaves
-from recinfer.archive.dense import ExportedDense, export_dense
+from recinfer.archive.check import ANSWERS, REQUESTS, Request, pack_answers, pack_requests
+from recinfer.archive.cut import Leaf, find_leaves
+from recinfer.archive.dense import ExportedDense
 from recinfer.archive.layout import layout_rank, pieces_by_rank
 from recinfer.archive.manifest import (
-    FORMAT,
-    FORMAT_VERSION,
     CheckInfo,
-    DenseInfo,
-    DenseOutput,
-    FeatureInfo,
     Manifest,
-    ModuleInfo,
     QuantizationInfo,
-    TableInfo,
-    dense_inputs,
 )
 from recinfer.archive.manifest_rules import check_before_writing
 from recinfer.archive.positions import PATH as POSITIONS
@@ -43,14 +31,21 @@ from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.writer import ArchiveFolder, ShardWriter, archive_folder
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import Plan, TablePlan
-from recinfer.errors import ArchiveError, CheckpointError, ConfigError, InputError
+from recinfer.errors import ArchiveError, ConfigError, InputError
 from recinfer.inference.evaluation import EvalData, Evaluation, evaluate
 from recinfer.inference.predictor import Predictor
+from recinfer.inference.prepare import (
+    check_precisions,
+    dense_part,
+    first_manifest,
+    make_requests,
+    read_positions,
+    table_keys,
+)
 from recinfer.inference.progress import byte_bar
 from recinfer.inference.quantize import quantize_tables
 from recinfer.inference.reference import FloatRows, compare_with_float
 from recinfer.inference.report import ExportReport, make_report
-from recinfer.quant.packing import PACKED_TYPES
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
@@ -108,17 +103,17 @@ def export_archive(
         raise ConfigError(f"max_auc_drop {max_auc_drop}: expected a number of at least 0, and eval_data to measure on")
     leaves = find_leaves(model)
     plan.check_model(model)
-    _check_precisions(plan)
+    check_precisions(plan)
     checkpoint.align(model)
-    keys = _table_keys(leaves, checkpoint)
+    keys = table_keys(leaves, checkpoint)
     with archive_folder(Path(out), overwrite=overwrite) as folder:
-        cut, dense = _dense_part(model, leaves, checkpoint, contract, num_dense)
-        manifest = _first_manifest(name, version, plan, leaves, cut, dense, contract)
+        cut, dense = dense_part(model, leaves, checkpoint, contract, num_dense)
+        manifest = first_manifest(name, version, plan, leaves, cut, dense, contract)
         try:
             check_before_writing(manifest)
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend
             raise ConfigError(f"this model does not fit an archive: {error}") from None
-        requests = _requests(manifest)
+        requests = make_requests(manifest)
         rows = FloatRows(manifest, [*requests, *(eval_data.requests if eval_data else ())])
         stats = _write_shards(folder, plan, keys, checkpoint, rows, max_chunk_bytes, progress)
         folder.add("plan.json", plan.to_json().encode())
@@ -126,7 +121,7 @@ def export_archive(
         folder.add(REQUESTS, pack_requests(requests))
         tables = tuple(replace(t, quantization=stats[t.module, t.name]) for t in manifest.tables)
         manifest = replace(manifest, tables=tables, files=tuple(folder.files))
-        weights = _position_weights(leaves, checkpoint)
+        weights = read_positions(leaves, checkpoint)
         manifest, predictor = _answer(folder, manifest, plan, requests, rows, weights)
         found = None
         if eval_data is not None:
@@ -138,165 +133,6 @@ def export_archive(
         folder.write_manifest(manifest.to_json())
         Predictor(open_archive(folder.root)).check_request(0)
     return open_archive(out)
-
-
-def _check_precisions(plan: Plan) -> None:
-    for table in plan.tables:
-        if table.precision not in PACKED_TYPES:
-            raise ConfigError(
-                f"table {table.name!r} is planned as {table.precision}; an archive stores "
-                f"{', '.join(t.value for t in PACKED_TYPES)}; plan it with one of these"
-            )
-
-
-def _table_keys(leaves: list[Leaf], checkpoint: CheckpointReader) -> dict[tuple[str, str], str]:
-    """(module path, table) -> its key in the checkpoint, shapes checked."""
-    keys = {}
-    wrong = []
-    for leaf in leaves:
-        middle = "embedding_bags" if leaf.pooled else "embeddings"
-        for config in leaf.configs:
-            key = ".".join(part for part in (leaf.path, middle, config.name, "weight") if part)
-            keys[leaf.path, config.name] = key
-            shape = (config.num_embeddings, config.embedding_dim)
-            if key not in checkpoint:
-                wrong.append(f"{key} is missing")
-            elif checkpoint.shape(key) != shape:
-                wrong.append(f"{key} is {list(checkpoint.shape(key))}, the model's table {list(shape)}")
-    if wrong:
-        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-        raise CheckpointError(f"{checkpoint.path} does not fit the model: {'; '.join(wrong[:10])}{more}")
-    return keys
-
-
-def _dense_part(
-    model: nn.Module,
-    leaves: list[Leaf],
-    checkpoint: CheckpointReader,
-    contract: FeatureContract | None,
-    num_dense: int | None,
-) -> tuple[Cut | None, ExportedDense | None]:
-    if contract is not None:
-        if num_dense not in (None, contract.num_dense):
-            raise ConfigError(f"num_dense is {num_dense}; the contract has {contract.num_dense} dense columns")
-        num_dense = contract.num_dense
-    cut = cut_model(model, leaves, lambda body: checkpoint.load_into(body, only=list(body.state_dict())), num_dense)
-    return cut, None if cut is None else export_dense(cut)
-
-
-def _first_manifest(
-    name: str,
-    version: str,
-    plan: Plan,
-    leaves: list[Leaf],
-    cut: Cut | None,
-    dense: ExportedDense | None,
-    contract: FeatureContract | None,
-) -> Manifest:
-    """The manifest as far as it is known before anything is written."""
-    tables = tuple(_table(leaf, i, plan) for leaf in leaves for i in range(len(leaf.configs)))
-    precisions = {table.precision for table in tables}
-    precision: Literal["int8", "int4", "int2", "fp16", "fp32", "mixed"]
-    precision = next(iter(precisions)) if len(precisions) == 1 else "mixed"
-    manifest = Manifest(
-        format=FORMAT,
-        format_version=FORMAT_VERSION,
-        model=name,
-        version=version,
-        created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        versions=_versions(),
-        precision=precision,
-        world_size=plan.world_size,
-        plan_hash=plan.hash,
-        tables=tables,
-        modules=tuple(_module(leaf) for leaf in leaves),
-        features=_features(leaves, contract),
-        dense=None,
-        contract=None if contract is None else contract.to_dict(),
-        check=CheckInfo(1, 0.0, None),
-        files=(),
-        bytes_total=0,
-    )
-    if cut is None or dense is None:
-        return manifest
-    info = DenseInfo(
-        engine="torch" if dense.onnx is None else "onnx",
-        num_dense=cut.num_dense,
-        inputs=dense_inputs(manifest, cut.num_dense),
-        outputs=tuple(DenseOutput(output, shape) for output, shape in cut.outputs.items()),
-        onnx=dense.onnx_info,
-        onnx_refused=dense.onnx_refused,
-    )
-    assert [i.name for i in info.inputs] == cut.inputs
-    return replace(manifest, dense=info)
-
-
-def _versions() -> dict[str, str]:
-    versions = {"recinfer": recinfer.__version__}
-    for package in ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "onnx", "onnxscript", "onnxruntime"):
-        try:
-            versions[package] = package_version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
-def _table(leaf: Leaf, index: int, plan: Plan) -> TableInfo:
-    config = leaf.configs[index]
-    planned = plan.table(leaf.path, config.name)
-    pooling: Literal["sum", "mean", "none"] = "none"
-    if leaf.pooled:
-        pooling = "mean" if str(getattr(config, "pooling").value) == "MEAN" else "sum"  # noqa: B009
-    return TableInfo(
-        name=config.name,
-        module=leaf.path,
-        rows=config.num_embeddings,
-        dim=config.embedding_dim,
-        precision=planned.precision.value.lower(),  # type: ignore[arg-type]
-        pooling=pooling,
-        features=tuple(config.feature_names),
-        sharding=planned.sharding_type,
-        ranks=tuple(sorted(set(planned.ranks))),
-        quantization=QuantizationInfo(0.0, 0.0, 0.0, 0.0),
-    )
-
-
-def _module(leaf: Leaf) -> ModuleInfo:
-    weights = leaf.position_weights
-    return ModuleInfo(
-        path=leaf.path,
-        kind="pooled" if leaf.pooled else "sequence",
-        is_weighted=leaf.is_weighted,
-        tables=tuple(config.name for config in leaf.configs),
-        features=tuple(leaf.features),
-        outputs=tuple(leaf.outputs),
-        position_weights=None if weights is None else {f: size for f, (_, size) in weights.items()},
-    )
-
-
-def _features(leaves: list[Leaf], contract: FeatureContract | None) -> tuple[FeatureInfo, ...]:
-    names = list(dict.fromkeys(feature for leaf in leaves for feature in leaf.features))
-    if contract is None:
-        return tuple(FeatureInfo(name, "empty", "reject", 0) for name in names)
-    odd = sorted(set(contract.feature_names) ^ set(names))
-    if odd:
-        raise ConfigError(f"the contract's features are not the model's; they differ in {', '.join(odd[:8])}")
-    policies = {feature.name: feature for feature in contract.sparse}
-    return tuple(FeatureInfo(n, policies[n].missing, policies[n].out_of_range, policies[n].default_row) for n in names)
-
-
-def _requests(manifest: Manifest) -> list[Request]:
-    longest: dict[str, int] = {}
-    for module in manifest.modules:
-        for feature, size in (module.position_weights or {}).items():
-            longest[feature] = min(size, longest.get(feature, size))
-    return golden_requests(
-        [feature.name for feature in manifest.features],
-        {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()},
-        0 if manifest.dense is None else manifest.dense.num_dense,
-        weighted=any(m.is_weighted and m.position_weights is None for m in manifest.modules),
-        longest=longest,
-    )
 
 
 def _write_shards(
@@ -325,17 +161,9 @@ def _write_dense(
         folder.add("dense/model.pt2", dense.program)
         if dense.onnx is not None:
             folder.add("dense/model.onnx", dense.onnx)
-    weights = _position_weights(leaves, checkpoint)
+    weights = read_positions(leaves, checkpoint)
     if weights:
         folder.add(POSITIONS, pack_position_weights(weights))
-
-
-def _position_weights(leaves: list[Leaf], checkpoint: CheckpointReader) -> dict[str, dict[str, Tensor]]:
-    return {
-        leaf.path: {feature: checkpoint.read(key) for feature, (key, _) in leaf.position_weights.items()}
-        for leaf in leaves
-        if leaf.position_weights is not None
-    }
 
 
 def _answer(

@@ -6,20 +6,27 @@ the dense program. Everything is built when the archive is loaded; a call only r
 
 from __future__ import annotations
 
+import copy
+import functools
+import hashlib
 import os
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from recinfer.archive.check import Answer, Request, compare_answers, read_requests
+from recinfer.archive.delta import Delta, patch_rows, read_delta, with_delta
 from recinfer.archive.dense import DenseEngine, open_dense
 from recinfer.archive.manifest import Manifest, ModuleInfo
+from recinfer.archive.mapping import MappedShards
+from recinfer.archive.paths import read_inside
 from recinfer.archive.positions import PositionWeights, read_position_weights
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.distributed.planner.plan import Plan
@@ -39,6 +46,9 @@ __all__ = ["FeatureSpec", "LookupResult", "Predictor", "load"]
 
 # Golden answers are kept to 1e-5 relative; samples that see each other differ by far more.
 _MERGE_RELATIVE, _MERGE_ABSOLUTE = 1e-3, 1e-4
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -98,11 +108,24 @@ class _Part:
         return [(end - dim, end) for name, dim, end in zip(self.info.features, self.dims, ends) if name in features]
 
 
+def _at_one_state(method: _Method) -> _Method:
+    """Run a method on the state of the moment it is called: a delta applied meanwhile does not reach it."""
+
+    @functools.wraps(method)
+    def run(self: Predictor, *args: Any, **kwargs: Any) -> Any:
+        return method(self._state or self, *args, **kwargs)
+
+    return cast(_Method, run)
+
+
 class Predictor:
     """Answers requests from one archive. Every method may be called from any number of threads at once.
 
+    ``_state`` is a copy of the predictor with the rows and the dense program of the deltas applied; what does not change
+    (counters, the checks of features) is shared. Each call runs on the one state that it finds, to its end: the base is
+    such a copy too, since a call that ran on the predictor itself would meet a delta half-way.
+
     Attributes:
-        archive: the opened archive.
         features: what lookup gives, in the model's order.
         num_dense: columns of the dense input of predict; 0 without one.
         contract: how raw rows become inputs, or None.
@@ -120,33 +143,132 @@ class Predictor:
         *,
         device: str = "cpu",
         preload: bool = False,
+        lock: bool = False,
         dense_threads: int = 1,
         dense_engine: Literal["onnx", "torch"] | None = None,
     ) -> None:
         manifest = archive.manifest
-        self.archive = archive
         self.loaded_at = time.time()
         self.stages = Stages("lookup", "dense")
         self.device = torch.device(device)
         self.contract: FeatureContract | None = _contract(manifest)
-        self._mapped = archive.map_shards(preload=preload)
-        weights = read_position_weights(archive)
-        names = _output_names(manifest)
-        self.parts = [
-            _part(manifest, info, self._mapped.module_shards, self._mapped.buffer, names, weights, device)
-            for info in manifest.modules
-        ]
+        self._mapping: dict[str, Any] = {"preload": preload, "lock": lock}
+        self._dense_options: dict[str, Any] = {"device": device, "num_threads": dense_threads, "engine": dense_engine}
         self.intake = FeatureIntake(manifest)
         self.mergeable = True
-        self.features = tuple(_specs(manifest, names))
+        self.features = tuple(_specs(manifest, _output_names(manifest)))
         self.num_dense = 0 if manifest.dense is None else manifest.dense.num_dense
-        self._engine: DenseEngine | None = None
         self.output_names: list[str] = []
         if manifest.dense is not None:
             self.output_names = [output.name for output in manifest.dense.outputs]
-            self._engine = open_dense(
-                archive, manifest.dense, device=device, num_threads=dense_threads, engine=dense_engine
-            )
+        self._state: Predictor | None = None
+        self._previous: Predictor | None = None
+        self._deltas: tuple[Delta, ...] = ()
+        self._delta_lock = threading.Lock()
+        self._assemble(archive)
+        self._base: Predictor = copy.copy(self)
+        self._state = self._base
+
+    def _assemble(self, archive: Archive, edit: Callable[[MappedShards], None] | None = None) -> None:
+        """Map the tables and open the dense program of ``archive``."""
+        manifest = archive.manifest
+        self._archive = archive
+        self._mapped = archive.map_shards(**self._mapping, edit=edit)
+        weights = read_position_weights(archive)
+        names = _output_names(manifest)
+        self.parts = [
+            _part(manifest, info, self._mapped.module_shards, self._mapped.buffer, names, weights, str(self.device))
+            for info in manifest.modules
+        ]
+        self._engine: DenseEngine | None = None
+        if manifest.dense is not None:
+            self._engine = open_dense(archive, manifest.dense, **self._dense_options)
+
+    def apply_delta(self, path: str | os.PathLike[str]) -> None:
+        """Bring the model to the state of a later checkpoint, while requests run.
+
+        A request (and a batch of requests that run together) sees all of the delta or nothing of it. The changed rows'
+        pages become this process's own; all others stay shared. Answers are then those of a full export.
+
+        Args:
+            path: a delta (``*.rqd``) for this archive, the next one in its chain.
+
+        Raises:
+            ArchiveError: the delta breaks a rule of DELTA.md, or its golden answers do not come out. Nothing changed.
+            UnavailableError: there is no memory for the changed rows. Nothing changed.
+        """
+        self.apply(read_delta(path))
+
+    def apply(self, delta: Delta) -> None:
+        """:meth:`apply_delta` of a delta that is open already."""
+        with self._delta_lock:
+            now = self._state or self
+            state = self.tried(delta)
+            now._previous = None  # one undo is at hand, older ones are built again: memory stays bounded
+            state._previous = now
+            self._state = state
+
+    def undo_delta(self) -> None:
+        """Go back to the state before the last delta, as atomically as it came.
+
+        Raises:
+            InputError: no delta is applied.
+        """
+        with self._delta_lock:
+            now = self._state or self
+            if not now._deltas:
+                raise InputError("no delta is applied to this archive, so there is none to undo")
+            if len(now._deltas) == 1:
+                self._state = self._base
+            elif now._previous is not None:
+                self._state = now._previous
+            else:
+                state = self._base
+                for delta in now._deltas[:-2]:  # their manifests only; the rows come with the last one
+                    state = state._with_manifest(delta)
+                self._state = state.tried(now._deltas[-2], at=state)
+
+    def tried(self, delta: Delta, *, at: Predictor | None = None) -> Predictor:
+        """The state after ``delta``, its golden answers checked; this predictor stays as it is.
+
+        Raises:
+            ArchiveError: as :meth:`apply_delta`.
+        """
+        now = at or self._state or self
+        _check_unchanged(self.archive)
+        archive = with_delta(now._archive, delta, now._deltas)
+        deltas = (*now._deltas, delta)
+
+        def edit(mapped: MappedShards) -> None:
+            for each in deltas:
+                patch_rows(mapped, archive.manifest, each)
+
+        state = copy.copy(now)
+        state._state = state._previous = None
+        state._deltas = deltas
+        state._assemble(archive, edit)
+        if delta.sha256:  # else it is still being written, and its answers are not known
+            for index in range(archive.manifest.check.num_requests):
+                state.check_request(index)
+            state.check_merging()
+        return state
+
+    def _with_manifest(self, delta: Delta) -> Predictor:
+        state = copy.copy(self)
+        state._state = None
+        state._archive = with_delta(self._archive, delta, self._deltas)
+        state._deltas = (*self._deltas, delta)
+        return state
+
+    @property
+    def archive(self) -> Archive:
+        """The opened archive, as it reads after the deltas applied."""
+        return (self._state or self)._archive
+
+    @property
+    def num_deltas(self) -> int:
+        """How many deltas are applied: the sequence number of the last one, 0 without one."""
+        return len((self._state or self)._deltas)
 
     @property
     def manifest(self) -> Manifest:
@@ -161,7 +283,8 @@ class Predictor:
     @property
     def engine(self) -> str | None:
         """What runs the dense part: ``"onnx"``, ``"torch"``, or None without a dense part."""
-        return None if self._engine is None else self._engine.name
+        engine = (self._state or self)._engine
+        return None if engine is None else engine.name
 
     @property
     def mapped_bytes(self) -> int:
@@ -173,6 +296,7 @@ class Predictor:
         """How many ids out of range became the default row, of features whose policy says so."""
         return self.intake.replaced_ids
 
+    @_at_one_state
     def lookup(self, features: KeyedJaggedTensor) -> LookupResult:
         """Embeddings of the features given.
 
@@ -194,14 +318,17 @@ class Predictor:
             [list(given.values()) if isinstance(given, dict) else given for given in found], taken.present
         )
 
+    @_at_one_state
     def lookup_many(self, requests: Sequence[KeyedJaggedTensor]) -> list[LookupResult | Exception]:
         """:meth:`lookup` of each request, run together; an error stands in the place of its request's answer."""
         return lookup_many(self, requests)
 
+    @_at_one_state
     def predict_many(self, requests: Sequence[PredictInputs]) -> list[dict[str, Tensor] | Exception]:
         """:meth:`predict` of each request, run together; an error stands in the place of its request's answer."""
         return predict_many(self, requests)
 
+    @_at_one_state
     def select(self, found: Sequence[Any], present: Set[str] | None) -> LookupResult:
         """The embeddings of the features ``present`` (None: all), from what each module found (None: not asked)."""
         pooled: list[KeyedTensor] = []
@@ -217,6 +344,7 @@ class Predictor:
                 sequences.update({name: _on_cpu(sequence) for name, sequence, keep in chosen if keep})
         return LookupResult(_join(pooled), sequences)
 
+    @_at_one_state
     def predict(
         self, dense: Tensor | None, features: KeyedJaggedTensor, context: KeyedJaggedTensor | None = None
     ) -> dict[str, Tensor]:
@@ -241,6 +369,7 @@ class Predictor:
         taken = self.intake.take(features, need_all=True).features
         return dict(zip(self.output_names, self._run_dense(self.check_dense(dense, taken.stride()), taken)))
 
+    @_at_one_state
     def replay(self, request: Request) -> Answer:
         """Answer a golden request: every embedding and output, module by module."""
         taken = self.intake.take(request.features, need_all=True).features
@@ -248,6 +377,7 @@ class Predictor:
         outputs = [] if self._engine is None else self._run_dense(request.dense, taken)
         return Answer([t for part, given in zip(self.parts, found) for t in _tensors(part, given)], outputs)
 
+    @_at_one_state
     def check_request(self, index: int) -> None:
         """Replay golden request ``index``; raises ArchiveError (C1, C2) when the answer differs from the stored one."""
         request, answer = read_requests(self.archive)[index]
@@ -257,6 +387,7 @@ class Predictor:
             raise ArchiveError(f"golden request {index} fails: {error}", rule="C2") from None
         compare_answers(index, given, answer)
 
+    @_at_one_state
     def run_dense_on(
         self, dense: Tensor | None, embeddings: Sequence[Tensor], lengths: Sequence[Tensor | None]
     ) -> list[Tensor]:
@@ -268,6 +399,7 @@ class Predictor:
             tensors += [vectors] if length is None else [vectors, length]
         return [output.cpu() for output in self._engine([t.to(self.device) for t in tensors])]
 
+    @_at_one_state
     def run_engine(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The dense program on its inputs, in the manifest's order."""
         assert self._engine is not None
@@ -276,6 +408,7 @@ class Predictor:
         self.stages.add("dense", time.perf_counter() - start)
         return outputs
 
+    @_at_one_state
     def check_merging(self) -> None:
         """Run the golden requests together; where an answer differs from the one alone, requests are never merged."""
         stored = read_requests(self.archive)
@@ -290,6 +423,7 @@ class Predictor:
                 if not torch.allclose(tensor, expected, rtol=_MERGE_RELATIVE, atol=_MERGE_ABSOLUTE):
                     self.mergeable = False
 
+    @_at_one_state
     def check_has_dense(self) -> None:
         """Raises InputError when the archive has no dense part."""
         if self._engine is None:
@@ -330,6 +464,7 @@ def load(
     *,
     device: str = "cpu",
     preload: bool = False,
+    lock: bool = False,
     check_hashes: bool = False,
     dense_threads: int = 1,
     dense_engine: Literal["onnx", "torch"] | None = None,
@@ -340,13 +475,14 @@ def load(
         path: the archive's folder.
         device: ``"cpu"``, or ``"cuda"``: rank r's tables go to GPU r.
         preload: read all table pages now instead of at their first use.
+        lock: also keep them in memory whatever else the machine does (mlock; needs a limit, ulimit -l, that allows it).
         check_hashes: hash the shards too (reads every byte); everything else is always hashed.
         dense_threads: threads that one call of the dense program uses; servers run many calls at once, so 1.
         dense_engine: ``"onnx"`` or ``"torch"`` instead of the manifest's choice.
 
     Raises:
         ArchiveError: the archive breaks a rule of FORMAT.md, or answers its first golden request wrongly.
-        UnavailableError: something that serving needs is not installed.
+        UnavailableError: something that serving needs is not installed, or the limit on locked memory is too low.
 
     Example::
 
@@ -355,11 +491,21 @@ def load(
     """
     archive = open_archive(path, check_hashes=check_hashes)
     predictor = Predictor(
-        archive, device=device, preload=preload, dense_threads=dense_threads, dense_engine=dense_engine
+        archive, device=device, preload=preload, lock=lock, dense_threads=dense_threads, dense_engine=dense_engine
     )
     predictor.check_request(0)  # proves that this machine gives the stored answer, and warms every part up
     predictor.check_merging()
     return predictor
+
+
+def _check_unchanged(archive: Archive) -> None:
+    """Rows are mapped from the folder again, so it must still hold what was loaded."""
+    try:
+        text = read_inside(archive.root, "manifest.json")
+    except ArchiveError:
+        text = b""
+    if archive.manifest_sha256 and hashlib.sha256(text).hexdigest() != archive.manifest_sha256:
+        raise ArchiveError(f"{str(archive.root)!r} was replaced since it was loaded; load it again", rule="X5")
 
 
 def _contract(manifest: Manifest) -> FeatureContract | None:

@@ -1,0 +1,213 @@
+"""From an archive and a new checkpoint of its model to a delta: every row is packed, those that differ are kept.
+
+The delta is tried before it gets its name: applied to the archive it must be as close to the new float model as an export
+must be, and its answers to the golden requests go into it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from recinfer.archive.check import ANSWERS, pack_answers, read_requests
+from recinfer.archive.delta import (
+    FORMAT,
+    FORMAT_VERSION,
+    Delta,
+    DeltaInfo,
+    DeltaWriter,
+    delta_file,
+    read_delta,
+)
+from recinfer.archive.leaves import find_leaves
+from recinfer.archive.manifest import CheckInfo, FileInfo, Manifest, QuantizationInfo
+from recinfer.archive.positions import PATH as POSITIONS
+from recinfer.archive.positions import pack_position_weights
+from recinfer.archive.reader import open_archive
+from recinfer.archive.rows import RowReader
+from recinfer.checkpoint import CheckpointReader
+from recinfer.data.contract import FeatureContract
+from recinfer.distributed.planner.plan import TablePlan
+from recinfer.errors import ConfigError
+from recinfer.inference.predictor import Predictor
+from recinfer.inference.prepare import dense_part, first_manifest, read_positions, table_keys
+from recinfer.inference.progress import byte_bar
+from recinfer.inference.quantize import quantize_tables
+from recinfer.inference.reference import FloatRows, compare_with_float
+
+__all__ = ["DeltaReport", "make_delta"]
+
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class DeltaReport:
+    """What a delta holds.
+
+    Attributes:
+        sequence: its place in the chain.
+        changed: table -> changed rows, of tables that have some.
+        rows, num_bytes: changed rows of all tables; the file's size.
+        dense_changed: files of the dense part that differ.
+    """
+
+    sequence: int
+    changed: dict[str, int]
+    rows: int
+    num_bytes: int
+    dense_changed: tuple[str, ...]
+
+
+def make_delta(
+    base: str | os.PathLike[str],
+    model: nn.Module,
+    checkpoint: CheckpointReader,
+    out: str | os.PathLike[str],
+    *,
+    after: Sequence[str | os.PathLike[str]] = (),
+    max_chunk_bytes: int = 16 << 20,
+    progress: bool = True,
+    overwrite: bool = False,
+) -> DeltaReport:
+    """Write what changed between an archive and a new checkpoint.
+
+    Args:
+        base: the archive.
+        model: its tables on meta, as it was exported; only numbers may differ.
+        checkpoint: the new weights.
+        out: the delta's path, by custom ``*.rqd``.
+        after: deltas that are applied before this one, in their order.
+        max_chunk_bytes: float bytes of a chunk of a table; a few chunks are in memory at a time.
+        progress: show a bar on stderr.
+        overwrite: replace a file that is at ``out``.
+
+    Raises:
+        ConfigError: the model is not the archive's: other tables, features or shapes need a new archive.
+        CheckpointError: a key is missing or has another shape.
+        ArchiveError: the archive or a delta breaks a rule, or ``out`` exists.
+        UnavailableError: the disk is full.
+    """
+    applied = [read_delta(path) for path in after]
+    predictor = Predictor(open_archive(base))
+    for delta in applied:
+        predictor.apply(delta)
+    stored = predictor.archive
+    manifest = predictor.manifest
+    contract = None if manifest.contract is None else FeatureContract.from_dict(manifest.contract)
+    leaves = find_leaves(model)
+    stored.plan.check_model(model)
+    checkpoint.align(model)
+    keys = table_keys(leaves, checkpoint)
+    num_dense = None if manifest.dense is None else manifest.dense.num_dense
+    cut, dense = dense_part(model, leaves, checkpoint, contract, num_dense)
+    fresh = first_manifest(manifest.model, manifest.version, stored.plan, leaves, cut, dense, contract)
+    _check_same(manifest, fresh)
+    weights = read_positions(leaves, checkpoint)
+    files = {} if dense is None else {"dense/model.pt2": dense.program}
+    if dense is not None and dense.onnx is not None:
+        files["dense/model.onnx"] = dense.onnx
+    if weights:
+        files[POSITIONS] = pack_position_weights(weights)
+    known = {file.path: file.sha256 for file in manifest.files}
+    files = {path: data for path, data in files.items() if sha256(data).hexdigest() != known.get(path)}
+    requests = [request for request, _ in read_requests(stored)]
+    rows = FloatRows(manifest, requests)
+    with delta_file(Path(out), overwrite=overwrite) as path:
+        writer = DeltaWriter(path, manifest)
+        try:
+            stats = _write_changes(predictor, applied, keys, checkpoint, rows, writer, max_chunk_bytes, progress)
+            info = DeltaInfo(
+                format=FORMAT,
+                format_version=FORMAT_VERSION,
+                model=manifest.model,
+                version=manifest.version,
+                created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+                base=stored.manifest_sha256,
+                previous=applied[-1].sha256 if applied else stored.manifest_sha256,
+                sequence=len(applied) + 1,
+                tables=tuple(writer.entries),
+                quantization=tuple(stats[t.module, t.name] for t in manifest.tables),
+                dense=fresh.dense,
+                check=manifest.check,
+                files=_listed(files),
+            )
+            trial = predictor.tried(writer.contents(info, files))
+            answers = [trial.replay(request) for request in requests]
+            errors = compare_with_float(trial, rows, requests, answers, weights)
+            dense_changed = tuple(sorted(files))
+            files[ANSWERS] = pack_answers(answers)
+            info = replace(info, check=CheckInfo(len(requests), *errors), files=_listed(files))
+            writer.finish(info, files)
+        finally:
+            writer.close()
+        predictor.tried(read_delta(path))  # as any server would
+        size = path.stat().st_size
+    changed = {".".join(part for part in (e.module, e.table) if part): e.rows for e in info.tables}
+    return DeltaReport(info.sequence, changed, sum(changed.values()), size, dense_changed)
+
+
+def _listed(files: dict[str, bytes]) -> tuple[FileInfo, ...]:
+    return tuple(FileInfo(path, len(data), sha256(data).hexdigest()) for path, data in sorted(files.items()))
+
+
+def _check_same(old: Manifest, new: Manifest) -> None:
+    """Only numbers may differ between the archive and the model of the new checkpoint."""
+    for what in ("modules", "features"):
+        if getattr(old, what) != getattr(new, what):
+            raise ConfigError(f"the model's {what} are not the archive's; a delta changes numbers only, export it anew")
+    for mine, theirs in zip(old.tables, new.tables):
+        if replace(mine, quantization=theirs.quantization) != theirs:
+            raise ConfigError(f"table {mine.full_name!r} is not as in the archive; export the model anew")
+    parts = [None if m.dense is None else (m.dense.num_dense, m.dense.inputs, m.dense.outputs) for m in (old, new)]
+    if parts[0] != parts[1]:
+        raise ConfigError("the dense part's inputs or outputs are not the archive's; export the model anew")
+
+
+def _write_changes(
+    predictor: Predictor,
+    applied: Sequence[Delta],
+    keys: dict[tuple[str, str], str],
+    checkpoint: CheckpointReader,
+    rows: FloatRows,
+    writer: DeltaWriter,
+    max_chunk_bytes: int,
+    progress: bool,
+) -> dict[tuple[str, str], QuantizationInfo]:
+    plan = predictor.plan
+    total = sum(4 * table.num_embeddings * table.embedding_dim for table in plan.tables)
+    with RowReader(predictor.archive) as reader, byte_bar("comparing rows", total, progress) as advance:
+
+        def write(table: TablePlan, start: int, packed: Tensor) -> None:
+            old = reader.read(table, start, start + len(packed))
+            for delta in applied:
+                old = delta.patch(table.module, table.table, start, old)
+            changed = _changed_rows(old, packed)
+            writer.add_rows(table.module, table.table, (changed + start).numpy(), packed[changed].numpy())
+
+        def collect(table: TablePlan, start: int, chunk: Tensor) -> None:
+            rows.collect(table.module, table.table, start, chunk)
+
+        tables = [(table, keys[table.module, table.table]) for table in plan.tables]
+        stats = quantize_tables(tables, checkpoint, write, collect, advance, max_chunk_bytes)
+        writer.end_table()
+    return stats
+
+
+def _changed_rows(old_RP: Tensor, new_RP: Tensor) -> Tensor:
+    """Numbers of the rows that differ, int64; in blocks that stay in the cache."""
+    width = old_RP.shape[1]
+    if width % 4 == 0:  # four bytes at a time
+        old_RP, new_RP = old_RP.view(torch.int32), new_RP.view(torch.int32)
+    step = max(1, _BLOCK_BYTES // width)
+    parts = [
+        (old_RP[at : at + step] != new_RP[at : at + step]).any(1).nonzero().squeeze(1) + at
+        for at in range(0, len(old_RP), step)
+    ]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
