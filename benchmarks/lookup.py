@@ -175,13 +175,12 @@ def show(results: list[dict[str, Any]]) -> None:
         rows = list(group)
         names = [name for name in rows[0]["us"] if name != "bare op"]
         table = Table(title=f"{title[0]}, {title[1]}, dim {title[2]}, pooling {title[3]}: times the bare op")
-        table.add_column("batch", justify="right")
-        table.add_column("bare op, us", justify="right")
-        for name in names:
-            table.add_column(name, justify="right", overflow="fold", min_width=7)
+        table.add_column("batch")
         for row in rows:
-            base = row["us"]["bare op"]
-            table.add_row(str(row["batch"]), f"{base:.1f}", *[f"{row['us'][name] / base:.2f}" for name in names])
+            table.add_column(str(row["batch"]), justify="right")
+        table.add_row("bare op, us", *[f"{row['us']['bare op']:.1f}" for row in rows], end_section=True)
+        for name in names:
+            table.add_row(name, *[f"{row['us'][name] / row['us']['bare op']:.2f}" for row in rows])
         console.print(table)
 
 
