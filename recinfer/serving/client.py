@@ -1,31 +1,49 @@
-"""A client of the gRPC server: KeyedJaggedTensor in, KeyedTensor and tensors out."""
+"""Clients of the gRPC server, blocking and asyncio: ids in, KeyedTensor and tensors out."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import grpc
+import grpc.aio
+import torch
 from grpc_health.v1 import health_pb2
 from torch import Tensor
 
-from recinfer.errors import RecinferError, UnavailableError
+from recinfer.errors import InputError, RecinferError, UnavailableError
 from recinfer.serving import codec
+from recinfer.serving.columns import as_dense, as_features
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.status import error_of
-from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
 
-__all__ = ["Embeddings", "FeatureDescription", "InferenceClient", "ModelDescription", "invoke"]
+__all__ = [
+    "AsyncInferenceClient",
+    "Embeddings",
+    "FeatureDescription",
+    "InferenceClient",
+    "ModelDescription",
+    "invoke",
+]
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _POLL_S = 0.05
+_START_WITH = "recinfer serve ARCHIVE --port N"
+# A lookup or prediction changes nothing, so asking again is safe; what is refused for what it says is not asked again.
+_RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_FIRST_WAIT_S, _MAX_WAIT_S = 0.02, 1.0
+_PUSHBACK = "grpc-retry-pushback-ms"
 
 
 @dataclass(frozen=True)
@@ -79,58 +97,89 @@ class ModelDescription:
     contract: FeatureContract | None = None
 
 
-class InferenceClient:
+class _Client:
+    """What both clients share: settings, and messages from and to what callers have."""
+
+    def __init__(self, target: str, model: str, version: str, timeout: float, retries: int, token: str) -> None:
+        if retries < 0:
+            raise InputError(f"retries: got {retries}, expected 0 or more")
+        self.target, self.model, self.version, self.timeout, self.retries = target, model, version, timeout, retries
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+
+    def _lookup_request(self, features: Any) -> bytes:
+        return codec.encode_lookup_request(as_features(features), self.model, self.version)
+
+    def _predict_request(self, dense: Any, features: Any) -> bytes:
+        sparse = as_features(features)
+        matrix = torch.empty(sparse.stride(), 0) if dense is None else as_dense(dense)
+        return codec.encode_predict_request(matrix, sparse, self.model, self.version)
+
+    def _model_request(self) -> bytes:
+        return pb.GetModelRequest(model=self.model, version=self.version).SerializeToString()
+
+
+class InferenceClient(_Client):
     """Talks to one server. Thread-safe; keeps one channel open until ``close`` (or the end of a ``with`` block).
 
     Args:
         target: ``"host:port"``.
         model: model of every call; empty: the server's default.
         version: version of every call; empty: the model's default.
-        timeout: seconds until a call is given up.
+        timeout: seconds until a call is given up, tries and waits together.
+        retries: further tries of a call that found no server or a full one, each after a longer wait, or after the wait
+            that the server asks for.
+        token: bearer token; empty: none.
+        tls_ca: PEM file of the authority that signed the server's certificate; None: no TLS.
+        tls_cert, tls_key: PEM files of this client's certificate, for mutual TLS.
 
-    All calls raise InputError (the request is wrong), NotFoundError (no such model or version), UnavailableError (no
-    server there, overloaded, or too slow) or, when the server fails, RecinferError.
+    Features are a KeyedJaggedTensor, a dict of feature to list, or a DataFrame or Table: see
+    :func:`recinfer.serving.columns.as_features`. All calls raise InputError (the request is wrong), NotFoundError (no
+    such model or version), UnavailableError (no server there, overloaded, or too slow) or, when the server fails,
+    RecinferError.
     """
 
-    def __init__(self, target: str, *, model: str = "", version: str = "", timeout: float = 10.0) -> None:
-        self.target, self.model, self.version, self.timeout = target, model, version, timeout
-        # An answer's size is bounded by the server's limits.
-        self._channel = grpc.insecure_channel(target, options=[("grpc.max_receive_message_length", -1)])
+    def __init__(
+        self,
+        target: str,
+        *,
+        model: str = "",
+        version: str = "",
+        timeout: float = 10.0,
+        retries: int = 2,
+        token: str = "",
+        tls_ca: Path | None = None,
+        tls_cert: Path | None = None,
+        tls_key: Path | None = None,
+    ) -> None:
+        super().__init__(target, model, version, timeout, retries, token)
+        credentials = _credentials(tls_ca, tls_cert, tls_key)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(target, options=_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(target, credentials, options=_OPTIONS)
         self._lookup = self._channel.unary_unary(f"/{_SERVICE}/Lookup")
         self._predict = self._channel.unary_unary(f"/{_SERVICE}/Predict")
         self._get_model = self._channel.unary_unary(f"/{_SERVICE}/GetModel")
         self._check = self._channel.unary_unary(f"/{_HEALTH}/Check")
 
-    def lookup(self, features: KeyedJaggedTensor, *, timeout: float | None = None) -> Embeddings:
+    def lookup(self, features: Any, *, timeout: float | None = None) -> Embeddings:
         """Embeddings of some or all features of the model, given in any order."""
-        request = codec.encode_lookup_request(features, self.model, self.version)
-        pooled, sequences, version = codec.decode_lookup_response(self._call(self._lookup, request, timeout))
-        return Embeddings(pooled, sequences, version)
+        return _embeddings(self._call(self._lookup, self._lookup_request(features), timeout))
 
-    def predict(self, dense: Tensor, features: KeyedJaggedTensor, *, timeout: float | None = None) -> dict[str, Tensor]:
+    def predict(self, dense: Any, features: Any, *, timeout: float | None = None) -> dict[str, Tensor]:
         """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples."""
-        request = codec.encode_predict_request(dense, features, self.model, self.version)
+        request = self._predict_request(dense, features)
         return codec.decode_predict_response(self._call(self._predict, request, timeout))[0]
 
     def get_model(self, *, timeout: float | None = None) -> ModelDescription:
         """What the model takes and is made of."""
-        request = pb.GetModelRequest(model=self.model, version=self.version).SerializeToString()
-        info = codec.parse(pb.ModelInfo, self._call(self._get_model, request, timeout))
-        features = tuple(FeatureDescription(f.name, f.table, f.rows, f.dim, f.pooled) for f in info.features)
-        contract = None
-        if info.feature_contract:
-            from recinfer.data.contract import FeatureContract
-
-            contract = FeatureContract.from_dict(json.loads(info.feature_contract))
-        return ModelDescription(
-            info.name, info.version, features, info.num_dense, info.precision, info.plan_hash, contract
-        )
+        return _description(self._call(self._get_model, self._model_request(), timeout))
 
     def is_ready(self, *, timeout: float | None = None) -> bool:
         """Whether the server answers and takes requests."""
         request = health_pb2.HealthCheckRequest(service=_SERVICE).SerializeToString()
         try:
-            answer = codec.parse(health_pb2.HealthCheckResponse, self._call(self._check, request, timeout))
+            answer = codec.parse(health_pb2.HealthCheckResponse, self._call(self._check, request, timeout, retries=0))
         except RecinferError:
             return False
         return answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -157,9 +206,138 @@ class InferenceClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, method: Callable[..., bytes], request: bytes, timeout: float | None) -> bytes:
+    def _call(
+        self, method: Callable[..., bytes], request: bytes, timeout: float | None, retries: int | None = None
+    ) -> bytes:
         seconds = self.timeout if timeout is None else timeout
-        return invoke(method, request, self.target, seconds, start_with="recinfer serve ARCHIVE --port N")
+        end = time.monotonic() + seconds
+        for tried in range(self.retries if retries is None else retries):
+            try:
+                return method(request, timeout=max(0.001, end - time.monotonic()), metadata=self._metadata)
+            except grpc.RpcError as error:
+                wait = _wait_before_retry(error, tried, end - time.monotonic())
+                if wait is None:
+                    raise _translated(error, self.target, seconds, _START_WITH) from None
+            except ValueError:  # a closed channel: invoke says so
+                break
+            time.sleep(wait)
+        left = max(0.001, end - time.monotonic())
+        return invoke(method, request, self.target, left, start_with=_START_WITH, metadata=self._metadata)
+
+
+class AsyncInferenceClient(_Client):
+    """:class:`InferenceClient` for asyncio: the same arguments, and calls that are awaited on one event loop.
+
+    >>> async with AsyncInferenceClient("127.0.0.1:8500") as client:            # doctest: +SKIP
+    ...     found = await client.lookup({"user": [3, 4], "clicks": [[1, 2], []]})
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        model: str = "",
+        version: str = "",
+        timeout: float = 10.0,
+        retries: int = 2,
+        token: str = "",
+        tls_ca: Path | None = None,
+        tls_cert: Path | None = None,
+        tls_key: Path | None = None,
+    ) -> None:
+        super().__init__(target, model, version, timeout, retries, token)
+        credentials = _credentials(tls_ca, tls_cert, tls_key)
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
+        self._methods = {
+            call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in ("Lookup", "Predict", "GetModel")
+        }
+
+    async def lookup(self, features: Any, *, timeout: float | None = None) -> Embeddings:
+        """As InferenceClient.lookup."""
+        return _embeddings(await self._call("Lookup", self._lookup_request(features), timeout))
+
+    async def predict(self, dense: Any, features: Any, *, timeout: float | None = None) -> dict[str, Tensor]:
+        """As InferenceClient.predict."""
+        request = self._predict_request(dense, features)
+        return codec.decode_predict_response(await self._call("Predict", request, timeout))[0]
+
+    async def get_model(self, *, timeout: float | None = None) -> ModelDescription:
+        """As InferenceClient.get_model."""
+        return _description(await self._call("GetModel", self._model_request(), timeout))
+
+    async def close(self) -> None:
+        """Close the channel; calls after it fail."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> AsyncInferenceClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _call(self, call: str, request: bytes, timeout: float | None) -> bytes:
+        seconds = self.timeout if timeout is None else timeout
+        end = time.monotonic() + seconds
+        tried = 0
+        while True:
+            left = max(0.001, end - time.monotonic())
+            try:
+                return await self._methods[call](request, timeout=left, metadata=self._metadata)
+            except grpc.RpcError as error:
+                wait = _wait_before_retry(error, tried, end - time.monotonic()) if tried < self.retries else None
+                if wait is None:
+                    raise _translated(error, self.target, seconds, _START_WITH) from None
+            except grpc.aio.UsageError as error:  # a closed channel
+                raise UnavailableError(f"{self.target}: {error}; make a new client") from None
+            tried += 1
+            await asyncio.sleep(wait)
+
+
+# An answer's size is bounded by the server's limits.
+_OPTIONS = (("grpc.max_receive_message_length", -1),)
+
+
+def _credentials(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:
+    if (cert is None) != (key is None):
+        raise InputError("TLS: got one of certificate and key, expected both or neither")
+    if ca is None:
+        if cert is not None:
+            raise InputError("TLS: got a certificate without tls_ca, expected the server's authority too")
+        return None
+    return grpc.ssl_channel_credentials(
+        ca.read_bytes(), key.read_bytes() if key else None, cert.read_bytes() if cert else None
+    )
+
+
+def _wait_before_retry(error: Any, tried: int, left: float) -> float | None:
+    """Seconds to wait before the next try; None when another one is of no use or comes too late."""
+    if error.code() not in _RETRIED:
+        return None
+    asked = next((value for key, value in error.trailing_metadata() or () if key == _PUSHBACK), None)
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and asked is None:
+        return None  # a message that is too large stays so
+    wait = float(asked) / 1000 if asked is not None and str(asked).isdigit() else _FIRST_WAIT_S * 4**tried
+    wait = min(wait, _MAX_WAIT_S) * random.uniform(1.0, 1.5)  # not all clients at once
+    return wait if wait < left else None
+
+
+def _embeddings(answer: bytes) -> Embeddings:
+    pooled, sequences, version = codec.decode_lookup_response(answer)
+    return Embeddings(pooled, sequences, version)
+
+
+def _description(answer: bytes) -> ModelDescription:
+    info = codec.parse(pb.ModelInfo, answer)
+    features = tuple(FeatureDescription(f.name, f.table, f.rows, f.dim, f.pooled) for f in info.features)
+    contract = None
+    if info.feature_contract:
+        from recinfer.data.contract import FeatureContract
+
+        contract = FeatureContract.from_dict(json.loads(info.feature_contract))
+    return ModelDescription(info.name, info.version, features, info.num_dense, info.precision, info.plan_hash, contract)
 
 
 def invoke(
@@ -175,15 +353,19 @@ def invoke(
     try:
         return method(request, timeout=seconds, metadata=metadata)
     except grpc.RpcError as error:
-        code, details = error.code(), error.details() or ""  # type: ignore[attr-defined]
+        raise _translated(error, target, seconds, start_with) from None
     except ValueError as error:  # gRPC's word for a closed channel
         raise UnavailableError(f"{target}: {error}; make a new client") from None
+
+
+def _translated(error: Any, target: str, seconds: float, start_with: str) -> RecinferError:
+    code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE:
-        raise UnavailableError(
+        return UnavailableError(
             f"no answer from {target} ({details}); is the server running? Start one with: {start_with}"
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        raise UnavailableError(f"{target} did not answer within {seconds:g} s; send less or wait longer")
+        return UnavailableError(f"{target} did not answer within {seconds:g} s; send less or wait longer")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        raise RecinferError(f"{target} does not know this call; is it a server of another kind? ({details})")
-    raise error_of(code.name, details)
+        return RecinferError(f"{target} does not know this call; is it a server of another kind? ({details})")
+    return error_of(code.name, details)

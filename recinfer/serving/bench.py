@@ -1,0 +1,156 @@
+"""Puts load on a server and measures it: a fixed number of callers, each asking again as soon as it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recinfer.errors import InputError, RecinferError
+from recinfer.serving.client import AsyncInferenceClient, ModelDescription
+from recinfer.serving.loop import run_on_loop
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["LoadResult", "measure_load", "random_requests"]
+
+_WARM_UP_S = 0.3
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What one level of concurrency gave.
+
+    Attributes:
+        concurrency: callers at a time.
+        seconds: how long was measured.
+        latencies: seconds of each answered request, ascending.
+        errors: refused or failed requests by the error's name.
+        batch: samples of a request.
+    """
+
+    concurrency: int
+    seconds: float
+    latencies: np.ndarray
+    errors: dict[str, int]
+    batch: int
+
+    @property
+    def rate(self) -> float:
+        """Answered requests a second."""
+        return self.latencies.size / self.seconds
+
+    def percentile(self, percent: float) -> float:
+        """Seconds within which ``percent`` of the answered requests were answered; nan without any."""
+        return float(np.percentile(self.latencies, percent)) if self.latencies.size else float("nan")
+
+
+def random_requests(
+    model: ModelDescription, batch: int, ids: int, count: int, seed: int = 0
+) -> list[tuple[Tensor, KeyedJaggedTensor]]:
+    """``count`` requests of ``batch`` samples with ``ids`` ids for each feature, uniform over the rows, and dense columns."""
+    random = torch.Generator().manual_seed(seed)
+    # A feature that several tables read is listed once a table, as feature@table: its ids fit the smallest.
+    rows: dict[str, int] = {}
+    for feature in model.features:
+        name = feature.name.split("@")[0]
+        rows[name] = min(feature.rows, rows.get(name, feature.rows))
+    lengths = torch.full((len(rows) * batch,), ids, dtype=torch.int32)
+    return [
+        (
+            torch.randn(batch, model.num_dense, generator=random),
+            KeyedJaggedTensor.from_parts_unchecked(
+                list(rows),
+                torch.cat([torch.randint(limit, (batch * ids,), generator=random) for limit in rows.values()]),
+                lengths,
+                stride=batch,
+            ),
+        )
+        for _ in range(count)
+    ]
+
+
+def measure_load(
+    target: str,
+    *,
+    call: Literal["lookup", "predict"] = "lookup",
+    concurrency: Sequence[int] = (1, 8, 32),
+    duration: float = 5.0,
+    batch: int = 1,
+    ids: int = 1,
+    model: str = "",
+    token: str = "",
+    seed: int = 0,
+) -> list[LoadResult]:
+    """Measure ``target`` at each level of ``concurrency`` for ``duration`` seconds, after a short warm-up.
+
+    Raises:
+        InputError: an argument out of range.
+        UnavailableError: no server there.
+    """
+    if call not in ("lookup", "predict"):
+        raise InputError(f"call: got {call!r}, expected 'lookup' or 'predict'")
+    if not concurrency or min(concurrency) < 1 or duration <= 0 or batch < 1 or ids < 0:
+        raise InputError("expected concurrency and batch of at least 1, ids of at least 0 and a duration above 0")
+    return run_on_loop(_measure(target, call, concurrency, duration, batch, ids, model, token, seed))
+
+
+async def _measure(
+    target: str,
+    call: str,
+    concurrency: Sequence[int],
+    duration: float,
+    batch: int,
+    ids: int,
+    model: str,
+    token: str,
+    seed: int,
+) -> list[LoadResult]:
+    # Retries would hide what the server refuses.
+    async with AsyncInferenceClient(target, model=model, token=token, timeout=60.0, retries=0) as client:
+        requests = random_requests(await client.get_model(), batch, ids, 64, seed)
+        results = []
+        for callers in concurrency:
+            await _run(client, call, requests, callers, min(_WARM_UP_S, duration))
+            start = time.perf_counter()
+            latencies, errors = await _run(client, call, requests, callers, duration)
+            spent = time.perf_counter() - start
+            results.append(LoadResult(callers, spent, np.sort(np.array(latencies)), dict(errors), batch))
+        return results
+
+
+async def _run(
+    client: AsyncInferenceClient,
+    call: str,
+    requests: Sequence[tuple[Tensor, KeyedJaggedTensor]],
+    callers: int,
+    duration: float,
+) -> tuple[list[float], Counter[str]]:
+    latencies: list[float] = []
+    errors: Counter[str] = Counter()
+    end = time.perf_counter() + duration
+
+    async def ask(first: int) -> None:
+        at = first
+        while (start := time.perf_counter()) < end:
+            dense, features = requests[at % len(requests)]
+            at += 1
+            try:
+                if call == "lookup":
+                    await client.lookup(features)
+                else:
+                    await client.predict(dense, features)
+            except RecinferError as error:
+                errors[type(error).__name__] += 1
+                await asyncio.sleep(0.001)  # a server that refuses everything at once is not asked in a tight loop
+                continue
+            latencies.append(time.perf_counter() - start)
+
+    await asyncio.gather(*(ask(caller * 7) for caller in range(callers)))
+    return latencies, errors

@@ -1,0 +1,58 @@
+"""Load on a real server, through the library and through ``recinfer bench serve``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from recinfer.cli.main import app
+from recinfer.errors import InputError, UnavailableError
+from recinfer.serving.bench import measure_load, random_requests
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.server import Server
+from tests.serving.conftest import NUM_DENSE, ROWS
+
+
+@pytest.mark.parametrize("call", ["lookup", "predict"])
+def test_load_is_measured(server: Server, call: str):
+    before = sum(server.stats.requests().values())
+    one, four = measure_load(server.target, call=call, concurrency=[1, 4], duration=0.2, batch=3, ids=2)
+    assert (one.concurrency, four.concurrency, one.errors) == (1, 4, {})
+    assert 0 < one.percentile(50) <= one.percentile(99) < 10
+    assert one.rate == pytest.approx(one.latencies.size / one.seconds)
+    assert sum(server.stats.requests().values()) - before >= one.latencies.size + four.latencies.size
+
+
+def test_requests_fit_the_model(client: InferenceClient):
+    (dense, kjt), _ = random_requests(client.get_model(), batch=5, ids=3, count=2)
+    assert dense.shape == (5, NUM_DENSE)
+    assert sorted(kjt.keys()) == sorted(ROWS) and kjt.values().numel() == 5 * 3 * len(ROWS)
+    client.predict(dense, kjt)
+
+
+def test_the_verb(server: Server, tmp_path: Path):
+    picture = tmp_path / "curve.png"
+    args = ["bench", "serve", "--target", server.target, "--concurrency", "1,2", "--duration", "0.1", "--json"]
+    try:
+        import matplotlib  # noqa: F401
+
+        args += ["--plot", str(picture)]
+    except ImportError:
+        picture = Path(__file__)
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert [level["concurrency"] for level in found["levels"]] == [1, 2]
+    assert all(level["requests"] > 0 and level["p50_ms"] > 0 for level in found["levels"])
+    assert picture.stat().st_size > 1000
+
+
+def test_wrong_arguments():
+    with pytest.raises(InputError):
+        measure_load("127.0.0.1:1", concurrency=[0])
+    with pytest.raises(UnavailableError):
+        measure_load("127.0.0.1:1", duration=0.1)
+    assert CliRunner().invoke(app, ["bench", "serve", "--target", "x:1", "--concurrency", "many"]).exit_code == 2

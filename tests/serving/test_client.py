@@ -1,0 +1,185 @@
+"""The clients, blocking and asyncio: every form of ids gives the same answer; another try only where it is safe."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+from recinfer.errors import InputError, NotFoundError, UnavailableError
+from recinfer.inference.predictor import Predictor
+from recinfer.serving.client import AsyncInferenceClient, InferenceClient
+from recinfer.serving.columns import as_dense, as_features
+from recinfer.serving.loop import run_on_loop
+from recinfer.serving.server import Server
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.serving.conftest import make_request
+
+USER, HISTORY = [3, 9, 1], [[1, 2], [], [39]]
+EXPECTED = KeyedJaggedTensor(
+    ["user", "history"], torch.tensor([3, 9, 1, 1, 2, 39]), lengths=torch.tensor([1, 1, 1, 2, 0, 1])
+)
+
+
+def check(kjt: KeyedJaggedTensor) -> None:
+    assert kjt.keys() == EXPECTED.keys() and kjt.stride() == 3
+    assert kjt.values().dtype == torch.int64
+    assert kjt.values().tolist() == EXPECTED.values().tolist()
+    assert kjt.lengths().tolist() == EXPECTED.lengths().tolist()
+
+
+def test_lists_and_arrays():
+    check(as_features({"user": USER, "history": HISTORY}))
+    check(as_features({"user": np.int32(USER), "history": [(1, 2), None, np.array([39])]}))
+    check(as_features({"user": torch.tensor(USER), "history": HISTORY}))
+    assert as_features({"pair": np.array([[1, 2], [3, 4]])}).lengths().tolist() == [2, 2]
+    assert as_features(EXPECTED) is EXPECTED
+
+
+def test_pandas_columns():
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    check(as_features(pandas.DataFrame({"user": USER, "history": HISTORY})))
+    frame = pandas.DataFrame({"a": [1.0, 2.0], "b": [3, 4]})
+    assert as_dense(frame).tolist() == [[1, 3], [2, 4]]
+
+
+def test_pyarrow_columns():
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    check(as_features(pa.table({"user": USER, "history": HISTORY})))
+    chunked = pa.chunked_array([[[1, 2]], [None, [39]]], type=pa.list_(pa.int32()))
+    check(as_features(pa.table({"user": pa.array(USER, pa.int32()), "history": chunked})))
+    assert as_features({"user": pa.array([1, None])}).lengths().tolist() == [1, 0]
+    assert as_dense(pa.table({"a": [1.0, 2.0], "b": [3, 4]})).tolist() == [[1, 3], [2, 4]]
+    with pytest.raises(InputError, match="null among ids"):
+        as_features({"user": pa.array([[1, None]])})
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({}, "got none"),
+        ([1, 2], "got a list"),
+        ({"user": "abc"}, "got a str"),
+        ({"user": [1.5]}, "expected integer ids"),
+        ({"user": [True]}, "expected integer ids"),
+        ({"user": [[[1]]]}, "expected integer ids"),
+        ({"user": [2**63]}, "expected integer ids"),
+        ({"user": np.zeros((1, 1, 1), int)}, "shape"),
+        ({"user": [1], "shop": [1, 2]}, "got 2 samples, expected 1"),
+    ],
+)
+def test_other_things_are_refused(data: Any, words: str):
+    with pytest.raises(InputError, match=words):
+        as_features(data)
+
+
+def test_dense_is_a_matrix():
+    for data in ([1.0], [[1.0], [1.0, 2.0]], [["x"]]):
+        with pytest.raises(InputError, match="dense"):
+            as_dense(data)
+
+
+def test_both_clients_give_the_predictors_numbers(server: Server, client: InferenceClient, predictor: Predictor):
+    dense, kjt = make_request(3, 4)
+    expected = predictor.predict(dense, kjt)["output"]
+    bags = {key: [bag.tolist() for bag in jagged.to_dense()] for key, jagged in kjt.to_dict().items()}
+    torch.testing.assert_close(client.predict(dense.tolist(), bags)["output"], expected)
+
+    async def ask() -> None:
+        async with AsyncInferenceClient(server.target) as mine:
+            many = await asyncio.gather(*(mine.predict(dense, bags) for _ in range(8)), mine.lookup(kjt))
+            for answer in many[:-1]:
+                torch.testing.assert_close(answer["output"], expected)
+            torch.testing.assert_close(many[-1].pooled.values(), predictor.lookup(kjt).pooled.values())
+            assert (await mine.get_model()).version == "3"
+            with pytest.raises(InputError, match="'user'"):
+                await mine.lookup({"user": [99]})
+            async with AsyncInferenceClient(server.target, model="other") as other:
+                with pytest.raises(NotFoundError):
+                    await other.get_model()
+        with pytest.raises(UnavailableError, match="make a new client"):
+            await mine.get_model()
+
+    run_on_loop(ask(), timeout=30)
+
+
+class Refusing(grpc.GenericRpcHandler):
+    """A server that refuses so many calls with one code, then answers."""
+
+    def __init__(self, code: grpc.StatusCode, times: int, pushback: str | None) -> None:
+        self.code, self.times, self.pushback, self.calls = code, times, pushback, 0
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(self.answer)
+
+    def answer(self, data: bytes, context: grpc.ServicerContext) -> bytes:
+        self.calls += 1
+        if self.calls <= self.times:
+            if self.pushback is not None:
+                context.set_trailing_metadata((("grpc-retry-pushback-ms", self.pushback),))
+            context.abort(self.code, "not now")
+        return b""
+
+
+@pytest.fixture
+def refusing(request: pytest.FixtureRequest) -> Iterator[tuple[Refusing, str]]:
+    handler = Refusing(*request.param)
+    with ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool, handlers=(handler,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield handler, f"127.0.0.1:{port}"
+        server.stop(None).wait()
+
+
+UNAVAILABLE, EXHAUSTED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize(
+    ("refusing", "calls", "answers"),
+    [
+        ((UNAVAILABLE, 2, None), 3, True),
+        ((UNAVAILABLE, 3, None), 3, False),
+        ((EXHAUSTED, 1, "5"), 2, True),
+        ((EXHAUSTED, 1, None), 1, False),  # a message that is too large
+        ((EXHAUSTED, 1, "60000"), 2, True),  # waits at most a second
+        ((grpc.StatusCode.INVALID_ARGUMENT, 1, None), 1, False),
+        ((grpc.StatusCode.INTERNAL, 1, None), 1, False),
+        ((grpc.StatusCode.DEADLINE_EXCEEDED, 1, None), 1, False),
+    ],
+    indirect=["refusing"],
+)
+def test_only_what_is_safe_is_tried_again(refusing: tuple[Refusing, str], calls: int, answers: bool):
+    handler, target = refusing
+
+    def ask(work: Any) -> None:
+        if answers:
+            work()
+        else:
+            with pytest.raises(Exception, match=r"not now|did not answer"):
+                work()
+        assert handler.calls == calls
+        handler.calls = 0
+
+    with InferenceClient(target, timeout=20) as client:
+        ask(client.get_model)
+
+    async def asynchronous() -> None:
+        async with AsyncInferenceClient(target, timeout=20) as mine:
+            await mine.get_model()
+
+    ask(lambda: run_on_loop(asynchronous(), timeout=30))
+
+
+@pytest.mark.parametrize("refusing", [(UNAVAILABLE, 9, None)], indirect=True)
+def test_no_retries_when_told(refusing: tuple[Refusing, str]):
+    handler, target = refusing
+    with InferenceClient(target, retries=0) as client, pytest.raises(UnavailableError):
+        client.get_model()
+    assert handler.calls == 1
