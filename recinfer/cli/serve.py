@@ -1,4 +1,4 @@
-"""``recinfer serve``: an archive behind a gRPC port."""
+"""``recinfer serve``: archives behind a gRPC port."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ EXAMPLE = "Example: recinfer serve movielens.rqa --port 8500"
 
 
 def run(
-    archive: Annotated[Path, typer.Argument(help="Archive folder.", show_default=False)],
+    archives: Annotated[
+        list[Path] | None, typer.Argument(help="Archive folders; the first is the default model.", show_default=False)
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one and prints it.")] = 8500,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     device: Annotated[Device, typer.Option(help="Where lookups run; cuda puts rank r on GPU r.")] = Device.cpu,
@@ -36,6 +38,15 @@ def run(
     ] = False,
     preload: Annotated[bool, typer.Option("--preload", help="Read all pages before the first request.")] = False,
     lock: Annotated[bool, typer.Option("--lock", help="Also keep them in memory (mlock).")] = False,
+    delta: Annotated[
+        list[Path] | None, typer.Option("--delta", help="Delta to apply first; repeatable, in order.")
+    ] = None,
+    model_store: Annotated[
+        Path | None, typer.Option(help="Folder of <model>/<version> archives: the newest version of each is served.")
+    ] = None,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Let callers load, unload and weigh versions of the model store.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=1, max=256, help="Processes that share the port and the archive.")] = 1,
     max_batch: Annotated[int, typer.Option(min=1, help="Samples that requests may share a run with.")] = 1024,
     max_delay_us: Annotated[
@@ -54,7 +65,7 @@ def run(
     worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve lookups and predictions of an archive over gRPC, with health and reflection.
+    """Serve lookups and predictions of archives over gRPC, with health and reflection.
 
     The port also answers the gRPC form of the Open Inference Protocol (KServe v2).
 
@@ -73,30 +84,50 @@ def run(
     if workers > 1 and not worker:
         if metrics_port is not None:
             raise ConfigError("metrics_port: got one port for several workers; leave out --metrics-port or --workers")
+        if admin:
+            raise ConfigError("admin: it would change one of several workers; leave out --admin or --workers")
         supervise(workers, host, port, Output(as_json))
         return
     from recinfer.inference.predictor import load
     from recinfer.serving.batcher import BatchConfig
     from recinfer.serving.observe import log_as_json
+    from recinfer.serving.registry import ServedModel
     from recinfer.serving.server import serve
+    from recinfer.serving.store import ModelStore
 
     if log_json:
         log_as_json()
 
     output = Output(as_json)
-    predictor = load(archive, device=device.value, preload=preload, lock=lock)
-    manifest = predictor.manifest
+    store = None if model_store is None else ModelStore(model_store, device=device.value, preload=preload)
+    if admin and store is None:
+        raise ConfigError("admin: it loads versions from a model store; give --model-store DIR")
+    models: list[ServedModel] = []
+    for archive in archives or []:
+        predictor = load(archive, device=device.value, preload=preload, lock=lock)
+        models.append(ServedModel.of(predictor.manifest.model, predictor))
+    if delta and len(models) != 1:
+        raise ConfigError(f"delta: got {len(models)} archives; a delta goes with one archive")
+    for path in delta or []:
+        models[0].predictor.apply_delta(path)
+    if store is not None:
+        models += [store.newest(name) for name in store.models()]
+    if not models:
+        raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
+    first = models[0]
 
     def ready(bound: int) -> None:
-        output.show(f"[green]serving[/green] {manifest.model} {manifest.version} on {host}:{bound}  (Ctrl-C stops)")
+        output.show(
+            f"[green]serving[/green] {', '.join(f'{m.name} {m.version}' for m in models)} on {host}:{bound}  (Ctrl-C stops)"
+        )
         if http_port is not None:
             output.show(f"Open Inference Protocol over HTTP on {host}:{http_port}")
         if metrics_port is not None:
             output.show(f"status page on http://{host}:{metrics_port}/")
         output.finish(
             {
-                "model": manifest.model,
-                "version": manifest.version,
+                "model": first.name,
+                "version": first.version,
                 "host": host,
                 "port": bound,
                 "http_port": http_port,
@@ -105,13 +136,14 @@ def run(
         )
 
     serve(
-        {manifest.model: predictor},
+        models,
         host=host,
         port=port,
         http_port=http_port,
         batching=BatchConfig(max_batch=max_batch, max_delay_us=max_delay_us, max_queue=max_queue),
         security=security,
         share_port=worker,
+        admin=store if admin else None,
         stop=stop_with_parent() if worker else None,
         metrics_port=metrics_port,
         on_ready=ready,

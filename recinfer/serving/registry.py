@@ -79,19 +79,24 @@ class ModelRegistry:
     Readers take no lock: every change builds the new state beside the old one and puts it in place at once. Thread-safe.
 
     Args:
-        predictors: name -> predictor.
+        models: name -> predictor, or models as they are to be served.
 
     Raises:
         ConfigError: no model, or a name that is empty.
+        InputError: a version of a model twice.
     """
 
-    def __init__(self, predictors: Mapping[str, Predictor]) -> None:
-        if not predictors or not all(predictors):
-            raise ConfigError(f"models: got {list(predictors)}, expected at least one model, each with a name")
+    def __init__(self, models: Mapping[str, Predictor] | Iterable[ServedModel]) -> None:
+        if isinstance(models, Mapping):
+            models = [ServedModel.of(name, predictor) for name, predictor in models.items()]
+        models = list(models)
+        names = [model.name for model in models]
+        if not names or not all(names):
+            raise ConfigError(f"models: got {names}, expected at least one model, each with a name")
         self._lock = threading.Lock()
         self._models: dict[str, _Versions] = {}
-        for name, predictor in predictors.items():
-            self.add(ServedModel.of(name, predictor))
+        for model in models:
+            self.add(model)
 
     def names(self) -> list[str]:
         """The names of all models, the default first."""

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from recinfer.errors import InputError, UnavailableError
+from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.serving.address import check_address
 from recinfer.serving.batcher import BatchConfig, Batcher
 from recinfer.serving.limits import Limits
@@ -29,22 +29,25 @@ from recinfer.serving.loop import run_on_loop
 from recinfer.serving.observe import Observer
 from recinfer.serving.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.open_inference_grpc import OpenInference
+from recinfer.serving.proto import admin_pb2, open_inference_pb2
 from recinfer.serving.proto import inference_pb2 as pb
-from recinfer.serving.proto import open_inference_pb2
-from recinfer.serving.registry import ModelRegistry
+from recinfer.serving.registry import ModelRegistry, ServedModel
 from recinfer.serving.retry import retry_info
 from recinfer.serving.security import Security, TokenInterceptor
 from recinfer.serving.service import InferenceService
 from recinfer.serving.status import status_of
+from recinfer.serving.store import ModelStore, StoreManager
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
+    from recinfer.serving.admin import AdminService
     from recinfer.serving.metrics_http import MetricsDoor
     from recinfer.serving.open_inference_http import HttpDoor
 
 __all__ = ["SERVICE_NAME", "Server", "serve"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+_ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _log = logging.getLogger(__name__)
 
@@ -64,7 +67,7 @@ class Server:
     """Serves predictors over gRPC from a background thread.
 
     Args:
-        predictors: name -> predictor; the first is the default model.
+        predictors: name -> predictor, or models as they are to be served; the first is the default model.
         host: address to listen on. The default is reachable from this machine only.
         port: TCP port; 0 takes a free one.
         limits: bounds on requests.
@@ -74,6 +77,7 @@ class Server:
         batching: how requests share runs.
         security: TLS and token; a host beyond loopback needs one (or ``insecure``).
         share_port: other processes may listen on the same port (SO_REUSEPORT); the system spreads connections.
+        admin: the store that the admin service loads versions from; None: there is no such service.
 
     >>> server = Server({"movies": recinfer.load("movies.rqa")}).start()    # doctest: +SKIP
     >>> InferenceClient(f"127.0.0.1:{server.port}").lookup(features)        # doctest: +SKIP
@@ -82,7 +86,7 @@ class Server:
 
     def __init__(
         self,
-        predictors: Mapping[str, Predictor],
+        predictors: Mapping[str, Predictor] | Iterable[ServedModel],
         host: str = "127.0.0.1",
         port: int = 0,
         *,
@@ -93,6 +97,7 @@ class Server:
         batching: BatchConfig | None = None,
         security: Security | None = None,
         share_port: bool = False,
+        admin: ModelStore | None = None,
     ) -> None:
         if not 0 <= port <= 65535:
             raise InputError(f"port: got {port}, expected 0 to 65535")
@@ -114,6 +119,13 @@ class Server:
         self.open_inference = OpenInference(
             self.service.registry, self.service.limits, self._ask, lambda: self._server is not None
         )
+        self._admin: AdminService | None = None
+        if admin is not None:
+            if share_port:
+                raise ConfigError("admin: it would change one of the processes that share the port; use one process")
+            from recinfer.serving.admin import AdminService
+
+            self._admin = AdminService(StoreManager(self.service.registry, admin))
         self._http: HttpDoor | None = None
         self.http_port = http_port
         self._metrics: MetricsDoor | None = None
@@ -174,7 +186,9 @@ class Server:
         server.add_generic_rpc_handlers(self._handlers())
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, reflection.SERVICE_NAME)
+        names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, reflection.SERVICE_NAME]
+        if self._admin is not None:
+            names.append(_ADMIN_NAME)
         reflection.enable_server_reflection(names, server, _pool_of_everything())
         if not self._share_port:
             check_address(self.host, self._port)
@@ -255,7 +269,24 @@ class Server:
             return grpc.method_handlers_generic_handler(service, methods)
 
         ours = {call: functools.partial(self._ask, call) for call in (*self._decoders, "GetModel")}
-        return handlers(SERVICE_NAME, ours), handlers(OPEN_INFERENCE, self.open_inference.calls())
+        found = [handlers(SERVICE_NAME, ours), handlers(OPEN_INFERENCE, self.open_inference.calls())]
+        if self._admin is not None:
+            found.append(handlers(_ADMIN_NAME, {k: self._announced(call) for k, call in self._admin.calls().items()}))
+        return tuple(found)
+
+    def _announced(self, change: _Answer) -> _Answer:
+        async def answer(data: bytes) -> bytes:
+            """A change of the models, and then health as it is after it."""
+            before = set(self.service.registry.names())
+            response = await change(data)
+            assert self._health is not None
+            after = set(self.service.registry.names())
+            for name in before ^ after:
+                status = "SERVING" if name in after else "SERVICE_UNKNOWN"
+                await self._health.set(name, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
+            return response
+
+        return answer
 
     def _handler(self, call: str, answer: _Answer) -> _Handler:
         async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -285,13 +316,19 @@ class Server:
 def _pool_of_everything() -> DescriptorPool:
     """What reflection shows. Ours and the Open Inference Protocol's files are in different pools: see its generator."""
     pool = DescriptorPool()
-    for file in (pb.DESCRIPTOR, open_inference_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+    for file in (
+        pb.DESCRIPTOR,
+        admin_pb2.DESCRIPTOR,
+        open_inference_pb2.DESCRIPTOR,
+        health_pb2.DESCRIPTOR,
+        reflection_pb2.DESCRIPTOR,
+    ):
         pool.AddSerializedFile(file.serialized_pb)
     return pool
 
 
 def serve(
-    predictors: Mapping[str, Predictor],
+    predictors: Mapping[str, Predictor] | Iterable[ServedModel],
     host: str = "127.0.0.1",
     port: int = 0,
     *,
@@ -301,6 +338,7 @@ def serve(
     batching: BatchConfig | None = None,
     security: Security | None = None,
     share_port: bool = False,
+    admin: ModelStore | None = None,
     grace: float = 10.0,
     on_ready: Callable[[int], None] | None = None,
     stop: threading.Event | None = None,
@@ -308,7 +346,7 @@ def serve(
     """Serve until SIGTERM or SIGINT (Ctrl-C), then drain for up to ``grace`` seconds. Call from the main thread.
 
     Args:
-        http_port, metrics_port, batching, security, share_port: as :class:`Server` has them.
+        http_port, metrics_port, batching, security, share_port, admin: as :class:`Server` has them.
         stop: set by someone else to end serving, as a signal does.
         on_ready: called with the bound port once requests are accepted.
     """
@@ -324,6 +362,7 @@ def serve(
         batching=batching,
         security=security,
         share_port=share_port,
+        admin=admin,
     )
     try:
         server.start()

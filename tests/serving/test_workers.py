@@ -106,7 +106,8 @@ def test_a_killed_worker_fails_its_own_requests_and_comes_back(archive: Path):
             until(lambda: load.codes["OK"] > before + 50)  # the other one serves on
             until(lambda: any("serves again" in line for line in said))
         assert set(load.codes) <= {"OK", "UNAVAILABLE"}, load.codes
-        assert load.codes.get("UNAVAILABLE", 0) <= 6
+        # What was in flight, and connections that the system had handed to the dying process.
+        assert load.codes.get("UNAVAILABLE", 0) <= 2 * 6
         assert f"process {victim}) was killed by SIGKILL" in said[0]
         assert len(supervisor.pids) == 2
         assert victim not in supervisor.pids

@@ -1,0 +1,118 @@
+"""A folder of archives, ``<model>/<version>/``, and the changes that a running server makes from it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import threading
+from pathlib import Path
+
+from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, RecinferError
+from recinfer.inference.predictor import Predictor, load
+from recinfer.serving.registry import ModelRegistry, ServedModel
+
+__all__ = ["ModelStore", "StoreManager"]
+
+_log = logging.getLogger(__name__)
+
+
+class ModelStore:
+    """Archives on disk by model and version.
+
+    Args:
+        folder: holds ``<model>/<version>/manifest.json``.
+        device, preload: as recinfer.inference.predictor.load has them.
+
+    Raises:
+        ConfigError: it is no folder.
+    """
+
+    def __init__(self, folder: Path, *, device: str = "cpu", preload: bool = False) -> None:
+        if not folder.is_dir():
+            raise ConfigError(f"model store {folder} is not a folder")
+        self.folder, self._device, self._preload = folder, device, preload
+
+    def models(self) -> list[str]:
+        """Names of the models that have a version."""
+        return [path.name for path in sorted(self.folder.iterdir()) if path.is_dir() and self.versions(path.name)]
+
+    def versions(self, model: str) -> list[str]:
+        """Versions of a model, the newest (the highest number) first."""
+        folder = self._inside(self.folder, model)
+        found = (
+            [path.name for path in folder.iterdir() if (path / "manifest.json").is_file()] if folder.is_dir() else []
+        )
+        return sorted(found, key=_natural, reverse=True)
+
+    def open(self, model: str, version: str) -> Predictor:
+        """Map, check and warm a version: every golden request is replayed.
+
+        Raises:
+            NotFoundError: the store has none.
+            ArchiveError: it breaks a rule of the format, or answers a golden request wrongly.
+        """
+        if version not in self.versions(model):
+            known = ", ".join(self.versions(model)) or "none"
+            raise NotFoundError(f"version: the store has no {version[:80]!r} of model {model[:80]!r}; it has {known}")
+        path = self._inside(self._inside(self.folder, model), version)
+        predictor = load(path, device=self._device, preload=self._preload, check_hashes=True)
+        for index in range(predictor.manifest.check.num_requests):
+            predictor.check_request(index)
+        return predictor
+
+    def newest(self, model: str) -> ServedModel:
+        """The newest version that is sound; a broken one is logged and passed over. Raises ArchiveError, NotFoundError."""
+        failed: RecinferError | None = None
+        for version in self.versions(model):
+            try:
+                return ServedModel.of(model, self.open(model, version), version)
+            except RecinferError as error:
+                _log.error("model store: %s %s is not served: %s", model, version, error)
+                failed = failed or error
+        raise failed or NotFoundError(f"model: the store has no version of {model[:80]!r}")
+
+    @staticmethod
+    def _inside(folder: Path, name: str) -> Path:
+        if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name or len(name) > 255:
+            raise InputError(f"model and version: got {name[:80]!r}, expected the name of a folder of the model store")
+        return folder / name
+
+
+class StoreManager:
+    """Changes a registry from a store, one change at a time. Thread-safe."""
+
+    def __init__(self, registry: ModelRegistry, store: ModelStore) -> None:
+        self.registry, self.store = registry, store
+        self._lock = threading.Lock()
+
+    def load(self, model: str, version: str = "", *, activate: bool = False) -> None:
+        """Serve a version of the store; with ``activate`` also as the default one.
+
+        Nothing changes before it has proved itself. Raises InputError, NotFoundError; an archive that is broken too is
+        an InputError here: the caller chose it.
+        """
+        with self._lock:
+            if not version:
+                version = next(iter(self.store.versions(model)), "")
+            if model in self.registry.names() and version in self.registry.versions(model):
+                raise InputError(f"version: {version!r} of model {model!r} is loaded already; unload it first")
+            try:
+                predictor = self.store.open(model, version)
+            except ArchiveError as error:
+                raise InputError(f"version: {version!r} of model {model!r} is not served: {error}") from None
+            self.registry.add(ServedModel.of(model, predictor, version))
+            if activate:
+                self.registry.set_weights(model, {version: 1})
+
+    def unload(self, model: str, version: str) -> None:
+        """Stop serving a version; its memory goes back when the last request on it has ended."""
+        with self._lock:
+            self.registry.remove(model, version)
+        gc.collect()
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Orders "10" behind "9" and "v2" behind "v1"."""
+    parts = re.findall(r"\d+|\D+", name)
+    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts]

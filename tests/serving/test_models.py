@@ -1,0 +1,252 @@
+"""Versions come and go under load: nothing fails, a bad one never takes over, memory goes back, rollback is at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from recinfer.errors import ConfigError, InputError, NotFoundError
+from recinfer.inference.predictor import Predictor, load
+from recinfer.serving import codec
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.proto import admin_pb2 as admin_pb
+from recinfer.serving.proto import admin_pb2_grpc
+from recinfer.serving.registry import ModelRegistry, ServedModel
+from recinfer.serving.server import SERVICE_NAME, Server
+from recinfer.serving.store import ModelStore
+from tests.serving.conftest import make_request
+
+
+@pytest.fixture
+def store(archive: Path, tmp_path: Path) -> Path:
+    """tiny/1, tiny/2, tiny/10 (broken: its answers are another model's), other/1."""
+    for name in ("tiny/1", "tiny/2", "tiny/10", "other/1"):
+        shutil.copytree(archive, tmp_path / name)
+    damage(tmp_path / "tiny" / "10")
+    return tmp_path
+
+
+def damage(folder: Path) -> None:
+    """Flip one byte in the middle of the largest shard: sizes and structure stay right."""
+    shard = max((folder / "shards").iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    shard.write_bytes(data)
+
+
+@pytest.fixture
+def server(store: Path) -> Iterator[Server]:
+    with Server({"tiny": load(store / "tiny" / "1")}, admin=ModelStore(store)) as running:
+        running.service.registry.add(ServedModel.of("tiny", load(store / "tiny" / "1"), "1"))
+        running.service.registry.set_weights("tiny", {"1": 1})
+        running.service.registry.remove("tiny", "3")  # the version in the archive's own manifest
+        yield running
+
+
+@pytest.fixture
+def admin(server: Server) -> Iterator[admin_pb2_grpc.AdminStub]:
+    with grpc.insecure_channel(server.target) as channel:
+        yield admin_pb2_grpc.AdminStub(channel)
+
+
+def weights(models: admin_pb.ModelList) -> dict[str, dict[str, int]]:
+    return {model.model: {v.version: v.weight for v in model.versions} for model in models.models}
+
+
+def refused(call: Any, request: Any) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(request, timeout=30)
+    return caught.value
+
+
+def mapped(folder: Path) -> bool:
+    return str(folder) in Path(f"/proc/{os.getpid()}/maps").read_text()
+
+
+class Load:
+    """Callers that predict without end; counts codes, and versions that answered."""
+
+    def __init__(self, target: str, predictor: Predictor, callers: int = 4) -> None:
+        self.answers: Counter[str] = Counter()
+        self._target, self._predictor, self._stop = target, predictor, threading.Event()
+        self._threads = [threading.Thread(target=self._call, args=(n,)) for n in range(callers)]
+
+    def _call(self, number: int) -> None:
+        dense, kjt = make_request(number, 3)
+        expected = self._predictor.predict(dense, kjt)["output"]
+        data = codec.encode_predict_request(dense, kjt)
+        with grpc.insecure_channel(self._target) as channel:
+            predict = channel.unary_unary(f"/{SERVICE_NAME}/Predict")
+            while not self._stop.is_set():
+                try:
+                    outputs, version = codec.decode_predict_response(predict(data, timeout=10))
+                    same = torch.allclose(outputs["output"], expected, rtol=0, atol=1e-6)
+                    self.answers[version if same else "wrong"] += 1
+                except grpc.RpcError as error:
+                    self.answers[error.code().name] += 1
+
+    def wait(self, more: int = 30) -> None:
+        goal, end = self.answers.total() + more, time.monotonic() + 30
+        while self.answers.total() < goal:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(20)
+
+
+def test_swap_canary_and_rollback_under_load(server: Server, admin: Any, store: Path, predictor: Predictor):
+    with Load(server.target, predictor) as load_:
+        load_.wait()
+        assert set(load_.answers) == {"1"}
+        admin.Load(admin_pb.LoadRequest(model="tiny", version="2"), timeout=60)
+        load_.wait()
+        assert set(load_.answers) == {"1"}  # loaded, and asked for by name only
+        admin.SetDefault(admin_pb.SetDefaultRequest(model="tiny", version="2"), timeout=10)
+        load_.wait(8)  # what was in flight
+        before = load_.answers["1"]
+        load_.wait()
+        assert load_.answers["1"] == before
+        assert weights(admin.Rollback(admin_pb.RollbackRequest(model="tiny"))) == {"tiny": {"1": 1, "2": 0}}
+        load_.wait(8)
+        before = load_.answers["2"]
+        load_.wait()
+        assert load_.answers["2"] == before
+        canary = [admin_pb.VersionWeight(version="1", weight=90), admin_pb.VersionWeight(version="2", weight=10)]
+        admin.SetWeights(admin_pb.SetWeightsRequest(model="tiny", weights=canary), timeout=10)
+        start = Counter(load_.answers)
+        load_.wait(400)
+        share = (load_.answers["2"] - start["2"]) / (load_.answers - start).total()
+        assert 0.03 < share < 0.2
+        admin.SetDefault(admin_pb.SetDefaultRequest(model="tiny", version="2"), timeout=10)
+        assert mapped(store / "tiny" / "1")
+        assert weights(admin.Unload(admin_pb.UnloadRequest(model="tiny", version="1"))) == {"tiny": {"2": 1}}
+        load_.wait()
+    assert set(load_.answers) == {"1", "2"}, load_.answers
+    end = time.monotonic() + 10
+    while mapped(store / "tiny" / "1"):
+        assert time.monotonic() < end, "the unloaded version's pages are still mapped"
+        time.sleep(0.05)
+
+
+def test_a_bad_archive_replaces_nothing(server: Server, admin: Any):
+    error = refused(admin.Load, admin_pb.LoadRequest(model="tiny", version="10", activate=True))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "'10' of model 'tiny' is not served" in error.details()
+    assert "Traceback" not in error.details()
+    assert weights(admin.ListModels(admin_pb.ListModelsRequest())) == {"tiny": {"1": 1}}
+
+
+def test_what_cannot_be_done_is_said(server: Server, admin: Any):
+    request = admin_pb.LoadRequest
+    for model, version, code in (
+        ("tiny", "7", "NOT_FOUND"),
+        ("nobody", "1", "NOT_FOUND"),
+        ("..", "1", "INVALID_ARGUMENT"),
+        ("tiny", "../tiny/2", "NOT_FOUND"),
+        ("tiny", "1", "INVALID_ARGUMENT"),
+        ("", "", "INVALID_ARGUMENT"),
+    ):
+        assert refused(admin.Load, request(model=model, version=version)).code().name == code, (model, version)
+    assert "last one" in refused(admin.Unload, admin_pb.UnloadRequest(model="tiny", version="1")).details()
+    assert "nothing to go back to" not in refused(admin.Rollback, admin_pb.RollbackRequest(model="no")).details()
+
+
+def test_a_model_is_added_and_taken_away(server: Server, admin: Any, predictor: Predictor):
+    with grpc.insecure_channel(server.target) as channel, InferenceClient(server.target, model="other") as client:
+        health = health_pb2_grpc.HealthStub(channel)
+        admin.Load(admin_pb.LoadRequest(model="other"), timeout=60)
+        dense, kjt = make_request(1, 2)
+        assert torch.equal(client.predict(dense, kjt)["output"], predictor.predict(dense, kjt)["output"])
+        check = health_pb2.HealthCheckRequest(service="other")
+        assert health.Check(check).status == health_pb2.HealthCheckResponse.SERVING
+        admin.Unload(admin_pb.UnloadRequest(model="other", version="1"), timeout=10)
+        assert health.Check(check).status != health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(NotFoundError):
+            client.predict(dense, kjt)
+
+
+def test_an_archive_deleted_while_mapped_goes_on(store: Path, predictor: Predictor):
+    with Server({"tiny": load(store / "tiny" / "2")}) as server, InferenceClient(server.target) as client:
+        shutil.rmtree(store / "tiny" / "2")
+        for seed in range(20):
+            dense, kjt = make_request(seed, 4)
+            assert torch.equal(client.predict(dense, kjt)["output"], predictor.predict(dense, kjt)["output"])
+
+
+def test_the_service_is_off_unless_asked_for(predictor: Predictor, store: Path):
+    with Server({"tiny": predictor}) as server, grpc.insecure_channel(server.target) as channel:
+        stub = admin_pb2_grpc.AdminStub(channel)
+        assert refused(stub.ListModels, admin_pb.ListModelsRequest()).code() is grpc.StatusCode.UNIMPLEMENTED
+    with pytest.raises(ConfigError, match="one process"):
+        Server({"tiny": predictor}, share_port=True, admin=ModelStore(store))
+
+
+def test_the_newest_sound_version_is_found(store: Path, tmp_path: Path):
+    models = ModelStore(store)
+    assert models.models() == ["other", "tiny"]
+    assert models.versions("tiny") == ["10", "2", "1"]
+    assert models.newest("tiny").version == "2"
+    with pytest.raises(NotFoundError):
+        models.newest("nobody")
+    with pytest.raises(ConfigError, match="not a folder"):
+        ModelStore(tmp_path / "nothing")
+
+
+def test_weights_are_checked(predictor: Predictor):
+    registry = ModelRegistry({"tiny": predictor})
+    registry.add(ServedModel.of("tiny", predictor, "4"))
+    with pytest.raises(NotFoundError, match="'9'"):
+        registry.set_weights("tiny", {"9": 1})
+    with pytest.raises(InputError, match="at least one above 0"):
+        registry.set_weights("tiny", {"3": 0})
+    with pytest.raises(InputError, match="has weight 1; set another default first: '4'"):
+        registry.remove("tiny", "3")
+    with pytest.raises(InputError, match="loaded already"):
+        registry.add(ServedModel.of("tiny", predictor, "4"))
+
+
+def test_the_command_serves_a_store(store: Path):
+    command = [
+        sys.executable,
+        "-m",
+        "recinfer",
+        "serve",
+        "--model-store",
+        str(store),
+        "--admin",
+        "--port",
+        "0",
+        "--json",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            port = json.loads(process.stdout.readline())["port"]
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                models = admin_pb2_grpc.AdminStub(channel).ListModels(admin_pb.ListModelsRequest(), timeout=10)
+            assert weights(models) == {"other": {"1": 1}, "tiny": {"2": 1}}
+        finally:
+            process.terminate()
+        assert process.wait(30) == 0
+        assert "tiny 10 is not served" in process.stderr.read()
