@@ -41,7 +41,6 @@ app = typer.Typer(
 for _module in (train, plan, export, inspect, verify, reshard, delta, serve, lookup, predict, mar, demo, calibrate):
     app.command(name=_module.NAME, epilog=_module.EXAMPLE)(verb(_module.run))
 app.add_typer(bench.app, name=bench.NAME, epilog=bench.EXAMPLE)
-app.add_typer(bench.app, name=bench.NAME, epilog=bench.EXAMPLE)
 
 
 def _print_version(wanted: bool) -> None:
