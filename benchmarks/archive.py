@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -54,8 +55,12 @@ def write_checkpoint(model: torch.nn.Module, path: Path, change: float = 0.0, se
             block = tensor[start : start + (1 << 16)]
             block.normal_(std=0.05)
         if change and tensor.dim() == 2:
-            rows = torch.randperm(len(tensor))[: max(1, int(change * len(tensor)))]
+            rows = torch.randperm(len(tensor), generator=torch.Generator().manual_seed(1))[
+                : max(1, int(change * len(tensor)))
+            ]
             tensor[rows] += 0.01
+        elif change:
+            tensor += 0.01
         state[key] = tensor
     torch.save(state, path)
 
@@ -215,10 +220,7 @@ def run(folder: Path, size: float, changed: float) -> dict[str, Any]:
 
     model = build(int(size * 2**30 / (4 * DIM)))
     path, archive, moved = folder / "model.pt", folder / "model.rqa", folder / "moved.rqa"
-    made = subprocess.run(
-        [sys.executable, "-m", "benchmarks.archive", "--make", str(path), "--size", str(size)], check=True
-    )
-    assert made.returncode == 0
+    make_checkpoint(path, size, 0.0)
     plan = plan_inference(model, world_size=2)
     results: dict[str, Any] = {"checkpoint bytes": size_of(path)}
 
@@ -246,8 +248,45 @@ def run(folder: Path, size: float, changed: float) -> dict[str, Any]:
             folder,
         )
     )
+    shutil.rmtree(moved)
+    show(measure_delta(folder, archive, model, size, changed))
     show({"peak resident bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024})
     return results
+
+
+def measure_delta(folder: Path, archive: Path, model: torch.nn.Module, size: float, changed: float) -> dict[str, Any]:
+    """Making a delta beside plain I/O; applying and undoing it in a process that serves, and what that costs in memory."""
+    import recinfer
+    from recinfer.checkpoint import CheckpointReader
+    from recinfer.inference.delta import make_delta
+
+    (folder / "model.pt").unlink()
+    new, delta = folder / "new.pt", folder / "d.rqd"
+    make_checkpoint(new, size, changed)
+    found = against_plain(
+        "delta",
+        lambda: make_delta(archive, model, CheckpointReader(new), delta, progress=False),
+        [new, archive],
+        lambda: size_of(delta),
+        folder,
+    )
+    found["delta bytes"] = size_of(delta)
+    predictor = recinfer.load(archive)
+    before = memory_of("self", "Anonymous")
+    started = time.perf_counter()
+    predictor.apply_delta(delta)
+    found["delta apply s"] = time.perf_counter() - started
+    found["delta private bytes"] = memory_of("self", "Anonymous") - before
+    started = time.perf_counter()
+    predictor.undo_delta()
+    found["delta undo s"] = time.perf_counter() - started
+    return found
+
+
+def make_checkpoint(path: Path, size: float, changed: float) -> None:
+    """In a process of its own, so that its memory does not count."""
+    command = [sys.executable, "-m", "benchmarks.archive", "--make", str(path), "--size", str(size)]
+    subprocess.run([*command, "--changed", str(changed)], check=True)
 
 
 def json_manifest(archive: Path) -> Any:
@@ -265,9 +304,7 @@ def main() -> None:
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.make:
-        write_checkpoint(
-            build(int(args.size * 2**30 / (4 * DIM))), args.make, args.changed if args.make.stem == "new" else 0
-        )
+        write_checkpoint(build(int(args.size * 2**30 / (4 * DIM))), args.make, args.changed)
         return
     with tempfile.TemporaryDirectory(prefix="recinfer-bench-", dir=args.folder) as folder:
         results = run(Path(folder), args.size, args.changed)

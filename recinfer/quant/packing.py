@@ -43,7 +43,7 @@ PACKED_TYPES = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, Data
 
 _CODE_BITS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
 _FLOAT_TYPES = {DataType.FP16: torch.float16, DataType.FP32: torch.float32}
-_CHUNK_ELEMENTS = 1 << 18  # 1 MB of fp32 a step stays in the cache, and bounds the memory of packing
+_CHUNK_ELEMENTS = 1 << 19  # 2 MB of fp32 a step stays in the cache, and bounds the memory of packing
 
 
 def _check_type(data_type: DataType) -> None:
