@@ -94,6 +94,7 @@ class Batcher:
             runs and in ``executor`` for long ones.
         executor: threads for long runs; ``threads`` of them at a time.
         config: the bounds.
+        waited: told the seconds that each request of a run had waited for it.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ class Batcher:
         executor: Executor,
         threads: int,
         config: BatchConfig | None = None,
+        waited: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.config = config or BatchConfig()
+        self._waited = waited
         self._run, self._executor, self._threads = run, executor, threads
         self._lanes: OrderedDict[Any, deque[_Waiting]] = OrderedDict()
         self._costs: dict[Any, float] = {}
@@ -237,6 +240,8 @@ class Batcher:
     def _start(self, batch: list[_Waiting]) -> None:
         works = [entry.work for entry in batch]
         lane, start = works[0].lane, time.monotonic()
+        for entry in batch:
+            self._waited(start - entry.since)
         samples = sum(work.samples for work in works)
         if sum(w.bytes for w in works) <= _INLINE_BYTES and self._costs.get(lane, 0.0) * samples <= _INLINE_S:
             try:

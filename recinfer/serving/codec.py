@@ -101,7 +101,7 @@ def decode_features(message: pb.JaggedFeatures, limits: Limits, *, field: str = 
     lengths = _view(f"{field}.lengths", raw_lengths, _INT32, len(keys) * batch, "keys x batch_size")
     num_ids = _count_ids(raw_lengths, keys, batch, limits, field)
     values = _decode_values(message, num_ids, field)
-    weights = None
+    weights = None if num_ids else torch.empty(0)  # without ids, weights that are none and weights left out look alike
     if raw := message.weights:
         weights = _view(f"{field}.weights", raw, _FLOAT32, num_ids, f"one an id, as {field}.lengths says")
     return KeyedJaggedTensor.from_parts_unchecked(keys, values, lengths, weights=weights, stride=batch)

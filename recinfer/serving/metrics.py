@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from recinfer.errors import NotFoundError
 from recinfer.inference.stages import HistogramState
+from recinfer.serving.batcher import BatcherState
 from recinfer.serving.registry import ModelRegistry, ServedModel
 from recinfer.serving.stats import RequestStats
 
@@ -25,10 +28,13 @@ class ServerMetrics:
     Args:
         stats: requests and their stages.
         registry: the models.
+        queue: the state of the queue of requests; None: no queue.
     """
 
-    def __init__(self, stats: RequestStats, registry: ModelRegistry) -> None:
-        self._stats, self._registry = stats, registry
+    def __init__(
+        self, stats: RequestStats, registry: ModelRegistry, queue: Callable[[], BatcherState] | None = None
+    ) -> None:
+        self._stats, self._registry, self._queue = stats, registry, queue
         self._started = time.time()
         self._prometheus = CollectorRegistry(auto_describe=False)
         self._prometheus.register(self)  # type: ignore[arg-type]
@@ -59,6 +65,8 @@ class ServerMetrics:
         )
         batch = self._stats.batch.state()
         yield _histograms("recinfer_request_samples", "Samples of a request.", [], [([], batch)])
+        if self._queue is not None:
+            yield from _queue_metrics(self._queue())
         yield from self._model_metrics()
 
     def stages(self) -> dict[str, HistogramState]:
@@ -69,7 +77,11 @@ class ServerMetrics:
         return {"decode": own["decode"], "queue": own["queue"], **both, "encode": own["encode"]}
 
     def _models(self) -> list[ServedModel]:
-        return [self._registry.get(name) for name in self._registry.names()]
+        found: list[ServedModel] = []
+        for name in self._registry.names():
+            with suppress(NotFoundError):  # unloaded meanwhile
+                found += self._registry.versions(name).values()
+        return found
 
     def _model_metrics(self) -> Iterator[Metric]:
         labels = ["model", "version"]
@@ -103,8 +115,18 @@ class ServerMetrics:
             ],
             "latency": {call: _plain(state) for call, state in sorted(self._stats.latency().items())},
             "stages": {stage: _plain(state) for stage, state in self.stages().items()},
+            "queue": None if self._queue is None else self._queue().waiting,
             "models": [_described(model) for model in self._models()],
         }
+
+
+def _queue_metrics(state: BatcherState) -> Iterator[Metric]:
+    yield GaugeMetricFamily("recinfer_queue_requests", "Requests that wait for a run.", value=state.waiting)
+    yield CounterMetricFamily("recinfer_runs", "Runs, each of one or more requests.", value=state.runs)
+    yield CounterMetricFamily("recinfer_run_requests", "Requests that were run.", value=state.requests)
+    yield CounterMetricFamily("recinfer_run_samples", "Samples that were run.", value=state.samples)
+    yield CounterMetricFamily("recinfer_queue_refused", "Requests that a full queue refused.", value=state.refused)
+    yield CounterMetricFamily("recinfer_queue_expired", "Requests whose deadline passed first.", value=state.expired)
 
 
 def _described(model: ServedModel) -> dict[str, Any]:

@@ -355,7 +355,7 @@ def model_metadata(registry: ModelRegistry, name: str, version: str) -> dict[str
             outputs.append(_tensor(spec.name + _LENGTHS, "INT32", -1))
     return {
         "name": model.name,
-        "versions": [model.version],
+        "versions": list(registry.versions(model.name)),
         "platform": PLATFORM,
         "inputs": inputs,
         "outputs": outputs,

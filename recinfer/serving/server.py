@@ -168,7 +168,13 @@ class Server:
         limits = self.service.limits
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="recinfer-request")
         self._decode_pool = ThreadPoolExecutor(1, thread_name_prefix="recinfer-decode")
-        self.batcher = Batcher(self.service.run, self._pool, self._threads, self._batching)
+        self.batcher = Batcher(
+            self.service.run,
+            self._pool,
+            self._threads,
+            self._batching,
+            waited=functools.partial(self.stats.stages.add, "queue"),
+        )
         server = grpc.aio.server(
             interceptors=[TokenInterceptor(self._security)] if self._security.token is not None else [],
             options=[
@@ -242,7 +248,9 @@ class Server:
         from recinfer.serving.metrics_http import MetricsDoor
 
         check_address(self.host, port)
-        self._metrics = MetricsDoor(ServerMetrics(self.stats, self.service.registry), self.host, port)
+        batcher = self.batcher
+        queue = None if batcher is None else lambda: batcher.state
+        self._metrics = MetricsDoor(ServerMetrics(self.stats, self.service.registry, queue), self.host, port)
         await self._metrics.start()
         self.metrics_port = self._metrics.port
 

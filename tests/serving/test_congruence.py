@@ -116,17 +116,18 @@ def _repeat(context: KeyedJaggedTensor, batch: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(context.keys(), torch.cat(parts), lengths=torch.cat(lengths))
 
 
-def weighted_or_unpooled(seed: int, batch: int, model: str) -> KeyedJaggedTensor:
+def weighted_or_unpooled(seed: int, batch: int, model: str, most: int = 4) -> KeyedJaggedTensor:
     random = torch.Generator().manual_seed(seed)
     rows = {"tag": 20} if model == "weighted" else {"clicks": 20, "page": 9, "buys": 20}
     keys = list(rows)[: 1 + seed % len(rows)]
-    lengths = torch.randint(0, 5, (len(keys), batch), generator=random, dtype=torch.int32)
+    lengths = torch.randint(0, most + 1, (len(keys), batch), generator=random, dtype=torch.int32)
     ids = torch.cat([torch.randint(0, rows[k], (int(n.sum()),), generator=random) for k, n in zip(keys, lengths)])
     weights = torch.randn(ids.numel(), generator=random) if model == "weighted" else None
     return KeyedJaggedTensor(keys, ids, weights=weights, lengths=lengths.reshape(-1))
 
 
 def test_random_requests_through_every_door(doors: dict[str, Doors], request: pytest.FixtureRequest):
+    check_lookup(doors["weighted"], weighted_or_unpooled(0, 3, "weighted", most=0))  # bags that are all empty
     for seed in range(request.config.getoption("--congruence")):
         batch = 1 + seed * 7 % 33
         form = seed % 6

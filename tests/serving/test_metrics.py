@@ -67,6 +67,8 @@ def test_prometheus_reads_the_metrics(door: Server, predictor: Predictor):
     lookups = value("recinfer_stage_seconds", "recinfer_stage_seconds_count", stage="lookup")
     assert lookups >= 5
     assert value("recinfer_stage_seconds", "recinfer_stage_seconds_bucket", stage="lookup", le="+Inf") == lookups
+    assert value("recinfer_queue_requests") == 0
+    assert value("recinfer_run_requests", "recinfer_run_requests_total") >= 5
     assert value("recinfer_request_samples", "recinfer_request_samples_sum") >= 19
     assert value("recinfer_model_mapped_bytes", **model) == predictor.mapped_bytes > 0
     assert 0 <= value("recinfer_model_age_seconds", **model) < 3600
