@@ -15,6 +15,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from recinfer.serving import codec
 from recinfer.serving.batcher import BatchConfig
-from recinfer.serving.server import SERVICE_NAME, Server
+from recinfer.serving.server import SERVICE_NAME, SWITCH_INTERVAL_S, Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 FEATURES, DENSE, DIM, ROWS = 26, 13, 16, 20_000
@@ -81,9 +82,10 @@ def request(batch: int) -> tuple[torch.Tensor, KeyedJaggedTensor]:
     )
 
 
-def serve_ours(archive: str, max_batch: int, pipe: Any) -> None:
+def serve_ours(archive: str, batching: BatchConfig, pipe: Any) -> None:
     torch.set_num_threads(1)
-    with Server({"bench": load(archive)}, batching=BatchConfig(max_batch=max_batch)) as server:
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as recinfer.serving.server.serve does
+    with Server({"bench": load(archive)}, batching=batching) as server:
         pipe.send(server.port)
         pipe.recv()
         pipe.send(server.batcher.state if server.batcher else None)
@@ -161,10 +163,12 @@ def in_process(call: Callable[[], object], seconds: float = 0.3) -> float:
     return sorted(times)[len(times) // 2] * 1e6
 
 
-def compare(archive: Path, batches: list[int], concurrency: list[int], seconds: float, max_batch: int) -> list[dict]:
+def compare(
+    archive: Path, batches: list[int], concurrency: list[int], seconds: float, batching: BatchConfig
+) -> list[dict]:
     """Every call, batch and concurrency: echo and ours in turn."""
     predictor, rows = load(archive), []
-    with process(serve_echo) as (echo_port, _), process(serve_ours, str(archive), max_batch) as (port, said):
+    with process(serve_echo) as (echo_port, _), process(serve_ours, str(archive), batching) as (port, said):
         for batch in batches:
             dense, kjt = request(batch)
             lookup = predictor.lookup(kjt)
@@ -227,17 +231,19 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--max-batch", type=int, default=1024, help="1: no merging")
+    parser.add_argument("--max-delay-us", type=int, default=0)
     parser.add_argument("--over", type=int, nargs="+", default=[64, 1], help="layer sizes of the over arch")
     parser.add_argument("--context", action="store_true", help="only the saving of a context")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    batching = BatchConfig(max_batch=options.max_batch, max_delay_us=options.max_delay_us)
     with tempfile.TemporaryDirectory() as folder:
         archive = build(Path(folder), options.over)
         compare_context(load(archive))
         if options.context:
             return
-        rows = compare(archive, options.batches, options.concurrency, options.seconds, options.max_batch)
+        rows = compare(archive, options.batches, options.concurrency, options.seconds, batching)
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1))
 

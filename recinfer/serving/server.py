@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -55,6 +56,9 @@ _log = logging.getLogger(__name__)
 # than running it. A larger one goes to the pool, so that the loop stays free for the small ones and for health.
 _INLINE_BYTES = 32 << 10
 _STOP_SLACK_S = 5.0
+SWITCH_INTERVAL_S = 1e-4
+"""How long a Python thread may keep another one waiting, in a process that serves. Every torch operator gives the
+interpreter away and has to win it back from gRPC's thread; at Python's 5 ms that wait is most of a small request."""
 _HANDSHAKE_MS, _KEEPALIVE_MS = 10_000, 60_000
 # time.monotonic() after which the caller of this task's call does not wait any more; every call is a task of its own.
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
@@ -250,7 +254,13 @@ class Server:
         check_address(self.host, port)
         batcher = self.batcher
         queue = None if batcher is None else lambda: batcher.state
-        self._metrics = MetricsDoor(ServerMetrics(self.stats, self.service.registry, queue), self.host, port)
+        self._metrics = MetricsDoor(
+            ServerMetrics(self.stats, self.service.registry, queue),
+            self.host,
+            port,
+            allows=self._security.allows,
+            tls=self._security.tls_context(),
+        )
         await self._metrics.start()
         self.metrics_port = self._metrics.port
 
@@ -358,6 +368,7 @@ def serve(
         stop: set by someone else to end serving, as a signal does.
         on_ready: called with the bound port once requests are accepted.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     wanted = stop or threading.Event()
     before = {number: signal.signal(number, lambda *_: wanted.set()) for number in (signal.SIGTERM, signal.SIGINT)}
     server = Server(
