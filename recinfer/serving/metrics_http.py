@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import ssl
+from collections.abc import Callable
 from importlib.resources import files
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from recinfer.serving.metrics import ServerMetrics
 
@@ -21,22 +26,39 @@ _PAGE = {
 
 
 class MetricsDoor:
-    """Serves metrics on one port, on the event loop that ``start`` is awaited on."""
+    """Serves metrics on one port, on the event loop that ``start`` is awaited on.
 
-    def __init__(self, metrics: ServerMetrics, host: str, port: int) -> None:
-        self._metrics, self.host, self.port = metrics, host, port
+    Args:
+        metrics: what is shown.
+        host: address to listen on.
+        port: TCP port; 0 takes a free one.
+        allows: whether a request with this ``Authorization: Bearer`` header may pass. A browser, which asks its user for
+            a name and a password, passes with the token as the password.
+        tls: the server's TLS context; None: plain HTTP.
+    """
+
+    def __init__(
+        self,
+        metrics: ServerMetrics,
+        host: str,
+        port: int,
+        *,
+        allows: Callable[[str | None], bool] = lambda authorization: True,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._metrics, self.host, self.port, self._allows, self._tls = metrics, host, port, allows, tls
         self._page = files("recinfer.serving").joinpath("status_page.html").read_text(encoding="utf-8")
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         """Bind and answer; raises OSError when the address cannot be bound."""
-        app = web.Application(client_max_size=1 << 16)
+        app = web.Application(client_max_size=1 << 16, middlewares=[self._check])
         app.router.add_get("/", self._show_page)
         app.router.add_get("/metrics", self._show_metrics)
         app.router.add_get("/status.json", self._show_status)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port)
+        site = web.TCPSite(self._runner, self.host, self.port, ssl_context=self._tls)
         try:
             await site.start()
         except OSError:
@@ -50,6 +72,13 @@ class MetricsDoor:
         if runner is not None:
             await runner.cleanup()
 
+    @web.middleware
+    async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._allows(_as_bearer(request.headers.get("Authorization"))):
+            return await handler(request)
+        asks = {"WWW-Authenticate": 'Basic realm="recinfer: the token as the password", charset="UTF-8"'}
+        return web.Response(status=401, text="this page needs the server's token", headers=asks)
+
     async def _show_page(self, request: web.Request) -> web.Response:
         return web.Response(text=self._page, content_type="text/html", headers=_PAGE)
 
@@ -58,3 +87,14 @@ class MetricsDoor:
 
     async def _show_status(self, request: web.Request) -> web.Response:
         return web.json_response(self._metrics.status(), headers={"Cache-Control": "no-store"})
+
+
+def _as_bearer(header: str | None) -> str | None:
+    """``header``, or where it holds a name and a password, the bearer header of that password."""
+    kind, _, value = (header or "").partition(" ")
+    if kind.lower() != "basic":
+        return header
+    try:
+        return "Bearer " + base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return None

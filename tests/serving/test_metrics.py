@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import logging
 import shutil
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import grpc
 import pytest
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from recinfer.errors import InputError
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.stages import Histogram
 from recinfer.serving.client import InferenceClient
 from recinfer.serving.observe import JsonLines, Observer
-from recinfer.serving.server import Server
+from recinfer.serving.security import Security
+from recinfer.serving.server import SERVICE_NAME, Server
 from recinfer.serving.stats import RequestStats
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.conftest import ROWS, make_request
@@ -106,6 +111,32 @@ def test_the_page_in_a_browser(door: Server, tmp_path: Path):
     for words in ("tiny ", "version 3", "t_item", "Load per rank", ">live<", "INVALID_ARGUMENT", "decode"):
         assert words in run.stdout, words
     assert ">no answer from the server<" not in run.stdout
+
+
+def test_a_server_with_a_token_asks_for_it_here_too(predictor: Predictor):
+    token = "a-token-of-some-length"
+    with Server({"tiny": predictor}, metrics_port=0, security=Security(token=token)) as server:
+        for path in ("/", "/metrics", "/status.json"):
+            url = f"http://127.0.0.1:{server.metrics_port}{path}"
+            for wrong in (None, "Bearer nothing", "Basic !", "Basic " + base64.b64encode(b"me:nothing").decode()):
+                with pytest.raises(urllib.error.HTTPError) as refused:
+                    urllib.request.urlopen(
+                        urllib.request.Request(url, headers={"Authorization": wrong} if wrong else {})
+                    )
+                assert refused.value.code == 401
+            for right in (f"Bearer {token}", "Basic " + base64.b64encode(f"me:{token}".encode()).decode()):
+                with urllib.request.urlopen(urllib.request.Request(url, headers={"Authorization": right})) as answer:
+                    assert answer.status == 200
+
+
+def test_each_model_has_its_health(door: Server):
+    with grpc.insecure_channel(door.target) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "tiny", SERVICE_NAME):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
+            health.Check(health_pb2.HealthCheckRequest(service="other"), timeout=10)
 
 
 def test_a_histogram_counts_between_its_bounds():
