@@ -195,12 +195,25 @@ def measure_sharing(archive: Path, counts: tuple[int, ...] = (1, 2, 4)) -> dict[
 
 
 def against_plain(
-    name: str, work: Callable[[], Any], read: list[Path], written: Callable[[], int], folder: Path
+    name: str,
+    work: Callable[[], Any],
+    read: list[Path],
+    written: Callable[[], int],
+    folder: Path,
+    *,
+    cold: bool = False,
 ) -> dict[str, Any]:
-    """Time and memory of ``work``, and the ratio of its speed to plain I/O of the same bytes; pages warm in both."""
+    """Time and memory of ``work``, and the ratio of its speed to plain I/O of the same bytes.
+
+    The files read are in the page cache in both, or, with ``cold``, in neither.
+    """
+    for path in read if cold else ():
+        drop_cache(path)
     with Watch() as watch:
         work()
     out = written()
+    for path in read if cold else ():
+        drop_cache(path)
     plain = plain_io(read, out, folder)
     moved = sum(size_of(path) for path in read) + out
     return {
@@ -212,16 +225,17 @@ def against_plain(
     }
 
 
-def run(folder: Path, size: float, changed: float) -> dict[str, Any]:
+def run(folder: Path, size: float, changed: float, precision: str, stages: set[str]) -> dict[str, Any]:
     from recinfer.checkpoint import CheckpointReader
     from recinfer.distributed.planner import plan_inference
     from recinfer.inference.export import export_archive
     from recinfer.inference.reshard import plan_archive, reshard_archive
+    from recinfer.modules.embedding_configs import DataType
 
     model = build(int(size * 2**30 / (4 * DIM)))
     path, archive, moved = folder / "model.pt", folder / "model.rqa", folder / "moved.rqa"
     make_checkpoint(path, size, 0.0)
-    plan = plan_inference(model, world_size=2)
+    plan = plan_inference(model, world_size=2, precision=DataType.parse(precision))
     results: dict[str, Any] = {"checkpoint bytes": size_of(path)}
 
     def show(found: dict[str, Any]) -> None:
@@ -233,23 +247,25 @@ def run(folder: Path, size: float, changed: float) -> dict[str, Any]:
     show({"checkpoint bytes": results["checkpoint bytes"]})
 
     def export() -> None:
-        export_archive(model, CheckpointReader(path), plan, archive, name="m", version="1", progress=False)
+        reader = CheckpointReader(path)
+        export_archive(model, reader, plan, archive, name="m", version="1", progress=False, overwrite=True)
 
-    show(against_plain("export", export, [path], lambda: size_of(archive), folder))
-    show(measure_open(archive))
-    show(measure_sharing(archive))
-    target = plan_archive(json_manifest(archive), world_size=3)
-    show(
-        against_plain(
-            "reshard",
-            lambda: reshard_archive(archive, target, moved, progress=False),
-            [archive],
-            lambda: size_of(moved),
-            folder,
-        )
-    )
-    shutil.rmtree(moved)
-    show(measure_delta(folder, archive, model, size, changed))
+    show(against_plain("export, cold", export, [path], lambda: size_of(archive), folder, cold=True))
+    if "export" in stages:
+        show(against_plain("export, warm", export, [path], lambda: size_of(archive), folder))
+    if "open" in stages:
+        show(measure_open(archive))
+        show(measure_sharing(archive))
+    if "reshard" in stages:
+        target = plan_archive(json_manifest(archive), world_size=3)
+
+        def reshard() -> None:
+            reshard_archive(archive, target, moved, progress=False)
+
+        show(against_plain("reshard", reshard, [archive], lambda: size_of(moved), folder))
+        shutil.rmtree(moved)
+    if "delta" in stages:
+        show(measure_delta(folder, archive, model, size, changed))
     show({"peak resident bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024})
     return results
 
@@ -299,6 +315,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=float, default=0.25, help="GiB of float32 tables")
     parser.add_argument("--changed", type=float, default=0.01, help="part of the rows that the delta changes")
+    parser.add_argument("--precision", default="int8", help="of the archive")
+    parser.add_argument("--stages", default="export,open,reshard,delta", help="what to measure, by comma")
     parser.add_argument("--folder", type=Path, help="where the temporary folder goes, by default the system's")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
@@ -307,7 +325,7 @@ def main() -> None:
         write_checkpoint(build(int(args.size * 2**30 / (4 * DIM))), args.make, args.changed)
         return
     with tempfile.TemporaryDirectory(prefix="recinfer-bench-", dir=args.folder) as folder:
-        results = run(Path(folder), args.size, args.changed)
+        results = run(Path(folder), args.size, args.changed, args.precision, set(args.stages.split(",")))
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
 
