@@ -31,13 +31,14 @@ _SHOWN = 10
 class InputFormat(StrEnum):
     """Forms of ``--input``: raw rows, or ids and numbers as JSON."""
 
+    csv = "csv"
     criteo = "criteo"
     movielens = "movielens"
     json = "json"
 
 
 _BY_SUFFIX = {
-    ".csv": InputFormat.criteo,
+    ".csv": InputFormat.csv,
     ".tsv": InputFormat.criteo,
     ".txt": InputFormat.criteo,
     ".inter": InputFormat.movielens,
@@ -61,7 +62,8 @@ def run(
 ) -> None:
     """Score rows with a running server.
 
-    Raw rows become ids by the feature contract that the server gives out with the model, the one that training used.
+    Raw rows become ids by the feature contract that the server gives out with the model, the one that training used. A
+    CSV's header names the contract's columns; a .csv without a header is read as Criteo's.
     JSON holds ids: {"dense": [[0.1, ...], ...], "features": {"C1": [[3, 7], [5]], ...}}.
     """
     from recinfer.serving.client import InferenceClient
@@ -90,7 +92,8 @@ def _format_of(path: Path) -> InputFormat:
 
 def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> tuple[Tensor, KeyedJaggedTensor]:
     """Dense inputs ``[N, d]`` and ids of raw rows, by the served model's contract."""
-    from recinfer.data.dataset import read_columns
+    from recinfer.data import read_columns, read_csv
+    from recinfer.data.tables import first_line
 
     about = client.get_model()
     if about.contract is None:
@@ -98,7 +101,13 @@ def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> tuple[
             f"{client.target} serves {about.name} {about.version}, whose archive has no feature contract, so raw rows "
             "cannot become ids; send ids as JSON (--format json)"
         )
-    return about.contract.apply(read_columns(path, kind.value))
+    if kind is InputFormat.csv and not set(about.contract.columns).isdisjoint(_fields(first_line(path))):
+        return about.contract.apply(read_csv(path))
+    return about.contract.apply(read_columns(path, "criteo" if kind is InputFormat.csv else kind.value))
+
+
+def _fields(line: str) -> list[str]:
+    return next(csv.reader([line]), [])
 
 
 def _from_json(path: Path) -> tuple[Tensor, KeyedJaggedTensor]:

@@ -21,6 +21,7 @@ import torch
 import recinfer
 from recinfer.cli.lookup import parse_features
 from recinfer.cli.served import served
+from recinfer.data import write_csv
 from recinfer.data.dataset import load_dataset
 from recinfer.data.synthetic import generate_criteo
 from recinfer.distributed.planner import Plan
@@ -240,3 +241,19 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     code, _, err = run("plan", "--checkpoint", tmp_path / "none", "--world-size", 2, "--out", tmp_path / "plan.json")
     assert code == 2
     assert "none" in err
+
+
+def test_a_csv_whose_header_names_the_columns_scores_like_the_whole_file(
+    target: str, made: Made, tmp_path: Path
+) -> None:
+    rows = generate_criteo(20, seed=3).columns
+    whole, reordered = tmp_path / "whole.csv", tmp_path / "mine.csv"
+    write_csv(whole, rows)
+    names = [name for name in rows if name != "label"][::-1]
+    write_csv(reordered, {"my_own_key": np.arange(20).astype(str), **{name: rows[name] for name in names}})
+    want = run_json("predict", "--target", target, "--input", whole, "--format", "criteo")["outputs"]
+    for path in (whole, reordered):
+        assert run_json("predict", "--target", target, "--input", path)["outputs"] == want
+    write_csv(reordered, {name: rows[name] for name in names if name != "C7"})
+    code, _, err = run("predict", "--target", target, "--input", reordered)
+    assert code == 2 and "'C7'" in err and "missing" in err
