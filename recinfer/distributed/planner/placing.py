@@ -80,7 +80,8 @@ class Placer:
             # Among equally loaded ranks the emptiest: tables that cost the same may differ a lot in size.
             filled = (at.hbm[first:last] + hbm[0]) / np.maximum(p.hbm_cap[first:last], 1.0)
             filled = np.maximum(filled, (at.ddr[first:last] + ddr[0]) / np.maximum(p.ddr_cap[first:last], 1.0))
-            return np.array([first + int(np.where(load <= least * (1 + 1e-9), filled, np.inf).argmin())])
+            # An empty rank may hold -1e-18 after moves: the slack is added, as a factor would shut every rank out.
+            return np.array([first + int(np.where(load <= least + abs(least) * 1e-9, filled, np.inf).argmin())])
         load, used_h, used_d = at.perf[first:last].copy(), at.hbm[first:last].copy(), at.ddr[first:last].copy()
         cap_h, cap_d = p.hbm_cap[first:last], p.ddr_cap[first:last]
         ranks = np.empty(perf.size, np.int64)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from recinfer.distributed.planner.estimates import FloatN, IntN
+from recinfer.distributed.planner.exact import branch_and_bound
 from recinfer.distributed.planner.local_search import GOOD, LocalSearch
 from recinfer.distributed.planner.placing import Placement, Placer, refresh
 from recinfer.distributed.planner.problem import Bound, Problem, cheapest, first_of_least, lower_bound
@@ -111,6 +112,8 @@ def search(
             break
     if max_moves:
         best = local.shake(best, bound.value)
+        if best.worst > bound.value * GOOD:
+            best = branch_and_bound(problem, placer, best)
     best = refresh(problem, best)
     report.max_perf, report.moves = best.worst, local.moves
     report.seconds = time.monotonic() - begin

@@ -1,0 +1,98 @@
+"""Branch and bound for problems of a few tables, where a local search may sit in a corner that no single move leaves."""
+
+from __future__ import annotations
+
+from itertools import combinations_with_replacement, product
+
+import numpy as np
+
+from recinfer.distributed.planner.placing import Placement, Placer
+from recinfer.distributed.planner.problem import FIXED, FREE, Problem
+
+__all__ = ["MAX_UNITS", "branch_and_bound"]
+
+MAX_UNITS = 6
+_MAX_PLACES = 400  # ways to place one option; options with more are left to the local search
+_Place = tuple[float, int, tuple[int, ...], tuple[tuple[int, float, float, float], ...]]
+
+
+def branch_and_bound(problem: Problem, placer: Placer, best: Placement, max_nodes: int = 40_000) -> Placement:
+    """A placement no worse than ``best``; the optimum, unless the tree is larger than ``max_nodes``.
+
+    Effort is counted in nodes, so that the same problem gives the same placement on every machine. Problems with more
+    than ``MAX_UNITS`` units, or with options that must stay on a host, come back as they are.
+    """
+    if problem.num_units > MAX_UNITS or not all(int(mode) in (FREE, FIXED) for mode in problem.mode):
+        return best
+    places = [_places(problem, unit) for unit in range(problem.num_units)]
+    if not all(places):
+        return best
+    # Large units first: their choices cut most of the tree.
+    order = sorted(range(problem.num_units), key=lambda unit: -places[unit][0][0])
+    rest = [0.0] * (len(order) + 1)  # least load of the units still to be placed
+    for i in range(len(order) - 1, -1, -1):
+        rest[i] = rest[i + 1] + places[order[i]][0][0]
+    world = problem.world_size
+    caps_h, caps_d = problem.hbm_cap.tolist(), problem.ddr_cap.tolist()
+    load, hbm, ddr = [0.0] * world, [0.0] * world, [0.0] * world
+    chosen: list[_Place] = []
+    found: list[_Place] = []
+    limit, nodes = best.worst * (1 - 1e-9), 0
+
+    def go(i: int, total: float) -> None:
+        nonlocal limit, nodes, found
+        if i == len(order):
+            limit, found = max(load) * (1 - 1e-9), list(chosen)
+            return
+        for place in places[order[i]]:
+            nodes += 1
+            if nodes > max_nodes or (total + place[0] + rest[i + 1]) / world >= limit:
+                return  # places come cheapest first, so the others cost no less
+            touched = place[3]
+            if all(
+                load[r] + p < limit and hbm[r] + h <= caps_h[r] and ddr[r] + d <= caps_d[r] for r, p, h, d in touched
+            ):
+                for r, p, h, d in touched:
+                    load[r], hbm[r], ddr[r] = load[r] + p, hbm[r] + h, ddr[r] + d
+                chosen.append(place)
+                go(i + 1, total + place[0])
+                chosen.pop()
+                for r, p, h, d in touched:
+                    load[r], hbm[r], ddr[r] = load[r] - p, hbm[r] - h, ddr[r] - d
+
+    go(0, 0.0)
+    if not found:
+        return best
+    at = placer.empty()
+    for unit, (_, option, ranks, _) in zip(order, found):
+        placer.put(at, unit, option, np.array(ranks, dtype=np.int64))
+    return at
+
+
+def _places(problem: Problem, unit: int) -> list[_Place]:
+    """(load in all, option, rank of each shard, what it adds to each rank) of every way to place a unit, cheapest first."""
+    found: list[_Place] = []
+    for option in range(int(problem.unit_ptr[unit]), int(problem.unit_ptr[unit + 1])):
+        if not problem.possible[option]:
+            continue
+        s = problem.shards_of(option)
+        shards = list(zip(problem.perf[s].tolist(), problem.hbm[s].tolist(), problem.ddr[s].tolist()))
+        if problem.mode[option] == FIXED:
+            ways = [tuple(problem.fixed_rank[s].tolist())]
+        elif len(set(shards)) == 1:
+            ways = list(combinations_with_replacement(range(problem.world_size), len(shards)))
+        elif problem.world_size ** len(shards) <= _MAX_PLACES:
+            ways = list(product(range(problem.world_size), repeat=len(shards)))
+        else:
+            ways = []
+        if len(ways) > _MAX_PLACES:
+            continue
+        total = sum(perf for perf, _, _ in shards)
+        for ranks in ways:
+            adds: dict[int, tuple[float, float, float]] = {}
+            for rank, (perf, hbm, ddr) in zip(ranks, shards):
+                p, h, d = adds.get(rank, (0.0, 0.0, 0.0))
+                adds[rank] = (p + perf, h + hbm, d + ddr)
+            found.append((total, option, ranks, tuple((r, *add) for r, add in adds.items())))
+    found.sort(key=lambda place: (place[0], place[1], place[2]))
+    return found
