@@ -56,6 +56,7 @@ _log = logging.getLogger(__name__)
 # than running it. A larger one goes to the pool, so that the loop stays free for the small ones and for health.
 _INLINE_BYTES = 32 << 10
 _STOP_SLACK_S = 5.0
+_SIGNAL_POLL_S = 0.05
 SWITCH_INTERVAL_S = 1e-4
 """How long a Python thread may keep another one waiting, in a process that serves. Every torch operator gives the
 interpreter away and has to win it back from gRPC's thread; at Python's 5 ms that wait is most of a small request."""
@@ -370,7 +371,13 @@ def serve(
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     wanted = stop or threading.Event()
-    before = {number: signal.signal(number, lambda *_: wanted.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    # The handler runs in this thread, between any two steps of it: were it to set an Event that this thread is about to
+    # wait for, it could find the Event's lock taken by its own thread, for ever. Appending takes no lock.
+    signalled: list[int] = []
+    before = {
+        number: signal.signal(number, lambda got, _: signalled.append(got))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     server = Server(
         predictors,
         host,
@@ -387,7 +394,8 @@ def serve(
         server.start()
         if on_ready is not None:
             on_ready(server.port)
-        wanted.wait()
+        while not (signalled or wanted.is_set()):
+            time.sleep(_SIGNAL_POLL_S)
     finally:
         server.stop(grace)
         for number, handler in before.items():

@@ -84,8 +84,9 @@ class Supervisor:
                     pass
             if not self._stop.is_set() and on_ready is not None:
                 on_ready(self._answer)
-            while not self._stop.wait(3600):
-                pass
+            # Not _stop.wait(): a signal handler in this thread that sets _stop could find its lock taken by this thread.
+            while not self._stop.is_set():
+                time.sleep(0.05)
         finally:
             self.stop()
             end = time.monotonic() + self._grace + 5.0

@@ -281,3 +281,25 @@ def test_signals_stop_the_serving_process(archive: Path, number: signal.Signals)
         process.kill()
     assert (process.returncode, out) == (0, "stopped\n"), err
     assert "Traceback" not in err
+
+
+def test_a_signal_ends_serving_whatever_lock_this_thread_holds(archive: Path) -> None:
+    """A handler runs between two steps of the thread it interrupts: setting an Event there can wait for ever."""
+    code = (
+        "import os, signal, sys, threading\n"
+        "import recinfer\n"
+        "from recinfer.serving.server import serve\n"
+        "class Interrupted(threading.Event):\n"
+        "    def wait(self, timeout=None):\n"
+        "        with self._cond:\n"
+        "            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "            return bool(sum(range(10**6)))\n"
+        "def ready(port):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "serve({'m': recinfer.load(sys.argv[1])}, on_ready=ready, stop=Interrupted())\n"
+        "print('stopped')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, archive], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "stopped"), done.stderr
