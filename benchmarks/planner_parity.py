@@ -164,6 +164,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torchrec-python", default=sys.executable, help="interpreter that can import torchrec")
     args = parser.parse_args(argv)
+    if subprocess.run([args.torchrec_python, "-c", "import torchrec"], capture_output=True, check=False).returncode:
+        parser.error(f"{args.torchrec_python} cannot import torchrec; name an interpreter that can: --torchrec-python")
     script = Path(__file__).with_name("planner_torchrec.py")
     total, failed = 0, 0
     for name, case in CASES.items():
