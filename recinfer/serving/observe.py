@@ -29,14 +29,13 @@ class Observer:
 
     Args:
         stats: where requests are counted.
-        trace: start OpenTelemetry spans; None: when the package ``opentelemetry`` is installed.
+        trace: start OpenTelemetry spans; None: when the package ``opentelemetry`` is installed and a tracer provider was
+            set (by the program, or by ``opentelemetry-instrument``): without one every span would be made and thrown away.
     """
 
     def __init__(self, stats: RequestStats, *, trace: bool | None = None) -> None:
         self.stats = stats
-        if trace is None:
-            trace = importlib.util.find_spec("opentelemetry") is not None
-        self._tracing = _Tracing() if trace else None
+        self._tracing = _Tracing() if (_has_provider() if trace is None else trace) else None
 
     def answered(
         self,
@@ -76,6 +75,14 @@ def _lowered(headers: Mapping[str, str] | Iterable[tuple[str, Any]] | None) -> d
         return {}
     pairs = headers.items() if isinstance(headers, Mapping) else headers
     return {key.lower(): value for key, value in pairs if isinstance(value, str)}
+
+
+def _has_provider() -> bool:
+    if importlib.util.find_spec("opentelemetry") is None:
+        return False
+    from opentelemetry import trace
+
+    return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
 class _Tracing:

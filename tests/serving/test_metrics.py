@@ -13,7 +13,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import grpc
@@ -178,35 +177,52 @@ def test_requests_are_logged_as_json_with_their_id():
     assert observer.stats.requests() == {("Predict", "OK"): 1, ("Predict", "NOT_FOUND"): 1}
 
 
-def test_a_span_has_the_caller_as_its_parent(monkeypatch: pytest.MonkeyPatch):
-    """The names of opentelemetry that are used stand in for the package, which no extra installs."""
-    spans: list[dict[str, Any]] = []
+TRACED = """
+import json, sys, urllib.request
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+import grpc, recinfer
+from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.server import SERVICE_NAME, Server
 
-    class Span:
-        def set_status(self, *status: Any) -> None:
-            spans[-1]["status"] = status
+exporter, provider = InMemorySpanExporter(), TracerProvider()
+provider.add_span_processor(SimpleSpanProcessor(exporter))
+trace.set_tracer_provider(provider)
+parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+with Server({"tiny": recinfer.load(sys.argv[1])}, http_port=0) as server:
+    with grpc.insecure_channel(server.target) as channel:
+        call = channel.unary_unary(f"/{SERVICE_NAME}/GetModel")
+        call(b"", metadata=(("traceparent", parent), ("x-request-id", "abc")))
+        try:
+            call(pb.GetModelRequest(model="nobody").SerializeToString())
+        except grpc.RpcError:
+            pass
+    url = f"http://127.0.0.1:{server.http_port}/v2/models/tiny"
+    urllib.request.urlopen(urllib.request.Request(url, headers={"traceparent": parent})).close()
+for span in exporter.get_finished_spans():
+    print(json.dumps([
+        span.name, span.kind.name, span.status.status_code.name, span.end_time - span.start_time, dict(span.attributes),
+        f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}" if span.parent else None,
+    ]))
+"""
 
-        def end(self, end_time: int) -> None:
-            spans[-1]["end"] = end_time
 
-    class Tracer:
-        def start_span(self, name: str, **how: Any) -> Span:
-            spans.append({"name": name, **how})
-            return Span()
+def test_spans_have_the_caller_as_their_parent(archive: Path):
+    """The real SDK with an exporter in memory, in a process of its own: a provider is set once a process."""
+    pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed (the dev extra)")
+    command = [sys.executable, "-c", TRACED, str(archive)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    model, refused, http = (json.loads(line) for line in done.stdout.splitlines())
+    assert model[:3] == ["recinfer/GetModel", "SERVER", "UNSET"]
+    assert 0 < model[3] < 5e9
+    assert model[4] == {"rpc.method": "GetModel", "rpc.grpc.status": "OK", "recinfer.request_id": "abc"}
+    assert model[5:] == ["0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"]
+    assert (refused[2], refused[4]["rpc.grpc.status"], refused[6]) == ("ERROR", "NOT_FOUND", None)
+    assert (http[0], http[5:]) == ("recinfer/ModelMetadata", model[5:])
 
-    def module(name: str, **names: Any) -> None:
-        made = ModuleType(name)
-        made.__dict__.update(names)
-        monkeypatch.setitem(sys.modules, name, made)
 
-    kinds = type("SpanKind", (), {"SERVER": "server"})
-    codes = type("StatusCode", (), {"ERROR": "error"})
-    trace = ModuleType("trace")
-    trace.__dict__.update(get_tracer=lambda name: Tracer(), SpanKind=kinds, StatusCode=codes)
-    propagate = ModuleType("propagate")
-    propagate.__dict__.update(extract=lambda headers: headers.get("traceparent"))
-    module("opentelemetry", trace=trace, propagate=propagate)
-    Observer(RequestStats(), trace=True).answered("Lookup", "OK", 0.5, headers={"Traceparent": "00-1-2-01"})
-    assert (spans[0]["name"], spans[0]["context"]) == ("recinfer/Lookup", "00-1-2-01")
-    assert spans[0]["end"] - spans[0]["start_time"] == 500_000_000
-    assert "status" not in spans[0]
+def test_without_a_provider_no_span_is_made():
+    assert Observer(RequestStats())._tracing is None
