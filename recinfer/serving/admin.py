@@ -33,6 +33,8 @@ class AdminService:
             "SetDefault": self._set_default,
             "SetWeights": self._set_weights,
             "Rollback": self._rollback,
+            "ApplyDelta": self._apply_delta,
+            "UndoDelta": self._undo_delta,
         }
         return {name: self._beside(name, call) for name, call in work.items()}
 
@@ -70,6 +72,14 @@ class AdminService:
     def _rollback(self, data: bytes) -> None:
         self.manager.registry.rollback(codec.parse(pb.RollbackRequest, data).model)
 
+    def _apply_delta(self, data: bytes) -> None:
+        request = codec.parse(pb.ApplyDeltaRequest, data)
+        self.manager.apply_delta(request.model, request.version, request.delta)
+
+    def _undo_delta(self, data: bytes) -> None:
+        request = codec.parse(pb.UndoDeltaRequest, data)
+        self.manager.undo_delta(request.model, request.version)
+
     def _models(self) -> pb.ModelList:
         registry = self.manager.registry
         answer = pb.ModelList()
@@ -83,5 +93,6 @@ class AdminService:
                     weight=weights.get(version, 0),
                     plan_hash=manifest.plan_hash,
                     bytes=manifest.bytes_total,
+                    deltas=model.predictor.num_deltas,
                 )
         return answer

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from recinfer.errors import InputError, RecinferError, UnavailableError
 from recinfer.serving import codec
-from recinfer.serving.columns import as_dense, as_features
+from recinfer.serving.columns import as_dense, as_features, as_raw
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.status import error_of
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
@@ -33,6 +33,7 @@ __all__ = [
     "FeatureDescription",
     "InferenceClient",
     "ModelDescription",
+    "credentials_of",
     "invoke",
 ]
 
@@ -109,10 +110,14 @@ class _Client:
     def _lookup_request(self, features: Any) -> bytes:
         return codec.encode_lookup_request(as_features(features), self.model, self.version)
 
-    def _predict_request(self, dense: Any, features: Any) -> bytes:
+    def _predict_request(self, dense: Any, features: Any, context: Any) -> bytes:
         sparse = as_features(features)
         matrix = torch.empty(sparse.stride(), 0) if dense is None else as_dense(dense)
-        return codec.encode_predict_request(matrix, sparse, self.model, self.version)
+        once = None if context is None else as_features(context)
+        return codec.encode_predict_request(matrix, sparse, self.model, self.version, context=once)
+
+    def _raw_request(self, rows: Any) -> bytes:
+        return pb.PredictRequest(model=self.model, version=self.version, raw=as_raw(rows)).SerializeToString()
 
     def _model_request(self) -> bytes:
         return pb.GetModelRequest(model=self.model, version=self.version).SerializeToString()
@@ -152,7 +157,7 @@ class InferenceClient(_Client):
         tls_key: Path | None = None,
     ) -> None:
         super().__init__(target, model, version, timeout, retries, token)
-        credentials = _credentials(tls_ca, tls_cert, tls_key)
+        credentials = credentials_of(tls_ca, tls_cert, tls_key)
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=_OPTIONS)
         else:
@@ -166,10 +171,24 @@ class InferenceClient(_Client):
         """Embeddings of some or all features of the model, given in any order."""
         return _embeddings(self._call(self._lookup, self._lookup_request(features), timeout))
 
-    def predict(self, dense: Any, features: Any, *, timeout: float | None = None) -> dict[str, Tensor]:
-        """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples."""
-        request = self._predict_request(dense, features)
+    def predict(
+        self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None
+    ) -> dict[str, Tensor]:
+        """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples.
+
+        ``context``: features of one sample that go with all B, a user's beside its candidates', in any form that
+        features have; none of them among ``features``. They are sent and looked up once.
+        """
+        request = self._predict_request(dense, features, context)
         return codec.decode_predict_response(self._call(self._predict, request, timeout))[0]
+
+    def predict_raw(self, rows: Any, *, timeout: float | None = None) -> dict[str, Tensor]:
+        """The model's outputs by name, from rows as the training data had them.
+
+        The server makes ids and dense inputs of them by the feature contract of the model's archive. ``rows``: see
+        :func:`recinfer.serving.columns.as_raw`; its columns are those of the contract (``get_model().contract``).
+        """
+        return codec.decode_predict_response(self._call(self._predict, self._raw_request(rows), timeout))[0]
 
     def get_model(self, *, timeout: float | None = None) -> ModelDescription:
         """What the model takes and is made of."""
@@ -246,7 +265,7 @@ class AsyncInferenceClient(_Client):
         tls_key: Path | None = None,
     ) -> None:
         super().__init__(target, model, version, timeout, retries, token)
-        credentials = _credentials(tls_ca, tls_cert, tls_key)
+        credentials = credentials_of(tls_ca, tls_cert, tls_key)
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
         else:
@@ -259,10 +278,16 @@ class AsyncInferenceClient(_Client):
         """As InferenceClient.lookup."""
         return _embeddings(await self._call("Lookup", self._lookup_request(features), timeout))
 
-    async def predict(self, dense: Any, features: Any, *, timeout: float | None = None) -> dict[str, Tensor]:
+    async def predict(
+        self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None
+    ) -> dict[str, Tensor]:
         """As InferenceClient.predict."""
-        request = self._predict_request(dense, features)
+        request = self._predict_request(dense, features, context)
         return codec.decode_predict_response(await self._call("Predict", request, timeout))[0]
+
+    async def predict_raw(self, rows: Any, *, timeout: float | None = None) -> dict[str, Tensor]:
+        """As InferenceClient.predict_raw."""
+        return codec.decode_predict_response(await self._call("Predict", self._raw_request(rows), timeout))[0]
 
     async def get_model(self, *, timeout: float | None = None) -> ModelDescription:
         """As InferenceClient.get_model."""
@@ -300,7 +325,8 @@ class AsyncInferenceClient(_Client):
 _OPTIONS = (("grpc.max_receive_message_length", -1),)
 
 
-def _credentials(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:
+def credentials_of(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:
+    """A channel's credentials from PEM files, as InferenceClient takes them; None without TLS. Raises InputError."""
     if (cert is None) != (key is None):
         raise InputError("TLS: got one of certificate and key, expected both or neither")
     if ca is None:
@@ -367,5 +393,7 @@ def _translated(error: Any, target: str, seconds: float, start_with: str) -> Rec
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return UnavailableError(f"{target} did not answer within {seconds:g} s; send less or wait longer")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return RecinferError(f"{target} does not know this call; is it a server of another kind? ({details})")
+        return RecinferError(
+            f"{target} does not know this call ({details}); is it a server of another kind? Start one with: {start_with}"
+        )
     return error_of(code.name, details)

@@ -1,4 +1,4 @@
-"""Ids as callers have them, lists, numpy, pandas or pyarrow columns, made one KeyedJaggedTensor."""
+"""Ids and rows as callers have them, lists, numpy, pandas or pyarrow columns, made what a request holds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recinfer.errors import InputError
+from recinfer.errors import InputError, UnavailableError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["as_dense", "as_features"]
+__all__ = ["as_dense", "as_features", "as_raw"]
 
 
 def as_features(data: Any) -> KeyedJaggedTensor:
@@ -68,6 +68,42 @@ def as_dense(data: Any) -> Tensor:
     if array.ndim != 2:
         raise InputError(f"dense: got shape {list(array.shape)}, expected [batch, num_dense]")
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+
+
+def as_raw(rows: Any) -> bytes:
+    """``rows`` as the ``raw`` field of a PredictRequest: an Arrow IPC stream of one uncompressed record batch.
+
+    Args:
+        rows: a mapping of column name to values, a pandas DataFrame, a pyarrow Table or RecordBatch, or such a stream
+            (bytes), given back as it is. Columns hold text, integers, floats, booleans or lists of them.
+
+    Raises:
+        InputError: columns of different length, or values that Arrow has no type for.
+        UnavailableError: pyarrow is not installed.
+    """
+    if isinstance(rows, bytes):
+        return rows
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise UnavailableError("raw rows need pyarrow; install it with: pip install 'recinfer[arrow]'") from None
+    try:
+        if isinstance(rows, Mapping):
+            rows = pa.RecordBatch.from_pydict(dict(rows))
+        elif not isinstance(rows, pa.Table | pa.RecordBatch) and hasattr(rows, "columns"):
+            rows = pa.RecordBatch.from_pandas(rows, preserve_index=False)
+        if isinstance(rows, pa.Table):
+            rows = rows.combine_chunks().to_batches()[0] if rows.num_rows else None
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise InputError(f"rows: {error}") from None
+    if not isinstance(rows, pa.RecordBatch):
+        raise InputError(f"rows: got {type(rows).__name__}, expected columns of at least one row")
+    plain = [column.dictionary_decode() if pa.types.is_dictionary(column.type) else column for column in rows.columns]
+    rows = pa.RecordBatch.from_arrays(plain, rows.schema.names)  # dictionaries would be messages of their own
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_batch(rows)
+    return bytes(memoryview(sink.getvalue()))
 
 
 def _columns(data: Any) -> dict[str, Any]:

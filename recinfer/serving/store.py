@@ -1,4 +1,4 @@
-"""A folder of archives, ``<model>/<version>/``, and the changes that a running server makes from it."""
+"""A folder of archives, ``<model>/<version>/``, and of deltas, ``<model>/*.rqd``, and what a running server does with it."""
 
 from __future__ import annotations
 
@@ -61,6 +61,14 @@ class ModelStore:
             predictor.check_request(index)
         return predictor
 
+    def delta(self, model: str, name: str) -> Path:
+        """The file of a delta; raises NotFoundError, or InputError for a name that leads elsewhere."""
+        path = self._inside(self._inside(self.folder, model), name)
+        if path.suffix != ".rqd" or not path.is_file():
+            found = ", ".join(sorted(file.name for file in path.parent.glob("*.rqd"))) or "none"
+            raise NotFoundError(f"delta: the store has no {name[:80]!r} of model {model[:80]!r}; it has {found}")
+        return path
+
     def newest(self, model: str) -> ServedModel:
         """The newest version that is sound; a broken one is logged and passed over. Raises ArchiveError, NotFoundError."""
         failed: RecinferError | None = None
@@ -104,6 +112,34 @@ class StoreManager:
             self.registry.add(ServedModel.of(model, predictor, version))
             if activate:
                 self.registry.set_weights(model, {version: 1})
+
+    def apply_delta(self, model: str, version: str, name: str) -> None:
+        """Apply a delta of the store to a served version, while it answers requests.
+
+        Nothing changes before the delta has proved itself. Raises InputError (a delta that is broken or does not fit is
+        one too), NotFoundError, UnavailableError.
+        """
+        with self._lock:
+            served = self._one(model, version)
+            path = self.store.delta(served.name, name)
+            try:
+                served.predictor.apply_delta(path)
+            except ArchiveError as error:
+                raise InputError(f"delta: {name!r} is not applied to {served.name} {served.version}: {error}") from None
+
+    def undo_delta(self, model: str, version: str) -> None:
+        """Take back the last delta of a served version; raises InputError, NotFoundError."""
+        with self._lock:
+            self._one(model, version).predictor.undo_delta()
+        gc.collect()
+
+    def _one(self, model: str, version: str) -> ServedModel:
+        """A version by name, or the only one that requests without a version go to."""
+        if not version:
+            version, *others = self.registry.weights(model)
+            if others:
+                raise InputError(f"version: got none, and requests go to {version!r} and {others[0]!r}; name one")
+        return self.registry.get(model, version)
 
     def unload(self, model: str, version: str) -> None:
         """Stop serving a version; its memory goes back when the last request on it has ended."""

@@ -29,15 +29,19 @@ DIM = 8
 
 def build_archive(folder: Path, name: str = "tiny", version: str = "3") -> Path:
     """Train nothing, but take every other step: a float DLRM, its checkpoint, a plan for two ranks, the archive."""
-    torch.manual_seed(0)
+    return export(build_model(), folder, name, version, num_dense=NUM_DENSE)
+
+
+def build_model(seed: int = 0) -> DLRM:
+    """The float model: four features, one shared table, three dense columns; the same weights for the same seed."""
+    torch.manual_seed(seed)
     bag = partial(EmbeddingBagConfig, embedding_dim=DIM)
     tables = [
         bag(num_embeddings=50, name="t_user", feature_names=["user"]),
         bag(num_embeddings=40, name="t_item", feature_names=["item", "history"], pooling=PoolingType.MEAN),
         bag(num_embeddings=30, name="t_shop", feature_names=["shop"]),
     ]
-    model = DLRM(EmbeddingBagCollection(tables=tables), NUM_DENSE, [16, DIM], [16, 1])
-    return export(model, folder, name, version, num_dense=NUM_DENSE)
+    return DLRM(EmbeddingBagCollection(tables=tables), NUM_DENSE, [16, DIM], [16, 1])
 
 
 def export(model: nn.Module, folder: Path, name: str, version: str, num_dense: int | None = None) -> Path:

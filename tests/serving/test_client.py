@@ -109,6 +109,33 @@ def test_both_clients_give_the_predictors_numbers(server: Server, client: Infere
     run_on_loop(ask(), timeout=30)
 
 
+def test_both_clients_send_a_context(server: Server, client: InferenceClient, predictor: Predictor):
+    dense, candidates = make_request(3, 5, keys=["item", "shop"])
+    _, user = make_request(4, 1, keys=["history", "user"])
+    expected = predictor.predict(dense, candidates, user)["output"]
+    whole = {key: value.to_dense() for key, value in candidates.to_dict().items()}
+    whole |= {key: value.to_dense() * 5 for key, value in user.to_dict().items()}
+    ids = {key: [bag.long().tolist() for bag in bags] for key, bags in whole.items()}
+    as_lists = {key: [bag.long().tolist() for bag in value.to_dense()] for key, value in user.to_dict().items()}
+    torch.testing.assert_close(client.predict(dense, ids)["output"], expected, rtol=0, atol=1e-6)
+    for context in (user, as_lists):
+        assert torch.equal(client.predict(dense, candidates, context=context)["output"], expected)
+    with pytest.raises(InputError, match="context: feature 'user' is also in features"):
+        client.predict(dense, KeyedJaggedTensor.concat([candidates, repeated_user()]), context=user)
+    with pytest.raises(InputError, match="context: got 2 samples, expected 1"):
+        client.predict(dense, candidates, context={"user": [1, 2], "history": [[], []]})
+
+    async def ask() -> torch.Tensor:
+        async with AsyncInferenceClient(server.target) as mine:
+            return (await mine.predict(dense, candidates, context=user))["output"]
+
+    assert torch.equal(run_on_loop(ask(), timeout=30), expected)
+
+
+def repeated_user() -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["user"], torch.ones(5, dtype=torch.int64), lengths=torch.ones(5, dtype=torch.int32))
+
+
 class Refusing(grpc.GenericRpcHandler):
     """A server that refuses so many calls with one code, then answers."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ import torch
 from recinfer.data.contract import DenseFeature, FeatureContract, Hash, Identity, SparseFeature
 from recinfer.errors import InputError
 from recinfer.serving import codec
+from recinfer.serving.client import AsyncInferenceClient, InferenceClient
+from recinfer.serving.columns import as_raw
 from recinfer.serving.limits import Limits
+from recinfer.serving.loop import run_on_loop
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.raw import read_raw
 from recinfer.serving.registry import ModelRegistry
+from recinfer.serving.server import Server
 from recinfer.serving.service import InferenceService
 from tests.serving.conftest import ROWS
 
@@ -61,6 +66,45 @@ def test_raw_rows_equal_their_ids(service: InferenceService):
     assert service.predict(pb.PredictRequest(raw=stream(COLUMNS)).SerializeToString()) == expected
     lists_of_text = COLUMNS | {"history": [["1", "2"], [], ["39"]]}
     assert service.predict(pb.PredictRequest(raw=stream(lists_of_text)).SerializeToString()) == expected
+
+
+def test_both_clients_send_rows(service: InferenceService, predictor: object):
+    dense, features = CONTRACT.apply(AS_TEXT)
+    expected = predictor.predict(dense, features)["output"]
+    table = pyarrow.table(COLUMNS)
+    halves = pyarrow.concat_tables([table.slice(0, 1), table.slice(1)])
+    encoded = table.set_column(0, "user", table["user"].dictionary_encode())
+    forms = [COLUMNS, table, halves, encoded, table.to_batches()[0], stream(COLUMNS)]
+    with Server({"tiny": predictor}) as server, InferenceClient(server.target) as client:
+        if find_spec("pandas") is not None:
+            import pandas
+
+            frame = pandas.DataFrame(COLUMNS)
+            forms += [frame, frame.assign(shop=frame.shop.astype("category"))]
+        for rows in forms:
+            assert torch.equal(client.predict_raw(rows)["output"], expected), type(rows)
+        with pytest.raises(InputError, match="'item', which is missing"):
+            client.predict_raw({key: value for key, value in COLUMNS.items() if key != "item"})
+
+        async def ask() -> torch.Tensor:
+            async with AsyncInferenceClient(server.target) as mine:
+                return (await mine.predict_raw(COLUMNS))["output"]
+
+        assert torch.equal(run_on_loop(ask(), timeout=30), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([1, 2], "got list"),
+        ({"a": [1], "b": [1, 2]}, "length"),
+        ({"a": [1, "x"]}, "rows: "),
+        (pyarrow.table({"a": []}), "at least one row"),
+    ],
+)
+def test_rows_that_are_none_are_refused(rows: object, words: str):
+    with pytest.raises(InputError, match=words):
+        as_raw(rows)
 
 
 def test_what_is_no_stream_of_one_batch_is_refused(service: InferenceService):

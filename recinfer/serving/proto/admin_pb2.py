@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17recinfer/v1/admin.proto\x12\x0brecinfer.v1\"?\n\x0bLoadRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08\x61\x63tivate\x18\x03 \x01(\x08\"/\n\rUnloadRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\x13\n\x11ListModelsRequest\"3\n\x11SetDefaultRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"0\n\rVersionWeight\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\r\"O\n\x11SetWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\x07weights\x18\x02 \x03(\x0b\x32\x1a.recinfer.v1.VersionWeight\" \n\x0fRollbackRequest\x12\r\n\x05model\x18\x01 \x01(\t\"R\n\rVersionStatus\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\r\x12\x11\n\tplan_hash\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\"J\n\x0bModelStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12,\n\x08versions\x18\x02 \x03(\x0b\x32\x1a.recinfer.v1.VersionStatus\"5\n\tModelList\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.recinfer.v1.ModelStatus2\x93\x03\n\x05\x41\x64min\x12\x38\n\x04Load\x12\x18.recinfer.v1.LoadRequest\x1a\x16.recinfer.v1.ModelList\x12<\n\x06Unload\x12\x1a.recinfer.v1.UnloadRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nListModels\x12\x1e.recinfer.v1.ListModelsRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nSetDefault\x12\x1e.recinfer.v1.SetDefaultRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nSetWeights\x12\x1e.recinfer.v1.SetWeightsRequest\x1a\x16.recinfer.v1.ModelList\x12@\n\x08Rollback\x12\x1c.recinfer.v1.RollbackRequest\x1a\x16.recinfer.v1.ModelListb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17recinfer/v1/admin.proto\x12\x0brecinfer.v1\"?\n\x0bLoadRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08\x61\x63tivate\x18\x03 \x01(\x08\"/\n\rUnloadRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\x13\n\x11ListModelsRequest\"3\n\x11SetDefaultRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"0\n\rVersionWeight\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\r\"O\n\x11SetWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\x07weights\x18\x02 \x03(\x0b\x32\x1a.recinfer.v1.VersionWeight\" \n\x0fRollbackRequest\x12\r\n\x05model\x18\x01 \x01(\t\"B\n\x11\x41pplyDeltaRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05\x64\x65lta\x18\x03 \x01(\t\"2\n\x10UndoDeltaRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"b\n\rVersionStatus\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\r\x12\x11\n\tplan_hash\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\x12\x0e\n\x06\x64\x65ltas\x18\x05 \x01(\r\"J\n\x0bModelStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12,\n\x08versions\x18\x02 \x03(\x0b\x32\x1a.recinfer.v1.VersionStatus\"5\n\tModelList\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.recinfer.v1.ModelStatus2\x9d\x04\n\x05\x41\x64min\x12\x38\n\x04Load\x12\x18.recinfer.v1.LoadRequest\x1a\x16.recinfer.v1.ModelList\x12<\n\x06Unload\x12\x1a.recinfer.v1.UnloadRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nListModels\x12\x1e.recinfer.v1.ListModelsRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nSetDefault\x12\x1e.recinfer.v1.SetDefaultRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nSetWeights\x12\x1e.recinfer.v1.SetWeightsRequest\x1a\x16.recinfer.v1.ModelList\x12@\n\x08Rollback\x12\x1c.recinfer.v1.RollbackRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nApplyDelta\x12\x1e.recinfer.v1.ApplyDeltaRequest\x1a\x16.recinfer.v1.ModelList\x12\x42\n\tUndoDelta\x12\x1d.recinfer.v1.UndoDeltaRequest\x1a\x16.recinfer.v1.ModelListb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,12 +45,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SETWEIGHTSREQUEST']._serialized_end=357
   _globals['_ROLLBACKREQUEST']._serialized_start=359
   _globals['_ROLLBACKREQUEST']._serialized_end=391
-  _globals['_VERSIONSTATUS']._serialized_start=393
-  _globals['_VERSIONSTATUS']._serialized_end=475
-  _globals['_MODELSTATUS']._serialized_start=477
-  _globals['_MODELSTATUS']._serialized_end=551
-  _globals['_MODELLIST']._serialized_start=553
-  _globals['_MODELLIST']._serialized_end=606
-  _globals['_ADMIN']._serialized_start=609
-  _globals['_ADMIN']._serialized_end=1012
+  _globals['_APPLYDELTAREQUEST']._serialized_start=393
+  _globals['_APPLYDELTAREQUEST']._serialized_end=459
+  _globals['_UNDODELTAREQUEST']._serialized_start=461
+  _globals['_UNDODELTAREQUEST']._serialized_end=511
+  _globals['_VERSIONSTATUS']._serialized_start=513
+  _globals['_VERSIONSTATUS']._serialized_end=611
+  _globals['_MODELSTATUS']._serialized_start=613
+  _globals['_MODELSTATUS']._serialized_end=687
+  _globals['_MODELLIST']._serialized_start=689
+  _globals['_MODELLIST']._serialized_end=742
+  _globals['_ADMIN']._serialized_start=745
+  _globals['_ADMIN']._serialized_end=1286
 # @@protoc_insertion_point(module_scope)

@@ -58,17 +58,37 @@ class RollbackRequest(_message.Message):
     model: str
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
+class ApplyDeltaRequest(_message.Message):
+    __slots__ = ("model", "version", "delta")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    delta: str
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., delta: _Optional[str] = ...) -> None: ...
+
+class UndoDeltaRequest(_message.Message):
+    __slots__ = ("model", "version")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
 class VersionStatus(_message.Message):
-    __slots__ = ("version", "weight", "plan_hash", "bytes")
+    __slots__ = ("version", "weight", "plan_hash", "bytes", "deltas")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     PLAN_HASH_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
     version: str
     weight: int
     plan_hash: str
     bytes: int
-    def __init__(self, version: _Optional[str] = ..., weight: _Optional[int] = ..., plan_hash: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+    deltas: int
+    def __init__(self, version: _Optional[str] = ..., weight: _Optional[int] = ..., plan_hash: _Optional[str] = ..., bytes: _Optional[int] = ..., deltas: _Optional[int] = ...) -> None: ...
 
 class ModelStatus(_message.Message):
     __slots__ = ("model", "versions")

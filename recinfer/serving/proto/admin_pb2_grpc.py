@@ -64,6 +64,16 @@ class AdminStub:
                 request_serializer=recinfer_dot_v1_dot_admin__pb2.RollbackRequest.SerializeToString,
                 response_deserializer=recinfer_dot_v1_dot_admin__pb2.ModelList.FromString,
                 _registered_method=True)
+        self.ApplyDelta = channel.unary_unary(
+                '/recinfer.v1.Admin/ApplyDelta',
+                request_serializer=recinfer_dot_v1_dot_admin__pb2.ApplyDeltaRequest.SerializeToString,
+                response_deserializer=recinfer_dot_v1_dot_admin__pb2.ModelList.FromString,
+                _registered_method=True)
+        self.UndoDelta = channel.unary_unary(
+                '/recinfer.v1.Admin/UndoDelta',
+                request_serializer=recinfer_dot_v1_dot_admin__pb2.UndoDeltaRequest.SerializeToString,
+                response_deserializer=recinfer_dot_v1_dot_admin__pb2.ModelList.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -110,6 +120,20 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ApplyDelta(self, request, context):
+        """Brings a loaded version to the state of a later checkpoint; each request sees all of the delta or nothing of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndoDelta(self, request, context):
+        """Goes back to the state before the version's last delta.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +165,16 @@ def add_AdminServicer_to_server(servicer, server):
             'Rollback': grpc.unary_unary_rpc_method_handler(
                     servicer.Rollback,
                     request_deserializer=recinfer_dot_v1_dot_admin__pb2.RollbackRequest.FromString,
+                    response_serializer=recinfer_dot_v1_dot_admin__pb2.ModelList.SerializeToString,
+            ),
+            'ApplyDelta': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyDelta,
+                    request_deserializer=recinfer_dot_v1_dot_admin__pb2.ApplyDeltaRequest.FromString,
+                    response_serializer=recinfer_dot_v1_dot_admin__pb2.ModelList.SerializeToString,
+            ),
+            'UndoDelta': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndoDelta,
+                    request_deserializer=recinfer_dot_v1_dot_admin__pb2.UndoDeltaRequest.FromString,
                     response_serializer=recinfer_dot_v1_dot_admin__pb2.ModelList.SerializeToString,
             ),
     }
@@ -305,6 +339,60 @@ class Admin:
             target,
             '/recinfer.v1.Admin/Rollback',
             recinfer_dot_v1_dot_admin__pb2.RollbackRequest.SerializeToString,
+            recinfer_dot_v1_dot_admin__pb2.ModelList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyDelta(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/recinfer.v1.Admin/ApplyDelta',
+            recinfer_dot_v1_dot_admin__pb2.ApplyDeltaRequest.SerializeToString,
+            recinfer_dot_v1_dot_admin__pb2.ModelList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndoDelta(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/recinfer.v1.Admin/UndoDelta',
+            recinfer_dot_v1_dot_admin__pb2.UndoDeltaRequest.SerializeToString,
             recinfer_dot_v1_dot_admin__pb2.ModelList.FromString,
             options,
             channel_credentials,

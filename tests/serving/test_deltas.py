@@ -1,0 +1,190 @@
+"""Deltas come and go through the admin service under load: every answer is that of one state, and none is lost."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from recinfer.checkpoint import CheckpointReader
+from recinfer.errors import InputError, NotFoundError, RecinferError, UnavailableError
+from recinfer.inference.delta import make_delta
+from recinfer.inference.predictor import load
+from recinfer.serving import codec
+from recinfer.serving.admin_client import AdminClient
+from recinfer.serving.server import SERVICE_NAME, Server
+from recinfer.serving.store import ModelStore
+from tests.serving.conftest import build_archive, build_model, make_request
+
+STATES = 3  # the archive, and two deltas in a row
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny/3, the same archive as tiny/4, and deltas 1.rqd, 2.rqd (after it) and broken.rqd."""
+    folder = tmp_path_factory.mktemp("store")
+    work = tmp_path_factory.mktemp("work")
+    archive = build_archive(work)
+    model, after = build_model(), []
+    for number in range(1, STATES):
+        model = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.3 * torch.randn_like(parameter)
+        torch.save(model.state_dict(), work / f"{number}.pt")
+        delta = work / f"{number}.rqd"
+        make_delta(archive, model, CheckpointReader(work / f"{number}.pt"), delta, after=after, progress=False)
+        after.append(delta)
+    for version in ("3", "4"):
+        shutil.copytree(archive, folder / "tiny" / version)
+    for delta in after:
+        shutil.copy(delta, folder / "tiny")
+    data = bytearray(after[0].read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    (folder / "tiny" / "broken.rqd").write_bytes(data)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(store: Path) -> Iterator[Server]:
+    with Server({"tiny": load(store / "tiny" / "3")}, admin=ModelStore(store)) as running:
+        yield running
+
+
+@pytest.fixture
+def admin(server: Server) -> Iterator[AdminClient]:
+    with AdminClient(server.target) as client:
+        yield client
+        while client.list_models()["tiny"]["3"].deltas:
+            client.undo_delta("tiny", "3")
+
+
+class Load:
+    """Callers that predict and look up without end; counts answers by the state that they are of, and errors."""
+
+    def __init__(self, target: str, store: Path, callers: int = 3) -> None:
+        self.answers: Counter[str] = Counter()
+        self._target, self._stop = target, threading.Event()
+        predictor = load(store / "tiny" / "3")
+        self._requests = [make_request(seed, 3) for seed in range(callers)]
+        self._expected: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(callers)]
+        for number in range(STATES):
+            if number:
+                predictor.apply_delta(store / "tiny" / f"{number}.rqd")
+            for expected, (dense, kjt) in zip(self._expected, self._requests):
+                found = predictor.lookup(kjt).pooled
+                assert found is not None
+                expected.append((predictor.predict(dense, kjt)["output"], found.values().clone()))
+        self._threads = [threading.Thread(target=self._call, args=(n,)) for n in range(callers)]
+
+    def _call(self, number: int) -> None:
+        dense, kjt = self._requests[number]
+        data = codec.encode_predict_request(dense, kjt), codec.encode_lookup_request(kjt)
+        with grpc.insecure_channel(self._target) as channel:
+            calls = [channel.unary_unary(f"/{SERVICE_NAME}/{name}") for name in ("Predict", "Lookup")]
+            turn = 0
+            while not self._stop.is_set():
+                turn = 1 - turn
+                try:
+                    answer = calls[turn](data[turn], timeout=20)
+                except grpc.RpcError as error:
+                    self.answers[error.code().name] += 1
+                    continue
+                if turn:
+                    pooled, *_ = codec.decode_lookup_response(answer)
+                    assert pooled is not None
+                    got = pooled.values()
+                else:
+                    got = codec.decode_predict_response(answer)[0]["output"]
+                states = [
+                    str(state)
+                    for state, known in enumerate(self._expected[number])
+                    if torch.allclose(got, known[turn], rtol=0, atol=1e-6)
+                ]
+                self.answers[states[0] if len(states) == 1 else f"a mixture ({states})"] += 1
+
+    def wait(self, state: int, more: int = 20) -> None:
+        """Return when ``more`` answers of ``state`` have come."""
+        goal, end = self.answers[str(state)] + more, time.monotonic() + 60
+        while self.answers[str(state)] < goal:
+            assert time.monotonic() < end, self.answers
+            time.sleep(0.005)
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(30)
+
+
+def test_apply_and_undo_under_load(server: Server, admin: AdminClient, store: Path):
+    with Load(server.target, store) as load_:
+        load_.wait(0)
+        for _ in range(3):
+            assert admin.apply_delta("tiny", "1.rqd")["tiny"]["3"].deltas == 1
+            load_.wait(1)
+            assert admin.apply_delta("tiny", "2.rqd", "3")["tiny"]["3"].deltas == 2
+            load_.wait(2)
+            assert admin.undo_delta("tiny")["tiny"]["3"].deltas == 1
+            load_.wait(1)
+            assert admin.undo_delta("tiny")["tiny"]["3"].deltas == 0
+            load_.wait(0)
+    assert set(load_.answers) == {"0", "1", "2"}, load_.answers
+
+
+def test_what_does_not_fit_changes_nothing(admin: AdminClient, store: Path):
+    for name, kind, words in (
+        ("7.rqd", NotFoundError, r"the store has no '7.rqd' of model 'tiny'; it has 1.rqd, 2.rqd, broken.rqd"),
+        ("3", NotFoundError, "no '3'"),
+        ("../tiny/1.rqd", InputError, "expected the name of a folder|expected the name"),
+        ("2.rqd", InputError, r"'2.rqd' is not applied to tiny 3: .*X6"),
+        ("broken.rqd", InputError, "'broken.rqd' is not applied to tiny 3"),
+    ):
+        with pytest.raises(kind, match=words) as caught:
+            admin.apply_delta("tiny", name)
+        assert "Traceback" not in str(caught.value)
+        assert admin.list_models()["tiny"]["3"].deltas == 0
+    with pytest.raises(InputError, match="no delta is applied"):
+        admin.undo_delta("tiny")
+    with pytest.raises(NotFoundError, match="'9'"):
+        admin.apply_delta("tiny", "1.rqd", "9")
+    with pytest.raises(NotFoundError, match="'nobody'"):
+        admin.apply_delta("nobody", "1.rqd")
+
+
+def test_one_version_has_a_delta_and_another_has_not(admin: AdminClient):
+    admin.load("tiny", "4")
+    try:
+        admin.apply_delta("tiny", "1.rqd", "4")
+        assert {name: v.deltas for name, v in admin.list_models()["tiny"].items()} == {"3": 0, "4": 1}
+        admin.set_weights("tiny", {"3": 90, "4": 10})
+        with pytest.raises(InputError, match="requests go to '3' and '4'; name one"):
+            admin.apply_delta("tiny", "1.rqd")
+        assert {name: v.weight for name, v in admin.rollback("tiny")["tiny"].items()} == {"3": 1, "4": 0}
+        admin.set_default("tiny", "4")
+        admin.set_default("tiny", "3")
+    finally:
+        assert set(admin.unload("tiny", "4")["tiny"]) == {"3"}
+
+
+def test_the_client_says_what_is_not_there(store: Path):
+    with (
+        Server({"tiny": load(store / "tiny" / "3")}) as server,
+        AdminClient(server.target) as client,
+        pytest.raises(RecinferError, match="--admin"),
+    ):
+        client.list_models()
+    with pytest.raises(UnavailableError, match="is the server running"):
+        AdminClient(server.target, timeout=2).list_models()
