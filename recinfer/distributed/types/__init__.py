@@ -1,0 +1,93 @@
+"""The vocabulary of sharding: enums, plans as objects, the sharder interface, awaitables and communication codecs.
+
+Names, fields and values are TorchRec's (``torchrec.distributed.types``), so code written for it runs after replacing
+the package's name. Nothing here touches a device or a process group.
+"""
+
+from __future__ import annotations
+
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardingSpec
+
+from recinfer.distributed.types.awaitables import (
+    Awaitable,
+    GenericMeta,
+    LazyAwaitable,
+    LazyNoWait,
+    NoWait,
+)
+from recinfer.distributed.types.cache import (
+    CacheParams,
+    CacheStatistics,
+)
+from recinfer.distributed.types.codecs import (
+    NoOpQuantizedCommCodec,
+    QuantizedCommCodec,
+    QuantizedCommCodecs,
+)
+from recinfer.distributed.types.enums import (
+    BoundsCheckMode,
+    CacheAlgorithm,
+    CommOp,
+    ComputeDevice,
+    ComputeKernel,
+    ParameterStorage,
+    PipelineType,
+    ShardingType,
+)
+from recinfer.distributed.types.modules import (
+    Multistreamable,
+    NullShardedModuleContext,
+    NullShardingContext,
+    ShardedModule,
+)
+from recinfer.distributed.types.plans import (
+    EmbeddingModuleShardingPlan,
+    ModuleShardingPlan,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+    rank_device,
+)
+from recinfer.distributed.types.sharders import (
+    ModuleSharder,
+    ShardingPlanner,
+)
+from recinfer.modules.embedding_configs import DataType
+
+__all__ = [
+    "Awaitable",
+    "BoundsCheckMode",
+    "CacheAlgorithm",
+    "CacheParams",
+    "CacheStatistics",
+    "CommOp",
+    "ComputeDevice",
+    "ComputeKernel",
+    "DataType",
+    "EmbeddingModuleShardingPlan",
+    "EnumerableShardingSpec",
+    "GenericMeta",
+    "LazyAwaitable",
+    "LazyNoWait",
+    "ModuleSharder",
+    "ModuleShardingPlan",
+    "Multistreamable",
+    "NoOpQuantizedCommCodec",
+    "NoWait",
+    "NullShardedModuleContext",
+    "NullShardingContext",
+    "ParameterSharding",
+    "ParameterStorage",
+    "PipelineType",
+    "QuantizedCommCodec",
+    "QuantizedCommCodecs",
+    "ShardMetadata",
+    "ShardedModule",
+    "ShardingEnv",
+    "ShardingPlan",
+    "ShardingPlanner",
+    "ShardingSpec",
+    "ShardingType",
+    "rank_device",
+]

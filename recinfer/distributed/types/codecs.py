@@ -1,0 +1,70 @@
+"""The interface of codecs, which shrink what a collective sends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+
+__all__ = [
+    "NoOpQuantizedCommCodec",
+    "QuantizedCommCodec",
+    "QuantizedCommCodecs",
+]
+
+
+QuantizationContext = TypeVar("QuantizationContext")
+
+
+class QuantizedCommCodec(Generic[QuantizationContext]):
+    """Shrinks a float32 tensor for a collective and restores it behind it."""
+
+    def encode(self, input_tensor: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
+        """The tensor to send."""
+        raise NotImplementedError(f"{type(self).__name__} must implement encode")
+
+    def decode(self, input_grad: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
+        """The float32 tensor again."""
+        raise NotImplementedError(f"{type(self).__name__} must implement decode")
+
+    @property
+    def quantized_dtype(self) -> torch.dtype:
+        """dtype of the encoded tensor."""
+        raise NotImplementedError(f"{type(self).__name__} must implement quantized_dtype")
+
+    def calc_quantized_size(self, input_len: int, ctx: QuantizationContext | None = None) -> int:
+        """Elements after encoding ``input_len`` elements."""
+        raise NotImplementedError(f"{type(self).__name__} must implement calc_quantized_size")
+
+    def create_context(self) -> QuantizationContext | None:
+        """State shared by encode and decode of one collective."""
+        return None
+
+
+class NoOpQuantizedCommCodec(QuantizedCommCodec[QuantizationContext]):
+    """Sends float32 as it is."""
+
+    def encode(self, input_tensor: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
+        """``input_tensor``."""
+        return input_tensor
+
+    def decode(self, input_grad: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
+        """``input_grad``."""
+        return input_grad
+
+    def quantized_dtype(self) -> torch.dtype:  # type: ignore[override]  # a method here, as documented
+        """float32."""
+        return torch.float32
+
+    def calc_quantized_size(self, input_len: int, ctx: QuantizationContext | None = None) -> int:
+        """``input_len``."""
+        return input_len
+
+
+@dataclass
+class QuantizedCommCodecs:
+    """Codecs of one collective, forward and backward."""
+
+    forward: QuantizedCommCodec = field(default_factory=NoOpQuantizedCommCodec)
+    backward: QuantizedCommCodec = field(default_factory=NoOpQuantizedCommCodec)

@@ -1,0 +1,84 @@
+"""The enums of sharding: types, kernels, memories, devices, collectives."""
+
+from __future__ import annotations
+
+from enum import Enum, unique
+
+__all__ = [
+    "BoundsCheckMode",
+    "CacheAlgorithm",
+    "CommOp",
+    "ComputeDevice",
+    "ComputeKernel",
+    "ParameterStorage",
+    "PipelineType",
+    "ShardingType",
+]
+
+
+@unique
+class ShardingType(Enum):
+    """How one table becomes rectangles on ranks."""
+
+    DATA_PARALLEL = "data_parallel"  # the whole table on every rank
+    TABLE_WISE = "table_wise"  # the whole table on one rank
+    COLUMN_WISE = "column_wise"  # column pieces, each on any rank
+    ROW_WISE = "row_wise"  # row pieces, one on each rank of the world
+    TABLE_ROW_WISE = "table_row_wise"  # row pieces, one on each rank of one host
+    TABLE_COLUMN_WISE = "table_column_wise"  # column pieces on the ranks of one host
+    GRID_SHARD = "grid_shard"  # column pieces, each cut into rows over the ranks of one host
+
+
+class PipelineType(Enum):
+    """Which training pipeline runs the model; it decides how many batches of input live in memory at once."""
+
+    NONE = "none"
+    TRAIN_BASE = "train_base"
+    TRAIN_SPARSE_DIST = "train_sparse_dist"
+    TRAIN_PREFETCH_SPARSE_DIST = "train_prefetch_sparse_dist"
+
+
+class ParameterStorage(Enum):
+    """The two memories a planner budgets."""
+
+    HBM = "hbm"
+    DDR = "ddr"
+
+
+class ComputeKernel(Enum):
+    """The kernel of a module that is not an embedding module."""
+
+    DEFAULT = "default"
+
+
+class ComputeDevice(Enum):
+    """Kinds of device a topology is made of."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
+    MTIA = "mtia"
+
+
+@unique
+class CommOp(Enum):
+    """Collectives whose payload a codec may shrink."""
+
+    POOLED_EMBEDDINGS_ALL_TO_ALL = "pooled_embeddings_all_to_all"
+    POOLED_EMBEDDINGS_REDUCE_SCATTER = "pooled_embeddings_reduce_scatter"
+    SEQUENCE_EMBEDDINGS_ALL_TO_ALL = "sequence_embeddings_all_to_all"
+
+
+class CacheAlgorithm(Enum):
+    """Eviction of the UVM cache."""
+
+    LRU = 0
+    LFU = 1
+
+
+class BoundsCheckMode(Enum):
+    """What a lookup does with an id outside its table (FBGEMM's values)."""
+
+    FATAL = 0
+    WARNING = 1
+    IGNORE = 2
+    NONE = 3

@@ -1,0 +1,98 @@
+"""The contract of a sharded module: move inputs, compute, move outputs, each step apart for pipelines."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from recinfer.distributed.types.awaitables import Awaitable, LazyAwaitable
+from recinfer.distributed.types.codecs import QuantizedCommCodecs
+
+__all__ = [
+    "Multistreamable",
+    "NullShardedModuleContext",
+    "NullShardingContext",
+    "ShardedModule",
+]
+
+
+CompIn = TypeVar("CompIn")
+DistOut = TypeVar("DistOut")
+Out = TypeVar("Out")
+ShrdCtx = TypeVar("ShrdCtx")
+
+
+class Multistreamable(abc.ABC):
+    """Something that several CUDA streams use."""
+
+    @abc.abstractmethod
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory alive until ``stream`` is done with it."""
+
+
+class NullShardingContext(Multistreamable):
+    """The context of a sharding that needs none."""
+
+    def record_stream(self, stream: Any) -> None:
+        """Nothing to keep."""
+
+
+class NullShardedModuleContext(Multistreamable):
+    """The context of a sharded module that needs none."""
+
+    def record_stream(self, stream: Any) -> None:
+        """Nothing to keep."""
+
+
+class ShardedModule(abc.ABC, nn.Module, Generic[CompIn, DistOut, Out, ShrdCtx]):
+    """A module whose forward is: move inputs to their shards, compute, move outputs back."""
+
+    def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None) -> None:
+        super().__init__()
+        self._qcomm_codecs_registry = qcomm_codecs_registry or {}
+
+    @property
+    def qcomm_codecs_registry(self) -> dict[str, QuantizedCommCodecs]:
+        """``CommOp`` name -> codecs."""
+        return self._qcomm_codecs_registry
+
+    @abc.abstractmethod
+    def create_context(self) -> ShrdCtx:
+        """State of one forward."""
+
+    @abc.abstractmethod
+    def input_dist(self, ctx: ShrdCtx, *input: Any, **kwargs: Any) -> Awaitable[Awaitable[CompIn]]:
+        """Start moving the inputs to the shards."""
+
+    @abc.abstractmethod
+    def compute(self, ctx: ShrdCtx, dist_input: CompIn) -> DistOut:
+        """Look up on the shards."""
+
+    @abc.abstractmethod
+    def output_dist(self, ctx: ShrdCtx, output: DistOut) -> LazyAwaitable[Out]:
+        """Start moving the outputs back and combining them."""
+
+    def compute_and_output_dist(self, ctx: ShrdCtx, input: CompIn) -> LazyAwaitable[Out]:
+        """Both steps; overridden where they overlap."""
+        return self.output_dist(ctx, self.compute(ctx, input))
+
+    def forward(self, *input: Any, **kwargs: Any) -> Any:
+        """All steps."""
+        ctx = self.create_context()
+        dist_input = self.input_dist(ctx, *input, **kwargs).wait().wait()
+        return self.compute_and_output_dist(ctx, dist_input)
+
+    def prefetch(self, dist_input: CompIn, forward_stream: Any = None, ctx: ShrdCtx | None = None) -> None:
+        """Bring the rows of a coming batch into the cache, where there is one."""
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """Names of the parameters that are sharded, not replicated."""
+        for name, _ in self.named_parameters(prefix):
+            yield name
+
+    def preprocess_input(self, args: list[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Mapping[str, Any]]:
+        """Hook that a pipeline runs before input_dist."""
+        return args, kwargs

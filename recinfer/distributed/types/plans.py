@@ -1,0 +1,139 @@
+"""Plans as objects, and where they run: ParameterSharding, ShardingPlan, ShardingEnv."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._shard.sharding_spec import ShardingSpec
+
+from recinfer.distributed.types.cache import CacheParams
+from recinfer.distributed.types.enums import BoundsCheckMode
+from recinfer.errors import ConfigError
+from recinfer.modules.embedding_configs import DataType
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = [
+    "EmbeddingModuleShardingPlan",
+    "ModuleShardingPlan",
+    "ParameterSharding",
+    "ShardingEnv",
+    "ShardingPlan",
+    "rank_device",
+]
+
+
+@dataclass
+class ParameterSharding:
+    """How one parameter (a table) is sharded.
+
+    Args:
+        sharding_type: a :class:`ShardingType` value.
+        compute_kernel: an ``EmbeddingComputeKernel`` value.
+        ranks: the rank of each shard, in the order of ``sharding_spec.shards`` (for table_row_wise the ranks of its
+            host; for data_parallel all ranks).
+        sharding_spec: one ``ShardMetadata`` (offsets, sizes, placement) a shard; None for data_parallel.
+        cache_params, enforce_hbm, stochastic_rounding, bounds_check_mode: kernel settings, passed on.
+        output_dtype: element type of the looked-up vectors.
+    """
+
+    sharding_type: str
+    compute_kernel: str
+    ranks: list[int] | None = None
+    sharding_spec: ShardingSpec | None = None
+    cache_params: CacheParams | None = None
+    enforce_hbm: bool | None = None
+    stochastic_rounding: bool | None = None
+    bounds_check_mode: BoundsCheckMode | None = None
+    output_dtype: DataType | None = None
+    key_value_params: Any | None = None
+
+
+class ModuleShardingPlan:
+    """Base of the plans of one module."""
+
+
+class EmbeddingModuleShardingPlan(ModuleShardingPlan, dict[str, ParameterSharding]):
+    """The plan of one embedding module: table name -> :class:`ParameterSharding`."""
+
+    def __str__(self) -> str:
+        """A table of parameters, then a table of shards."""
+        heads = ["param", "sharding type", "compute kernel", "ranks"]
+        rows = [[n, p.sharding_type, p.compute_kernel, str(p.ranks)] for n, p in self.items()]
+        shard_rows = [
+            [n, str(s.shard_offsets), str(s.shard_sizes), str(s.placement)]
+            for n, p in self.items()
+            for s in getattr(p.sharding_spec, "shards", [])
+        ]
+        shard_heads = ["param", "shard offsets", "shard sizes", "placement"]
+        return f"{_text_table(heads, rows)}\n\n{_text_table(shard_heads, shard_rows)}"
+
+
+def _text_table(heads: list[str], rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    lines = [heads, ["-" * w for w in widths], *rows]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines)
+
+
+@dataclass
+class ShardingPlan:
+    """The plan of a model: module path -> plan of that module. The path is the one in the wrapped model."""
+
+    plan: dict[str, ModuleShardingPlan]
+
+    def get_plan_for_module(self, module_path: str) -> ModuleShardingPlan | None:
+        """The plan of ``module_path``, or None when that module is not planned."""
+        return self.plan.get(module_path)
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"module: {path}\n\n{plan}" for path, plan in self.plan.items())
+
+
+class ShardingEnv:
+    """Where a sharded module runs: how many ranks, which one this is, and the process group if there is one.
+
+    Args:
+        world_size: ranks in total.
+        rank: this rank.
+        pg: the process group; None when all ranks live in this process (inference).
+        output_dtensor: state dicts hold DTensors.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        rank: int,
+        pg: dist.ProcessGroup | None = None,
+        output_dtensor: bool = False,
+    ) -> None:
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"rank {rank} is outside the world of {world_size} ranks; expected 0 <= rank < world_size"
+            )
+        self.world_size = world_size
+        self.rank = rank
+        self.process_group = pg
+        self.output_dtensor = output_dtensor
+
+    @classmethod
+    def from_process_group(cls, pg: dist.ProcessGroup) -> ShardingEnv:
+        """The environment of this process in ``pg``."""
+        import torch.distributed as dist
+
+        return cls(dist.get_world_size(pg), dist.get_rank(pg), pg)
+
+    @classmethod
+    def from_local(cls, world_size: int, rank: int) -> ShardingEnv:
+        """All ranks in this process: no process group."""
+        return cls(world_size, rank, None)
+
+    def __repr__(self) -> str:
+        return f"ShardingEnv(world_size={self.world_size}, rank={self.rank}, pg={self.process_group})"
+
+
+def rank_device(device_type: str, rank: int) -> torch.device:
+    """The torch device of a local rank: ``cpu`` for CPU, else ``<type>:<rank>``."""
+    return torch.device("cpu") if device_type == "cpu" else torch.device(f"{device_type}:{rank}")
