@@ -1,0 +1,175 @@
+"""The settings of a fused kernel: TorchRec's ``fused_params`` dictionary, checked, as one typed and frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+import torch
+
+from recinfer.distributed.embedding_types import OptimType
+from recinfer.distributed.types import DataType
+from recinfer.errors import ConfigError
+
+__all__ = ["BoundsCheckMode", "FusedSettings", "WeightDecayMode"]
+
+
+class BoundsCheckMode(Enum):
+    """What happens to an id outside its table (FBGEMM's values)."""
+
+    FATAL = 0  # an error
+    WARNING = 1  # row 0 instead, and one line on stderr
+    IGNORE = 2  # row 0 instead
+    NONE = 3  # not checked: the caller has
+
+
+class WeightDecayMode(Enum):
+    """How ``weight_decay`` acts (FBGEMM's values)."""
+
+    NONE = 0  # as the optimizer has it by itself: added to the gradient
+    L2 = 1  # weight_decay * w is added to the gradient
+    DECOUPLE = 2  # w -= lr * weight_decay * w, beside the step
+
+
+# Documented keys that choose how FBGEMM places or caches rows. They change no number, so they are handed on to the CUDA
+# kernel as they are and do nothing on CPU.
+_PLACEMENT_KEYS = frozenset(
+    {
+        "cache_algorithm",
+        "cache_load_factor",
+        "cache_precision",
+        "cache_reserved_memory",
+        "cache_sets",
+        "enforce_hbm",
+        "gather_uvm_cache_stats",
+        "multipass_prefetch_config",
+        "prefetch_pipeline",
+        "record_cache_metrics",
+        "stats_reporter_config",
+        "use_experimental_tbe",
+        "uvm_host_mapped",
+        "uvm_non_rowwise_momentum",
+    }
+)
+# Names other than OptimType's own: FBGEMM's EmbOptimType, by name and by value.
+_OPTIMIZER_NAMES = {
+    "EXACT_SGD": OptimType.SGD,
+    "EXACT_ADAGRAD": OptimType.ADAGRAD,
+    "EXACT_ROWWISE_ADAGRAD": OptimType.ROWWISE_ADAGRAD,
+    "EXACT_ROW_WISE_ADAGRAD": OptimType.ROWWISE_ADAGRAD,
+    "ROW_WISE_ADAGRAD": OptimType.ROWWISE_ADAGRAD,
+    "PARTIAL_ROW_WISE_ADAM": OptimType.PARTIAL_ROWWISE_ADAM,
+    "PARTIAL_ROW_WISE_LAMB": OptimType.PARTIAL_ROWWISE_LAMB,
+}
+_NOT_RUN = frozenset({OptimType.SHAMPOO, OptimType.LION})
+_DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class FusedSettings:
+    """What the optimizer in the backward of a lookup does.
+
+    Attributes:
+        optimizer: the update of the touched rows.
+        learning_rate, eps, beta1, beta2, weight_decay, weight_decay_mode, momentum, eta: of its formula; see
+            :mod:`recinfer.distributed.row_updates`. ``momentum`` and ``eta`` are LARS's, the betas Adam's and LAMB's.
+        max_norm: rows longer than this are scaled down to it after a row-wise Adagrad step; 0 means never.
+        gradient_clipping, max_gradient: clamp every element of the output's gradient to ``±max_gradient``.
+        stochastic_rounding: round float16 rows at random where the kernel can (CUDA); to the nearest on CPU.
+        bounds_check_mode: what happens to ids outside a table.
+        output_dtype: element type of the looked-up vectors.
+        placement: settings of FBGEMM's CUDA caches, handed on unread.
+    """
+
+    optimizer: OptimType = OptimType.SGD
+    learning_rate: float = 0.01
+    eps: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+    weight_decay_mode: WeightDecayMode = WeightDecayMode.NONE
+    momentum: float = 0.9
+    eta: float = 0.001
+    max_norm: float = 0.0
+    gradient_clipping: bool = False
+    max_gradient: float = 1.0
+    stochastic_rounding: bool = True
+    bounds_check_mode: BoundsCheckMode = BoundsCheckMode.WARNING
+    output_dtype: torch.dtype = torch.float32
+    placement: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.optimizer in _NOT_RUN:
+            known = ", ".join(t.value for t in OptimType if t not in _NOT_RUN)
+            raise ConfigError(f"fused_params: optimizer {self.optimizer.value} has no kernel; expected one of: {known}")
+        for name in ("learning_rate", "eps", "weight_decay", "max_norm"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"fused_params: {name}={getattr(self, name)}; expected a number of at least 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"fused_params: {name}={getattr(self, name)}; expected a number in [0, 1)")
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any] | None) -> FusedSettings:
+        """The settings of a ``fused_params`` dictionary, with FBGEMM's defaults for what it leaves out.
+
+        Optimizers may be given as this package's :class:`OptimType`, as FBGEMM's ``EmbOptimType`` or as text; element
+        types as DataType, torch.dtype or FBGEMM's ``SparseType``. ``lr`` and ``betas`` are taken for ``learning_rate``
+        and ``beta1``, ``beta2``.
+
+        Raises:
+            ConfigError: a key or value that is not known; the message names it.
+        """
+        given = dict(params or {})
+        if "lr" in given:
+            given["learning_rate"] = given.pop("lr")
+        if "betas" in given:
+            given["beta1"], given["beta2"] = given.pop("betas")
+        placement = {key: given.pop(key) for key in _PLACEMENT_KEYS & given.keys()}
+        known = {f.name for f in fields(cls)} - {"placement"}
+        unknown = sorted(given.keys() - known)
+        if unknown:
+            raise ConfigError(
+                f"fused_params: unknown keys {unknown}; expected some of {sorted(known | _PLACEMENT_KEYS)}"
+            )
+        parse = {
+            "optimizer": _optimizer,
+            "weight_decay_mode": lambda v: _member(WeightDecayMode, v),
+            "bounds_check_mode": lambda v: _member(BoundsCheckMode, v),
+            "output_dtype": _dtype,
+        }
+        for key, function in parse.items():
+            if key in given:
+                given[key] = function(given[key])
+        return cls(**given, placement=placement)
+
+
+def _text(value: Any) -> str:
+    return str(value.name if isinstance(value, Enum) else value).upper()
+
+
+def _optimizer(value: Any) -> OptimType:
+    text = _text(value)
+    if text in _OPTIMIZER_NAMES:
+        return _OPTIMIZER_NAMES[text]
+    if text in OptimType.__members__:
+        return OptimType[text]
+    raise ConfigError(f"fused_params: optimizer {value!r}; expected one of {sorted(OptimType.__members__)}")
+
+
+def _member(kind: Any, value: Any) -> Any:
+    text = _text(value)
+    if text not in kind.__members__:
+        raise ConfigError(f"fused_params: {value!r}; expected one of {sorted(kind.__members__)}")
+    return kind[text]
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    text = value.value.upper() if isinstance(value, DataType) else _text(value)
+    if text not in _DTYPES:
+        raise ConfigError(f"fused_params: output_dtype {value!r}; expected one of {sorted(_DTYPES)}")
+    return _DTYPES[text]
