@@ -139,6 +139,8 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):  # type: i
             yield module
 
     def _features(self, sparse_features: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
+        if not self._feature_splits:
+            return []
         if len(self._feature_splits) == 1:
             return [sparse_features]
         return sparse_features.split(self._feature_splits)
