@@ -6,7 +6,7 @@ Names, fields and values are TorchRec's (``torchrec.distributed.embedding_types`
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, unique
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -24,7 +24,7 @@ from recinfer.distributed.types import (
     ShardedModule,
     ShardingType,
 )
-from recinfer.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from recinfer.modules.embedding_configs import EmbeddingTableConfig, PoolingType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -191,12 +191,9 @@ class EmbeddingAttributes:
 
 
 @dataclass
-class ShardedEmbeddingTable(ShardedMetaConfig, EmbeddingAttributes, EmbeddingBagConfig):
+class ShardedEmbeddingTable(ShardedMetaConfig, EmbeddingAttributes, EmbeddingTableConfig):
     """One shard of one table: its config, its rectangle and its kernel."""
 
-    is_weighted: bool = False
-    has_feature_processor: bool = False
-    embedding_names: list[str] = field(default_factory=list)
     fused_params: dict[str, Any] | None = None
 
 

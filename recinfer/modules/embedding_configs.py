@@ -16,6 +16,7 @@ __all__ = [
     "DataType",
     "EmbeddingBagConfig",
     "EmbeddingConfig",
+    "EmbeddingTableConfig",
     "PoolingType",
     "check_table_name",
     "data_type_to_dtype",
@@ -179,3 +180,20 @@ class EmbeddingBagConfig(BaseEmbeddingConfig):
 @dataclass
 class EmbeddingConfig(BaseEmbeddingConfig):
     """An unpooled (sequence) table: every id becomes one vector."""
+
+
+@dataclass
+class EmbeddingTableConfig(BaseEmbeddingConfig):
+    """A table as a sharded module sees it: what its collection says of it, pooled or not, in one config.
+
+    Args:
+        pooling: NONE for an unpooled table.
+        is_weighted: ids come with weights.
+        has_feature_processor: a feature processor makes the weights.
+        embedding_names: names of the outputs, one a feature.
+    """
+
+    pooling: PoolingType = PoolingType.SUM
+    is_weighted: bool = False
+    has_feature_processor: bool = False
+    embedding_names: list[str] = field(default_factory=list)
