@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from recinfer.data.fitting import standardized
 from recinfer.data.tables import first_line, read_csv, read_table
 from recinfer.errors import InputError
 
-__all__ = ["DENSE", "LABEL", "SPARSE", "criteo_contract", "read_criteo"]
+__all__ = ["DENSE", "LABEL", "SPARSE", "criteo_contract", "header_of", "read_criteo"]
 
 LABEL = "label"
 DENSE = tuple(f"I{i}" for i in range(1, 14))
@@ -39,16 +40,25 @@ def read_criteo(path: str | os.PathLike[str], limit: int | None = None) -> dict[
     """
     line = first_line(path)
     delimiter = "\t" if "\t" in line else ","
-    fields = [field.strip('"') for field in line.split(delimiter)]
+    has_header, names = header_of(path, [field.strip('"') for field in line.split(delimiter)])
+    return read_csv(path, delimiter, limit) if has_header else read_table(path, delimiter, names, limit)
+
+
+def header_of(path: str | os.PathLike[str], fields: Sequence[str]) -> tuple[bool, tuple[str, ...]]:
+    """Whether the fields of a file's first line are its header, and the names of its columns.
+
+    Raises:
+        InputError: neither a name among them nor the number of fields of the original form.
+    """
     if set(fields) & {LABEL, *DENSE, *SPARSE}:
-        return read_csv(path, delimiter, limit)
+        return True, tuple(fields)
     names = (LABEL, *DENSE, *SPARSE)
     if len(fields) not in (len(names), len(names) - 1):
         raise InputError(
             f"{path}: the first line has {len(fields)} fields and no column name; expected a header with "
             f"{LABEL}, {DENSE[0]}.., {SPARSE[0]}.., or {len(names)} fields a row"
         )
-    return read_table(path, delimiter, names[-len(fields) :], limit)
+    return False, names[-len(fields) :]
 
 
 def criteo_contract(columns: Columns, *, max_buckets: int = 1 << 20, seed: int = 0) -> FeatureContract:

@@ -6,6 +6,8 @@ The files are tab-separated; their header names each column as ``name:type``.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,16 @@ from recinfer.data.fitting import standardized, vocabulary
 from recinfer.data.tables import read_csv
 from recinfer.errors import InputError
 
-__all__ = ["RATING_THRESHOLD", "movielens_contract", "read_atomic", "read_movielens"]
+__all__ = [
+    "RATING_THRESHOLD",
+    "SideTable",
+    "join_sides",
+    "movielens_contract",
+    "read_atomic",
+    "read_movielens",
+    "read_sides",
+    "strip_types",
+]
 
 RATING_THRESHOLD = 4.0
 """A rating of at least this is a like: the label."""
@@ -36,7 +47,11 @@ def read_atomic(path: str | os.PathLike[str], limit: int | None = None) -> dict[
         InputError: a header without ``name:type``, or rows that do not fit it; names path and line.
         OSError: the file cannot be opened.
     """
-    columns = read_csv(path, "\t", limit)
+    return strip_types(read_csv(path, "\t", limit), path)
+
+
+def strip_types(columns: dict[str, NDArray[Any]], path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
+    """Columns ``name:type`` as ``name``; raises InputError, naming ``path``, for one without a type."""
     odd = [name for name in columns if ":" not in name]
     if odd:
         raise InputError(f"{path}: the header has {odd[0]!r}; expected name:type for each column, as in user_id:token")
@@ -57,31 +72,64 @@ def read_movielens(path: str | os.PathLike[str], limit: int | None = None) -> di
         InputError: no ``user_id`` or ``item_id``, a user or item twice, or files of another form.
         OSError: the file cannot be opened.
     """
-    path = Path(path)
-    columns = read_atomic(path, limit)
+    return join_sides(read_atomic(path, limit), read_sides(path), path)
+
+
+@dataclass(frozen=True)
+class SideTable:
+    """What a file beside the interactions says of each user or item.
+
+    Attributes:
+        path: the file.
+        key: the column it is joined by.
+        row_of: key -> row.
+        columns: the others, with one more row at the end, of nothing, for keys that are not there.
+    """
+
+    path: Path
+    key: str
+    row_of: dict[str, int]
+    columns: dict[str, NDArray[Any]]
+
+
+def read_sides(path: str | os.PathLike[str]) -> list[SideTable]:
+    """The ``.user`` and ``.item`` files beside ``path``, those that are there."""
+    found = []
     for suffix, key in _SIDES:
-        if key not in columns:
-            raise InputError(f"{path}: has no column {key}; it has {', '.join(columns)}")
-        side_path = path.with_suffix(suffix)
-        if side_path.exists():
-            columns |= _joined(columns, side_path, key)
-    return columns
+        side_path = Path(path).with_suffix(suffix)
+        if not side_path.exists():
+            continue
+        side = read_atomic(side_path)
+        if key not in side:
+            raise InputError(f"{side_path}: has no column {key}; it has {', '.join(side)}")
+        ids = side.pop(key)
+        row_of = {token: at for at, token in enumerate(ids)}
+        if len(row_of) != len(ids):
+            raise InputError(f"{side_path}: has {len(ids)} rows for {len(row_of)} different {key}; expected each once")
+        found.append(SideTable(side_path, key, row_of, {name: np.append(v, "") for name, v in side.items()}))
+    return found
 
 
-def _joined(columns: dict[str, NDArray[Any]], side_path: Path, key: str) -> dict[str, NDArray[Any]]:
-    """The other columns of ``side_path``, in the order of ``columns[key]``."""
-    side = read_atomic(side_path)
-    if key not in side:
-        raise InputError(f"{side_path}: has no column {key}; it has {', '.join(side)}")
-    ids = side.pop(key)
-    places = {token: at for at, token in enumerate(ids)}
-    if len(places) != len(ids):
-        raise InputError(f"{side_path}: has {len(ids)} rows for {len(places)} different {key}; expected each once")
-    clash = sorted(set(side) & set(columns))
-    if clash:
-        raise InputError(f"{side_path}: columns {', '.join(clash)} are in another file too; rename them")
-    row = np.fromiter(map(places.get, columns[key], repeat(len(ids))), np.int64, len(columns[key]))
-    return {name: np.append(values, "")[row] for name, values in side.items()}
+def join_sides(
+    columns: dict[str, NDArray[Any]], sides: Sequence[SideTable], path: str | os.PathLike[str]
+) -> dict[str, NDArray[Any]]:
+    """Interactions with the columns of their user and item; ``""`` where a user or item is in no file.
+
+    Raises:
+        InputError: no ``user_id`` or ``item_id`` in ``path``, or a column that two files have.
+    """
+    missing = [key for _, key in _SIDES if key not in columns]
+    if missing:
+        raise InputError(f"{path}: has no column {missing[0]}; it has {', '.join(columns)}")
+    joined = dict(columns)
+    for side in sides:
+        clash = sorted(set(side.columns) & set(joined))
+        if clash:
+            raise InputError(f"{side.path}: columns {', '.join(clash)} are in another file too; rename them")
+        keys = columns[side.key]
+        rows = np.fromiter(map(side.row_of.get, keys, repeat(len(side.row_of))), np.int64, len(keys))
+        joined |= {name: values[rows] for name, values in side.columns.items()}
+    return joined
 
 
 def movielens_contract(columns: Columns) -> FeatureContract:
