@@ -1,17 +1,28 @@
-"""What a server shows of itself: Prometheus metrics, and the same as JSON for the status page."""
+"""What a server shows of itself, as plain data: read where it is counted, and summed over the processes of one server.
+
+A status is a JSON object. Its counts only grow, so that who looks twice has a rate:
+
+    uptime      seconds
+    workers     processes behind these figures
+    requests    [{method, code, count}]
+    latency     {method: histogram}; a histogram is {bounds, counts, total}, with one more count for what is beyond
+    stages      {stage: histogram}, in the order a request goes through them
+    samples     histogram of the samples of a request
+    queue       {waiting, running, runs, requests, samples, expired, refused}, or None
+    models      [{name, version, weight, deltas, age, mapped, ..., replaced: {feature: count}, missing: {feature: count}}]
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-
 from recinfer.errors import NotFoundError
-from recinfer.inference.stages import HistogramState
+from recinfer.inference.stages import HistogramState, Stages
 from recinfer.serving.batcher import BatcherState
 from recinfer.serving.registry import ModelRegistry, ServedModel
 from recinfer.serving.stats import RequestStats
@@ -19,7 +30,10 @@ from recinfer.serving.stats import RequestStats
 if TYPE_CHECKING:
     from recinfer.distributed.planner.plan import Plan
 
-__all__ = ["ServerMetrics"]
+__all__ = ["ServerMetrics", "Status", "merge_statuses", "only_counts"]
+
+Status = dict[str, Any]
+_NOW = ("waiting", "running")  # of the queue: not counts since the start
 
 
 class ServerMetrics:
@@ -28,120 +42,140 @@ class ServerMetrics:
     Args:
         stats: requests and their stages.
         registry: the models.
-        queue: the state of the queue of requests; None: no queue.
+        queue: gives the state of the queue of requests; None where there is none (yet).
     """
 
     def __init__(
-        self, stats: RequestStats, registry: ModelRegistry, queue: Callable[[], BatcherState] | None = None
+        self, stats: RequestStats, registry: ModelRegistry, queue: Callable[[], BatcherState | None] = lambda: None
     ) -> None:
         self._stats, self._registry, self._queue = stats, registry, queue
-        self._started = time.time()
-        self._prometheus = CollectorRegistry(auto_describe=False)
-        self._prometheus.register(self)  # type: ignore[arg-type]
+        self._started = time.monotonic()
+        self._stages_of: dict[int, Stages] = {}  # of the models seen last time
+        self._past: list[dict[str, HistogramState]] = []  # of models that are gone, summed: at most one entry
 
-    def prometheus(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return generate_latest(self._prometheus)
+    def status(self) -> Status:
+        """The status of this process."""
+        queue = self._queue()
+        return {
+            "uptime": time.monotonic() - self._started,
+            "workers": 1,
+            "requests": _requests(self._stats.requests()),
+            "latency": {call: _plain(state) for call, state in sorted(self._stats.latency().items())},
+            "stages": {stage: _plain(state) for stage, state in self._stages().items()},
+            "samples": _plain(self._stats.batch.state()),
+            "queue": None if queue is None else asdict(queue),
+            "models": [_described(model, weight) for model, weight in self._models()],
+        }
 
-    def collect(self) -> Iterator[Metric]:
-        """The metric families, as prometheus_client asks for them."""
-        requests = CounterMetricFamily(
-            "recinfer_requests", "Requests answered, by method and gRPC code.", labels=["method", "code"]
-        )
-        for (call, code), count in sorted(self._stats.requests().items()):
-            requests.add_metric([call, code], count)
-        yield requests
-        yield _histograms(
-            "recinfer_request_seconds",
-            "Seconds from a request's arrival to its answer.",
-            ["method"],
-            (([call], state) for call, state in sorted(self._stats.latency().items())),
-        )
-        yield _histograms(
-            "recinfer_stage_seconds",
-            "Seconds of one stage of a request, or of a merged run.",
-            ["stage"],
-            (([stage], state) for stage, state in self.stages().items()),
-        )
-        batch = self._stats.batch.state()
-        yield _histograms("recinfer_request_samples", "Samples of a request.", [], [([], batch)])
-        if self._queue is not None:
-            yield from _queue_metrics(self._queue())
-        yield from self._model_metrics()
-
-    def stages(self) -> dict[str, HistogramState]:
+    def _stages(self) -> dict[str, HistogramState]:
         """All stages, in the order a request goes through them; lookup and dense summed over the models."""
         own = self._stats.stages.state()
-        models = [model.predictor.stages.state() for model in self._models()]
+        now = {id(model.predictor.stages): model.predictor.stages for model, _ in self._models()}
+        gone = [stages.state() for key, stages in self._stages_of.items() if key not in now]
+        self._stages_of = now
+        if gone:  # what an unloaded model counted stays in the sums
+            self._past = [{name: _sum([state[name] for state in [*self._past, *gone]]) for name in gone[0]}]
+        models = [*self._past, *(stages.state() for stages in now.values())]
         both = {name: _sum([state[name] for state in models]) for name in ("lookup", "dense")}
         return {"decode": own["decode"], "queue": own["queue"], **both, "encode": own["encode"]}
 
-    def _models(self) -> list[ServedModel]:
-        found: list[ServedModel] = []
+    def _models(self) -> list[tuple[ServedModel, int]]:
+        found: list[tuple[ServedModel, int]] = []
         for name in self._registry.names():
             with suppress(NotFoundError):  # unloaded meanwhile
-                found += self._registry.versions(name).values()
+                weights = self._registry.weights(name)
+                found += [(model, weights.get(v, 0)) for v, model in self._registry.versions(name).items()]
         return found
 
-    def _model_metrics(self) -> Iterator[Metric]:
-        labels = ["model", "version"]
-        info = GaugeMetricFamily("recinfer_model_info", "1 for each model.", labels=[*labels, "precision", "plan"])
-        mapped = GaugeMetricFamily("recinfer_model_mapped_bytes", "Bytes of table rows mapped.", labels=labels)
-        age = GaugeMetricFamily("recinfer_model_age_seconds", "Seconds since the model was loaded.", labels=labels)
-        replaced = CounterMetricFamily(
-            "recinfer_out_of_range_ids", "Ids out of range that became the default row.", labels=[*labels, "feature"]
-        )
-        missing = CounterMetricFamily(
-            "recinfer_missing_features", "Predictions that lacked a feature.", labels=[*labels, "feature"]
-        )
-        now = time.time()
-        for model in self._models():
-            own, predictor = [model.name, model.version], model.predictor
-            info.add_metric([*own, predictor.manifest.precision, predictor.manifest.plan_hash[:12]], 1)
-            mapped.add_metric(own, predictor.mapped_bytes)
-            age.add_metric(own, max(0.0, now - predictor.loaded_at))
-            for feature in predictor.intake.names:
-                replaced.add_metric([*own, feature], predictor.intake.replaced[feature])
-                missing.add_metric([*own, feature], predictor.intake.missing[feature])
-        yield from (info, mapped, age, replaced, missing)
 
-    def status(self) -> dict[str, Any]:
-        """What the status page shows: cumulative counts, from which the page makes rates, and the models."""
-        return {
-            "uptime": time.time() - self._started,
-            "requests": [
-                {"method": call, "code": code, "count": count}
-                for (call, code), count in sorted(self._stats.requests().items())
-            ],
-            "latency": {call: _plain(state) for call, state in sorted(self._stats.latency().items())},
-            "stages": {stage: _plain(state) for stage, state in self.stages().items()},
-            "queue": None if self._queue is None else self._queue().waiting,
-            "models": [_described(model) for model in self._models()],
-        }
+def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> Status:
+    """One status of several processes that serve the same.
+
+    Args:
+        running: of processes that run now, at least one. What they share (a mapped archive) is counted once.
+        ended: of processes that do not run any more; their counts stay in the sums, which would else go back.
+    """
+    everything = [*running, *ended]
+    counted: Counter[tuple[str, str]] = Counter()
+    for status in everything:
+        counted.update({(item["method"], item["code"]): item["count"] for item in status["requests"]})
+    queues = [status["queue"] for status in everything if status["queue"] is not None]
+    return {
+        "uptime": max(status["uptime"] for status in running),
+        "workers": sum(status["workers"] for status in running),
+        "requests": _requests(counted),
+        "latency": _merge_histograms([status["latency"] for status in everything]),
+        "stages": _merge_histograms([status["stages"] for status in everything]),
+        "samples": _merge_histograms([{"": status["samples"]} for status in everything])[""],
+        "queue": {name: sum(queue[name] for queue in queues) for name in queues[0]} if queues else None,
+        "models": _merge_models(running, everything),
+    }
 
 
-def _queue_metrics(state: BatcherState) -> Iterator[Metric]:
-    yield GaugeMetricFamily("recinfer_queue_requests", "Requests that wait for a run.", value=state.waiting)
-    yield CounterMetricFamily("recinfer_runs", "Runs, each of one or more requests.", value=state.runs)
-    yield CounterMetricFamily("recinfer_run_requests", "Requests that were run.", value=state.requests)
-    yield CounterMetricFamily("recinfer_run_samples", "Samples that were run.", value=state.samples)
-    yield CounterMetricFamily("recinfer_queue_refused", "Requests that a full queue refused.", value=state.refused)
-    yield CounterMetricFamily("recinfer_queue_expired", "Requests whose deadline passed first.", value=state.expired)
+def only_counts(status: Status) -> Status:
+    """What stays of the status of a process that has ended: its counts, not what it held."""
+    queue = status["queue"]
+    return status | {
+        "workers": 0,
+        "queue": None if queue is None else queue | dict.fromkeys(_NOW, 0),
+        "models": [_key(model) | {kind: model[kind] for kind in ("replaced", "missing")} for model in status["models"]],
+    }
 
 
-def _described(model: ServedModel) -> dict[str, Any]:
+def _requests(counted: Mapping[tuple[str, str], int]) -> list[dict[str, Any]]:
+    return [{"method": call, "code": code, "count": count} for (call, code), count in sorted(counted.items())]
+
+
+def _merge_histograms(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for histograms in found:
+        for name, own in histograms.items():
+            have = merged.get(name)
+            if have is None:
+                merged[name] = own
+                continue
+            counts = [a + b for a, b in zip(have["counts"], own["counts"], strict=True)]
+            merged[name] = {"bounds": own["bounds"], "counts": counts, "total": have["total"] + own["total"]}
+    return merged
+
+
+def _key(model: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": model["name"], "version": model["version"]}
+
+
+def _merge_models(running: Sequence[Status], everything: Sequence[Status]) -> list[dict[str, Any]]:
+    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    for status in running:
+        for model in status["models"]:
+            have = merged.setdefault((model["name"], model["version"]), model | {"replaced": {}, "missing": {}})
+            have["age"] = max(have["age"], model["age"])
+    for status in everything:
+        for model in status["models"]:
+            sums = merged.get((model["name"], model["version"]))
+            if sums is None:
+                continue
+            for kind in ("replaced", "missing"):
+                for feature, count in model[kind].items():
+                    sums[kind][feature] = sums[kind].get(feature, 0) + count
+    return list(merged.values())
+
+
+def _described(model: ServedModel, weight: int) -> dict[str, Any]:
     predictor = model.predictor
     manifest = predictor.manifest
+    intake = predictor.intake
     return {
         "name": model.name,
         "version": model.version,
+        "weight": weight,
+        "deltas": predictor.num_deltas,
         "created": manifest.created,
-        "age": max(0.0, time.time() - predictor.loaded_at),
+        "age": max(0.0, time.monotonic() - model.since),
         "precision": manifest.precision,
         "plan": manifest.plan_hash[:12],
         "engine": predictor.engine or "none",
         "mapped": predictor.mapped_bytes,
-        "features": len(predictor.intake.names),
+        "features": len(intake.names),
         "dense": predictor.num_dense,
         "tables": [
             {
@@ -155,8 +189,8 @@ def _described(model: ServedModel) -> dict[str, Any]:
             for table in predictor.plan.tables
         ],
         "ranks": _ranks(predictor.plan),
-        "replaced": dict(predictor.intake.replaced),
-        "missing": dict(predictor.intake.missing),
+        "replaced": {name: intake.replaced[name] for name in intake.names},
+        "missing": {name: intake.missing[name] for name in intake.names},
     }
 
 
@@ -174,22 +208,9 @@ def _ranks(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _plain(state: HistogramState) -> dict[str, Any]:
-    return {"bounds": state.bounds, "counts": state.counts, "total": state.total}
+    return {"bounds": list(state.bounds), "counts": list(state.counts), "total": state.total}
 
 
 def _sum(states: list[HistogramState]) -> HistogramState:
     counts = tuple(sum(column) for column in zip(*(state.counts for state in states), strict=True))
     return HistogramState(states[0].bounds, counts, sum(state.total for state in states))
-
-
-def _histograms(
-    name: str, help_text: str, labels: list[str], states: Iterable[tuple[list[str], HistogramState]]
-) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(name, help_text, labels=labels)
-    for values, state in states:
-        below, buckets = 0, []
-        for bound, count in zip([*map(str, state.bounds), "+Inf"], state.counts):
-            below += count
-            buckets.append((bound, below))
-        family.add_metric(values, buckets, state.total)
-    return family

@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import binascii
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from recinfer.serving.metrics import ServerMetrics
+from recinfer.serving.http_site import HttpSite
+from recinfer.serving.metrics import Status
+from recinfer.serving.prometheus import prometheus_text
 
 __all__ = ["MetricsDoor"]
 
@@ -29,7 +31,7 @@ class MetricsDoor:
     """Serves metrics on one port, on the event loop that ``start`` is awaited on.
 
     Args:
-        metrics: what is shown.
+        status: gives the status that is shown (see recinfer.serving.metrics).
         host: address to listen on.
         port: TCP port; 0 takes a free one.
         allows: whether a request with this ``Authorization: Bearer`` header may pass. A browser, which asks its user for
@@ -39,16 +41,16 @@ class MetricsDoor:
 
     def __init__(
         self,
-        metrics: ServerMetrics,
+        status: Callable[[], Awaitable[Status]],
         host: str,
         port: int,
         *,
         allows: Callable[[str | None], bool] = lambda authorization: True,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._metrics, self.host, self.port, self._allows, self._tls = metrics, host, port, allows, tls
+        self._status, self.host, self.port, self._allows, self._tls = status, host, port, allows, tls
         self._page = files("recinfer.serving").joinpath("status_page.html").read_text(encoding="utf-8")
-        self._runner: web.AppRunner | None = None
+        self._site: HttpSite | None = None
 
     async def start(self) -> None:
         """Bind and answer; raises OSError when the address cannot be bound."""
@@ -56,21 +58,15 @@ class MetricsDoor:
         app.router.add_get("/", self._show_page)
         app.router.add_get("/metrics", self._show_metrics)
         app.router.add_get("/status.json", self._show_status)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port, ssl_context=self._tls)
-        try:
-            await site.start()
-        except OSError:
-            await self.stop()
-            raise
-        self.port = self._runner.addresses[0][1]
+        self._site = HttpSite(app, self.host, self.port, tls=self._tls)
+        await self._site.start()
+        self.port = self._site.port
 
     async def stop(self) -> None:
         """Close the port."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            await runner.cleanup()
+        site, self._site = self._site, None
+        if site is not None:
+            await site.stop()
 
     @web.middleware
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -83,10 +79,10 @@ class MetricsDoor:
         return web.Response(text=self._page, content_type="text/html", headers=_PAGE)
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.prometheus(), headers=_PROMETHEUS)
+        return web.Response(body=prometheus_text(await self._status()), headers=_PROMETHEUS)
 
     async def _show_status(self, request: web.Request) -> web.Response:
-        return web.json_response(self._metrics.status(), headers={"Cache-Control": "no-store"})
+        return web.json_response(await self._status(), headers={"Cache-Control": "no-store"})
 
 
 def _as_bearer(header: str | None) -> str | None:

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from recinfer.errors import InputError
 from recinfer.serving import open_inference as oip
+from recinfer.serving.http_site import HttpSite
 from recinfer.serving.json_codec import parse_json
 from recinfer.serving.open_inference_grpc import OpenInference, off_loop, raw_array
 from recinfer.serving.status import status_of
@@ -62,7 +63,7 @@ class HttpDoor:
         self._answers, self._token, self._observe = answers, token.encode(), observe
         self.host, self.port, self._tls, self._reuse_port = host, port, tls, reuse_port
         self._grace = grace
-        self._runner: web.AppRunner | None = None
+        self._site: HttpSite | None = None
 
     async def start(self) -> None:
         """Bind and accept requests; raises OSError when the address cannot be bound."""
@@ -75,26 +76,15 @@ class HttpDoor:
         app.router.add_get("/v2", self._route("ServerMetadata", self._server))
         app.router.add_get("/v2/health/live", self._route("ServerLive", self._live, open_to_all=True))
         app.router.add_get("/v2/health/ready", self._route("ServerReady", self._ready, open_to_all=True))
-        # No access log: its line is written by the server's own log, with the request's id.
-        self._runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, keepalive_timeout=75, shutdown_timeout=self._grace
-        )
-        await self._runner.setup()
-        site = web.TCPSite(
-            self._runner, self.host, self.port, ssl_context=self._tls, reuse_port=self._reuse_port or None
-        )
-        try:
-            await site.start()
-        except OSError:
-            await self.stop()
-            raise
-        self.port = self._runner.addresses[0][1]
+        self._site = HttpSite(app, self.host, self.port, tls=self._tls, reuse_port=self._reuse_port, grace=self._grace)
+        await self._site.start()
+        self.port = self._site.port
 
     async def stop(self) -> None:
         """Take no new connections, let running requests end for up to ``grace`` seconds, close."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            await runner.cleanup()
+        site, self._site = self._site, None
+        if site is not None:
+            await site.stop()
 
     def _route(
         self, call: str, work: Callable[[web.Request], Awaitable[web.Response]], *, open_to_all: bool = False

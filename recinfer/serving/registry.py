@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from recinfer.errors import ConfigError, InputError, NotFoundError
@@ -26,6 +27,7 @@ class ServedModel:
         predictor: runs it.
         pooled_width: sum of the widths of its pooled features.
         sequence_width: sum of the widths of its unpooled features.
+        since: ``time.monotonic()`` when it was loaded.
     """
 
     name: str
@@ -33,6 +35,7 @@ class ServedModel:
     predictor: Predictor
     pooled_width: int
     sequence_width: int
+    since: float = field(default_factory=time.monotonic, compare=False)
 
     @classmethod
     def of(cls, name: str, predictor: Predictor, version: str = "") -> ServedModel:

@@ -24,9 +24,10 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.serving.address import check_address
-from recinfer.serving.batcher import BatchConfig, Batcher
+from recinfer.serving.batcher import BatchConfig, Batcher, BatcherState
 from recinfer.serving.limits import Limits
 from recinfer.serving.loop import run_on_loop
+from recinfer.serving.metrics import ServerMetrics, Status
 from recinfer.serving.observe import Observer
 from recinfer.serving.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.open_inference_grpc import OpenInference
@@ -133,6 +134,7 @@ class Server:
             self._admin = AdminService(StoreManager(self.service.registry, admin))
         self._http: HttpDoor | None = None
         self.http_port = http_port
+        self.status = ServerMetrics(self.stats, self.service.registry, self._queue_state).status
         self._metrics: MetricsDoor | None = None
         self.metrics_port = metrics_port
 
@@ -249,21 +251,20 @@ class Server:
         self.http_port = self._http.port
 
     async def _start_metrics(self, port: int) -> None:
-        from recinfer.serving.metrics import ServerMetrics
         from recinfer.serving.metrics_http import MetricsDoor
 
+        async def status() -> Status:
+            return self.status()
+
         check_address(self.host, port)
-        batcher = self.batcher
-        queue = None if batcher is None else lambda: batcher.state
         self._metrics = MetricsDoor(
-            ServerMetrics(self.stats, self.service.registry, queue),
-            self.host,
-            port,
-            allows=self._security.allows,
-            tls=self._security.tls_context(),
+            status, self.host, port, allows=self._security.allows, tls=self._security.tls_context()
         )
         await self._metrics.start()
         self.metrics_port = self._metrics.port
+
+    def _queue_state(self) -> BatcherState | None:
+        return None if self.batcher is None else self.batcher.state
 
     async def _ask(self, call: str, data: bytes) -> bytes:
         decode = self._decoders.get(call)
@@ -360,6 +361,7 @@ def serve(
     admin: ModelStore | None = None,
     grace: float = 10.0,
     on_ready: Callable[[int], None] | None = None,
+    on_start: Callable[[Server], None] | None = None,
     stop: threading.Event | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT (Ctrl-C), then drain for up to ``grace`` seconds. Call from the main thread.
@@ -368,6 +370,7 @@ def serve(
         http_port, metrics_port, batching, security, share_port, admin: as :class:`Server` has them.
         stop: set by someone else to end serving, as a signal does.
         on_ready: called with the bound port once requests are accepted.
+        on_start: called with the server before that, when its models are in place.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     wanted = stop or threading.Event()
@@ -391,6 +394,8 @@ def serve(
         admin=admin,
     )
     try:
+        if on_start is not None:
+            on_start(server)
         server.start()
         if on_ready is not None:
             on_ready(server.port)

@@ -1,0 +1,117 @@
+"""Listens for HTTP on one port, for an aiohttp application; who connects and does not speak, or does not read, is let go."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+__all__ = ["HttpSite"]
+
+_HEADER_S = 10.0
+_IDLE_S = 75.0
+_BACKLOG = 512
+
+
+class HttpSite:
+    """One listening port, on the event loop that ``start`` is awaited on.
+
+    aiohttp waits for a request's header as long as the client likes, and for the client to read its answer: here a
+    connection without a complete header ``header_s`` after it was opened is closed, and so is one that stands still for
+    ``idle_s`` and ``header_s`` after an answer.
+
+    Args:
+        app: what answers; a middleware is added to it.
+        host: address to listen on.
+        port: TCP port; 0 takes a free one.
+        tls: the server's TLS context; None: plain HTTP.
+        reuse_port: share the port with other processes.
+        grace: seconds that ``stop`` gives the requests that run.
+    """
+
+    def __init__(
+        self,
+        app: web.Application,
+        host: str,
+        port: int,
+        *,
+        tls: ssl.SSLContext | None = None,
+        reuse_port: bool = False,
+        grace: float = 1.0,
+        header_s: float = _HEADER_S,
+        idle_s: float = _IDLE_S,
+    ) -> None:
+        self._app, self.host, self.port, self._tls, self._reuse_port = app, host, port, tls, reuse_port
+        self._grace, self._header_s, self._idle_s = grace, header_s, idle_s
+        self._timers: dict[Any, asyncio.TimerHandle] = {}
+        self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Bind and accept requests; raises OSError when the address cannot be bound."""
+        self._app.middlewares.append(self._watch)
+        # No access log: its line is written by the server's own log, with the request's id.
+        runner = web.AppRunner(
+            self._app,
+            access_log=None,
+            handle_signals=False,
+            keepalive_timeout=self._idle_s,
+            shutdown_timeout=self._grace,
+            handler_cancellation=True,  # who goes away frees the place of the request in the queue
+        )
+        await runner.setup()
+        self._runner, loop = runner, asyncio.get_running_loop()
+
+        def connected() -> asyncio.Protocol:
+            assert runner.server is not None
+            handler = runner.server()
+            self._close_in(self._header_s, handler)
+            return handler
+
+        try:
+            self._listener = await loop.create_server(
+                connected,
+                self.host,
+                self.port,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._header_s if self._tls is not None else None,
+                backlog=_BACKLOG,
+                reuse_port=self._reuse_port or None,
+            )
+        except OSError:
+            await self.stop()
+            raise
+        self.port = self._listener.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Take no new connections, let running requests end for up to ``grace`` seconds, close."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    def _close_in(self, seconds: float, connection: Any) -> None:
+        def close() -> None:
+            self._timers.pop(connection, None)
+            connection.force_close()
+
+        self._timers[connection] = asyncio.get_running_loop().call_later(seconds, close)
+
+    @web.middleware
+    async def _watch(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        # The header is complete: from here on the application has its own timeouts.
+        if (timer := self._timers.pop(request.protocol, None)) is not None:
+            timer.cancel()
+        try:
+            return await handler(request)
+        finally:
+            if request.transport is not None:
+                self._close_in(self._idle_s + self._header_s, request.protocol)
