@@ -83,6 +83,28 @@ class Examples:
         sparse = KeyedJaggedTensor.from_parts_unchecked(self.keys, values, lengths, stride=rows.numel())
         return Batch(self.dense[rows], sparse, self.labels[rows])
 
+    def tail(self, start: int) -> Examples:
+        """The examples from ``start`` on."""
+        batch = self.batch(torch.arange(start, len(self)))
+        return Examples(batch.dense_features, batch.sparse_features, batch.labels)
+
+    def joined(self, other: Examples) -> Examples:
+        """These examples and then the others."""
+        mine, theirs = self.batch(torch.arange(len(self))), other.batch(torch.arange(len(other)))
+        values, lengths = [], []
+        for part in (mine, theirs):
+            sparse = part.sparse_features
+            values.append(sparse.values().split(sparse.length_per_key()))
+            lengths.append(sparse.lengths().view(len(self.keys), -1))
+        sparse = KeyedJaggedTensor.from_parts_unchecked(
+            self.keys,
+            torch.cat([v for pair in zip(*values) for v in pair]),
+            torch.cat(lengths, dim=1).reshape(-1),
+            stride=len(self) + len(other),
+        )
+        dense = torch.cat([mine.dense_features, theirs.dense_features])
+        return Examples(dense, sparse, torch.cat([mine.labels, theirs.labels]))
+
     def batches(self, batch_size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
         """All examples once, ``batch_size`` at a time, the last batch smaller; shuffled if there is a generator."""
         order = torch.arange(len(self)) if generator is None else torch.randperm(len(self), generator=generator)
