@@ -1,0 +1,347 @@
+"""The autograd functions of comm_ops: each collective is a request and a wait, so that compute runs between the two.
+
+``<Name>_Req`` starts the collective and ``<Name>_Wait`` gives its result; in the backward the wait starts the mirror
+collective and the request gives its result, so communication is under way there too while other gradients are computed.
+What to send and how to read what came is :mod:`recinfer.distributed.comm_exchanges`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from recinfer.distributed.comm_exchanges import (
+    Exchange,
+    GatherExchange,
+    PooledExchange,
+    ReduceExchange,
+    ReduceListExchange,
+    ReduceRowsExchange,
+    SequenceExchange,
+    TablesExchange,
+    VariableBatchExchange,
+)
+from recinfer.distributed.comm_infos import (
+    All2AllPooledInfo,
+    All2AllSequenceInfo,
+    All2AllVInfo,
+    AllGatherBaseInfo,
+    ReduceScatterBaseInfo,
+    ReduceScatterInfo,
+    ReduceScatterVInfo,
+    VariableBatchAll2AllPooledInfo,
+)
+from recinfer.distributed.comm_transport import Pending
+from recinfer.distributed.types import Awaitable
+
+__all__ = [
+    "All2All_Pooled_Req",
+    "All2All_Pooled_Wait",
+    "All2All_Seq_Req",
+    "All2All_Seq_Req_Wait",
+    "All2Allv_Req",
+    "All2Allv_Wait",
+    "AllGatherBase_Req",
+    "AllGatherBase_Wait",
+    "ReduceScatterBase_Req",
+    "ReduceScatterBase_Wait",
+    "ReduceScatterV_Req",
+    "ReduceScatterV_Wait",
+    "ReduceScatter_Req",
+    "ReduceScatter_Wait",
+    "Request",
+    "Variable_Batch_All2All_Pooled_Req",
+    "Variable_Batch_All2All_Pooled_Wait",
+]
+
+W = TypeVar("W")
+
+
+class Request(Awaitable[W]):
+    """A collective of a process group under way; ``wait()`` gives its result, once.
+
+    Args:
+        pg: the process group.
+        device: where the tensors are.
+
+    Attributes:
+        wait_function: the ``_Wait`` function that gives the result.
+        dummy_tensor: ties request and wait together in the graph.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self.pg = pg
+        self.wait_function: type[Function] | None = None
+        self.dummy_tensor = torch.empty(1, device=device)
+        self.exchange: Exchange | None = None
+        self.pending: Pending | None = None
+        self.pending_grad: Pending | None = None
+
+    def _wait_impl(self) -> W:
+        assert self.wait_function is not None and self.pending is not None, "wait() of a request runs once"
+        return self.wait_function.apply(self.pg, self, self.dummy_tensor)  # type: ignore[attr-defined]
+
+
+def _request(ctx: Any, myreq: Request, exchange: Exchange, inputs: tuple[Tensor, ...]) -> Tensor:
+    ctx.myreq = myreq
+    ctx.num_inputs = len(inputs)
+    myreq.exchange = exchange
+    myreq.pending = exchange.send(inputs)
+    return myreq.dummy_tensor
+
+
+def _request_grad(ctx: Any) -> tuple[Tensor | None, ...]:
+    myreq = ctx.myreq
+    assert myreq.pending_grad is not None, "the backward of a wait runs before that of its request"
+    flat = myreq.pending_grad.wait()
+    myreq.pending_grad = None
+    return (None, None, None, *myreq.exchange.receive_grad(myreq.exchange.divide(flat)))
+
+
+def _wait(ctx: Any, myreq: Request) -> Any:
+    assert myreq.exchange is not None and myreq.pending is not None
+    ctx.myreq = myreq
+    flat = myreq.pending.wait()
+    myreq.pending = None
+    return myreq.exchange.receive(flat)
+
+
+def _wait_grad(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[None, None, Tensor]:
+    myreq = ctx.myreq
+    myreq.pending_grad = myreq.exchange.send_grad(grads)
+    return None, None, torch.empty_like(myreq.dummy_tensor)
+
+
+class All2All_Pooled_Req(Function):
+    """Starts the all-to-all of pooled embeddings; its backward gives their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pg: dist.ProcessGroup, myreq: Request, a2ai: All2AllPooledInfo, input_embeddings: Tensor
+    ) -> Tensor:  # type: ignore[override]
+        """Start it; the result comes from :class:`All2All_Pooled_Wait`."""
+        return _request(ctx, myreq, PooledExchange(pg, a2ai), (input_embeddings,))
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradients that :class:`All2All_Pooled_Wait` has sent for."""
+        return _request_grad(ctx)
+
+
+class All2All_Pooled_Wait(Function):
+    """Gives what :class:`All2All_Pooled_Req` has started; its backward starts the mirror collective."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Tensor:  # type: ignore[override]
+        """The result."""
+        return _wait(ctx, myreq)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
+        """Start sending gradients; they come out of :class:`All2All_Pooled_Req`."""
+        return _wait_grad(ctx, (grad_output,))
+
+
+class Variable_Batch_All2All_Pooled_Req(Function):
+    """Starts the all-to-all of pooled embeddings of a variable batch; its backward gives their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pg: dist.ProcessGroup, myreq: Request, a2ai: VariableBatchAll2AllPooledInfo, input_embeddings: Tensor
+    ) -> Tensor:  # type: ignore[override]
+        """Start it; the result comes from :class:`Variable_Batch_All2All_Pooled_Wait`."""
+        return _request(ctx, myreq, VariableBatchExchange(pg, a2ai), (input_embeddings,))
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradients that :class:`Variable_Batch_All2All_Pooled_Wait` has sent for."""
+        return _request_grad(ctx)
+
+
+class Variable_Batch_All2All_Pooled_Wait(Function):
+    """Gives what :class:`Variable_Batch_All2All_Pooled_Req` has started; its backward starts the mirror collective."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Tensor:  # type: ignore[override]
+        """The result."""
+        return _wait(ctx, myreq)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
+        """Start sending gradients; they come out of :class:`Variable_Batch_All2All_Pooled_Req`."""
+        return _wait_grad(ctx, (grad_output,))
+
+
+class All2All_Seq_Req(Function):
+    """Starts the all-to-all of sequence embeddings; its backward gives their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pg: dist.ProcessGroup, myreq: Request, a2ai: All2AllSequenceInfo, sharded_input_embeddings: Tensor
+    ) -> Tensor:  # type: ignore[override]
+        """Start it; the result comes from :class:`All2All_Seq_Req_Wait`."""
+        return _request(ctx, myreq, SequenceExchange(pg, a2ai), (sharded_input_embeddings,))
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradients that :class:`All2All_Seq_Req_Wait` has sent for."""
+        return _request_grad(ctx)
+
+
+class All2All_Seq_Req_Wait(Function):
+    """Gives what :class:`All2All_Seq_Req` has started; its backward starts the mirror collective."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Tensor:  # type: ignore[override]
+        """The result."""
+        return _wait(ctx, myreq)
+
+    @staticmethod
+    def backward(ctx: Any, sharded_grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
+        """Start sending gradients; they come out of :class:`All2All_Seq_Req`."""
+        return _wait_grad(ctx, (sharded_grad_output,))
+
+
+class All2Allv_Req(Function):
+    """Starts the all-to-all of a list of tables' embeddings; its backward gives their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, a2ai: All2AllVInfo, *inputs: Tensor) -> Tensor:  # type: ignore[override]
+        """Start it; the result comes from :class:`All2Allv_Wait`. One argument a table: autograd sees no lists."""
+        return _request(ctx, myreq, TablesExchange(pg, a2ai), inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradients that :class:`All2Allv_Wait` has sent for."""
+        return _request_grad(ctx)
+
+
+class All2Allv_Wait(Function):
+    """Gives what :class:`All2Allv_Req` has started; its backward starts the mirror collective."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """The result."""
+        return _wait(ctx, myreq)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
+        """Start sending gradients; they come out of :class:`All2Allv_Req`."""
+        return _wait_grad(ctx, grad_outputs)
+
+
+class ReduceScatter_Req(Function):
+    """Starts the reduce-scatter of a list of partial sums; its backward gives their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, rsi: ReduceScatterInfo, *inputs: Tensor) -> Tensor:  # type: ignore[override]
+        """Start it; the result comes from :class:`ReduceScatter_Wait`."""
+        return _request(ctx, myreq, ReduceListExchange(pg, rsi), inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradients that :class:`ReduceScatter_Wait` has sent for."""
+        return _request_grad(ctx)
+
+
+class ReduceScatter_Wait(Function):
+    """Gives what :class:`ReduceScatter_Req` has started; its backward starts the mirror collective."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Tensor:  # type: ignore[override]
+        """The result."""
+        return _wait(ctx, myreq)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
+        """Start sending gradients; they come out of :class:`ReduceScatter_Req`."""
+        return _wait_grad(ctx, (grad_output,))
+
+
+class ReduceScatterBase_Req(Function):
+    """Starts the reduce-scatter of partial sums; its backward gives their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, rsi: ReduceScatterBaseInfo, inputs: Tensor) -> Tensor:  # type: ignore[override]
+        """Start it; the result comes from :class:`ReduceScatterBase_Wait`."""
+        return _request(ctx, myreq, ReduceExchange(pg, rsi), (inputs,))
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradients that :class:`ReduceScatterBase_Wait` has sent for."""
+        return _request_grad(ctx)
+
+
+class ReduceScatterBase_Wait(Function):
+    """Gives what :class:`ReduceScatterBase_Req` has started; its backward starts the mirror collective."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_Tensor: Tensor) -> Tensor:  # type: ignore[override]
+        """The result."""
+        return _wait(ctx, myreq)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
+        """Start sending gradients; they come out of :class:`ReduceScatterBase_Req`."""
+        return _wait_grad(ctx, (grad_output,))
+
+
+class AllGatherBase_Req(Function):
+    """Starts the all-gather of rows; its backward gives their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, agi: AllGatherBaseInfo, input: Tensor) -> Tensor:  # type: ignore[override]
+        """Start it; the result comes from :class:`AllGatherBase_Wait`."""
+        return _request(ctx, myreq, GatherExchange(pg, agi), (input,))
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradients that :class:`AllGatherBase_Wait` has sent for."""
+        return _request_grad(ctx)
+
+
+class AllGatherBase_Wait(Function):
+    """Gives what :class:`AllGatherBase_Req` has started; its backward starts the mirror collective."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Tensor:  # type: ignore[override]
+        """The result."""
+        return _wait(ctx, myreq)
+
+    @staticmethod
+    def backward(ctx: Any, grad_outputs: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
+        """Start sending gradients; they come out of :class:`AllGatherBase_Req`."""
+        return _wait_grad(ctx, (grad_outputs,))
+
+
+class ReduceScatterV_Req(Function):
+    """Starts the reduce-scatter of partial sums with rows for each rank; its backward gives their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, rsi: ReduceScatterVInfo, input: Tensor) -> Tensor:  # type: ignore[override]
+        """Start it; the result comes from :class:`ReduceScatterV_Wait`."""
+        return _request(ctx, myreq, ReduceRowsExchange(pg, rsi), (input,))
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradients that :class:`ReduceScatterV_Wait` has sent for."""
+        return _request_grad(ctx)
+
+
+class ReduceScatterV_Wait(Function):
+    """Gives what :class:`ReduceScatterV_Req` has started; its backward starts the mirror collective."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Tensor:  # type: ignore[override]
+        """The result."""
+        return _wait(ctx, myreq)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
+        """Start sending gradients; they come out of :class:`ReduceScatterV_Req`."""
+        return _wait_grad(ctx, (grad_output,))

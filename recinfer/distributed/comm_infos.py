@@ -1,0 +1,178 @@
+"""What each collective of comm_ops must know besides its tensors: sizes by rank, and codecs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from recinfer.distributed.types import QuantizedCommCodecs
+
+__all__ = [
+    "All2AllDenseInfo",
+    "All2AllPooledInfo",
+    "All2AllSequenceInfo",
+    "All2AllVInfo",
+    "AllGatherBaseInfo",
+    "ReduceScatterBaseInfo",
+    "ReduceScatterInfo",
+    "ReduceScatterVInfo",
+    "VariableBatchAll2AllPooledInfo",
+]
+
+
+@dataclass
+class All2AllPooledInfo:
+    """Of :func:`recinfer.distributed.comm_ops.alltoall_pooled`.
+
+    Args:
+        batch_size_per_rank: examples of each rank.
+        dim_sum_per_rank: columns that each rank's tables have together.
+        dim_sum_per_rank_tensor, cumsum_dim_sum_per_rank_tensor: the same as tensors, for callers that have them; the
+            packing here needs neither.
+        codecs: shrink what travels, forward and backward.
+    """
+
+    batch_size_per_rank: list[int]
+    dim_sum_per_rank: list[int]
+    dim_sum_per_rank_tensor: Tensor | None = None
+    cumsum_dim_sum_per_rank_tensor: Tensor | None = None
+    codecs: QuantizedCommCodecs | None = None
+
+
+@dataclass
+class VariableBatchAll2AllPooledInfo:
+    """Of :func:`recinfer.distributed.comm_ops.variable_batch_alltoall_pooled`.
+
+    Args:
+        batch_size_per_rank_per_feature: ``[ranks][features here]``: rows of each rank in this rank's features.
+        batch_size_per_feature_pre_a2a: rows of this rank in every feature, features of rank 0 first.
+        emb_dim_per_rank_per_feature: ``[ranks][features there]``: columns.
+        codecs: shrink what travels.
+        input_splits, output_splits: elements to and from each rank; computed when None.
+    """
+
+    batch_size_per_rank_per_feature: list[list[int]]
+    batch_size_per_feature_pre_a2a: list[int]
+    emb_dim_per_rank_per_feature: list[list[int]]
+    codecs: QuantizedCommCodecs | None = None
+    input_splits: list[int] | None = None
+    output_splits: list[int] | None = None
+
+
+@dataclass
+class All2AllSequenceInfo:
+    """Of :func:`recinfer.distributed.comm_ops.alltoall_sequence`.
+
+    Args:
+        embedding_dim: columns.
+        lengths_after_sparse_data_all2all: ids of each (feature, rank, example) here, in that order.
+        forward_recat_tensor: the order of the pieces that brings rows by feature into rows by rank; None: as they are.
+        backward_recat_tensor: the way back.
+        input_splits: rows that this rank gets back from each rank, which is how many ids it sent there.
+        output_splits: rows that this rank sends to each rank, which is how many ids it got from there.
+        variable_batch_size: ranks have different numbers of examples; recat counts single lengths then.
+        codecs: shrink what travels.
+        permuted_lengths_after_sparse_data_all2all: the lengths in the order of ``forward_recat_tensor``; filled in by
+            the forward.
+    """
+
+    embedding_dim: int
+    lengths_after_sparse_data_all2all: Tensor
+    forward_recat_tensor: Tensor | None
+    backward_recat_tensor: Tensor | None
+    input_splits: list[int]
+    output_splits: list[int]
+    variable_batch_size: bool = False
+    codecs: QuantizedCommCodecs | None = None
+    permuted_lengths_after_sparse_data_all2all: Tensor | None = None
+
+
+@dataclass
+class All2AllVInfo:
+    """Of :func:`recinfer.distributed.comm_ops.alltoallv`.
+
+    Args:
+        dims_sum_per_rank: columns that each rank's tables have together.
+        B_global: examples of all ranks.
+        B_local: examples of this rank.
+        B_local_list: examples of each rank.
+        D_local_list: columns of each table here.
+        input_split_sizes, output_split_sizes: elements to and from each rank; filled in by the forward.
+        codecs: shrink what travels.
+    """
+
+    dims_sum_per_rank: list[int]
+    B_global: int
+    B_local: int
+    B_local_list: list[int]
+    D_local_list: list[int]
+    input_split_sizes: list[int] = field(default_factory=list)
+    output_split_sizes: list[int] = field(default_factory=list)
+    codecs: QuantizedCommCodecs | None = None
+
+    @property
+    def dim_sum_per_rank(self) -> list[int]:
+        """``dims_sum_per_rank``, by the name that the other infos have."""
+        return self.dims_sum_per_rank
+
+
+@dataclass
+class All2AllDenseInfo:
+    """Sizes of an all-to-all of dense tensors.
+
+    Args:
+        output_splits: rows from each rank.
+        batch_size: rows of the input.
+        input_shape: shape of the input.
+        input_splits: rows to each rank.
+    """
+
+    output_splits: list[int]
+    batch_size: int
+    input_shape: list[int]
+    input_splits: list[int]
+
+
+@dataclass
+class ReduceScatterInfo:
+    """Of :func:`recinfer.distributed.comm_ops.reduce_scatter_pooled`: the shape of the tensor for each rank."""
+
+    input_sizes: list[torch.Size]
+    codecs: QuantizedCommCodecs | None = None
+
+
+@dataclass
+class ReduceScatterBaseInfo:
+    """Of :func:`recinfer.distributed.comm_ops.reduce_scatter_base_pooled`: the shape of the whole input."""
+
+    input_sizes: torch.Size
+    codecs: QuantizedCommCodecs | None = None
+
+
+@dataclass
+class AllGatherBaseInfo:
+    """Of :func:`recinfer.distributed.comm_ops.all_gather_base_pooled`: the shape of the input."""
+
+    input_size: torch.Size
+    codecs: QuantizedCommCodecs | None = None
+
+
+@dataclass
+class ReduceScatterVInfo:
+    """Of :func:`recinfer.distributed.comm_ops.reduce_scatter_v_pooled`.
+
+    Args:
+        input_sizes: shape of the part for each rank.
+        input_splits: rows for each rank.
+        equal_splits: whether they are all the same.
+        total_input_size: shape of the whole input.
+        codecs: shrink what travels.
+    """
+
+    input_sizes: list[torch.Size]
+    input_splits: list[int]
+    equal_splits: bool
+    total_input_size: list[int]
+    codecs: QuantizedCommCodecs | None

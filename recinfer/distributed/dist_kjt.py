@@ -1,0 +1,327 @@
+"""KeyedJaggedTensors between the ranks of a process group: every rank gets the features whose tables it has, of all ranks.
+
+Two collectives move a batch, whatever it holds. The first tells every rank how much it will receive; the second moves
+lengths, values, weights and batch sizes as one buffer of bytes, since on most networks a collective costs more than the
+copy that saves it.
+
+Shapes: ``W`` ranks, ``F`` features of this rank's tables, ``B`` examples of a rank. What arrives is (rank, feature,
+example); a KeyedJaggedTensor is (feature, rank, example).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+
+import fbgemm_gpu  # noqa: F401  registers the ops
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from recinfer.distributed.types import Awaitable
+from recinfer.errors import InputError
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = [
+    "KJTAllToAll",
+    "KJTAllToAllSplitsAwaitable",
+    "KJTAllToAllTensorsAwaitable",
+    "SplitsAllToAllAwaitable",
+]
+
+
+class SplitsAllToAllAwaitable(Awaitable[list[list[int]]]):
+    """Tells every rank the numbers that concern it.
+
+    Args:
+        input_tensors: integers ``[W]`` each, entry ``r`` for rank ``r``.
+        pg: the process group.
+
+    ``wait()`` gives, for each of ``input_tensors``, what every rank had for this one: ``[len(input_tensors)][W]``.
+    """
+
+    def __init__(self, input_tensors: list[Tensor], pg: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._start(torch.stack(input_tensors, dim=1).contiguous(), pg)
+
+    @classmethod
+    def of_lists(cls, numbers: list[list[int]], pg: dist.ProcessGroup, device: torch.device) -> SplitsAllToAllAwaitable:
+        """The same from lists, put on ``device`` without waiting for it."""
+        self = cls.__new__(cls)
+        Awaitable.__init__(self)
+        by_rank = torch.tensor(list(zip(*numbers)), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._start(by_rank.to(device, non_blocking=True), pg)
+        return self
+
+    def _start(self, by_rank: Tensor, pg: dist.ProcessGroup) -> None:
+        self._sent = by_rank  # alive until the collective is done
+        self._received = torch.empty_like(by_rank)
+        self._work = dist.all_to_all_single(self._received, by_rank, group=pg, async_op=True)
+
+    def _wait_impl(self) -> list[list[int]]:
+        self._work.wait()
+        return [list(numbers) for numbers in zip(*self._received.tolist())]
+
+
+class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
+    """The second step: moves the tensors, all in one buffer.
+
+    Args:
+        pg: the process group.
+        input: the KeyedJaggedTensor that is sent.
+        splits: how many of its keys go to each rank.
+        input_splits: for each label, how many entries of its tensor go to each rank.
+        output_splits: for each label, how many entries come from each rank.
+        input_tensors: the tensors, one a label.
+        labels: what they are: ``lengths``, ``values``, ``strides`` (batch size of each key), ``weights``.
+        keys: the keys that this rank receives.
+        device: where the result is.
+        stagger: number of hosts by which the examples of a feature are interleaved.
+        stride_per_rank: batch size of each rank; None when each key has its own.
+
+    Attributes:
+        input_splits, output_splits: label -> entries to and from each rank.
+        stride_per_rank: as given.
+        recat: int32, the order of pieces that the received ones were brought into; None when they were in order. A
+            piece is the lengths of a (rank, feature), or with unequal batch sizes a single length. Known after the wait.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        input: KeyedJaggedTensor,
+        splits: list[int],
+        input_splits: list[list[int]],
+        output_splits: list[list[int]],
+        input_tensors: list[Tensor],
+        labels: list[str],
+        keys: list[str],
+        device: torch.device,
+        stagger: int,
+        stride_per_rank: list[int] | None,
+    ) -> None:
+        super().__init__()
+        self._world_size = pg.size()
+        self._input = input
+        self._keys = keys
+        self._stagger = stagger
+        self._dtypes = {label: tensor.dtype for label, tensor in zip(labels, input_tensors)}
+        self.input_splits = dict(zip(labels, input_splits))
+        self.output_splits = dict(zip(labels, output_splits))
+        self.stride_per_rank = stride_per_rank
+        self.recat: Tensor | None = None
+        if self._world_size > 1:
+            self._start(pg, input_splits, output_splits, input_tensors, device)
+
+    def _start(
+        self,
+        pg: dist.ProcessGroup,
+        input_splits: list[list[int]],
+        output_splits: list[list[int]],
+        tensors: list[Tensor],
+        device: torch.device,
+    ) -> None:
+        widths = [tensor.element_size() for tensor in tensors]
+        pieces = [
+            tensor.reshape(-1).view(torch.uint8).split([count * width for count in counts])
+            for tensor, counts, width in zip(tensors, input_splits, widths)
+        ]
+        self._sent = torch.cat([piece for of_rank in zip(*pieces) for piece in of_rank])
+        self._sizes = [count * width for counts in zip(*output_splits) for count, width in zip(counts, widths)]
+        num_labels = len(tensors)
+        received = [sum(self._sizes[at : at + num_labels]) for at in range(0, len(self._sizes), num_labels)]
+        self._received = torch.empty(sum(received), dtype=torch.uint8, device=device)
+        self._work = dist.all_to_all_single(
+            self._received,
+            self._sent,
+            output_split_sizes=received,
+            input_split_sizes=[sum(piece.numel() for piece in of_rank) for of_rank in zip(*pieces)],
+            group=pg,
+            async_op=True,
+        )
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        if self._world_size == 1:
+            return self._input
+        self._work.wait()
+        if self._received.is_cuda:
+            stream = torch.cuda.current_stream(self._received.device)
+            self._received.record_stream(stream)
+            self._sent.record_stream(stream)
+        sections = self._received.split(self._sizes)
+        step = len(self._dtypes)
+        by_label = {
+            label: torch.cat(sections[at::step]).view(dtype) for at, (label, dtype) in enumerate(self._dtypes.items())
+        }
+        self._sent = self._received = torch.empty(0)  # the memory is free now, however long this awaitable lives
+        return self._arrange(by_label["lengths"], by_label["values"], by_label.get("weights"), by_label.get("strides"))
+
+    def _arrange(
+        self, lengths: Tensor, values: Tensor, weights: Tensor | None, strides: Tensor | None
+    ) -> KeyedJaggedTensor:
+        """From (rank, feature, example) to (feature, rank, example)."""
+        num_keys, order = len(self._keys), _rank_order(self._world_size, self._stagger)
+        strides_WF: list[list[int]]
+        if strides is not None:
+            strides_WF = strides.view(self._world_size, num_keys).tolist()
+        else:
+            assert self.stride_per_rank is not None, "a batch of one size a rank needs stride_per_rank"
+            strides_WF = [[stride] * num_keys for stride in self.stride_per_rank]
+        ordered = num_keys <= 1 and self._stagger == 1
+        if not ordered and lengths.numel():
+            distinct = {stride for of_rank in strides_WF for stride in of_rank}
+            if len(distinct) == 1:
+                self.recat = _recat_of_keys(num_keys, self._world_size, self._stagger, lengths.device)
+                lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
+                    self.recat, lengths.view(self.recat.numel(), -1), values, weights, values.numel()
+                )
+                lengths = lengths.view(-1)
+            else:
+                self.recat = _recat_of_lengths(strides_WF, order, lengths.device)
+                lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
+                    self.recat, lengths, values, weights, values.numel()
+                )
+        return KeyedJaggedTensor.from_parts_unchecked(
+            self._keys,
+            values,
+            lengths,
+            weights=weights,
+            stride=sum(self.stride_per_rank) if strides is None and self.stride_per_rank is not None else None,
+            stride_per_key_per_rank=(
+                None if strides is None else [[strides_WF[rank][key] for rank in order] for key in range(num_keys)]
+            ),
+        )
+
+
+def _rank_order(world_size: int, stagger: int) -> list[int]:
+    """Ranks host by host, or with ``stagger`` hosts the first rank of each host, then the second of each."""
+    step = world_size // stagger
+    return [first + step * host for first in range(step) for host in range(stagger)]
+
+
+@lru_cache(maxsize=256)
+def _recat_of_keys(num_keys: int, world_size: int, stagger: int, device: torch.device) -> Tensor:
+    """int32 ``[F * W]``: which (rank, key) piece stands at each (key, rank) place."""
+    order = _rank_order(world_size, stagger)
+    recat = [rank * num_keys + key for key in range(num_keys) for rank in order]
+    return torch.tensor(recat, dtype=torch.int32, device=device)
+
+
+def _recat_of_lengths(strides_WF: list[list[int]], order: list[int], device: torch.device) -> Tensor:
+    """The same with one entry a length, for pieces of different sizes."""
+    num_keys = len(strides_WF[0])
+    flat = [stride for of_rank in strides_WF for stride in of_rank]
+    starts = list(accumulate(flat, initial=0))
+    pieces = [rank * num_keys + key for key in range(num_keys) for rank in order]
+    sizes = torch.tensor([flat[piece] for piece in pieces])
+    shift = torch.tensor([starts[piece] for piece in pieces]) - (sizes.cumsum(0) - sizes)
+    recat = torch.arange(starts[-1]) + torch.repeat_interleave(shift, sizes)
+    return recat.to(device=device, dtype=torch.int32)
+
+
+class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
+    """The first step: tells every rank how much it will receive; ``wait()`` starts the second.
+
+    Args:
+        tensor_splits: for each label, how many entries of its tensor go to each rank.
+
+    The other arguments are those of :class:`KJTAllToAllTensorsAwaitable`.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        input: KeyedJaggedTensor,
+        splits: list[int],
+        labels: list[str],
+        tensor_splits: list[list[int]],
+        input_tensors: list[Tensor],
+        keys: list[str],
+        device: torch.device,
+        stagger: int,
+    ) -> None:
+        super().__init__()
+        self._pg = pg
+        self._input = input
+        self._splits = splits
+        self._labels = labels
+        self._input_splits = tensor_splits
+        self._input_tensors = input_tensors
+        self._keys = keys
+        self._device = device
+        self._stagger = stagger
+        self._one_batch_size = not input.variable_stride_per_key()
+        if pg.size() == 1:
+            return
+        numbers = list(tensor_splits)
+        if self._one_batch_size:
+            numbers.append([input.stride()] * pg.size())
+        self._splits_awaitable = SplitsAllToAllAwaitable.of_lists(numbers, pg, device)
+
+    def _wait_impl(self) -> KJTAllToAllTensorsAwaitable:
+        if self._pg.size() == 1:
+            output_splits = self._input_splits
+            strides: list[int] | None = [self._input.stride()]
+        else:
+            *output_splits, strides = [*self._splits_awaitable.wait(), *([] if self._one_batch_size else [[]])]
+        return KJTAllToAllTensorsAwaitable(
+            pg=self._pg,
+            input=self._input,
+            splits=self._splits,
+            input_splits=self._input_splits,
+            output_splits=output_splits,
+            input_tensors=self._input_tensors,
+            labels=self._labels,
+            keys=self._keys,
+            device=self._device,
+            stagger=self._stagger,
+            stride_per_rank=strides if self._one_batch_size else None,
+        )
+
+
+class KJTAllToAll(nn.Module):
+    """Sends the features of every batch to the ranks that have their tables.
+
+    Args:
+        pg: the process group.
+        splits: how many of the keys, in order, go to each rank; the same on all ranks.
+        stagger: number of hosts by which the examples of a feature are interleaved: with ``s`` hosts of ``l`` ranks,
+            ranks come in the order 0, l, 2l, ..., 1, l + 1, ...
+
+    ``forward(input).wait().wait()`` is the KeyedJaggedTensor of this rank's keys with the examples of rank 0, then rank
+    1, and so on. All ranks need the same keys, dtypes, and weights or none; batch sizes may differ, also by key.
+
+    Raises:
+        InputError: not one split a rank, or the keys are not as many as the splits say.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup, splits: list[int], stagger: int = 1) -> None:
+        super().__init__()
+        if len(splits) != pg.size():
+            raise InputError(f"KJTAllToAll: got {len(splits)} splits; expected one for each of {pg.size()} ranks")
+        self._pg = pg
+        self._splits = splits
+        self._stagger = stagger
+        ends = list(accumulate(splits, initial=0))
+        self._start, self._stop = ends[pg.rank()], ends[pg.rank() + 1]
+        self._num_keys = ends[-1]
+
+    def forward(self, input: KeyedJaggedTensor) -> Awaitable[KJTAllToAllTensorsAwaitable]:
+        """Start the first step; its ``wait()`` starts the second, whose ``wait()`` gives the KeyedJaggedTensor."""
+        keys = input.keys()
+        if len(keys) != self._num_keys:
+            raise InputError(
+                f"KJTAllToAll: got {len(keys)} keys {keys}; splits {self._splits} are for {self._num_keys}"
+            )
+        with torch.no_grad():
+            return KJTAllToAllSplitsAwaitable(
+                pg=self._pg,
+                input=input,
+                splits=self._splits,
+                labels=input.dist_labels(),
+                tensor_splits=input.dist_splits(self._splits),
+                input_tensors=input.dist_tensors(),
+                keys=keys[self._start : self._stop],
+                device=input.device(),
+                stagger=self._stagger,
+            )

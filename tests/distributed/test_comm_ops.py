@@ -1,0 +1,284 @@
+"""Collectives on embeddings on real ranks: forward and backward equal what one process computes from all ranks' tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recinfer.distributed import comm_ops
+from recinfer.distributed.comm_ops import (
+    All2All_Pooled_Req,
+    All2All_Pooled_Wait,
+    All2AllDenseInfo,
+    All2AllPooledInfo,
+    All2AllVInfo,
+    Request,
+    all_gather_base_pooled,
+    alltoall_pooled,
+    alltoall_sequence,
+    alltoallv,
+    reduce_scatter_base_pooled,
+    reduce_scatter_pooled,
+    reduce_scatter_v_per_feature_pooled,
+    reduce_scatter_v_pooled,
+    set_gradient_division,
+    variable_batch_alltoall_pooled,
+)
+from recinfer.errors import InputError
+from tests.distributed.spawn import run_ranks
+
+
+def leaf(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def check(rank: int, world: int, started: Callable, inputs: list[list[Tensor]], outputs: list[Tensor]) -> None:
+    """Run a collective on ``inputs[rank]`` and compare with ``outputs``, computed here from all ranks' inputs.
+
+    The loss of rank r weighs its output by 1, 2, 3, ... plus r; the reference's loss is the sum of all ranks' losses,
+    divided by their number when gradients are.
+    """
+    weights = [(torch.arange(out.numel()) + 1.0 + r).view_as(out) for r, out in enumerate(outputs)]
+    loss = sum((out * weight).sum() for out, weight in zip(outputs, weights))
+    expected = torch.autograd.grad(loss, inputs[rank], retain_graph=True)
+    for division in (True, False):
+        set_gradient_division(division)
+        mine = [tensor.detach().clone().requires_grad_() for tensor in inputs[rank]]
+        out = started(mine).wait()
+        out = torch.cat([part.reshape(part.shape[0], -1) for part in out], dim=1) if isinstance(out, list) else out
+        torch.testing.assert_close(out, outputs[rank])
+        (out * weights[rank]).sum().backward()
+        for got, want in zip(mine, expected):
+            torch.testing.assert_close(got.grad, want / world if division and world > 1 else want)
+    set_gradient_division(True)
+    with torch.no_grad():  # and without a graph
+        out = started([t.detach() for t in inputs[rank]]).wait()
+        assert not (out[0] if isinstance(out, list) else out).requires_grad
+
+
+def pooled(rank: int, world: int, batches: list[int], dims: list[int]) -> None:
+    tables = [leaf(r, sum(batches), dims[r]) for r in range(world)]
+    rows = [torch.cat([t.split(batches)[r] for t in tables], dim=1) for r in range(world)]
+    check(rank, world, lambda x: alltoall_pooled(x[0], batches, dims), [[t] for t in tables], rows)
+
+
+@pytest.mark.parametrize(
+    "batches,dims",
+    [([3], [4]), ([2, 2], [4, 4]), ([2, 1], [3, 5]), ([0, 2], [2, 2]), ([2, 2, 2], [4, 0, 2]), ([1, 2, 3, 4], [1] * 4)],
+)
+def test_pooled(batches: list[int], dims: list[int]) -> None:
+    run_ranks(len(batches), pooled, batches, dims)
+
+
+def tables_list(rank: int, world: int, total: int, dims: list[list[int]], by_tables: bool) -> None:
+    tables = [[leaf(10 * r + t, total, dim) for t, dim in enumerate(dims[r])] for r in range(world)]
+    base, more = divmod(total, world)
+    batches = [base + (r < more) for r in range(world)]
+    rows = [torch.cat([t.split(batches)[r] for of_rank in tables for t in of_rank], dim=1) for r in range(world)]
+    split: dict = {"per_rank_split_lengths": [len(d) for d in dims]} if by_tables else {"out_split": [*map(sum, dims)]}
+    check(rank, world, lambda x: alltoallv(x, **split), tables, rows)
+
+
+@pytest.mark.parametrize("by_tables", [False, True])
+@pytest.mark.parametrize("total,dims", [(4, [[2, 2], [2]]), (5, [[3], [3], [3, 3]])])
+def test_list_of_tables(total: int, dims: list[list[int]], by_tables: bool) -> None:
+    run_ranks(len(dims), tables_list, total, dims, by_tables)
+
+
+def variable_batch(rank: int, world: int, rows: list[list[int]], dims: list[list[int]]) -> None:
+    """``rows[r][f]`` rows of rank r in feature f, over all features, features of rank 0 first."""
+    starts = [sum(len(d) for d in dims[:r]) for r in range(world)]
+    mine = [[rows[r][starts[q] : starts[q] + len(dims[q])] for r in range(world)] for q in range(world)]
+    blocks = [[sum(n * d for n, d in zip(mine[q][r], dims[q])) for r in range(world)] for q in range(world)]
+    flats = [leaf(q, sum(blocks[q])) for q in range(world)]
+    outs = [torch.cat([flats[q].split(blocks[q])[r] for q in range(world)]) for r in range(world)]
+    check(
+        rank,
+        world,
+        lambda x: variable_batch_alltoall_pooled(x[0], mine[rank], rows[rank], dims),
+        [[f] for f in flats],
+        outs,
+    )
+
+
+def test_pooled_with_a_batch_size_a_feature() -> None:
+    run_ranks(2, variable_batch, [[2, 1, 3], [1, 2, 2]], [[2], [3, 3]])
+    run_ranks(3, variable_batch, [[2, 1, 3], [1, 0, 2], [0, 0, 0]], [[2, 4], [], [3]])
+
+
+def sequence(rank: int, world: int, features: list[int], batches: list[int], dim: int) -> None:
+    """Every rank holds a row for each id of (feature, rank, example); rank r gets those of its own ids."""
+    recats, lengths, rows, pieces = [], [], [], []
+    for q in range(world):
+        generator = torch.Generator().manual_seed(q)
+        shape = [(f, r) for f in range(features[q]) for r in range(world)]
+        per = [torch.randint(0, 4, (batches[r],), generator=generator) for _, r in shape]
+        lengths.append(torch.cat([*per, torch.zeros(0, dtype=torch.int64)]))
+        rows.append(leaf(q, int(lengths[q].sum()), dim))
+        cut = rows[q].split([int(p.sum()) for p in per])
+        pieces.append({key: (piece, int(p.sum())) for key, piece, p in zip(shape, cut, per)})
+        recats.append([f * world + r for r in range(world) for f in range(features[q])])
+    counts = [[sum(pieces[q][f, r][1] for f in range(features[q])) for r in range(world)] for q in range(world)]
+    outs = [
+        torch.cat([pieces[q][f, r][0] for q in range(world) for f in range(features[q])] + [torch.zeros(0, dim)])
+        for r in range(world)
+    ]
+    unequal = len(set(batches)) > 1
+    forward = torch.tensor(recats[rank], dtype=torch.int32)
+    if unequal:
+        starts = torch.tensor([batches[r] for _ in range(features[rank]) for r in range(world)]).cumsum(0)
+        forward = torch.cat([torch.arange(starts[i] - batches[i % world], starts[i]) for i in recats[rank]]).int()
+    check(
+        rank,
+        world,
+        lambda x: alltoall_sequence(
+            x[0],
+            forward,
+            forward.argsort().int(),
+            lengths[rank],
+            [counts[q][rank] for q in range(world)],
+            counts[rank],
+            variable_batch_size=unequal,
+        ),
+        [[r] for r in rows],
+        outs,
+    )
+
+
+@pytest.mark.parametrize(
+    "features,batches",
+    [([2], [3]), ([2, 1], [3, 3]), ([2, 3], [3, 1]), ([1, 2, 2], [2, 2, 2]), ([3, 1, 2, 2], [2] * 4)],
+)
+def test_sequence(features: list[int], batches: list[int]) -> None:
+    run_ranks(len(features), sequence, features, batches, 4)
+
+
+def reduce(rank: int, world: int, rows: list[int], kind: str) -> None:
+    whole = [leaf(r, sum(rows), 3) for r in range(world)]
+    sums = sum(whole[1:], whole[0]).split(rows)
+    if kind == "list":
+        parts = [list(w.detach().split(rows)) for w in whole]
+        parts = [[p.clone().requires_grad_() for p in of_rank] for of_rank in parts]
+        outs = [sum(of_rank[r] for of_rank in parts) for r in range(world)]
+        check(rank, world, reduce_scatter_pooled, parts, outs)
+    elif kind == "base":
+        check(rank, world, lambda x: reduce_scatter_base_pooled(x[0]), [[w] for w in whole], list(sums))
+    else:
+        check(rank, world, lambda x: reduce_scatter_v_pooled(x[0], rows), [[w] for w in whole], list(sums))
+
+
+@pytest.mark.parametrize("kind", ["base", "list", "v"])
+@pytest.mark.parametrize("rows", [[2], [2, 2], [3, 3, 3], [2, 2, 2, 2]])
+def test_reduce_scatter(rows: list[int], kind: str) -> None:
+    run_ranks(len(rows), reduce, rows, kind)
+
+
+@pytest.mark.parametrize("kind", ["list", "v"])
+@pytest.mark.parametrize("rows", [[2, 1], [0, 3], [1, 0, 4]])
+def test_reduce_scatter_of_unequal_parts(rows: list[int], kind: str) -> None:
+    run_ranks(len(rows), reduce, rows, kind)
+
+
+def reduce_by_feature(rank: int, world: int) -> None:
+    batches, dims = [[1, 2], [3, 1]], [2, 1]
+    numbers = [sum(b * d for b, d in zip(of_rank, dims)) for of_rank in batches]
+    whole = [leaf(r, sum(numbers)) for r in range(world)]
+    outs = list(sum(whole[1:], whole[0]).split(numbers))
+    check(rank, world, lambda x: reduce_scatter_v_per_feature_pooled(x[0], batches, dims), [[w] for w in whole], outs)
+
+
+def test_reduce_scatter_with_a_batch_size_a_feature() -> None:
+    run_ranks(2, reduce_by_feature)
+
+
+def gather(rank: int, world: int) -> None:
+    rows = [leaf(r, 2, 3) for r in range(world)]
+    check(rank, world, lambda x: all_gather_base_pooled(x[0]), [[r] for r in rows], [torch.cat(rows)] * world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_all_gather(world: int) -> None:
+    run_ranks(world, gather)
+
+
+def half_precision(rank: int, world: int) -> None:
+    rows = torch.full((2 * world, 2), 0.1, dtype=torch.float16, requires_grad=True)
+    out = reduce_scatter_base_pooled(rows).wait()
+    assert out.dtype == torch.float16 and out[0, 0].item() == pytest.approx(0.1 * world, rel=2e-3)
+    out.sum().backward()
+    assert rows.grad is not None and rows.grad.dtype == torch.float16
+
+
+def test_half_precision_stays_half() -> None:
+    run_ranks(2, half_precision)
+
+
+def functions_by_hand(rank: int, world: int) -> None:
+    """The documented functions as they are, in a subgroup of another order than the default group's."""
+    pg = dist.new_group(list(range(world)))
+    x = leaf(rank, 4, 2)
+    request: Request[Tensor] = Request(pg, x.device)
+    request.wait_function = All2All_Pooled_Wait
+    dummy = All2All_Pooled_Req.apply(pg, request, All2AllPooledInfo([2, 2], [2, 2], None, None), x)
+    out = All2All_Pooled_Wait.apply(pg, request, dummy)
+    torch.testing.assert_close(out, alltoall_pooled(x, [2, 2], [2, 2], group=pg).wait())
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((4, 2), 0.5))
+
+
+def test_request_and_wait_by_hand() -> None:
+    run_ranks(2, functions_by_hand)
+
+
+def overlap(rank: int, world: int) -> None:
+    """Several are under way at once, and waited for in another order."""
+    xs = [leaf(10 * i + rank, 2 * world, 1 + rank) for i in range(4)]
+    started = [alltoall_pooled(x, [2] * world, [1 + r for r in range(world)]) for x in xs]
+    outs = [request.wait() for request in reversed(started)][::-1]
+    torch.stack([(i + 1) * out.sum() for i, out in enumerate(outs)]).sum().backward()
+    for i, x in enumerate(xs):
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad, torch.full_like(x, (i + 1) / world))
+        rows = torch.cat([leaf(10 * i + r, 2 * world, 1 + r)[2 * rank : 2 * rank + 2] for r in range(world)], dim=1)
+        torch.testing.assert_close(outs[i], rows)
+
+
+def test_several_under_way_at_once() -> None:
+    run_ranks(3, overlap)
+
+
+def refuse(rank: int, world: int) -> None:
+    x = torch.zeros(3, 2)
+    with pytest.raises(InputError, match=r"alltoall_pooled: got \(3, 2\) on rank \d; .* make it \(4, 2\)"):
+        alltoall_pooled(x, [2, 2], [2, 2])
+    with pytest.raises(InputError, match="3 rows do not divide by 2 ranks"):
+        reduce_scatter_base_pooled(x)
+    with pytest.raises(InputError, match="expected one number of rows for each rank"):
+        reduce_scatter_v_pooled(x, [1, 1])
+    with pytest.raises(InputError, match="got 1 tensors; expected one for each of 2 ranks"):
+        reduce_scatter_pooled([x])
+    with pytest.raises(InputError, match="neither out_split nor per_rank_split_lengths"):
+        alltoallv([x])
+    with pytest.raises(InputError, match="got an empty list"):
+        alltoallv([])
+    with pytest.raises(InputError, match=r"output_splits \[1, 1\] make 2 rows"):
+        alltoall_sequence(x, None, None, torch.ones(3), [1, 1], [1, 1])
+    with pytest.raises(InputError, match="got 6 numbers on rank"):
+        variable_batch_alltoall_pooled(x, [[1], [1]], [1, 1], [[1], [1]])
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    run_ranks(2, refuse)
+
+
+def test_infos_are_plain_data() -> None:
+    info = All2AllVInfo([2, 1], 4, 2, [2, 2], [2])
+    assert info.dim_sum_per_rank == info.dims_sum_per_rank == [2, 1]
+    assert info.input_split_sizes == info.output_split_sizes == [] and info.codecs is None
+    dense = All2AllDenseInfo(output_splits=[1], batch_size=2, input_shape=[2, 3], input_splits=[1])
+    assert (dense.output_splits, dense.batch_size, dense.input_shape, dense.input_splits) == ([1], 2, [2, 3], [1])
+    assert comm_ops.get_gradient_division() is True
