@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import fbgemm_gpu  # noqa: F401  registers the ops
 import torch
@@ -78,12 +79,6 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
         device: where the result is.
         stagger: number of hosts by which the examples of a feature are interleaved.
         stride_per_rank: batch size of each rank; None when each key has its own.
-
-    Attributes:
-        input_splits, output_splits: label -> entries to and from each rank.
-        stride_per_rank: as given.
-        recat: int32, the order of pieces that the received ones were brought into; None when they were in order. A
-            piece is the lengths of a (rank, feature), or with unequal batch sizes a single length. Known after the wait.
     """
 
     def __init__(
@@ -105,13 +100,40 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
         self._input = input
         self._keys = keys
         self._stagger = stagger
-        self._dtypes = {label: tensor.dtype for label, tensor in zip(labels, input_tensors)}
-        self.input_splits = dict(zip(labels, input_splits))
-        self.output_splits = dict(zip(labels, output_splits))
-        self.stride_per_rank = stride_per_rank
-        self.recat: Tensor | None = None
+        self._dtypes = [tensor.dtype for tensor in input_tensors]
+        self._labels = labels
+        self._input_splits = input_splits
+        self._output_splits = output_splits
+        self._stride_per_rank = stride_per_rank
+        self._recat: Tensor | None = None
         if self._world_size > 1:
             self._start(pg, input_splits, output_splits, input_tensors, device)
+            if stride_per_rank is not None:
+                self._recat = _recat([[stride] * len(keys) for stride in stride_per_rank], stagger, device)
+
+    @property
+    def input_splits(self) -> dict[str, list[int]]:
+        """Label -> entries that go to each rank."""
+        return dict(zip(self._labels, self._input_splits))
+
+    @property
+    def output_splits(self) -> dict[str, list[int]]:
+        """Label -> entries that come from each rank."""
+        return dict(zip(self._labels, self._output_splits))
+
+    @property
+    def stride_per_rank(self) -> list[int] | None:
+        """Batch size of each rank; None when each key has its own."""
+        return self._stride_per_rank
+
+    @property
+    def recat(self) -> Tensor | None:
+        """int32: where each piece received goes; None when they come in order.
+
+        A piece is the lengths of a (rank, key) when all batch sizes are the same, else a single length. With a batch
+        size a key it is known after the wait.
+        """
+        return self._recat
 
     def _start(
         self,
@@ -149,9 +171,10 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
             self._received.record_stream(stream)
             self._sent.record_stream(stream)
         sections = self._received.split(self._sizes)
-        step = len(self._dtypes)
+        step = len(self._labels)
         by_label = {
-            label: torch.cat(sections[at::step]).view(dtype) for at, (label, dtype) in enumerate(self._dtypes.items())
+            label: torch.cat(sections[at::step]).view(dtype)
+            for at, (label, dtype) in enumerate(zip(self._labels, self._dtypes))
         }
         self._sent = self._received = torch.empty(0)  # the memory is free now, however long this awaitable lives
         return self._arrange(by_label["lengths"], by_label["values"], by_label.get("weights"), by_label.get("strides"))
@@ -160,36 +183,26 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
         self, lengths: Tensor, values: Tensor, weights: Tensor | None, strides: Tensor | None
     ) -> KeyedJaggedTensor:
         """From (rank, feature, example) to (feature, rank, example)."""
-        num_keys, order = len(self._keys), _rank_order(self._world_size, self._stagger)
-        strides_WF: list[list[int]]
+        strides_FW: list[list[int]] | None = None
         if strides is not None:
-            strides_WF = strides.view(self._world_size, num_keys).tolist()
-        else:
-            assert self.stride_per_rank is not None, "a batch of one size a rank needs stride_per_rank"
-            strides_WF = [[stride] * num_keys for stride in self.stride_per_rank]
-        ordered = num_keys <= 1 and self._stagger == 1
-        if not ordered and lengths.numel():
-            distinct = {stride for of_rank in strides_WF for stride in of_rank}
-            if len(distinct) == 1:
-                self.recat = _recat_of_keys(num_keys, self._world_size, self._stagger, lengths.device)
-                lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
-                    self.recat, lengths.view(self.recat.numel(), -1), values, weights, values.numel()
-                )
-                lengths = lengths.view(-1)
+            strides_WF = strides.view(self._world_size, len(self._keys)).tolist()
+            self._recat = _recat(strides_WF, self._stagger, lengths.device)
+            order = _rank_order(self._world_size, self._stagger)
+            strides_FW = [[strides_WF[rank][key] for rank in order] for key in range(len(self._keys))]
+        if self._recat is not None and lengths.numel():
+            permute = torch.ops.fbgemm.permute_2D_sparse_data
+            if self._recat.numel() == lengths.numel():
+                permute = torch.ops.fbgemm.permute_1D_sparse_data
             else:
-                self.recat = _recat_of_lengths(strides_WF, order, lengths.device)
-                lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
-                    self.recat, lengths, values, weights, values.numel()
-                )
+                lengths = lengths.view(self._recat.numel(), -1)
+            lengths, values, weights = permute(self._recat, lengths, values, weights, values.numel())
         return KeyedJaggedTensor.from_parts_unchecked(
             self._keys,
             values,
-            lengths,
+            lengths.view(-1),
             weights=weights,
-            stride=sum(self.stride_per_rank) if strides is None and self.stride_per_rank is not None else None,
-            stride_per_key_per_rank=(
-                None if strides is None else [[strides_WF[rank][key] for rank in order] for key in range(num_keys)]
-            ),
+            stride=None if self._stride_per_rank is None else sum(self._stride_per_rank),
+            stride_per_key_per_rank=strides_FW,
         )
 
 
@@ -197,6 +210,16 @@ def _rank_order(world_size: int, stagger: int) -> list[int]:
     """Ranks host by host, or with ``stagger`` hosts the first rank of each host, then the second of each."""
     step = world_size // stagger
     return [first + step * host for first in range(step) for host in range(stagger)]
+
+
+def _recat(strides_WF: list[list[int]], stagger: int, device: torch.device) -> Tensor | None:
+    """Where the pieces of :attr:`KJTAllToAllTensorsAwaitable.recat` come from; None when they are in order."""
+    world_size, num_keys = len(strides_WF), len(strides_WF[0])
+    if num_keys == 0 or (num_keys == 1 and stagger == 1):
+        return None
+    if len({stride for of_rank in strides_WF for stride in of_rank}) == 1:
+        return _recat_of_keys(num_keys, world_size, stagger, device)
+    return _recat_of_lengths(strides_WF, _rank_order(world_size, stagger), device)
 
 
 @lru_cache(maxsize=256)
@@ -261,9 +284,10 @@ class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
     def _wait_impl(self) -> KJTAllToAllTensorsAwaitable:
         if self._pg.size() == 1:
             output_splits = self._input_splits
-            strides: list[int] | None = [self._input.stride()]
+            strides: list[int] | None = [self._input.stride()] if self._one_batch_size else None
         else:
-            *output_splits, strides = [*self._splits_awaitable.wait(), *([] if self._one_batch_size else [[]])]
+            output_splits = self._splits_awaitable.wait()
+            strides = output_splits.pop() if self._one_batch_size else None
         return KJTAllToAllTensorsAwaitable(
             pg=self._pg,
             input=self._input,
@@ -275,7 +299,7 @@ class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
             keys=self._keys,
             device=self._device,
             stagger=self._stagger,
-            stride_per_rank=strides if self._one_batch_size else None,
+            stride_per_rank=strides,
         )
 
 
@@ -325,3 +349,31 @@ class KJTAllToAll(nn.Module):
                 device=input.device(),
                 stagger=self._stagger,
             )
+
+    @staticmethod
+    def meta(pg: dist.ProcessGroup, splits: list[int], input: KeyedJaggedTensor, stagger: int = 1) -> Any:
+        """What the exchange of ``input`` needs, with nothing sent yet: the sizes of several go out together.
+
+        Returns:
+            :class:`recinfer.distributed.embedding_sharding.KJTSplitsAllToAllMeta`.
+        """
+        from recinfer.distributed.embedding_sharding import KJTSplitsAllToAllMeta
+
+        tensor_splits = input.dist_splits(splits)
+        numbers = list(tensor_splits)
+        if not input.variable_stride_per_key():
+            numbers.append([input.stride()] * pg.size())
+        ends = list(accumulate(splits, initial=0))
+        return KJTSplitsAllToAllMeta(
+            pg=pg,
+            _input=input,
+            splits=splits,
+            splits_tensors=[torch.tensor(row, device=input.device()) for row in numbers],
+            input_splits=tensor_splits,
+            input_tensors=input.dist_tensors(),
+            labels=input.dist_labels(),
+            keys=input.keys()[ends[pg.rank()] : ends[pg.rank() + 1]],
+            device=input.device(),
+            stagger=stagger,
+            splits_cumsum=ends,
+        )

@@ -260,6 +260,9 @@ class SequenceEmbeddingsAllToAll(nn.Module):
         codecs: shrink what travels, forward and backward.
     """
 
+    _forward_recat: Tensor
+    _backward_recat: Tensor
+
     def __init__(
         self,
         pg: dist.ProcessGroup,
@@ -302,7 +305,8 @@ class SequenceEmbeddingsAllToAll(nn.Module):
             InputError: unequal batches and no ``sparse_features_recat``.
         """
         unequal = batch_size_per_rank is not None and len(set(batch_size_per_rank)) > 1
-        recat, back = self._forward_recat, self._backward_recat
+        recat: Tensor | None = self._forward_recat
+        back: Tensor | None = self._backward_recat
         if self._num_features <= 1:
             recat = back = None  # rows by rank already
         elif unequal:
