@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from recinfer.distributed.embedding_types import (
@@ -21,12 +21,19 @@ from recinfer.distributed.embedding_types import (
     EmbeddingComputeKernel,
     GroupedEmbeddingConfig,
     ShardedEmbeddingTable,
+    compute_kernel_to_embedding_location,
 )
+from recinfer.distributed.fused_optimizer import GroupFusedOptimizer, TablePiece, sharded_or_local
 from recinfer.distributed.fused_params import FusedSettings
-from recinfer.distributed.tbe import DenseTableGroup, TableGroup, TableShape
-from recinfer.distributed.types import ShardingType
+from recinfer.distributed.replicas import Replicas
+from recinfer.distributed.table_group import DenseTableGroup, TableShape
+from recinfer.distributed.tbe import make_table_group
+from recinfer.distributed.types import ShardingEnv, ShardingType
+from recinfer.distributed.utils import append_prefix
 from recinfer.errors import CheckpointError
 from recinfer.modules.embedding_configs import PoolingType, data_type_to_dtype
+from recinfer.optim.fused import EmptyFusedOptimizer, FusedOptimizer
+from recinfer.optim.keyed import KeyedOptimizer
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
@@ -74,27 +81,28 @@ class _GroupKernel(nn.Module):
     def __init__(self, config: GroupedEmbeddingConfig, pooling: PoolingType, device: torch.device | None) -> None:
         super().__init__()
         self.config = config
-        self.tables = config.embedding_tables
         self.is_fused = config.compute_kernel is not EmbeddingComputeKernel.DENSE
-        shapes = [TableShape(t.name, t.local_rows, t.local_cols, t.num_features()) for t in self.tables]
-        settings = FusedSettings.from_params(_fused_params(config)) if self.is_fused else FusedSettings()
-        kind = TableGroup if self.is_fused else DenseTableGroup
-        self.group = kind(shapes, pooling, settings, data_type_to_dtype(config.data_type), device)
-        self._reset_parameters()
+        tables = config.embedding_tables
+        self.group = make_table_group(
+            [TableShape(t.name, t.local_rows, t.local_cols, t.num_features()) for t in tables],
+            pooling,
+            FusedSettings.from_params(_fused_params(config)) if self.is_fused else None,
+            data_type_to_dtype(config.data_type),
+            device,
+            compute_kernel_to_embedding_location(config.compute_kernel),
+        )
+        for table, rows in zip(tables, self.group.table_weights()):
+            _fill(table, rows)
+        states: list[dict[str, Tensor]] = [{} for _ in tables]
         if isinstance(self.group, DenseTableGroup):
-            self.table_parameters = list(self.group.tables)
+            parameters = list(self.group.tables)
         else:
-            self.table_parameters = [nn.Parameter(view) for view in self.group.table_weights()]
-
-    def _reset_parameters(self) -> None:
-        if self.group.weights.is_meta:
-            return
-        for table, view in zip(self.tables, self.group.table_weights()):
-            with torch.no_grad():
-                if table.init_fn is not None:
-                    table.init_fn(view)
-                else:
-                    view.uniform_(table.get_weight_init_min(), table.get_weight_init_max())
+            parameters, states = [nn.Parameter(w) for w in self.group.table_weights()], self.group.table_states()
+            for parameter in parameters:
+                # How in_backward_optimizer_filter, and a user, sees that no other optimizer may step it.
+                parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
+        # A list of dataclasses, so that the parameters are not registered here under other names.
+        self.pieces = [TablePiece(t, p, s) for t, p, s in zip(tables, parameters, states)]
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         weights = features.weights_or_none() if self.config.is_weighted else None
@@ -102,9 +110,15 @@ class _GroupKernel(nn.Module):
         out: Tensor = self.group(features.values(), features.offsets(), weights, batch_sizes)
         return out
 
-    def named_tables(self) -> Iterator[tuple[ShardedEmbeddingTable, nn.Parameter]]:
-        """Each table with the parameter that views its rows."""
-        yield from zip(self.tables, self.table_parameters)
+
+@torch.no_grad()
+def _fill(table: ShardedEmbeddingTable, rows: Tensor) -> None:
+    if rows.is_meta:
+        return
+    if table.init_fn is not None:
+        table.init_fn(rows)
+    else:
+        rows.uniform_(table.get_weight_init_min(), table.get_weight_init_max())
 
 
 def _fused_params(config: GroupedEmbeddingConfig) -> dict[str, Any]:
@@ -123,6 +137,7 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):  # type: i
         device: torch.device | None,
         pg: dist.ProcessGroup | None,
         pooled: bool,
+        replicas: Replicas | None,
     ) -> None:
         super().__init__()
         self.grouped_configs = grouped_configs
@@ -131,7 +146,12 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):  # type: i
         self._emb_modules = nn.ModuleList(
             [_GroupKernel(config, config.pooling if pooled else PoolingType.NONE, device) for config in grouped_configs]
         )
+        if replicas is not None:
+            for kernel in self._kernels():
+                kernel.group.replicas = replicas if kernel.is_fused else None
         self._nothing = torch.empty(0, device=device, requires_grad=True)
+        fused = [(k.group, k.pieces) for k in self._kernels() if k.is_fused]
+        self._fused_optimizer: FusedOptimizer = GroupFusedOptimizer(fused, pg) if fused else EmptyFusedOptimizer()
 
     def _kernels(self) -> Iterator[_GroupKernel]:
         for module in self._emb_modules:
@@ -152,13 +172,13 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):  # type: i
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """``<prefix>.<table>.weight`` of every local shard, a view on the kernel's rows."""
         for name, parameter in self.named_parameters_by_table():
-            yield _join(prefix, f"{name}.weight"), parameter
+            yield append_prefix(prefix, f"{name}.weight"), parameter
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Table name and parameter of every local shard; a table cut in columns comes once a shard."""
         for kernel in self._kernels():
-            for table, parameter in kernel.named_tables():
-                yield table.name, parameter
+            for piece in kernel.pieces:
+                yield piece.table.name, piece.parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -182,21 +202,13 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):  # type: i
     ) -> dict[str, Any]:
         """``<prefix><table>.weight`` -> ShardedTensor where the shard knows its place in the table, else the rows."""
         result: dict[str, Any] = OrderedDict() if destination is None else destination
-        shards: dict[str, list[Shard]] = defaultdict(list)
-        whole: dict[str, Any] = {}
+        by_table: dict[str, list[TablePiece]] = defaultdict(list)
         for kernel in self._kernels():
-            for table, parameter in kernel.named_tables():
-                key = f"{prefix}{table.name}.weight"
-                rows = parameter if keep_vars else parameter.detach()
-                if table.global_metadata is not None and table.local_metadata is not None and self._pg is not None:
-                    shards[key].append(Shard(rows, table.local_metadata))
-                    whole[key] = table.global_metadata
-                else:
-                    result[key] = rows
-        for key, local in shards.items():
-            result[key] = ShardedTensor._init_from_local_shards_and_global_metadata(
-                local_shards=local, sharded_tensor_metadata=whole[key], process_group=self._pg
-            )
+            for piece in kernel.pieces:
+                by_table[piece.table.name].append(piece)
+        for name, pieces in by_table.items():
+            rows = [p.parameter if keep_vars else p.parameter.detach() for p in pieces]
+            result[f"{prefix}{name}.weight"] = sharded_or_local(pieces, rows, self._pg)
         return result
 
     @torch.no_grad()
@@ -226,17 +238,42 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):  # type: i
     # ------------------------------------------------------------------------------------------------- caches
 
     def flush(self) -> None:
-        """Write cached rows back to the tables; nothing to do where rows are not cached."""
+        """Write cached rows back to the tables."""
+        for kernel in self._kernels():
+            kernel.group.flush()
 
     def purge(self) -> None:
-        """Drop cached rows; nothing to do where rows are not cached."""
+        """Drop cached rows."""
+        for kernel in self._kernels():
+            kernel.group.purge()
 
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
-        """Bring the rows of ``sparse_features`` into the cache; nothing to do where rows are not cached."""
+        """Bring the rows of ``sparse_features`` into the caches."""
+        for kernel, features in zip(self._kernels(), self._features(sparse_features)):
+            kernel.group.prefetch(features.values(), features.offsets(), forward_stream)
+
+    # ------------------------------------------------------------------------------------------------- training
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The updates of the fused groups; of no parameters when all groups are dense."""
+        return self._fused_optimizer
+
+    def sync_replicas(self) -> None:
+        """Give every replica the rows and the optimizer state of the first rank; nothing without replicas.
+
+        To be called on all ranks, when the rows have been filled.
+        """
+        for kernel in self._kernels():
+            if kernel.group.replicas is not None:
+                tensors = [t for p in kernel.pieces for t in (p.parameter.data, *p.state.values())]
+                steps = kernel.group.steps
+                kernel.group.replicas.broadcast(tensors if steps is None else [*tensors, steps])
+                kernel.group.steps_loaded()
 
 
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+def _replicas(sharding_type: ShardingType | None, pg: dist.ProcessGroup | None) -> Replicas | None:
+    return Replicas(pg) if sharding_type is ShardingType.DATA_PARALLEL and pg is not None else None
 
 
 def _copy_in(name: str, parameters: list[nn.Parameter], source: Tensor | ShardedTensor) -> None:
@@ -260,6 +297,7 @@ class GroupedPooledEmbeddingsLookup(_GroupedLookup):
         feature_processor: turns features into weighted features before the lookup.
         scale_weight_gradients: undo, for gradients of per-sample weights, the collectives' division by world size.
         sharding_type: data_parallel makes fused groups replicas that apply all ranks' gradients.
+        env: accepted as TorchRec has it; ``pg`` says all.
     """
 
     def __init__(
@@ -270,9 +308,9 @@ class GroupedPooledEmbeddingsLookup(_GroupedLookup):
         feature_processor: BaseGroupedFeatureProcessor | None = None,
         scale_weight_gradients: bool = True,
         sharding_type: ShardingType | None = None,
-        env: Any = None,
+        env: ShardingEnv | None = None,
     ) -> None:
-        super().__init__(grouped_configs, device, pg, pooled=True)
+        super().__init__(grouped_configs, device, pg, True, _replicas(sharding_type, pg))
         self._feature_processor = feature_processor
         self._scale_gradient_factor = pg.size() if scale_weight_gradients and pg is not None else 1
 
@@ -310,6 +348,8 @@ class GroupedEmbeddingsLookup(_GroupedLookup):
         grouped_configs: the groups, each of tables with one number of local columns; features come in their order.
         pg: the ranks that hold the other shards.
         device: where the rows lie.
+        sharding_type: data_parallel makes fused groups replicas that apply all ranks' gradients.
+        env: accepted as TorchRec has it; ``pg`` says all.
     """
 
     def __init__(
@@ -317,9 +357,10 @@ class GroupedEmbeddingsLookup(_GroupedLookup):
         grouped_configs: list[GroupedEmbeddingConfig],
         pg: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
-        env: Any = None,
+        sharding_type: ShardingType | None = None,
+        env: ShardingEnv | None = None,
     ) -> None:
-        super().__init__(grouped_configs, device, pg, pooled=False)
+        super().__init__(grouped_configs, device, pg, False, _replicas(sharding_type, pg))
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
         """``[N, dim]``, feature by feature; one dimension when groups have different dims."""

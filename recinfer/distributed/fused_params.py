@@ -10,27 +10,19 @@ from typing import Any
 import torch
 
 from recinfer.distributed.embedding_types import OptimType
-from recinfer.distributed.types import DataType
+from recinfer.distributed.types import BoundsCheckMode, DataType
 from recinfer.errors import ConfigError
+from recinfer.optim.row_updates import Hyper
 
-__all__ = ["BoundsCheckMode", "FusedSettings", "WeightDecayMode"]
-
-
-class BoundsCheckMode(Enum):
-    """What happens to an id outside its table (FBGEMM's values)."""
-
-    FATAL = 0  # an error
-    WARNING = 1  # row 0 instead, and one line on stderr
-    IGNORE = 2  # row 0 instead
-    NONE = 3  # not checked: the caller has
+__all__ = ["FusedSettings", "WeightDecayMode"]
 
 
 class WeightDecayMode(Enum):
     """How ``weight_decay`` acts (FBGEMM's values)."""
 
-    NONE = 0  # as the optimizer has it by itself: added to the gradient
-    L2 = 1  # weight_decay * w is added to the gradient
-    DECOUPLE = 2  # w -= lr * weight_decay * w, beside the step
+    NONE = 0  # only where it is part of the formula: not for SGD and the Adagrads
+    L2 = 1  # SGD and the Adagrads add weight_decay * w to the gradient
+    DECOUPLE = 2  # SGD and the Adagrads shrink w by lr * weight_decay * w beside the step
 
 
 # Documented keys that choose how FBGEMM places or caches rows. They change no number, so they are handed on to the CUDA
@@ -53,6 +45,22 @@ _PLACEMENT_KEYS = frozenset(
         "uvm_non_rowwise_momentum",
     }
 )
+# Arguments of torch's optimizers that no fused kernel has: fine as long as they are off.
+_NEUTRAL = frozenset(
+    {
+        "amsgrad",
+        "capturable",
+        "dampening",
+        "decoupled_weight_decay",
+        "differentiable",
+        "foreach",
+        "fused",
+        "initial_accumulator_value",
+        "lr_decay",
+        "maximize",
+        "nesterov",
+    }
+)
 # Names other than OptimType's own: FBGEMM's EmbOptimType, by name and by value.
 _OPTIMIZER_NAMES = {
     "EXACT_SGD": OptimType.SGD,
@@ -63,6 +71,7 @@ _OPTIMIZER_NAMES = {
     "PARTIAL_ROW_WISE_ADAM": OptimType.PARTIAL_ROWWISE_ADAM,
     "PARTIAL_ROW_WISE_LAMB": OptimType.PARTIAL_ROWWISE_LAMB,
 }
+_CPU_KERNELS = frozenset({OptimType.SGD, OptimType.ADAGRAD, OptimType.ROWWISE_ADAGRAD})
 _NOT_RUN = frozenset({OptimType.SHAMPOO, OptimType.LION})
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
@@ -74,7 +83,7 @@ class FusedSettings:
     Attributes:
         optimizer: the update of the touched rows.
         learning_rate, eps, beta1, beta2, weight_decay, weight_decay_mode, momentum, eta: of its formula; see
-            :mod:`recinfer.distributed.row_updates`. ``momentum`` and ``eta`` are LARS's, the betas Adam's and LAMB's.
+            :mod:`recinfer.optim.row_updates`. ``momentum`` and ``eta`` are LARS's, the betas Adam's and LAMB's.
         max_norm: rows longer than this are scaled down to it after a row-wise Adagrad step; 0 means never.
         gradient_clipping, max_gradient: clamp every element of the output's gradient to ``±max_gradient``.
         stochastic_rounding: round float16 rows at random where the kernel can (CUDA); to the nearest on CPU.
@@ -111,13 +120,34 @@ class FusedSettings:
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"fused_params: {name}={getattr(self, name)}; expected a number in [0, 1)")
 
+    @property
+    def has_cpu_kernel(self) -> bool:
+        """Whether FBGEMM has a CPU kernel of this very update; it passes over weight decay and max_norm without a word."""
+        decays = self.weight_decay > 0 and self.weight_decay_mode is not WeightDecayMode.NONE
+        cuts = self.max_norm > 0 and self.optimizer is OptimType.ROWWISE_ADAGRAD
+        return self.optimizer in _CPU_KERNELS and not decays and not cuts
+
+    def hyper(self, learning_rate: float) -> Hyper:
+        """The numbers of the formula, with the rate of this step."""
+        return Hyper(
+            lr=learning_rate,
+            eps=self.eps,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            weight_decay_mode=self.weight_decay_mode.name.lower(),
+            momentum=self.momentum,
+            eta=self.eta,
+            max_norm=self.max_norm,
+        )
+
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None) -> FusedSettings:
         """The settings of a ``fused_params`` dictionary, with FBGEMM's defaults for what it leaves out.
 
         Optimizers may be given as this package's :class:`OptimType`, as FBGEMM's ``EmbOptimType`` or as text; element
         types as DataType, torch.dtype or FBGEMM's ``SparseType``. ``lr`` and ``betas`` are taken for ``learning_rate``
-        and ``beta1``, ``beta2``.
+        and ``beta1``, ``beta2``; other arguments of torch's optimizers must be off.
 
         Raises:
             ConfigError: a key or value that is not known; the message names it.
@@ -127,6 +157,9 @@ class FusedSettings:
             given["learning_rate"] = given.pop("lr")
         if "betas" in given:
             given["beta1"], given["beta2"] = given.pop("betas")
+        for key in _NEUTRAL & given.keys():
+            if given.pop(key):
+                raise ConfigError(f"fused_params: no fused kernel has {key}; leave it out, or use a dense kernel")
         placement = {key: given.pop(key) for key in _PLACEMENT_KEYS & given.keys()}
         known = {f.name for f in fields(cls)} - {"placement"}
         unknown = sorted(given.keys() - known)

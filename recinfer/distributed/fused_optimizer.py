@@ -1,0 +1,138 @@
+"""The optimizer of fused groups seen from outside: names, state as sharded tensors, the learning rates of the kernels.
+
+Keys are TorchRec's: parameter ``<table>.weight``, state ``<table>.momentum1`` and ``<table>.exp_avg_sq``. State that is
+one number a row has one dimension; of a table cut in columns every column piece has its own, and they are stored one
+after another, ``rows`` numbers each. ``<table>.iter`` counts the steps of an Adam or LAMB: TorchRec does not write it,
+so a checkpoint without it loads.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+
+from recinfer.distributed.embedding_types import ShardedEmbeddingTable
+from recinfer.distributed.table_group import TableGroup
+from recinfer.optim.fused import FusedOptimizer
+
+__all__ = ["GroupFusedOptimizer", "TablePiece", "sharded_or_local"]
+
+_STEPS = "iter"
+
+
+@dataclass(frozen=True)
+class TablePiece:
+    """One local shard of one table, with what its group keeps of it."""
+
+    table: ShardedEmbeddingTable
+    parameter: nn.Parameter
+    state: dict[str, Tensor]
+
+
+class GroupFusedOptimizer(FusedOptimizer):
+    """The updates that fused groups run in their backward.
+
+    Args:
+        groups: each group with its pieces, in the group's order.
+        pg: the ranks that hold the other shards; without it state is what lies here.
+
+    ``param_groups`` has one entry a group; setting its ``"lr"`` acts on the group's next update.
+    """
+
+    def __init__(self, groups: Sequence[tuple[TableGroup, Sequence[TablePiece]]], pg: dist.ProcessGroup | None) -> None:
+        self._groups = [group for group, _ in groups]
+        by_table: dict[str, list[TablePiece]] = defaultdict(list)
+        group_of: dict[str, TableGroup] = {}
+        for group, pieces in groups:
+            for piece in pieces:
+                by_table[piece.table.name].append(piece)
+                group_of.setdefault(piece.table.name, group)
+        params: dict[str, Any] = {}
+        state: dict[Any, dict[str, Any]] = {}
+        for name, pieces in by_table.items():
+            params[f"{name}.weight"] = parameter = sharded_or_local(pieces, [p.parameter for p in pieces], pg)
+            state[parameter] = {
+                f"{name}.{key}": sharded_or_local(pieces, [p.state[key] for p in pieces], pg) for key in pieces[0].state
+            }
+            steps = group_of[name].steps
+            if steps is not None:
+                state[parameter][f"{name}.{_STEPS}"] = steps
+        param_groups = []
+        for group, pieces in groups:
+            group.param_group["params"] = [params[f"{n}.weight"] for n in dict.fromkeys(p.table.name for p in pieces)]
+            param_groups.append(group.param_group)
+        super().__init__(params, state, param_groups)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing is left to do: the backward has updated the rows, with the rates of ``param_groups``."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Nothing to clear: there are no gradients."""
+
+    def _optional_state(self, key: str) -> bool:
+        return key.endswith(f".{_STEPS}")
+
+    def post_load_state_dict(self) -> None:
+        """Let the groups take over loaded step counts."""
+        for group in self._groups:
+            group.steps_loaded()
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Set the step count of every group that has one."""
+        for group in self._groups:
+            if group.steps is not None:
+                group.steps.fill_(step)
+        self.post_load_state_dict()
+
+
+def sharded_or_local(
+    pieces: Sequence[TablePiece], tensors: Sequence[Tensor], pg: dist.ProcessGroup | None
+) -> Tensor | ShardedTensor:
+    """The tensors of one table's pieces as one ShardedTensor, if the pieces know their places in it; else the first."""
+    whole, places = pieces[0].table.global_metadata, [p.table.local_metadata for p in pieces]
+    if pg is None or whole is None or None in places:
+        return tensors[0]
+    if tensors[0].dim() == 1:
+        own = [_rowwise_place(place, whole.shards_metadata) for place in places if place is not None]
+        whole = _rowwise_metadata(whole)
+    else:
+        own = [place for place in places if place is not None]
+    metadata = ShardedTensorMetadata(
+        shards_metadata=whole.shards_metadata,
+        size=whole.size,
+        tensor_properties=TensorProperties(dtype=tensors[0].dtype, requires_grad=False),
+    )
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        local_shards=[Shard(tensor, place) for tensor, place in zip(tensors, own)],
+        sharded_tensor_metadata=metadata,
+        process_group=pg,
+    )
+
+
+def _rows_of(shards: Iterable[ShardMetadata]) -> int:
+    return max(s.shard_offsets[0] + s.shard_sizes[0] for s in shards)
+
+
+def _rowwise_place(place: ShardMetadata, shards: Sequence[ShardMetadata]) -> ShardMetadata:
+    columns = sorted({s.shard_offsets[1] for s in shards})
+    offset = columns.index(place.shard_offsets[1]) * _rows_of(shards) + place.shard_offsets[0]
+    return ShardMetadata(shard_offsets=[offset], shard_sizes=[place.shard_sizes[0]], placement=place.placement)
+
+
+def _rowwise_metadata(whole: ShardedTensorMetadata) -> ShardedTensorMetadata:
+    shards = whole.shards_metadata
+    places = [_rowwise_place(shard, shards) for shard in shards]
+    num_columns = len({s.shard_offsets[1] for s in shards})
+    return ShardedTensorMetadata(
+        shards_metadata=sorted(places, key=lambda s: s.shard_offsets[0]),
+        size=torch.Size([num_columns * _rows_of(shards)]),
+    )

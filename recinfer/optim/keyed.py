@@ -1,0 +1,409 @@
+"""Optimizers whose state is keyed by parameter names, so that a checkpoint fits any order and any sharding.
+
+A state dict is ``{"state": {parameter name: {state name: value}}}``, with ``"param_groups"`` when asked for. Values may
+be tensors, ShardedTensors, DTensors, numbers or dictionaries of these; loading copies into what is there, in place.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from recinfer.errors import CheckpointError, ConfigError
+
+__all__ = ["CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper"]
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+class KeyedOptimizer(Optimizer):
+    """An optimizer that knows the names of its parameters.
+
+    Args:
+        params: name -> parameter (a tensor or ShardedTensor).
+        state: parameter -> its state.
+        param_groups: the hyper-parameters, as torch keeps them; set ``param_groups[i]["lr"]`` to change the rate.
+
+    Raises:
+        ConfigError: state or groups of parameters that ``params`` does not name.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor | ShardedTensor],
+        state: Mapping[Any, Any],
+        param_groups: Collection[Mapping[str, Any]],
+    ) -> None:
+        # torch's own __init__ is left out: it takes no ShardedTensors, and groups and state exist already.
+        for hooks in _HOOKS:
+            self.__dict__[hooks] = OrderedDict()
+        self.defaults: dict[str, Any] = {"_save_param_groups": False}
+        self._set_parts(params, state, param_groups)
+        known = {id(p) for p in params.values()}
+        stray = [key for key in state if id(key) not in known]
+        stray += [p for group in param_groups for p in group["params"] if id(p) not in known]
+        if stray:
+            raise ConfigError(
+                f"{type(self).__name__}: {len(stray)} tensors of state or param_groups are not among the parameters "
+                f"{list(params)}; name every one in params"
+            )
+
+    def _set_parts(self, params: Any, state: Any, param_groups: Any) -> None:
+        self.params = params
+        self.state = state
+        self.param_groups = param_groups
+
+    # ------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """State by parameter name; with :meth:`save_param_groups` also the groups, their parameters as sorted names."""
+        state = self.state
+        result: dict[str, Any] = {
+            "state": {name: state[param] for name, param in self.params.items() if param in state}
+        }
+        if self.defaults["_save_param_groups"]:
+            names = {id(param): name for name, param in self.params.items()}
+            result["param_groups"] = [
+                {**group, "params": sorted(names[id(p)] for p in group["params"])} for group in self.param_groups
+            ]
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Copy the state in, and the hyper-parameters when :meth:`save_param_groups` is on.
+
+        Raises:
+            CheckpointError: parameters, state or groups that are missing, unexpected or of another shape; the message
+                names them, and nothing has been changed.
+        """
+        own, given = self.state_dict(), dict(state_dict)
+        wanted = ["state", *(["param_groups"] if "param_groups" in own else [])]
+        for part in wanted:
+            if part not in given:
+                raise CheckpointError(f"optimizer state: got the keys {sorted(given)}; expected {part!r}")
+        _check_names("parameters", own["state"], given["state"])
+        copies = [
+            copy for name, values in own["state"].items() for copy in self._plan(name, values, given["state"][name])
+        ]
+        groups = self._matched_groups(given["param_groups"]) if "param_groups" in own else []
+        for copy in copies:
+            copy()
+        for group, new in groups:
+            group.update({key: value for key, value in new.items() if key != "params"})
+        self.post_load_state_dict()
+
+    def _optional_state(self, key: str) -> bool:
+        """Whether a state may be missing from what is loaded (it then stays as it is)."""
+        return False
+
+    def _plan(self, name: str, own: Any, given: Any) -> Iterable[Callable[[], Any]]:
+        """Checked copies of ``given`` into ``own``, to be run when everything has been checked."""
+        optional = [key for key in own if key not in given and self._optional_state(str(key))]
+        _check_names(f"state of {name}", {k: None for k in own if k not in optional}, given)
+        for key in own:
+            if key in given:
+                yield from _copies(f"{name}: {key}", own, key, given[key])
+
+    def _matched_groups(self, given: Collection[Mapping[str, Any]]) -> list[tuple[Any, Mapping[str, Any]]]:
+        names = {id(param): name for name, param in self.params.items()}
+        by_params = {"/".join(sorted(group["params"])): group for group in given}
+        pairs = []
+        own = {"/".join(sorted(names[id(p)] for p in group["params"])): group for group in self.param_groups}
+        _check_names("param_groups", own, by_params)
+        if len(given) != len(self.param_groups):
+            raise CheckpointError(f"optimizer: got {len(given)} param_groups; expected {len(self.param_groups)}")
+        for key, group in own.items():
+            _check_names(f"param_group {key}", group, by_params[key])
+            pairs.append((group, by_params[key]))
+        return pairs
+
+    def post_load_state_dict(self) -> None:
+        """Called when a state dict has been loaded; subclasses derive what depends on it."""
+
+    def save_param_groups(self, save: bool) -> None:
+        """Whether :meth:`state_dict` has the groups and :meth:`load_state_dict` wants them."""
+        self.defaults["_save_param_groups"] = save
+
+    # ------------------------------------------------------------------------------------------------- set-up
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Not for keyed optimizers.
+
+        Raises:
+            NotImplementedError: always: a group's parameters have no names. Make another optimizer and combine them.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} takes no new param_group: its parameters would have no names; make another "
+            "KeyedOptimizer and join them with CombinedOptimizer"
+        )
+
+    @torch.no_grad()
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Make the state that the first step would make, leaving parameters, gradients and step counts as they are.
+
+        Args:
+            sparse_grad_parameter_names: parameters whose gradients are sparse.
+        """
+        sparse = sparse_grad_parameter_names or set()
+        before = {name: (param, param.grad) for name, param in self.params.items() if param.requires_grad}
+        rates = [group.get("lr") for group in self.param_groups]
+        for name, (param, _) in before.items():
+            zero = torch.zeros_like(param)
+            param.grad = zero.to_sparse(1) if name in sparse else zero
+        try:
+            for group in self.param_groups:
+                if "lr" in group:
+                    group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+            self.step(closure=None)
+        finally:
+            for group, rate in zip(self.param_groups, rates):
+                if "lr" in group:
+                    group["lr"] = rate
+            for param, grad in before.values():
+                param.grad = grad
+        for param, _ in before.values():
+            step = self.state.get(param, {}).get("step")
+            if isinstance(step, Tensor):
+                step.zero_()
+
+    # ------------------------------------------------------------------------------------------------- reports
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Tell optimizers that count steps themselves which step it is."""
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Set hyper-parameters (``{"lr": 0.1}``) of every group that has them."""
+        for group in self.param_groups:
+            for key, value in params_dict.items():
+                if key in group:
+                    group[key] = value  # type: ignore[index]
+
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__}("]
+        for number, group in enumerate(self.param_groups):
+            settings = ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
+            lines.append(f"  group {number}: {len(group['params'])} parameters, {settings}")
+        return "\n".join([*lines, ")"])
+
+
+def _check_names(what: str, own: Iterable[Any], given: Iterable[Any]) -> None:
+    missing, unexpected = [k for k in own if k not in given], [k for k in given if k not in own]
+    if missing or unexpected:
+        raise CheckpointError(f"optimizer {what}: missing {missing}, unexpected {unexpected}; load what matches")
+
+
+def _local_tensors(value: Tensor | ShardedTensor) -> list[Tensor]:
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    return [value.to_local() if isinstance(value, DTensor) else value]
+
+
+def _copies(what: str, owner: Any, key: Any, given: Any) -> Iterable[Callable[[], Any]]:
+    own = owner[key]
+    if isinstance(own, dict):
+        if not isinstance(given, Mapping):
+            raise CheckpointError(f"optimizer state of {what}: got {type(given).__name__}; expected a dictionary")
+        _check_names(f"state of {what}", own, given)
+        for inner in own:
+            yield from _copies(f"{what}.{inner}", own, inner, given[inner])
+    elif isinstance(own, Tensor | ShardedTensor) and isinstance(given, Tensor | ShardedTensor):
+        targets, sources = _local_tensors(own), _local_tensors(given)
+        if [t.shape for t in targets] != [s.shape for s in sources]:
+            raise CheckpointError(
+                f"optimizer state of {what}: got local shapes {[tuple(s.shape) for s in sources]}; expected "
+                f"{[tuple(t.shape) for t in targets]}"
+            )
+        for target, source in zip(targets, sources):
+            yield partial(target.detach().copy_, source)
+    else:
+        yield partial(owner.__setitem__, key, deepcopy(given))
+
+
+class CombinedOptimizer(KeyedOptimizer):
+    """Several keyed optimizers as one.
+
+    Args:
+        optims: optimizers, or ``(prefix, optimizer)``; the parameters of the latter are named ``prefix.name``.
+
+    Raises:
+        ConfigError: two parameters of one name, or an optimizer that saves its own param_groups (ask this one to).
+    """
+
+    def __init__(self, optims: Sequence[KeyedOptimizer | tuple[str, KeyedOptimizer]]) -> None:
+        self._optims = [o if isinstance(o, tuple) else ("", o) for o in optims]
+        for hooks in _HOOKS:
+            self.__dict__[hooks] = OrderedDict()
+        self.defaults = {"_save_param_groups": False}
+        seen: set[str] = set()
+        for prefix, optimizer in self._optims:
+            if optimizer.defaults["_save_param_groups"]:
+                raise ConfigError("CombinedOptimizer: call save_param_groups on the combined optimizer, not on a part")
+            for key in optimizer.params:
+                name = self.prepend_opt_key(key, prefix)
+                if name in seen:
+                    raise ConfigError(f"CombinedOptimizer: two parameters are named {name!r}; give a part a prefix")
+                seen.add(name)
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{prefix}: {optimizer!r}" for prefix, optimizer in self._optims)
+
+    @property
+    def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
+        """Prefix and optimizer of each part."""
+        return self._optims
+
+    @staticmethod
+    def prepend_opt_key(name: str, opt_key: str) -> str:
+        """``opt_key.name``, or ``name`` without a key."""
+        return f"{opt_key}.{name}" if opt_key else name
+
+    @property
+    def params(self) -> Mapping[str, Tensor | ShardedTensor]:  # type: ignore[override]
+        """All parameters by prefixed name."""
+        return {self.prepend_opt_key(k, prefix): p for prefix, o in self._optims for k, p in o.params.items()}
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
+        """All parameters' state."""
+        return {param: value for _, o in self._optims for param, value in o.state.items()}
+
+    @property
+    def param_groups(self) -> Collection[Mapping[str, Any]]:  # type: ignore[override]
+        """The groups of all parts: the very dictionaries, so that setting a rate acts."""
+        return [group for _, o in self._optims for group in o.param_groups]
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear the gradients of all parts."""
+        for _, optimizer in self._optims:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of every part."""
+        for _, optimizer in self._optims:
+            optimizer.step(closure=closure)
+
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Make the state of every part; names are the prefixed ones."""
+        names = sparse_grad_parameter_names or set()
+        for prefix, optimizer in self._optims:
+            own = {k for k in optimizer.params if self.prepend_opt_key(k, prefix) in names}
+            optimizer.init_state(own)
+
+    def _optional_state(self, key: str) -> bool:
+        return any(optimizer._optional_state(key) for _, optimizer in self._optims)
+
+    def post_load_state_dict(self) -> None:
+        """Tell every part."""
+        for _, optimizer in self._optims:
+            optimizer.post_load_state_dict()
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Tell every part."""
+        for _, optimizer in self._optims:
+            optimizer.set_optimizer_step(step)
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Tell every part."""
+        for _, optimizer in self._optims:
+            optimizer.update_hyper_parameters(params_dict)
+
+
+class KeyedOptimizerWrapper(KeyedOptimizer):
+    """A torch optimizer with names.
+
+    Args:
+        params: name -> parameter.
+        optim_factory: makes the optimizer of a list of parameters (with ``pass_params_dict``, of ``params``).
+        pass_params_dict: give the factory the dictionary.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor | ShardedTensor],
+        optim_factory: Callable[[Any], Optimizer],
+        pass_params_dict: bool = False,
+    ) -> None:
+        self._optimizer = optim_factory(params if pass_params_dict else list(params.values()))
+        super().__init__(params, self._optimizer.state, self._optimizer.param_groups)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear the gradients."""
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of the wrapped optimizer."""
+        self._optimizer.step(closure=closure)
+
+
+class OptimizerWrapper(KeyedOptimizer):
+    """Base of what changes the step of another keyed optimizer: it shares that one's parameters, state and groups."""
+
+    def __init__(self, optimizer: KeyedOptimizer) -> None:
+        self._optimizer = optimizer
+        for hooks in _HOOKS:
+            self.__dict__[hooks] = OrderedDict()
+        self.defaults = {"_save_param_groups": False}
+        self._set_parts(optimizer.params, optimizer.state, optimizer.param_groups)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clear the gradients."""
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of the wrapped optimizer."""
+        self._optimizer.step(closure=closure)
+
+    def add_param_group(self, param_group: Any) -> None:
+        """As the wrapped optimizer's."""
+        self._optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Load the wrapped optimizer's state."""
+        self._optimizer.load_state_dict(state_dict)
+        self.post_load_state_dict()
+
+    def _optional_state(self, key: str) -> bool:
+        return self._optimizer._optional_state(key)
+
+    def init_state(self, sparse_grad_parameter_names: set[str] | None = None) -> None:
+        """Make the wrapped optimizer's state."""
+        self._optimizer.init_state(sparse_grad_parameter_names)
+
+    def post_load_state_dict(self) -> None:
+        """Tell the wrapped optimizer."""
+        self._optimizer.post_load_state_dict()
+
+    def save_param_groups(self, save: bool) -> None:
+        """Tell the wrapped optimizer."""
+        self._optimizer.save_param_groups(save)
+
+    def set_optimizer_step(self, step: int) -> None:
+        """Tell the wrapped optimizer."""
+        self._optimizer.set_optimizer_step(step)
+
+    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
+        """Tell the wrapped optimizer."""
+        self._optimizer.update_hyper_parameters(params_dict)
