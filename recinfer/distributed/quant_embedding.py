@@ -21,8 +21,9 @@ from recinfer.distributed.quant_state import (
 )
 from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardingEnv
 from recinfer.modules.embedding_configs import EmbeddingConfig
+from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.embedding_modules import EmbeddingCollection
-from recinfer.quant.lookup import ColumnPiece, FeatureArranger, SequenceLookup, embedding_names
+from recinfer.quant.lookup import ColumnPiece, SequenceLookup, embedding_names
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = ["QuantEmbeddingCollectionSharder", "ShardedQuantEmbeddingCollection"]
@@ -127,7 +128,7 @@ class ShardedQuantEmbeddingCollection(ShardedQuantState[EmbeddingConfig]):
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:  # type: ignore[override]
         """One vector per id of every feature."""
         if self._fused is not None:
-            return self._fused(features)
+            return self._fused.forward(features)
         ctx = self.create_context()
         return self.compute_and_output_dist(ctx, self.input_dist(ctx, features))
 

@@ -26,8 +26,9 @@ from recinfer.distributed.quant_state import (
 from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardingEnv
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import EmbeddingBagConfig
+from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
-from recinfer.quant.lookup import ColumnPiece, FeatureArranger, PooledLookup, embedding_names
+from recinfer.quant.lookup import ColumnPiece, PooledLookup, embedding_names
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["QuantEmbeddingBagCollectionSharder", "ShardedQuantEmbeddingBagCollection"]
@@ -156,7 +157,7 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantState[EmbeddingBagConfig]):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # type: ignore[override]
         """Pooled vectors of every feature."""
         if self._fused is not None:
-            return self._fused(features)
+            return self._fused.forward(features)
         ctx = self.create_context()
         return self.compute_and_output_dist(ctx, self.input_dist(ctx, features))
 

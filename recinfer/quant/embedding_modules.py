@@ -57,9 +57,13 @@ def allocate_tables(
     offsets: dict[str, int] = {}
     size = 0
     for config in configs:
+        width = row_bytes(config.embedding_dim, config.data_type, row_alignment)
+        # Less than a row between tables, so that the op can tell where each ends (TableBatch.knows_rows).
+        align = _TABLE_ALIGNMENT
+        while row_alignment == 1 and align > width:
+            align //= 2
         offsets[config.name] = size
-        num_bytes = config.num_embeddings * row_bytes(config.embedding_dim, config.data_type, row_alignment)
-        size += -(-num_bytes // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
+        size += -(-config.num_embeddings * width // align) * align
     return torch.zeros(size + SLACK_BYTES, dtype=torch.uint8, device=device), offsets
 
 
@@ -280,7 +284,7 @@ class EmbeddingBagCollection(_QuantizedCollection[EmbeddingBagConfig, PooledLook
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled vectors of every feature."""
-        return self._lookup(features)
+        return self._lookup.forward(features)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables, with their packed precision."""
@@ -362,7 +366,7 @@ class EmbeddingCollection(_QuantizedCollection[EmbeddingConfig, SequenceLookup])
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """One vector per id of every feature."""
-        return self._lookup(features)
+        return self._lookup.forward(features)
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables, with their packed precision."""

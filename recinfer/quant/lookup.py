@@ -9,21 +9,21 @@ Shape suffixes: F features, B batch, N ids, D output columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.packing import padded_dim
 from recinfer.quant.tbe import TableBatch, TableSlot
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["ColumnPiece", "FeatureArranger", "PooledLookup", "SequenceLookup", "embedding_names"]
+__all__ = ["ColumnPiece", "PooledLookup", "SequenceLookup", "embedding_names"]
 
 
 @dataclass(frozen=True)
@@ -63,128 +63,26 @@ def _checked_pieces(
     return ordered
 
 
-_SMALL_BAGS = 16384  # measured: 2026-11-20, docs/decisions.md
+def _offsets(features: KeyedJaggedTensor) -> Tensor:
+    """Offsets of the bags, kept in ``features``; by FBGEMM's op, at half the time of torch's two."""
+    offsets = features.offsets_or_none()
+    if offsets is None:
+        lengths = features.lengths()
+        if lengths.dtype not in (torch.int32, torch.int64):
+            lengths = lengths.long()
+        offsets = torch.ops.fbgemm.asynchronous_complete_cumsum.default(lengths)
+        features._offsets = offsets
+    return offsets
 
 
-class FeatureArranger:
-    """Brings a KeyedJaggedTensor's features into a fixed order (repeats allowed), and checks ids.
-
-    The permutation for each order of keys that is met is computed once.
-
-    Args:
-        features: names in the order wanted; a repeated name reads its ids again.
-        rows: of each feature's table.
-    """
-
-    def __init__(self, features: Sequence[str], rows: Sequence[int]) -> None:
-        self.features = list(features)
-        self.rows = list(rows)
-        self._orders: dict[tuple[str, ...], list[int]] = {}
-        # Unsigned, because a negative id read as unsigned is huge: one comparison covers both ends.
-        self._limits: dict[torch.dtype, tuple[type, np.ndarray]] = {
-            torch.int64: (np.uint64, np.array(self.rows, dtype=np.uint64)),
-            torch.int32: (np.uint32, np.minimum(np.array(self.rows, dtype=np.uint64), 2**31).astype(np.uint32)),
-        }
-
-    @classmethod
-    def of_tables(cls, configs: Sequence[BaseEmbeddingConfig]) -> FeatureArranger:
-        """Module order, every feature once: for those who look up rank by rank."""
-        features = [f for c in configs for f in c.feature_names]
-        return cls(features, [c.num_embeddings for c in configs for _ in c.feature_names])
-
-    def arrange(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """``features`` in this order; raises InputError naming what is missing."""
-        keys = features.keys()
-        if keys == self.features:
-            return features
-        order = self._orders.get(tuple(keys))
-        if order is None:
-            place = {key: i for i, key in enumerate(keys)}
-            missing = [name for name in self.features if name not in place]
-            if missing:
-                raise InputError(f"features {', '.join(sorted(set(missing)))} are missing; got {', '.join(keys)}")
-            order = [place[name] for name in self.features]
-            if len(self._orders) < 64:  # clients send a handful of orders; a hostile one must not grow this
-                self._orders[tuple(keys)] = order
-        if _is_small(features, len(order)) and _checks_run():
-            return self._permuted(features, order)
-        return features.permute(order)
-
-    def _permuted(self, features: KeyedJaggedTensor, order: list[int]) -> KeyedJaggedTensor:
-        """``permute`` by FBGEMM's op: a third of the time of slicing tensors, until bags are many (it copies each)."""
-        lengths_FB = features.lengths().view(-1, features.stride())
-        lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data.default(
-            torch.tensor(order, dtype=torch.int32), lengths_FB, features.values(), features.weights_or_none()
-        )
-        return KeyedJaggedTensor.from_parts_unchecked(
-            self.features, values, lengths.view(-1), weights=weights, stride=features.stride()
-        )
-
-    def check(self, arranged: KeyedJaggedTensor) -> None:
-        """Refuse out-of-range ids, naming the first; ``arranged`` must be in this order. Meta tensors hold none.
-
-        Raises:
-            InputError: an id is out of range, or ids are not int32 or int64.
-        """
-        values = arranged.values()
-        if values.numel() == 0 or values.device.type == "meta":
-            return
-        if values.dtype not in self._limits:
-            raise InputError(f"ids: got {values.dtype}; expected torch.int32 or torch.int64")
-        if not self._in_range(values, arranged.offsets(), arranged.stride()):
-            self._refuse(arranged)
-
-    def _in_range(self, values_N: Tensor, offsets: Tensor, batch: int) -> bool:
-        if values_N.device.type != "cpu":
-            lengths_F = offsets[batch::batch] - offsets[:-1:batch]
-            limits_F = torch.tensor(self.rows, device=values_N.device)
-            limits_N = torch.repeat_interleave(limits_F, lengths_F, output_size=values_N.numel())
-            return bool(((values_N >= 0) & (values_N < limits_N)).all())
-        # The largest id of each feature in one vectorised pass; FBGEMM's own checker takes 3 ns an id, this 0.2.
-        unsigned, limits = self._limits[values_N.dtype]
-        edges = offsets.numpy()[::batch]
-        starts, stops = edges[:-1], edges[1:]
-        filled = stops > starts
-        if not filled.all():
-            starts, limits = starts[filled], limits[filled]
-        return bool((np.maximum.reduceat(values_N.numpy().view(unsigned), starts) < limits).all())
-
-    def _refuse(self, arranged: KeyedJaggedTensor) -> None:
-        batch = arranged.stride()
-        offsets = arranged.offsets().tolist()
-        for i, (name, rows) in enumerate(zip(self.features, self.rows)):
-            start, stop = offsets[i * batch], offsets[(i + 1) * batch]
-            ids = arranged.values()[start:stop]
-            bad = ((ids < 0) | (ids >= rows)).nonzero()
-            if len(bad):
-                position = int(bad[0])
-                sample = (
-                    int(
-                        torch.searchsorted(
-                            arranged.offsets()[i * batch : (i + 1) * batch + 1], start + position, right=True
-                        )
-                    )
-                    - 1
-                )
-                raise InputError(
-                    f"feature {name!r}, sample {sample}: id {int(ids[position])} is out of range; "
-                    f"its table has rows 0 to {rows - 1}"
-                )
-        raise AssertionError("the checker refused ids that a second look finds in range")
-
-
-def _is_small(features: KeyedJaggedTensor, num_features: int) -> bool:
-    """Whether features are on CPU, of one batch size, and so few bags that copying each is cheaper than slicing."""
-    return (
-        features.values().device.type == "cpu"
-        and not features.variable_stride_per_key()
-        and 0 < features.stride() * num_features <= _SMALL_BAGS
-    )
-
-
-def _checks_run() -> bool:
-    # A traced program keeps only the op: data-dependent errors do not trace, and exported graphs check at their edge.
-    return not torch.compiler.is_compiling()
+def _check_ids(arranger: FeatureArranger, arranged: KeyedJaggedTensor, *, by_op: bool) -> None:
+    """Refuse ids out of range; with ``by_op`` only those that the op takes for "skip me": it refuses the others."""
+    if not by_op:
+        arranger.check(arranged)
+        return
+    values = arranged.values()
+    if values.numel() and values.min().item() < 0:
+        arranger.check(arranged)
 
 
 class PooledLookup(nn.Module):
@@ -246,6 +144,7 @@ class PooledLookup(nn.Module):
         self.batch = TableBatch(
             slots, feature_slots, op_pooling, buffer, row_alignment=row_alignment, output_dtype=output_dtype
         )
+        self._op_knows_rows = self.batch.knows_rows
         self._run = self.batch.forward  # past nn.Module's call machinery, which costs as much as the op's dispatch
         rows = [slots[i].rows for i in feature_slots]
         self.arranger = FeatureArranger(feature_names, rows)
@@ -261,20 +160,35 @@ class PooledLookup(nn.Module):
             InputError: a feature is missing, an id is out of range, weights are missing.
         """
         arranged = self.arranger.arrange(features)
-        if check and _checks_run():
-            self.arranger.check(arranged)
+        if torch.compiler.is_compiling():
+            # A traced program keeps only the op: data-dependent errors do not trace, and it checks at its edge.
+            return self._keyed(arranged, arranged.offsets(), self.batch.traced)
+        offsets = _offsets(arranged)
+        if check:
+            _check_ids(self.arranger, arranged, by_op=self._op_knows_rows)
+        try:
+            return self._keyed(arranged, offsets, self._run)
+        except RuntimeError:
+            self.arranger.check(arranged)  # names the id that the op refused
+            raise
+
+    def _keyed(self, arranged: KeyedJaggedTensor, offsets: Tensor, run: Callable[..., Tensor]) -> KeyedTensor:
         weights = None
         if self.is_weighted:
             weights = arranged.weights_or_none()
             if weights is None:
                 raise InputError("weights are missing; this collection is weighted and needs one weight per id")
-        offsets = arranged.offsets()
-        out_BD = self._run(arranged.values(), offsets, weights)
+        out_BD = run(arranged.values(), offsets, weights)
         if self._mean_runs:
             self._scale_means(out_BD, offsets)
         if self._real_columns is not None:
             out_BD = out_BD.index_select(1, self._real_columns)
         return KeyedTensor.from_parts_unchecked(self.names, self.dims, out_BD, self._column_offsets)
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the op's output is not yet the module's: MEAN columns to scale, or padding to drop."""
+        return bool(self._mean_runs) or self._real_columns is not None
 
     def _scale_means(self, out_BD: Tensor, offsets: Tensor) -> None:
         num_features = len(self.arranger.features)
@@ -351,6 +265,7 @@ class SequenceLookup(nn.Module):
             TableBatch(s, fs, PoolingType.NONE, buffer, row_alignment=row_alignment, output_dtype=output_dtype)
             for s, fs, _ in groups.values()
         ]
+        self._op_knows_rows = all(batch.knows_rows for batch in self.batches)
         everything = list(range(len(features)))
         # None: the group reads all features in their order, so nothing needs to move.
         self._members = [None if members == everything else members for _, _, members in groups.values()]
@@ -358,12 +273,22 @@ class SequenceLookup(nn.Module):
     def forward(self, features: KeyedJaggedTensor, *, check: bool = True) -> dict[str, JaggedTensor]:
         """Look up. Raises InputError as :meth:`PooledLookup.forward` does."""
         arranged = self.arranger.arrange(features)
-        if check and _checks_run():
-            self.arranger.check(arranged)
+        if torch.compiler.is_compiling():
+            return self._jagged(arranged, traced=True)
+        if check:
+            _check_ids(self.arranger, arranged, by_op=self._op_knows_rows)
+        try:
+            return self._jagged(arranged)
+        except RuntimeError:
+            self.arranger.check(arranged)  # names the id that the op refused
+            raise
+
+    def _jagged(self, arranged: KeyedJaggedTensor, *, traced: bool = False) -> dict[str, JaggedTensor]:
         outputs: list[tuple[Tensor, list[int]]] = []
         for batch, members in zip(self.batches, self._members):
             part = arranged if members is None else arranged.permute(members)
-            outputs.append((batch(part.values(), part.offsets()), part.offset_per_key()))
+            run = batch.traced if traced else batch.forward
+            outputs.append((run(part.values(), part.offsets()), part.offset_per_key()))
         lengths_FB = arranged.lengths().view(len(self.arranger.features), -1)
         starts_F = arranged.offset_per_key()
         result = {}

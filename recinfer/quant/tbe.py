@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, PoolingType
-from recinfer.quant.packing import QPARAM_BYTES, padded_dim
+from recinfer.quant.packing import QPARAM_BYTES, padded_dim, row_bytes
 
 try:
     import fbgemm_gpu  # noqa: F401  registers the ops
@@ -111,6 +111,8 @@ class TableBatch(nn.Module):
         row_alignment: 1 for CPU buffers, 16 for CUDA ones.
         output_dtype: float32 or float16.
 
+    :attr:`knows_rows` says whether the op refuses ids beyond the tables' rows.
+
     Columns of INT4 and INT2 tables come out padded to whole bytes (``padded_dim``): the caller knows and drops them.
     """
 
@@ -165,33 +167,44 @@ class TableBatch(nn.Module):
             widest[DataType.FP16],
             widest[DataType.FP32],
         )
+        end = max((s.offset + s.rows * row_bytes(s.dim, s.data_type, row_alignment) for s in used), default=0)
+        # Without the slack behind the last row, which the op would take for more rows.
+        self._bounded = (buffer[:end], *self._head[1:]) if device.type == "cpu" else self._head
+        self.knows_rows = device.type == "cpu" and self._knows_rows(used, end)
         self._pooling_mode = int(_POOLING_MODES[pooling])
-        self._output_type = _OUTPUT_TYPES[output_dtype].as_int()
+        self._tail = (_OUTPUT_TYPES[output_dtype].as_int(), None, None, row_alignment, 0, -1, -1)
         self._op = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
         self._fbgemm_module: IntNBitTableBatchedEmbeddingBagsCodegen | None = None
+
+    def _knows_rows(self, used: Sequence[TableSlot], size: int) -> bool:
+        """Whether the op refuses every id beyond each table's rows.
+
+        It is not told the rows: it takes the bytes up to the next feature's table (or the end of the buffer) for the
+        table's. So tables must follow one another in the order of the features, with less than a row between them. It
+        lets -1 through in any case: the id of a row pruned away.
+        """
+        ends = [slot.offset for slot in used[1:]] + [size]
+        for t in reversed(range(len(used) - 1)):
+            if used[t].offset == used[t + 1].offset:
+                ends[t] = ends[t + 1]  # several features of one table
+        return all(
+            (end - slot.offset) // row_bytes(slot.dim, slot.data_type, self.row_alignment) == slot.rows
+            for slot, end in zip(used, ends)
+        )
 
     def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """Look up ``indices`` [N] (int32 or int64), bags bounded by ``offsets`` [features x B + 1], feature-major.
 
-        Ids are not checked here: :class:`recinfer.quant.lookup.FeatureArranger` does.
+        With :attr:`knows_rows` ids beyond the rows raise RuntimeError, -1 is skipped; else nothing is checked here.
 
         Returns:
             [B, total padded columns], or [N, padded width] when unpooled.
         """
-        return self._op(
-            *self._head,
-            indices,
-            offsets,
-            self._pooling_mode,
-            per_sample_weights,
-            self._output_type,
-            None,
-            None,
-            self.row_alignment,
-            0,
-            -1,
-            -1,
-        )
+        return self._op(*self._bounded, indices, offsets, self._pooling_mode, per_sample_weights, *self._tail)
+
+    def traced(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
+        """:meth:`forward` for torch.export, on the registered buffer itself: an exported program saves it once."""
+        return self._op(*self._head, indices, offsets, self._pooling_mode, per_sample_weights, *self._tail)
 
     def fbgemm_module(self) -> IntNBitTableBatchedEmbeddingBagsCodegen:
         """FBGEMM's own TBE module over the same bytes (built at the first call), for registration and inspection."""
