@@ -1,0 +1,111 @@
+"""Which ranks share a host, and process groups inside hosts and across them.
+
+Ranks are numbered host by host, ``local_size`` on each, as torchrun does it: rank = group rank * local size + local rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from recinfer import env
+from recinfer.errors import InputError, UnavailableError
+
+__all__ = ["get_group_rank", "get_local_rank", "get_local_size", "get_num_groups", "intra_and_cross_node_pg"]
+
+
+def _world_size(world_size: int | None) -> int:
+    if world_size is not None:
+        return world_size
+    if dist.is_initialized():
+        return dist.get_world_size()
+    started = env.torchrun_rank()
+    if started is None:
+        raise UnavailableError("no process group and no WORLD_SIZE; start with torchrun, or give world_size")
+    return started[1]
+
+
+def _rank(rank: int | None, world_size: int) -> int:
+    if rank is None:
+        if dist.is_initialized():
+            rank = dist.get_rank()
+        else:
+            started = env.torchrun_rank()
+            if started is None:
+                raise UnavailableError("no process group and no RANK; start with torchrun, or give rank")
+            rank = started[0]
+    if not 0 <= rank < world_size:
+        raise InputError(f"rank {rank} with {world_size} ranks; expected 0 to {world_size - 1}")
+    return rank
+
+
+def get_local_size(world_size: int | None = None) -> int:
+    """Ranks on each host: LOCAL_WORLD_SIZE when ``world_size`` (default: the process group's) divides by it, else all.
+
+    Raises:
+        UnavailableError: no ``world_size``, and neither a process group nor torchrun's variables.
+    """
+    world_size = _world_size(world_size)
+    local_size = env.local_world_size(world_size)
+    return local_size if world_size % local_size == 0 else world_size
+
+
+def get_local_rank(world_size: int | None = None, rank: int | None = None) -> int:
+    """Which of its host's ranks a rank (default: this one) is, from 0."""
+    world_size = _world_size(world_size)
+    return _rank(rank, world_size) % get_local_size(world_size)
+
+
+def get_group_rank(world_size: int | None = None, rank: int | None = None) -> int:
+    """Which host a rank (default: this one) is on, from 0."""
+    world_size = _world_size(world_size)
+    return _rank(rank, world_size) // get_local_size(world_size)
+
+
+def get_num_groups(world_size: int | None = None) -> int:
+    """How many hosts there are."""
+    world_size = _world_size(world_size)
+    return world_size // get_local_size(world_size)
+
+
+# The groups of the default group that there was, and how they were asked for: making them is a collective of its own.
+_made: tuple[Any, str | None, tuple[dist.ProcessGroup, dist.ProcessGroup]] | None = None
+
+
+def intra_and_cross_node_pg(
+    device: torch.device | None = None, backend: str | None = None
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """The group of this host's ranks, and the group of the ranks with this local rank on all hosts.
+
+    All ranks must call it, the first time for a process group; then it gives the same groups again.
+
+    Args:
+        device: where the tensors will be; the meta device needs no groups.
+        backend: of the groups; default: the default group's.
+
+    Returns:
+        both groups; None and None for the meta device.
+
+    Raises:
+        UnavailableError: there is no process group.
+    """
+    global _made
+    if device is not None and device.type == "meta":
+        return None, None
+    if not dist.is_initialized():
+        raise UnavailableError("no process group; call torch.distributed.init_process_group on all ranks first")
+    default = dist.distributed_c10d._get_default_group()
+    if _made is not None and _made[0]() is default and _made[1] == backend:
+        return _made[2]
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    local_size = get_local_size(world_size)
+    hosts = [list(range(first, first + local_size)) for first in range(0, world_size, local_size)]
+    # new_subgroups_by_enumeration: every rank makes all of them in the same order, and keeps its own.
+    intra, _ = dist.new_subgroups_by_enumeration(hosts, backend=backend)
+    cross, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*hosts)], backend=backend)
+    assert intra is not None and cross is not None and dist.get_rank(intra) == rank % local_size
+    _made = (weakref.ref(default), backend, (intra, cross))
+    return intra, cross
