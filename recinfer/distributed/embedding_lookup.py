@@ -32,7 +32,7 @@ from recinfer.distributed.types import ShardingEnv, ShardingType
 from recinfer.distributed.utils import append_prefix
 from recinfer.errors import CheckpointError
 from recinfer.modules.embedding_configs import PoolingType, data_type_to_dtype
-from recinfer.optim.fused import EmptyFusedOptimizer, FusedOptimizer
+from recinfer.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from recinfer.optim.keyed import KeyedOptimizer
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -128,7 +128,7 @@ def _fused_params(config: GroupedEmbeddingConfig) -> dict[str, Any]:
     return params
 
 
-class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]):  # type: ignore[type-var]
+class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimizerModule):  # type: ignore[type-var]
     """What pooled and unpooled lookups share: the groups, their parameters and their state."""
 
     def __init__(

@@ -9,7 +9,7 @@ from torch import nn
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
-from recinfer.training.rowwise_adagrad import RowWiseAdagrad, sparse_gradients
+from recinfer.optim.rowwise_adagrad import RowWiseAdagrad, sparse_gradients
 
 ROWS, DIM, STEPS = 40, 8, 4
 
@@ -32,7 +32,7 @@ def trained(weight: torch.Tensor, *, sparse: bool, lr: float = 0.1) -> tuple[tor
     bag = nn.EmbeddingBag.from_pretrained(
         weight.clone(), freeze=False, mode="sum", sparse=sparse, include_last_offset=True
     )
-    optimizer = RowWiseAdagrad(bag.parameters(), lr=lr)
+    optimizer = RowWiseAdagrad(bag.parameters(), lr=lr, eps=1e-8)
     for ids, offsets, gradient in batches():
         optimizer.zero_grad()
         bag(ids, offsets).backward(gradient)
@@ -47,7 +47,7 @@ def test_one_step_by_hand() -> None:
     optimizer = RowWiseAdagrad([table], lr=0.5, eps=1e-12)
     optimizer.step()
     # The gradient of row 1 is (3, 4); its accumulator (9 + 16) / 2.
-    torch.testing.assert_close(optimizer.state[table]["sum"], torch.tensor([0, 12.5, 0]))
+    torch.testing.assert_close(optimizer.state[table]["sum"], torch.tensor([[0], [12.5], [0]]))
     torch.testing.assert_close(table[1].detach(), -0.5 * torch.tensor([3.0, 4.0]) / 12.5**0.5)
     assert not table[[0, 2]].any()
 
@@ -92,15 +92,38 @@ def test_the_closure_runs_with_gradients() -> None:
     assert (table < 1).all()
 
 
-@pytest.mark.parametrize(("lr", "eps"), [(0.0, 1e-8), (-1.0, 1e-8), (0.1, 0.0), (float("nan"), 1e-8)])
-def test_steps_that_cannot_be_are_refused(lr: float, eps: float) -> None:
-    with pytest.raises(ConfigError, match="expected both above 0"):
-        RowWiseAdagrad([nn.Parameter(torch.zeros(2, 2))], lr=lr, eps=eps)
+@pytest.mark.parametrize(
+    "numbers",
+    [{"lr": -1.0}, {"lr": float("nan")}, {"eps": -1e-8}, {"lr_decay": -1.0}, {"weight_decay": -1.0}],
+)
+def test_steps_that_cannot_be_are_refused(numbers: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="at least 0"):
+        RowWiseAdagrad([nn.Parameter(torch.zeros(2, 2))], **numbers)
 
 
-def test_what_is_no_table_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"shape \(2,\)"):
-        RowWiseAdagrad([nn.Parameter(torch.zeros(2))])
+def test_decay_of_rate_and_weights_and_a_start_of_the_accumulator_by_hand() -> None:
+    table = nn.Parameter(torch.ones(2, 2))
+    numbers = {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.01, "initial_accumulator_value": 0.5}
+    optimizer = RowWiseAdagrad([table], **numbers)
+    weight, total = torch.ones(2, 2), torch.full((2, 1), 0.5)
+    for step in range(2):
+        table.grad = torch.tensor([[1.0, 2.0], [0.0, 0.0]])
+        optimizer.step()
+        gradient = table.grad + 0.01 * weight
+        total += (gradient**2).mean(dim=1, keepdim=True)
+        weight -= 0.1 / (1 + step * 0.1) * gradient / (total.sqrt() + 1e-10)
+    torch.testing.assert_close(table.detach(), weight)
+    torch.testing.assert_close(optimizer.state[table]["sum"], total)
+    assert optimizer.state[table]["step"] == 2
+
+
+def test_maximize_goes_the_other_way() -> None:
+    up, down = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
+    for table, maximize in ((up, True), (down, False)):
+        table.grad = torch.ones(2, 2)
+        RowWiseAdagrad([table], maximize=maximize).step()
+    assert torch.equal(up, -down)
+    assert (up > 0).all()
 
 
 def test_sparse_gradients_end_with_the_block() -> None:

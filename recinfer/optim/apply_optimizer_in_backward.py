@@ -1,0 +1,30 @@
+"""Run an optimizer in the backward: for plain parameters by a hook, for sharded tables by the fused kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.optim import Optimizer
+
+__all__ = ["apply_optimizer_in_backward"]
+
+
+def apply_optimizer_in_backward(
+    optimizer_class: type[Optimizer], params: Iterable[nn.Parameter], optimizer_kwargs: dict[str, Any]
+) -> None:
+    """Step ``optimizer_class(params, **optimizer_kwargs)`` for each parameter as soon as its gradient is there.
+
+    The gradient is freed then. A module that is sharded afterwards takes the optimizer of its tables from here and runs
+    it inside its lookup kernels. Called twice, both optimizers step, one after the other.
+
+    Args:
+        optimizer_class: of torch.optim or :mod:`recinfer.optim`.
+        params: the parameters.
+        optimizer_kwargs: the optimizer's arguments (``{"lr": 0.1}``).
+    """
+    # Torch's function does it, and notes class and arguments on the parameters (_optimizer_classes, _optimizer_kwargs),
+    # which is where sharding looks.
+    _apply_optimizer_in_backward(optimizer_class, params, optimizer_kwargs)

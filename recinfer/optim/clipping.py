@@ -1,0 +1,145 @@
+"""Gradient clipping as a wrapper of a keyed optimizer, by value or by the norm over all ranks' gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import Enum, unique
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from recinfer.errors import ConfigError
+from recinfer.optim.keyed import KeyedOptimizer, OptimizerWrapper
+
+__all__ = ["GradientClipping", "GradientClippingOptimizer"]
+
+
+@unique
+class GradientClipping(Enum):
+    """What is limited."""
+
+    NORM = "norm"  # the norm of all gradients together
+    VALUE = "value"  # every element
+    NONE = "none"
+
+
+class GradientClippingOptimizer(OptimizerWrapper):
+    """Clips the gradients before each step of another optimizer.
+
+    Args:
+        optimizer: whose step is wrapped.
+        clipping: by norm, by value or not.
+        max_gradient: the limit.
+        norm_type: order of the norm: a number above 0 or ``"inf"``.
+        enable_global_grad_clip: the norm counts the gradients of ``param_to_pgs`` on all their ranks. All ranks then
+            have to step together.
+        param_to_pgs: the process groups over which a parameter is sharded; one that is not in it is replicated and
+            counts once.
+        track_grad_norm: keep :attr:`last_total_grad_norm` also without clipping by norm.
+
+    Parameters without a gradient (those that a fused kernel updates) are passed over.
+
+    Raises:
+        ConfigError: a limit or order that is not positive.
+    """
+
+    def __init__(
+        self,
+        optimizer: KeyedOptimizer,
+        clipping: GradientClipping = GradientClipping.NONE,
+        max_gradient: float = 0.1,
+        norm_type: float | str = 2.0,
+        enable_global_grad_clip: bool = False,
+        param_to_pgs: dict[nn.Parameter, list[dist.ProcessGroup]] | None = None,
+        track_grad_norm: bool = False,
+    ) -> None:
+        super().__init__(optimizer)
+        self._norm_type = float(norm_type)
+        if not max_gradient > 0 or not self._norm_type > 0:
+            raise ConfigError(
+                f"gradient clipping: max_gradient={max_gradient}, norm_type={norm_type}; expected above 0"
+            )
+        self._clipping = clipping
+        self._max_gradient = max_gradient
+        self._global = enable_global_grad_clip
+        self._pgs = {id(param): tuple(pgs) for param, pgs in (param_to_pgs or {}).items()}
+        self._track = track_grad_norm
+        self._last: Tensor | None = None
+
+    @property
+    def last_total_grad_norm(self) -> Tensor | None:
+        """The norm before the last clipping; None when none was taken."""
+        return self._last
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Clip, then step."""
+        if self._clipping is GradientClipping.NORM:
+            self.clip_grad_norm_()
+        elif self._track:
+            self._last, _ = self.compute_total_grad_norm()
+        if self._clipping is GradientClipping.VALUE:
+            for _, grad in self._gradients():
+                _values(grad).clamp_(-self._max_gradient, self._max_gradient)
+        super().step(closure)
+
+    def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:
+        """The norm of all gradients, and the gradients."""
+        found = self._gradients()
+        by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+        for param, grad in found:
+            pgs = self._pgs.get(id(param), ()) if self._global else ()
+            by_ranks.setdefault(pgs, []).append(_values(grad))
+        parts = [self._reduced(grads, pgs) for pgs, grads in by_ranks.items()]
+        # Groups that no rank of this process has gradients for still have to meet in the reductions of the others.
+        if not parts:
+            return torch.zeros(()), []
+        joined = torch.stack([part.to(parts[0].device) for part in parts])
+        if math.isinf(self._norm_type):
+            return joined.max(), [grad for _, grad in found]
+        return joined.sum() ** (1 / self._norm_type), [grad for _, grad in found]
+
+    def _reduced(self, grads: Sequence[Tensor], pgs: tuple[dist.ProcessGroup, ...]) -> Tensor:
+        """Sum of the elements' powers over the ranks of ``pgs``; the largest element for the infinite norm."""
+        infinite = math.isinf(self._norm_type)
+        norms = torch.stack([torch.linalg.vector_norm(grad.float(), self._norm_type) for grad in grads])
+        total = norms.max() if infinite else (norms**self._norm_type).sum()
+        for pg in pgs:
+            dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=pg)
+        return total
+
+    @torch.no_grad()
+    def clip_grad_norm_(self) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_gradient``; gives the norm before."""
+        self._last, grads = self.compute_total_grad_norm()
+        scale = (self._max_gradient / (self._last + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            values = _values(grad)
+            values.mul_(scale.to(values.device))
+        return self._last
+
+    def _gradients(self) -> list[tuple[Tensor, Tensor]]:
+        # Plain tensors only: the gradient of a ShardedTensor does not exist, its rows are updated in the backward.
+        params = [param for param in self.params.values() if isinstance(param, Tensor)]
+        found: list[tuple[Tensor, Tensor]] = []
+        seen: set[int] = set()
+        for param in params:
+            if param.grad is not None and id(param) not in seen:
+                seen.add(id(param))
+                found.append((param, param.grad))
+        return found
+
+
+def _values(grad: Tensor) -> Tensor:
+    """The elements that lie here: of a DTensor its local part, of a sparse gradient its values, each row once."""
+    local = grad.to_local() if isinstance(grad, DTensor) else grad
+    if not local.is_sparse:
+        return local
+    if not local.is_coalesced():
+        coalesced = local.coalesce()
+        local.sparse_resize_and_clear_(local.shape, local.sparse_dim(), local.dense_dim())
+        local.add_(coalesced)._coalesced_(True)
+    return local._values()
