@@ -10,7 +10,7 @@ import typer
 from recinfer import env
 from recinfer.cli.console import JsonOption, Output
 from recinfer.cli.options import Device
-from recinfer.cli.workers import stop_with_parent, supervise
+from recinfer.cli.workers import supervise
 from recinfer.errors import ConfigError
 
 __all__ = ["EXAMPLE", "NAME", "run"]
@@ -31,7 +31,7 @@ def run(
         typer.Option(min=1, max=65535, help="Also the Open Inference Protocol's REST form, on this TCP port."),
     ] = None,
     metrics_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Prometheus metrics, and at / a page for people.")
+        int | None, typer.Option(min=0, max=65535, help="Prometheus metrics, and at / a page for people.")
     ] = None,
     log_json: Annotated[
         bool, typer.Option("--log-json", help="Log to stderr as JSON, one line a request with its id.")
@@ -81,27 +81,29 @@ def run(
         insecure=insecure,
     )
     security.check_host(host)
+    if admin and model_store is None:
+        raise ConfigError("admin: it loads versions from a model store; give --model-store DIR")
     if workers > 1 and not worker:
-        if metrics_port is not None:
-            raise ConfigError("metrics_port: got one port for several workers; leave out --metrics-port or --workers")
-        if admin:
-            raise ConfigError("admin: it would change one of several workers; leave out --admin or --workers")
-        supervise(workers, host, port, Output(as_json))
+        one_first = model_store is not None
+        supervise(
+            workers, host, port, Output(as_json), metrics_port=metrics_port, security=security, one_first=one_first
+        )
         return
     from recinfer.inference.predictor import load
     from recinfer.serving.batcher import BatchConfig
     from recinfer.serving.observe import log_as_json
-    from recinfer.serving.registry import ServedModel
-    from recinfer.serving.server import serve
-    from recinfer.serving.store import ModelStore
+    from recinfer.serving.registry import ModelRegistry, ServedModel
+    from recinfer.serving.server import Server, serve
+    from recinfer.serving.store import ModelStore, StoreManager, restore
+    from recinfer.serving.worker import WorkerLink
 
     if log_json:
         log_as_json()
 
+    link = WorkerLink() if worker else None
+    state = None if link is None else link.restore
     output = Output(as_json)
     store = None if model_store is None else ModelStore(model_store, device=device.value, preload=preload)
-    if admin and store is None:
-        raise ConfigError("admin: it loads versions from a model store; give --model-store DIR")
     models: list[ServedModel] = []
     for archive in archives or []:
         predictor = load(archive, device=device.value, preload=preload, lock=lock)
@@ -111,10 +113,19 @@ def run(
     for path in delta or []:
         models[0].predictor.apply_delta(path)
     if store is not None:
-        models += [store.newest(name) for name in store.models()]
+        models = (
+            [*models, *(store.newest(n) for n in store.models())] if state is None else restore(state, models, store)
+        )
     if not models:
         raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
-    first = models[0]
+    first, registry = models[0], ModelRegistry(models)
+    manager = None if store is None else StoreManager(registry, store, state)
+    started: list[Server] = []
+
+    def start(server: Server) -> None:
+        started.append(server)
+        if link is not None:
+            link.attach(server, manager)
 
     def ready(bound: int) -> None:
         output.show(
@@ -122,8 +133,9 @@ def run(
         )
         if http_port is not None:
             output.show(f"Open Inference Protocol over HTTP on {host}:{http_port}")
-        if metrics_port is not None:
-            output.show(f"status page on http://{host}:{metrics_port}/")
+        shown = started[0].metrics_port
+        if shown is not None:
+            output.show(f"status page on http://{host}:{shown}/")
         output.finish(
             {
                 "model": first.name,
@@ -131,21 +143,23 @@ def run(
                 "host": host,
                 "port": bound,
                 "http_port": http_port,
-                "metrics_port": metrics_port,
+                "metrics_port": shown,
             }
         )
 
     serve(
-        models,
+        registry,
         host=host,
         port=port,
         http_port=http_port,
         batching=BatchConfig(max_batch=max_batch, max_delay_us=max_delay_us, max_queue=max_queue),
         security=security,
         share_port=worker,
-        admin=store if admin else None,
-        stop=stop_with_parent() if worker else None,
-        metrics_port=metrics_port,
+        admin=manager if admin else None,
+        admin_through=None if link is None else link.change,
+        stop=None if link is None else link.gone,
+        metrics_port=None if worker else metrics_port,  # the supervisor's
         on_ready=ready,
+        on_start=start,
     )
     output.note("stopped")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["run_on_loop"]
+__all__ = ["run_on_loop", "start_on_loop"]
 
 T = TypeVar("T")
 _lock = threading.Lock()
@@ -20,7 +21,12 @@ def run_on_loop(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T
     grpc.aio has one completion queue a process: two loops in two threads wake each other for nothing and log errors, so
     all servers of a process share this loop. It is started by the first use and ends with the process.
     """
-    return asyncio.run_coroutine_threadsafe(work, _running()).result(timeout)
+    return start_on_loop(work).result(timeout)
+
+
+def start_on_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Begin ``work`` on that loop, from any thread."""
+    return asyncio.run_coroutine_threadsafe(work, _running())
 
 
 def _running() -> asyncio.AbstractEventLoop:

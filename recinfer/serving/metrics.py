@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["ServerMetrics", "Status", "merge_statuses", "only_counts"]
 
 Status = dict[str, Any]
+_NONE: dict[str, Any] = {"bounds": [], "counts": [0], "total": 0.0}
 _NOW = ("waiting", "running")  # of the queue: not counts since the start
 
 
@@ -92,7 +93,7 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
     """One status of several processes that serve the same.
 
     Args:
-        running: of processes that run now, at least one. What they share (a mapped archive) is counted once.
+        running: of processes that run now. What they share (a mapped archive) is counted once.
         ended: of processes that do not run any more; their counts stay in the sums, which would else go back.
     """
     everything = [*running, *ended]
@@ -101,12 +102,12 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
         counted.update({(item["method"], item["code"]): item["count"] for item in status["requests"]})
     queues = [status["queue"] for status in everything if status["queue"] is not None]
     return {
-        "uptime": max(status["uptime"] for status in running),
+        "uptime": max((status["uptime"] for status in running), default=0.0),
         "workers": sum(status["workers"] for status in running),
         "requests": _requests(counted),
         "latency": _merge_histograms([status["latency"] for status in everything]),
         "stages": _merge_histograms([status["stages"] for status in everything]),
-        "samples": _merge_histograms([{"": status["samples"]} for status in everything])[""],
+        "samples": _merge_histograms([{"": _NONE}, *({"": status["samples"]} for status in everything)])[""],
         "queue": {name: sum(queue[name] for queue in queues) for name in queues[0]} if queues else None,
         "models": _merge_models(running, everything),
     }
@@ -131,7 +132,7 @@ def _merge_histograms(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for histograms in found:
         for name, own in histograms.items():
             have = merged.get(name)
-            if have is None:
+            if have is None or have is _NONE:
                 merged[name] = own
                 continue
             counts = [a + b for a, b in zip(have["counts"], own["counts"], strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -193,6 +193,22 @@ class ModelRegistry:
                 raise InputError(f"model: {name!r} has nothing to go back to")
             new = _Versions(versions.by_name, versions.before, versions.weights)
             self._models = {**self._models, name or next(iter(self._models)): new}
+
+    def spread(self) -> dict[str, list[dict[str, int] | None]]:
+        """By model, the weights of its versions and those that they replaced, or None."""
+        return {
+            name: [dict(versions.weights), None if versions.before is None else dict(versions.before)]
+            for name, versions in self._models.items()
+        }
+
+    def restore(self, spread: Mapping[str, Sequence[Mapping[str, int] | None]]) -> None:
+        """Take over what ``spread`` gave in another process that has the same versions."""
+        with self._lock:
+            models = dict(self._models)
+            for name, (weights, before) in spread.items():
+                if weights is not None:
+                    models[name] = replace(models[name], weights=weights, before=before)
+            self._models = models
 
     @staticmethod
     def _of(models: Mapping[str, _Versions], name: str) -> _Versions:

@@ -42,7 +42,6 @@ from recinfer.serving.store import ModelStore, StoreManager
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
-    from recinfer.serving.admin import AdminService
     from recinfer.serving.metrics_http import MetricsDoor
     from recinfer.serving.open_inference_http import HttpDoor
 
@@ -73,7 +72,8 @@ class Server:
     """Serves predictors over gRPC from a background thread.
 
     Args:
-        predictors: name -> predictor, or models as they are to be served; the first is the default model.
+        predictors: name -> predictor, or models as they are to be served; the first is the default model. A
+            ModelRegistry is used as it is.
         host: address to listen on. The default is reachable from this machine only.
         port: TCP port; 0 takes a free one.
         limits: bounds on requests.
@@ -83,7 +83,10 @@ class Server:
         batching: how requests share runs.
         security: TLS and token; a host beyond loopback needs one (or ``insecure``).
         share_port: other processes may listen on the same port (SO_REUSEPORT); the system spreads connections.
-        admin: the store that the admin service loads versions from; None: there is no such service.
+        admin: the store that the admin service loads versions from, or what changes the models from one; None: there
+            is no such service.
+        admin_through: makes an admin call (its name, the serialized request) in all processes that share the port, this
+            one among them by its ``admin_calls``; needed for the service with ``share_port``.
 
     >>> server = Server({"movies": recinfer.load("movies.rqa")}).start()    # doctest: +SKIP
     >>> InferenceClient(f"127.0.0.1:{server.port}").lookup(features)        # doctest: +SKIP
@@ -92,7 +95,7 @@ class Server:
 
     def __init__(
         self,
-        predictors: Mapping[str, Predictor] | Iterable[ServedModel],
+        predictors: Mapping[str, Predictor] | Iterable[ServedModel] | ModelRegistry,
         host: str = "127.0.0.1",
         port: int = 0,
         *,
@@ -103,14 +106,16 @@ class Server:
         batching: BatchConfig | None = None,
         security: Security | None = None,
         share_port: bool = False,
-        admin: ModelStore | None = None,
+        admin: ModelStore | StoreManager | None = None,
+        admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
     ) -> None:
         if not 0 <= port <= 65535:
             raise InputError(f"port: got {port}, expected 0 to 65535")
         self._security = security or Security()
         self._security.check_host(host)
         self._share_port = share_port
-        self.service = InferenceService(ModelRegistry(predictors), limits)
+        registry = predictors if isinstance(predictors, ModelRegistry) else ModelRegistry(predictors)
+        self.service = InferenceService(registry, limits)
         self.stats = self.service.stats
         self.observer = Observer(self.stats)
         self.host = host
@@ -125,13 +130,15 @@ class Server:
         self.open_inference = OpenInference(
             self.service.registry, self.service.limits, self._ask, lambda: self._server is not None
         )
-        self._admin: AdminService | None = None
+        self.admin_calls: dict[str, _Answer] = {}
+        self._admin_through = admin_through
         if admin is not None:
-            if share_port:
+            if share_port and admin_through is None:
                 raise ConfigError("admin: it would change one of the processes that share the port; use one process")
             from recinfer.serving.admin import AdminService
 
-            self._admin = AdminService(StoreManager(self.service.registry, admin))
+            manager = admin if isinstance(admin, StoreManager) else StoreManager(registry, admin)
+            self.admin_calls = {k: self._announced(call) for k, call in AdminService(manager).calls().items()}
         self._http: HttpDoor | None = None
         self.http_port = http_port
         self.status = ServerMetrics(self.stats, self.service.registry, self._queue_state).status
@@ -200,7 +207,7 @@ class Server:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, reflection.SERVICE_NAME]
-        if self._admin is not None:
+        if self.admin_calls:
             names.append(_ADMIN_NAME)
         reflection.enable_server_reflection(names, server, _pool_of_everything())
         if not self._share_port:
@@ -290,8 +297,12 @@ class Server:
 
         ours = {call: functools.partial(self._ask, call) for call in (*self._decoders, "GetModel")}
         found = [handlers(SERVICE_NAME, ours), handlers(OPEN_INFERENCE, self.open_inference.calls())]
-        if self._admin is not None:
-            found.append(handlers(_ADMIN_NAME, {k: self._announced(call) for k, call in self._admin.calls().items()}))
+        if self.admin_calls:
+            through = self._admin_through
+            calls = self.admin_calls
+            if through is not None:
+                calls = {call: functools.partial(through, call) for call in calls}
+            found.append(handlers(_ADMIN_NAME, calls))
         return tuple(found)
 
     def _announced(self, change: _Answer) -> _Answer:
@@ -348,7 +359,7 @@ def _pool_of_everything() -> DescriptorPool:
 
 
 def serve(
-    predictors: Mapping[str, Predictor] | Iterable[ServedModel],
+    predictors: Mapping[str, Predictor] | Iterable[ServedModel] | ModelRegistry,
     host: str = "127.0.0.1",
     port: int = 0,
     *,
@@ -358,7 +369,8 @@ def serve(
     batching: BatchConfig | None = None,
     security: Security | None = None,
     share_port: bool = False,
-    admin: ModelStore | None = None,
+    admin: ModelStore | StoreManager | None = None,
+    admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
     grace: float = 10.0,
     on_ready: Callable[[int], None] | None = None,
     on_start: Callable[[Server], None] | None = None,
@@ -367,7 +379,7 @@ def serve(
     """Serve until SIGTERM or SIGINT (Ctrl-C), then drain for up to ``grace`` seconds. Call from the main thread.
 
     Args:
-        http_port, metrics_port, batching, security, share_port, admin: as :class:`Server` has them.
+        http_port, metrics_port, batching, security, share_port, admin, admin_through: as :class:`Server` has them.
         stop: set by someone else to end serving, as a signal does.
         on_ready: called with the bound port once requests are accepted.
         on_start: called with the server before that, when its models are in place.
@@ -392,6 +404,7 @@ def serve(
         security=security,
         share_port=share_port,
         admin=admin,
+        admin_through=admin_through,
     )
     try:
         if on_start is not None:

@@ -6,13 +6,15 @@ import gc
 import logging
 import re
 import threading
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, RecinferError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.registry import ModelRegistry, ServedModel
 
-__all__ = ["ModelStore", "StoreManager"]
+__all__ = ["ModelStore", "StoreManager", "restore"]
 
 _log = logging.getLogger(__name__)
 
@@ -88,11 +90,27 @@ class ModelStore:
 
 
 class StoreManager:
-    """Changes a registry from a store, one change at a time. Thread-safe."""
+    """Changes a registry from a store, one change at a time. Thread-safe.
 
-    def __init__(self, registry: ModelRegistry, store: ModelStore) -> None:
+    Args:
+        restored: the state that this process began with, see :func:`restore`.
+    """
+
+    def __init__(self, registry: ModelRegistry, store: ModelStore, restored: Mapping[str, Any] | None = None) -> None:
         self.registry, self.store = registry, store
         self._lock = threading.Lock()
+        # By model and version: deltas of the store that are applied, and how many others were taken back before them.
+        self._deltas: dict[tuple[str, str], tuple[list[str], int]] = {}
+        if restored is not None:
+            registry.restore(restored["weights"])
+            self._deltas = {(name, version): (names, back) for name, version, names, back in restored["versions"]}
+
+    def state(self) -> dict[str, Any]:
+        """What is served now, as JSON, so that another process can begin with the same."""
+        with self._lock:
+            served = [(name, version) for name in self.registry.names() for version in self.registry.versions(name)]
+            versions = [[name, version, *self._deltas.get((name, version), ([], 0))] for name, version in served]
+            return {"versions": versions, "weights": self.registry.spread()}
 
     def load(self, model: str, version: str = "", *, activate: bool = False) -> None:
         """Serve a version of the store; with ``activate`` also as the default one.
@@ -101,8 +119,7 @@ class StoreManager:
         an InputError here: the caller chose it.
         """
         with self._lock:
-            if not version:
-                version = next(iter(self.store.versions(model)), "")
+            version = version or self.newest_version(model)
             if model in self.registry.names() and version in self.registry.versions(model):
                 raise InputError(f"version: {version!r} of model {model!r} is loaded already; unload it first")
             try:
@@ -126,11 +143,16 @@ class StoreManager:
                 served.predictor.apply_delta(path)
             except ArchiveError as error:
                 raise InputError(f"delta: {name!r} is not applied to {served.name} {served.version}: {error}") from None
+            names, back = self._deltas.get((served.name, served.version), ([], 0))
+            self._deltas[served.name, served.version] = ([*names, name], back)
 
     def undo_delta(self, model: str, version: str) -> None:
         """Take back the last delta of a served version; raises InputError, NotFoundError."""
         with self._lock:
-            self._one(model, version).predictor.undo_delta()
+            served = self._one(model, version)
+            served.predictor.undo_delta()
+            names, back = self._deltas.get((served.name, served.version), ([], 0))
+            self._deltas[served.name, served.version] = (names[:-1], back) if names else ([], back + 1)
         gc.collect()
 
     def _one(self, model: str, version: str) -> ServedModel:
@@ -141,11 +163,34 @@ class StoreManager:
                 raise InputError(f"version: got none, and requests go to {version!r} and {others[0]!r}; name one")
         return self.registry.get(model, version)
 
+    def newest_version(self, model: str) -> str:
+        """The version that a load without one means; empty where the store has none."""
+        return next(iter(self.store.versions(model)), "")
+
     def unload(self, model: str, version: str) -> None:
         """Stop serving a version; its memory goes back when the last request on it has ended."""
         with self._lock:
-            self.registry.remove(model, version)
+            name = self.registry.get(model, version).name
+            self.registry.remove(name, version)
+            self._deltas.pop((name, version), None)
         gc.collect()
+
+
+def restore(state: Mapping[str, Any], loaded: Iterable[ServedModel], store: ModelStore) -> list[ServedModel]:
+    """The versions of :meth:`StoreManager.state`, those of ``loaded`` as they are and the others from the store.
+
+    Raises ArchiveError, NotFoundError, InputError: the store does not hold any more what is served.
+    """
+    here = {(model.name, model.version): model for model in loaded}
+    models = []
+    for name, version, deltas, back in state["versions"]:
+        model = here.get((name, version)) or ServedModel.of(name, store.open(name, version), version)
+        for _ in range(back):
+            model.predictor.undo_delta()
+        for delta in deltas:
+            model.predictor.apply_delta(store.delta(name, delta))
+        models.append(model)
+    return models
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

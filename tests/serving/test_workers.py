@@ -146,6 +146,8 @@ def test_workers_end_with_their_supervisor(archive: Path):
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
+        process.stdin.write("{}\n")
+        process.stdin.flush()
         assert "port" in json.loads(process.stdout.readline())
         process.stdin.close()
         assert process.wait(30) == 0

@@ -1,0 +1,181 @@
+"""Several workers are one server: one sum of what they count, one change of models in all of them, and a worker that
+takes the place of another begins with what is served then."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from recinfer.errors import InputError
+from recinfer.serving.admin_client import AdminClient
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.metrics import merge_statuses, only_counts
+from tests.serving.conftest import make_request
+from tests.serving.test_deltas import store
+from tests.serving.test_workers import until
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
+parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed (the serve extra)")
+pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_REUSEPORT"), reason="needs SO_REUSEPORT")
+
+__all__ = ["store"]
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """``recinfer serve`` with ``arguments``; what it said when it was ready."""
+    command = [sys.executable, "-m", "recinfer", "serve", "--port", "0", "--json", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        yield process, json.loads(line)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert "Traceback" not in err, err
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def status(ready: dict[str, Any]) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{ready['metrics_port']}/status.json", timeout=20) as answer:
+        return json.loads(answer.read())
+
+
+def workers_of(process: subprocess.Popen[str]) -> set[int]:
+    tasks = Path(f"/proc/{process.pid}/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+def ask(target: str, count: int) -> set[str]:
+    """``count`` predictions, each on a connection of its own, so that all workers get some; the versions that answered."""
+    versions = set()
+    for seed in range(count):
+        with InferenceClient(target) as client:
+            _, kjt = make_request(seed, 2)
+            versions.add(client.lookup(kjt).model_version)
+    return versions
+
+
+def counted(shown: dict[str, Any]) -> int:
+    return sum(item["count"] for item in shown["requests"] if (item["method"], item["code"]) == ("Lookup", "OK"))
+
+
+def test_metrics_are_the_sum_of_the_workers_also_of_one_that_was_killed(archive: Path):
+    with serving(str(archive), "--workers", "2", "--metrics-port", "0") as (process, ready):
+        target = f"127.0.0.1:{ready['port']}"
+        before = status(ready)
+        assert (before["workers"], counted(before)) == (2, 0)
+        ask(target, 24)
+        shown = status(ready)
+        assert counted(shown) == 24
+        assert sum(shown["stages"]["lookup"]["counts"]) == 24 + sum(before["stages"]["lookup"]["counts"])
+        assert shown["models"][0]["mapped"] == before["models"][0]["mapped"]  # the archive once
+        assert len(shown["models"]) == 1
+        victim = min(workers_of(process))
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: victim not in workers_of(process) and len(workers_of(process)) == 2)
+        until(lambda: status(ready)["workers"] == 2)
+        assert counted(status(ready)) == 24
+        ask(target, 6)
+        with urllib.request.urlopen(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=20) as answer:
+            families = {f.name: f for f in parser.text_string_to_metric_families(answer.read().decode())}
+        samples = [s for s in families["recinfer_requests"].samples if s.labels == {"method": "Lookup", "code": "OK"}]
+        assert [sample.value for sample in samples if sample.name.endswith("_total")] == [30]
+        assert families["recinfer_workers"].samples[0].value == 2
+
+
+def test_changes_reach_all_workers_and_their_successors(store: Path, tmp_path: Path):
+    folder = tmp_path / "store"
+    shutil.copytree(store, folder)
+    shutil.rmtree(folder / "tiny" / "4")
+    arguments = ("--model-store", str(folder), "--admin", "--workers", "2", "--metrics-port", "0")
+    with serving(*arguments) as (process, ready):
+        target = f"127.0.0.1:{ready['port']}"
+        shutil.copytree(folder / "tiny" / "3", folder / "tiny" / "4")  # newer than what is served
+        with AdminClient(target) as admin:
+            admin.apply_delta("tiny", "1.rqd")
+            loaded = admin.load("tiny")  # the newest
+            assert {name: (v.weight, v.deltas) for name, v in loaded["tiny"].items()} == {"3": (1, 1), "4": (0, 0)}
+            admin.apply_delta("tiny", "1.rqd", "4")
+            admin.set_weights("tiny", {"3": 50, "4": 50})
+            assert ask(target, 40) == {"3", "4"}
+            admin.set_default("tiny", "4")
+            assert ask(target, 16) == {"4"}
+            with pytest.raises(InputError, match="'broken.rqd' is not applied"):
+                admin.apply_delta("tiny", "broken.rqd", "4")
+            expected = {"3": (0, 1), "4": (1, 1)}
+            victims = workers_of(process)
+            for victim in victims:
+                os.kill(victim, signal.SIGKILL)
+            until(lambda: not victims & workers_of(process) and status(ready)["workers"] == 2, 120)
+            assert ask(target, 16) == {"4"}
+            assert {m["version"]: (m["weight"], m["deltas"]) for m in status(ready)["models"]} == expected
+            admin.rollback("tiny")
+            assert ask(target, 40) == {"3", "4"}
+            admin.set_default("tiny", "3")
+            admin.undo_delta("tiny", "3")
+            assert set(admin.unload("tiny", "4")["tiny"]) == {"3"}
+            assert ask(target, 16) == {"3"}
+            with pytest.raises(grpc.RpcError) as refused, grpc.insecure_channel(target) as channel:
+                channel.unary_unary("/recinfer.v1.Admin/Load")(b"\xff", timeout=10)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def plain(counts: list[int], **more: Any) -> dict[str, Any]:
+    histogram = {"bounds": [1.0], "counts": counts, "total": float(sum(counts))}
+    return {
+        "uptime": 3.0,
+        "workers": 1,
+        "requests": [{"method": "Lookup", "code": "OK", "count": counts[0]}],
+        "latency": {"Lookup": histogram},
+        "stages": {"decode": histogram},
+        "samples": histogram,
+        "queue": {"waiting": 2, "running": 1, "runs": 5, "requests": 9, "samples": 9, "expired": 0, "refused": 1},
+        "models": [{"name": "m", "version": "1", "mapped": 7, "age": 2.0, "replaced": {"a": 1}, "missing": {"a": 2}}],
+    } | more
+
+
+def test_statuses_are_summed():
+    merged = merge_statuses([plain([1, 2]), plain([3, 4], uptime=5.0)], [only_counts(plain([10, 0]))])
+    assert (merged["uptime"], merged["workers"]) == (5.0, 2)
+    assert merged["requests"] == [{"method": "Lookup", "code": "OK", "count": 14}]
+    assert merged["latency"]["Lookup"] == {"bounds": [1.0], "counts": [14, 6], "total": 20.0}
+    assert (merged["queue"]["waiting"], merged["queue"]["runs"]) == (4, 15)
+    assert merged["models"] == [
+        {"name": "m", "version": "1", "mapped": 7, "age": 2.0, "replaced": {"a": 3}, "missing": {"a": 6}}
+    ]
+    nobody = merge_statuses([], [only_counts(plain([1, 0]))])
+    assert (nobody["workers"], nobody["models"], nobody["requests"][0]["count"]) == (0, [], 1)
+    assert merge_statuses([])["samples"]["counts"] == [0]
+
+
+def test_a_worker_that_hangs_is_shown_as_it_was(archive: Path):
+    with serving(str(archive), "--workers", "2", "--metrics-port", "0") as (process, ready):
+        ask(f"127.0.0.1:{ready['port']}", 12)
+        assert counted(status(ready)) == 12
+        hanging = min(workers_of(process))
+        os.kill(hanging, signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            for _ in range(3):
+                assert counted(status(ready)) == 12
+            assert time.monotonic() - start < 10
+        finally:
+            os.kill(hanging, signal.SIGCONT)
