@@ -2,6 +2,7 @@
 
 RECINFER_DEBUG            1: the command line shows tracebacks of expected errors too
 RECINFER_TOKEN            bearer token that a server asks of its callers
+RANK, WORLD_SIZE          this process's rank and how many there are, as torchrun sets them
 LOCAL_WORLD_SIZE          ranks on this host, as torchrun sets it
 INTRA_NODE_BANDWIDTH      bytes per millisecond between ranks of one host, for the planner
 CROSS_NODE_BANDWIDTH      bytes per millisecond between hosts, for the planner
@@ -21,8 +22,10 @@ __all__ = [
     "debug",
     "intra_node_bandwidth",
     "local_world_size",
+    "set_torchrun",
     "storage_reserve_percent",
     "token",
+    "torchrun_rank",
 ]
 
 _OFF = frozenset({"", "0", "false", "no", "off"})
@@ -66,6 +69,34 @@ def local_world_size(world_size: int) -> int:
     if given != int(given):
         raise ConfigError(f"environment variable LOCAL_WORLD_SIZE={given}; expected {expected}")
     return int(given)
+
+
+def torchrun_rank() -> tuple[int, int] | None:
+    """``RANK`` and ``WORLD_SIZE`` of a process that torchrun (or something like it) started; None for any other.
+
+    Raises:
+        ConfigError: one of them is missing or no whole number, or they do not fit.
+    """
+    expected = "a whole number, as torchrun sets it, together with WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    rank = _number("RANK", expected, 0, math.inf)
+    if rank is None:
+        return None
+    world_size = _number("WORLD_SIZE", expected, 1, math.inf)
+    if world_size is None or rank != int(rank) or world_size != int(world_size) or rank >= world_size:
+        raise ConfigError(f"environment variables RANK={rank}, WORLD_SIZE={world_size}; expected {expected}")
+    return int(rank), int(world_size)
+
+
+def set_torchrun(rank: int, world_size: int, port: int) -> None:
+    """Set for this process what torchrun would, for ranks that are all on this host."""
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
 
 
 def intra_node_bandwidth() -> float | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,6 +83,16 @@ class CheckpointReader:
         """Bytes of the model's tensors, the optimizer's not counted."""
         return sum(torch.Size(self.shape(k)).numel() * self.dtype(k).itemsize for k in self.keys())
 
+    def tensor(self, key: str) -> StoredTensor:
+        """Where the pieces of the model's ``key`` lie; raises CheckpointError for an unknown key."""
+        return self._tensor(key)
+
+    def stored(self, key: str) -> StoredTensor:
+        """The same for a key as it is stored (:meth:`stored_keys`)."""
+        if key not in self._tensors:
+            raise CheckpointError(f"{self.path}: has no {key!r}; it has {_some(self.stored_keys())}")
+        return self._tensors[key]
+
     def read(self, key: str) -> Tensor:
         """The whole tensor ``key``, contiguous, on the CPU.
 
@@ -136,6 +146,42 @@ class CheckpointReader:
             for dim, (offset, size) in enumerate(zip(chunk.offsets[1:], chunk.sizes[1:]), start=1):
                 target = target.narrow(dim, offset, size)
             chunk.data.read_rows(first - chunk.offsets[0], last - chunk.offsets[0], target)
+
+    def read_blocks(self, key: str, start: int, stop: int, block: Tensor) -> Iterator[tuple[int, int]]:
+        """Rows ``start`` to ``stop`` of a matrix, one block after the other: the fast way to go over a large table.
+
+        Args:
+            block: contiguous CPU tensor ``[any number of rows, columns]``; its first rows are refilled each time. Other
+                dtypes are converted.
+
+        Yields:
+            (first, last): ``block[: last - first]`` now holds rows ``first`` to ``last``.
+
+        Raises:
+            CheckpointError: as :meth:`read_rows`.
+        """
+        tensor = self._tensor(key)
+        self._check_rows(key, tensor, start, stop)
+        for chunk in tensor.chunks:
+            low, high = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
+            if low <= start and stop <= high and chunk.sizes[1:] == tensor.shape[1:]:
+                _check_chunk(key, tensor, chunk)
+                if chunk.data.plain(block.dtype):
+                    for first, last in chunk.data.read_blocks(start - low, stop - low, block):
+                        yield first + low, last + low
+                    return
+        for first in range(start, stop, len(block)):
+            last = min(first + len(block), stop)
+            self.read_into(key, block[: last - first], first, last)
+            yield first, last
+
+    def read_ahead(self, key: str, start: int, stop: int) -> None:
+        """Ask the system to read rows ``start`` to ``stop`` of ``key`` from the disk in the background, where it can."""
+        for chunk in self._tensor(key).chunks:
+            if chunk.offsets:
+                low, high = max(start, chunk.offsets[0]), min(stop, chunk.offsets[0] + chunk.sizes[0])
+                if low < high:
+                    chunk.data.read_ahead(low - chunk.offsets[0], high - chunk.offsets[0])
 
     def _check_rows(self, key: str, tensor: StoredTensor, start: int, stop: int) -> None:
         rows = tensor.shape[0] if tensor.shape else 1

@@ -14,6 +14,7 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,32 @@ class TensorBytes:
                 span = torch.empty(self._span(block), dtype=self.dtype)
                 _pread(file, at, span)
                 target.copy_(span.as_strided(block, strides))
+
+    def read_blocks(self, start: int, stop: int, block: Tensor) -> Iterator[tuple[int, int]]:
+        """Rows ``start`` to ``stop`` through ``block``, whose first rows are refilled before each (first, last) is given.
+
+        For tensors that are :meth:`plain` only: nothing but reads happens here.
+        """
+        bytes_of_row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        view = block.reshape(-1).view(torch.uint8).numpy().data
+        with _open(self.path) as file:
+            for first in range(start, stop, len(block)):
+                last = min(first + len(block), stop)
+                _fill(file, self.offset + first * bytes_of_row, view[: (last - first) * bytes_of_row])
+                yield first, last
+
+    def plain(self, dtype: torch.dtype) -> bool:
+        """Whether its bytes are those of a contiguous tensor of ``dtype`` with rows."""
+        return self.dtype == dtype and bool(self.shape) and _is_contiguous(self.shape, self.strides)
+
+    def read_ahead(self, start: int, stop: int) -> None:
+        """Ask the system to have rows ``start`` to ``stop`` at hand soon. Does not wait, promises nothing."""
+        if not self.shape or not hasattr(os, "posix_fadvise"):
+            return
+        stride = self.strides[0] * self.dtype.itemsize
+        with _open(self.path) as file:
+            at, count = self.offset + start * stride, (stop - start) * stride
+            os.posix_fadvise(file.fileno(), at, count, os.POSIX_FADV_WILLNEED)
 
     def _span(self, shape: tuple[int, ...]) -> int:
         """Elements from the first to the last one of a block of ``shape``."""
@@ -269,9 +296,11 @@ def _open(path: Path) -> io.FileIO:
 
 def _pread(file: io.FileIO, offset: int, out: Tensor) -> None:
     """Fill the contiguous ``out`` with the bytes at ``offset``."""
-    if not out.numel():
-        return
-    view = out.reshape(-1).view(torch.uint8).numpy().data
+    if out.numel():
+        _fill(file, offset, out.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _fill(file: io.FileIO, offset: int, view: memoryview) -> None:
     done = 0
     while done < len(view):
         # One call reads at most 2 GiB on Linux.

@@ -7,23 +7,24 @@ import os
 import shutil
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim import Optimizer
 
 from recinfer.checkpoint.dcp import METADATA_FILE
 from recinfer.checkpoint.model_json import MODEL_FORMAT, MODEL_JSON, describe_model
+from recinfer.checkpoint.restore import keyed_optimizer, own_names
 from recinfer.errors import CheckpointError
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
 
-__all__ = ["check_target", "save_checkpoint"]
+__all__ = ["check_target", "save_checkpoint", "save_checkpoint_async"]
 
 
 def save_checkpoint(
@@ -37,54 +38,119 @@ def save_checkpoint(
 ) -> Path:
     """Write ``model`` and how to build it again. The folder appears under its name when it is whole.
 
-    Tensors lie under ``model.<key of the state dict>``, the optimizer's under ``optim.``, so
+    Tensors lie under ``model.<key of the state dict>``, the optimizer's under ``optim.state.<parameter>.<state>``, so
     ``dcp.load({"model": module.state_dict()}, checkpoint_id=folder)`` reads it back too. With a process group every
-    rank calls this, with the same folder on a shared file system.
+    rank calls this, with the same folder on a shared file system, and writes its own shards.
 
     Args:
         folder: where to; an earlier checkpoint there is replaced.
-        model: no tensor on meta.
-        optimizer: one or several over the model's parameters.
+        model: no tensor on meta; its state may hold ShardedTensors.
+        optimizer: one or several over the model's parameters, torch's or keyed ones.
         contract: how raw rows become the model's inputs.
         model_name, model_version: under which the model is served.
 
     Raises:
         CheckpointError: tensors on meta, or ``folder`` holds something that is no checkpoint.
     """
-    target = check_target(folder)
-    state: dict[str, Any] = {"model": model.state_dict()}
-    stuck = [key for key, tensor in state["model"].items() if getattr(tensor, "is_meta", False)]
-    if stuck:
-        raise CheckpointError(f"{', '.join(stuck[:8])}: on meta, there is nothing to save; load the weights first")
-    if optimizer is not None:
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        state["optim"] = get_optimizer_state_dict(model, optimizers, options=options)
-    description = {
-        "format": MODEL_FORMAT,
-        "name": model_name,
-        "version": model_version,
-        "model": describe_model(model),
-        "contract": None if contract is None else contract.to_dict(),
-    }
-    text = json.dumps(description, indent=1, allow_nan=False) + "\n"
-    partial = target.with_name(f".{target.name}.partial")
-    together = dist.is_available() and dist.is_initialized()
-    first = not together or dist.get_rank() == 0
-    if first:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    if together:
-        dist.barrier()
+    saving = _Saving(folder, model, optimizer, contract, model_name, model_version)
+    saving.begin()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(partial), no_dist=not together)
-    if first:
-        (partial / MODEL_JSON).write_text(text, encoding="utf-8")
-        _put(partial, target)
-    if together:
+        dcp.save(saving.state, storage_writer=dcp.FileSystemWriter(saving.partial), no_dist=not saving.together)
+    saving.finish()
+    if saving.together:
         dist.barrier()
-    return target
+    return saving.target
+
+
+def save_checkpoint_async(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    contract: FeatureContract | None = None,
+    model_name: str = "model",
+    model_version: str = "1",
+) -> Future[Path]:
+    """As :func:`save_checkpoint`, written by a thread while training goes on; the state is copied before this returns.
+
+    With a process group every rank calls this and gets its own future; the first rank's is done when the folder has its
+    name. Wait for one save before the next, and before the process ends.
+    """
+    saving = _Saving(folder, model, optimizer, contract, model_name, model_version)
+    saving.begin()
+    result: Future[Path] = Future()
+    # Its own group: the collectives of the saving thread must not mix with those of training.
+    group = dist.new_group(backend="gloo") if saving.together else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        done: Any = dcp.async_save(
+            saving.state,
+            storage_writer=dcp.FileSystemWriter(saving.partial),
+            process_group=group,
+            no_dist=not saving.together,
+        )
+
+    def finish(finished: Any) -> None:
+        try:
+            finished.result()
+            saving.finish()
+            if group is not None:
+                dist.destroy_process_group(group)
+            result.set_result(saving.target)
+        except BaseException as error:
+            result.set_exception(error)
+
+    getattr(done, "upload_completion", done).add_done_callback(finish)
+    return result
+
+
+class _Saving:
+    """One checkpoint being written: the state, the folder it grows in and the one it becomes."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
+        contract: FeatureContract | None,
+        model_name: str,
+        model_version: str,
+    ) -> None:
+        self.target = check_target(folder)
+        self.partial = self.target.with_name(f".{self.target.name}.partial")
+        self.state: dict[str, Any] = {"model": model.state_dict()}
+        stuck = [key for key, tensor in self.state["model"].items() if getattr(tensor, "is_meta", False)]
+        if stuck:
+            raise CheckpointError(f"{', '.join(stuck[:8])}: on meta, there is nothing to save; load the weights first")
+        if optimizer is not None:
+            keyed = keyed_optimizer(model, optimizer)
+            names = own_names(model, keyed)
+            self.state["optim"] = {"state": {names[n]: v for n, v in keyed.state_dict()["state"].items()}}
+        description = {
+            "format": MODEL_FORMAT,
+            "name": model_name,
+            "version": model_version,
+            "model": describe_model(model),
+            "contract": None if contract is None else contract.to_dict(),
+        }
+        self._text = json.dumps(description, indent=1, allow_nan=False) + "\n"
+        self.together = dist.is_available() and dist.is_initialized()
+        self._first = not self.together or dist.get_rank() == 0
+
+    def begin(self) -> None:
+        """An empty folder for all ranks to write in."""
+        if self._first:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self.partial.mkdir(parents=True)
+        if self.together:
+            dist.barrier()
+
+    def finish(self) -> None:
+        """The first rank gives the folder, which all have written, its name."""
+        if self._first:
+            (self.partial / MODEL_JSON).write_text(self._text, encoding="utf-8")
+            _put(self.partial, self.target)
 
 
 def check_target(folder: str | os.PathLike[str]) -> Path:

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from recinfer.errors import InputError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from recinfer.streamable import Pipelineable
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
 
-__all__ = ["Batch", "Examples"]
+__all__ = ["Batch", "Examples", "empty_batch"]
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Pipelineable):
     """What one step of training or evaluation sees.
 
     Attributes:
@@ -34,6 +35,30 @@ class Batch:
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor
     labels: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """The batch on ``device``."""
+        return Batch(
+            self.dense_features.to(device, non_blocking=non_blocking),
+            self.sparse_features.to(device, non_blocking=non_blocking),
+            self.labels.to(device, non_blocking=non_blocking),
+        )
+
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory alive until ``stream`` is done with it."""
+        for part in (self.dense_features, self.sparse_features, self.labels):
+            part.record_stream(stream)
+
+
+def empty_batch(contract: FeatureContract) -> Batch:
+    """A batch of no rows, for a rank that has none left while others do."""
+    sparse = KeyedJaggedTensor(
+        keys=list(contract.feature_names),
+        values=torch.empty(0, dtype=torch.int64),
+        lengths=torch.empty(0, dtype=torch.int64),
+        stride=0,
+    )
+    return Batch(torch.empty(0, contract.num_dense), sparse, torch.empty(0))
 
 
 class Examples:

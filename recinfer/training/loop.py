@@ -1,38 +1,83 @@
-"""The training loop: a dataset in, a trained DLRM with its held-out metrics and its checkpoint out; one process."""
+"""The training loop: batches in, a trained DLRM with its held-out metrics, its learning curve and its checkpoints out.
+
+The same loop runs in one process and on every rank of a process group (see :mod:`recinfer.training.launch`).
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from recinfer.checkpoint import check_target, save_checkpoint
-from recinfer.data.metrics import auc, log_loss, sigmoid
-from recinfer.errors import ConfigError, InputError
-from recinfer.models.dlrm import DLRM, DLRMTrain
-from recinfer.training.batches import Batch, Examples
+from recinfer.checkpoint import check_target
+from recinfer.errors import CheckpointError, ConfigError
+from recinfer.training.batches import Batch, Examples, empty_batch
+from recinfer.training.curve import Curve
+from recinfer.training.metrics import evaluate
 from recinfer.training.model import build_dlrm, start_at_rate
 from recinfer.training.progress import Report, training_progress
-from recinfer.training.rowwise_adagrad import RowWiseAdagrad, sparse_gradients
+from recinfer.training.sources import BatchSource, MemorySource
+from recinfer.training.trainers import LocalTrainer, ShardedTrainer, Trainer
 
 if TYPE_CHECKING:
     from recinfer.data.dataset import Dataset
+    from recinfer.distributed.planner import Plan
 
-__all__ = ["TrainResult", "predict_logits", "train"]
+__all__ = ["TrainResult", "TrainSettings", "fit", "predict_logits", "resume_folder", "train"]
 
 _EVALUATION_BATCH = 8192
 _SMALL_BATCH = 4096
+_SMALL_TABLES = 1 << 28  # bytes
 _WARMUP = 0.05  # part of the steps in which the learning rates rise; they then fall to 0 in a line
+_WARMUP_STEPS = 500  # where the number of steps is not known; the rates then stay
+_CURVE_POINTS = 200  # about so many rows of the curve in a run
+_POSITION = "train.json"
+_KEPT = 2  # checkpoints of a run under way
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """How to train.
+
+    Attributes:
+        embedding_dim: columns of every table.
+        epochs: passes over the training rows.
+        seed: of the initial weights.
+        dense_lr, sparse_lr: peak learning rates of the MLPs (Adam) and of the tables (row-wise Adagrad).
+        sharding: on several ranks, table -> sharding type; ``"*"`` for all others. What is not named the planner chooses.
+        plan: on several ranks, a sharding made before.
+        save_every: steps between checkpoints of the run under way; None for none.
+        resume: go on from the last of them.
+    """
+
+    embedding_dim: int = 16
+    epochs: int = 1
+    seed: int = 0
+    dense_lr: float = 5e-3
+    sparse_lr: float = 5e-2
+    sharding: Mapping[str, str] = field(default_factory=dict)
+    plan: Plan | None = None
+    save_every: int | None = None
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.epochs, self.embedding_dim, self.save_every or 1) < 1:
+            raise ConfigError(
+                f"epochs={self.epochs}, embedding_dim={self.embedding_dim}, save_every={self.save_every}; expected at "
+                "least 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -42,23 +87,27 @@ class TrainResult:
     Attributes:
         auc: area under the ROC curve on the held-out rows; nan if they hold one class only.
         log_loss: mean log-loss on the held-out rows, natural logarithm.
-        train_losses: mean training loss of each epoch.
-        num_train_rows, num_test_rows: rows trained on and held out.
-        num_steps: updates made.
-        seconds: wall time of reading the columns, training and evaluation, without the checkpoint.
+        normalized_entropy: log-loss over that of always saying the mean; nan if they hold one class only.
+        train_losses: mean training loss of each epoch (of a resumed run, of the steps since).
+        num_train_rows, num_test_rows: rows trained on in a pass, and rows held out.
+        num_steps: updates made, those before a resume too.
+        seconds: wall time of training and evaluation, without the checkpoint.
+        samples_per_second: rows trained on a second, over all ranks.
         checkpoint: the folder written, or None.
         model: the trained model, in eval mode.
     """
 
     auc: float
     log_loss: float
+    normalized_entropy: float
     train_losses: tuple[float, ...]
     num_train_rows: int
     num_test_rows: int
     num_steps: int
     seconds: float
+    samples_per_second: float
     checkpoint: Path | None
-    model: DLRM = field(repr=False)
+    model: nn.Module = field(repr=False)
 
 
 def train(
@@ -73,7 +122,7 @@ def train(
     dense_lr: float = 5e-3,
     sparse_lr: float = 5e-2,
 ) -> TrainResult:
-    """Train a DLRM on ``dataset`` and evaluate it on the rows held out.
+    """Train a DLRM on ``dataset`` in this process and evaluate it on the rows held out.
 
     Adam on the MLPs, row-wise Adagrad with sparse gradients on the tables: a step costs time in proportion to the ids
     of its batch, not to the tables. The same arguments on the same machine give the same weights.
@@ -95,34 +144,256 @@ def train(
         CheckpointError: ``out`` holds something that is no checkpoint (found before training).
     """
     started = time.perf_counter()
-    if min(epochs, batch_size, embedding_dim) < 1:
-        raise ConfigError(
-            f"epochs={epochs}, batch_size={batch_size}, embedding_dim={embedding_dim}; expected at least 1"
-        )
+    settings = TrainSettings(embedding_dim, epochs, seed, dense_lr, sparse_lr)
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}; expected at least 1")
     if out is not None:
         check_target(out)
-    examples = _examples(dataset, dataset.train, "training")
-    held_out = _examples(dataset, dataset.test, "held-out")
-    model = build_dlrm(dataset.contract, embedding_dim=embedding_dim, seed=seed)
-    start_at_rate(model, float(examples.labels.mean()))
-    optimizers = _optimizers(model, dense_lr, sparse_lr)
-    num_steps = epochs * math.ceil(len(examples) / batch_size)
-    with _threads_for(batch_size):
-        with training_progress(num_steps, show=progress) as report, sparse_gradients(model):
-            losses = _fit(model, optimizers, examples, epochs, batch_size, num_steps, seed, report)
-        model.eval()
-        logits = predict_logits(model, held_out)
-    labels = held_out.labels.numpy()
-    result_auc, result_loss = auc(labels, logits), log_loss(labels, sigmoid(logits))
-    seconds = time.perf_counter() - started
-    checkpoint = None
+    source = MemorySource(dataset, batch_size, seed=seed)
+    result = fit(source, settings, out=out, progress=progress)
+    return replace(result, seconds=time.perf_counter() - started)
+
+
+def fit(
+    source: BatchSource,
+    settings: TrainSettings,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    curve: Curve | None = None,
+    progress: bool = True,
+) -> TrainResult:
+    """Train on the batches of ``source``; on several ranks every rank calls it, in the default process group.
+
+    Args:
+        source: this rank's batches.
+        settings: how.
+        out: folder of the checkpoint; None writes none. Checkpoints of the run under way lie in
+            :func:`resume_folder` beside it and go when the run is done.
+        curve: takes the losses and metrics; only the first rank's is used.
+        progress: show a progress bar on stderr (first rank).
+
+    Raises: as :func:`train`; CheckpointError too if there is nothing to resume from.
+    """
     if out is not None:
-        checkpoint = save_checkpoint(
-            out, model, optimizer=optimizers, contract=dataset.contract, model_name=dataset.name
-        )
+        check_target(out)
+    first = source.rank == 0
+    run = _Run(source, settings, _trainer(source, settings), out, curve or Curve())
+    with _threads_for(source.batch_size):
+        if settings.resume:
+            run.resume()
+        with training_progress(
+            run.num_steps, show=progress and first, done=run.step, rows=source.global_batch
+        ) as report:
+            run.train(report)
+        run.trainer.close()
+        seconds = run.seconds
+        checkpoint = None
+        if out is not None:
+            checkpoint = run.trainer.save(Path(out), source.contract, source.name)
+            run.forget()
+    metrics = run.metrics
     return TrainResult(
-        result_auc, result_loss, losses, len(examples), len(held_out), num_steps, seconds, checkpoint, model
+        metrics["auc"],
+        metrics["log_loss"],
+        metrics["normalized_entropy"],
+        tuple(run.losses),
+        source.num_train_rows or 0,
+        run.num_test_rows,
+        run.step,
+        seconds,
+        run.rows * source.world_size / max(run.train_seconds, 1e-9),
+        checkpoint,
+        run.trainer.model,
     )
+
+
+def resume_folder(out: str | os.PathLike[str]) -> Path:
+    """Where checkpoints of a run under way lie, for a run that writes to ``out``: ``<out>.steps``."""
+    target = Path(out).absolute()
+    return target.with_name(f"{target.name}.steps")
+
+
+class _Run:
+    """A training under way on this rank."""
+
+    def __init__(
+        self,
+        source: BatchSource,
+        settings: TrainSettings,
+        trainer: Trainer,
+        out: str | os.PathLike[str] | None,
+        curve: Curve,
+    ) -> None:
+        self.source, self.settings, self.trainer, self.curve = source, settings, trainer, curve
+        self.folder = None if out is None else resume_folder(out)
+        self.epoch = self.step = self.skip = self.rows = 0
+        self.losses: list[float] = []
+        self.metrics: dict[str, float] = {}
+        self.num_test_rows = 0
+        self.seconds = self.train_seconds = 0.0
+        self.started = time.perf_counter()
+        per_epoch = source.steps_per_epoch
+        self.num_steps = None if per_epoch is None else settings.epochs * per_epoch
+        self.curve_every = max(1, (self.num_steps or 20 * _CURVE_POINTS) // _CURVE_POINTS)
+
+    # ---------------------------------------------------------------------------------------------- the loop
+
+    def train(self, report: Report) -> None:
+        """All passes that are left, each with an evaluation at its end."""
+        while self.epoch < self.settings.epochs:
+            started = time.perf_counter()
+            self.losses.append(self._pass(report))
+            self.train_seconds += time.perf_counter() - started
+            self.epoch, self.skip = self.epoch + 1, 0
+            self._evaluate()
+        if not self.metrics:  # a run that was resumed after its last pass
+            self._evaluate()
+        self.seconds = time.perf_counter() - self.started
+
+    def _pass(self, report: Report) -> float:
+        batches = self.source.batches(self.epoch, self.skip)
+        total = recent = 0.0
+        rows = recent_rows = 0
+        while True:
+            self.trainer.set_rate(_rate(self.step, self.num_steps))
+            try:
+                loss, count = self.trainer.step(batches)
+            except StopIteration:
+                break
+            if not math.isfinite(loss):
+                raise ConfigError(f"the training loss is {loss} in epoch {self.epoch + 1}; lower dense_lr or sparse_lr")
+            self.step += 1
+            self.skip += 1
+            self.rows += count
+            total, rows = total + loss * count, rows + count
+            recent, recent_rows = recent + loss * count, recent_rows + count
+            report(self.epoch + 1, loss)
+            if self.step % self.curve_every == 0:
+                self._point(recent / recent_rows)
+                recent, recent_rows = 0.0, 0
+            if self.settings.save_every and self.folder is not None and self.step % self.settings.save_every == 0:
+                self._save()
+        if recent_rows:
+            self._point(recent / recent_rows)
+        return total / rows if rows else math.nan
+
+    def _point(self, loss: float) -> None:
+        self.curve.add_step(self.step, self.epoch + 1, self.step * self.source.global_batch, loss)
+
+    def _evaluate(self) -> None:
+        self.num_test_rows = 0
+
+        def scored() -> Iterator[tuple[Tensor, Tensor]]:
+            for batch in _in_step(self.source):
+                self.num_test_rows += batch.labels.numel()
+                yield self.trainer.logits(batch), batch.labels
+
+        self.metrics = evaluate(scored())
+        self.num_test_rows = int(_sum(self.num_test_rows))
+        self.curve.add_evaluation(self.step, self.epoch, self.step * self.source.global_batch, self.metrics)
+
+    # ---------------------------------------------------------------------------------------------- checkpoints
+
+    def _save(self) -> None:
+        assert self.folder is not None
+        target = self.folder / f"step-{self.step:09d}"
+        position = {
+            "epoch": self.epoch,
+            "step": self.step,
+            "steps_in_epoch": self.skip,
+            "global_batch": self.source.global_batch,
+            "curve": self.curve.rows,
+        }
+        if self.source.rank == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        self.trainer.save(target, self.source.contract, self.source.name)
+        if self.source.rank == 0:
+            part = target / f".{_POSITION}"
+            part.write_text(json.dumps(position), encoding="utf-8")
+            os.replace(part, target / _POSITION)  # what has no position is not whole
+            for old in _whole(self.folder)[:-_KEPT]:
+                _remove(old)
+
+    def resume(self) -> None:
+        """Take up the last whole checkpoint of the run."""
+        found = [] if self.folder is None else _whole(self.folder)
+        if not found:
+            raise CheckpointError(f"{self.folder}: there is no whole checkpoint to resume from; train without resume")
+        position = json.loads((found[-1] / _POSITION).read_text(encoding="utf-8"))
+        if position["global_batch"] != self.source.global_batch:
+            raise ConfigError(
+                f"{found[-1]}: trained {position['global_batch']} rows a step over all ranks, this run has "
+                f"{self.source.global_batch}; give a batch size with which batch size x ranks is the same"
+            )
+        self.trainer.load(found[-1])
+        self.epoch, self.step, self.skip = position["epoch"], position["step"], position["steps_in_epoch"]
+        self.curve.restore(position["curve"])
+
+    def forget(self) -> None:
+        """Remove the checkpoints of the run, which is done."""
+        if self.source.rank == 0 and self.folder is not None and self.folder.is_dir():
+            for old in _whole(self.folder):
+                _remove(old)
+            if not any(self.folder.iterdir()):
+                self.folder.rmdir()
+
+
+def _whole(folder: Path) -> list[Path]:
+    """Checkpoints in ``folder`` that were written to their end, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.name.startswith("step-") and (p / _POSITION).is_file())
+
+
+def _remove(folder: Path) -> None:
+    import shutil
+
+    (folder / _POSITION).unlink()  # first, so that half a folder is never taken for a whole one
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _trainer(source: BatchSource, settings: TrainSettings) -> Trainer:
+    sharded = dist.is_available() and dist.is_initialized()
+    if source.world_size > 1 and not sharded:
+        raise ConfigError(
+            f"the source is for {source.world_size} ranks and there is no process group; start the ranks with "
+            "recinfer.training.launch or torchrun"
+        )
+    # Small tables are made whole on every rank, so that any number of ranks starts from the same values; large ones
+    # come to life shard by shard.
+    num_bytes = 4 * settings.embedding_dim * sum(f.num_embeddings for f in source.contract.sparse)
+    device = torch.device("meta" if sharded and num_bytes > _SMALL_TABLES else "cpu")
+    model = build_dlrm(source.contract, embedding_dim=settings.embedding_dim, seed=settings.seed, table_device=device)
+    start_at_rate(model, source.positive_rate)
+    if not sharded:
+        return LocalTrainer(model, settings.dense_lr, settings.sparse_lr)
+    return ShardedTrainer(
+        model,
+        settings.dense_lr,
+        settings.sparse_lr,
+        plan=settings.plan,
+        sharding=settings.sharding,
+        batch_size=source.batch_size,
+    )
+
+
+def _in_step(source: BatchSource) -> Iterator[Batch]:
+    """The held-out batches of this rank, and empty ones while other ranks still have some: lookups are collective."""
+    batches = source.held_out()
+    while True:
+        batch = next(batches, None)
+        if not _sum(0 if batch is None else 1):
+            return
+        yield empty_batch(source.contract) if batch is None else batch
+
+
+def _sum(value: int) -> int:
+    """The sum over all ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
+    total = torch.tensor(value, dtype=torch.int64)
+    dist.all_reduce(total)
+    return int(total)
 
 
 @torch.inference_mode()
@@ -150,59 +421,9 @@ def _threads_for(batch_size: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _examples(dataset: Dataset, rows: NDArray[np.int64], what: str) -> Examples:
-    if not len(rows):
-        raise InputError(f"{dataset.name}: no {what} rows; expected at least 1, give more data")
-    return Examples.from_columns(dataset.contract, dataset.take(rows))
-
-
-def _optimizers(model: DLRM, dense_lr: float, sparse_lr: float) -> list[torch.optim.Optimizer]:
-    tables = list(model.sparse_arch.parameters())
-    of_tables = {id(p) for p in tables}
-    rest = [p for p in model.parameters() if id(p) not in of_tables]
-    return [torch.optim.Adam(rest, lr=dense_lr), RowWiseAdagrad(tables, lr=sparse_lr)]
-
-
-def _fit(
-    model: DLRM,
-    optimizers: list[torch.optim.Optimizer],
-    examples: Examples,
-    epochs: int,
-    batch_size: int,
-    num_steps: int,
-    seed: int,
-    report: Report,
-) -> tuple[float, ...]:
-    """The steps; gives the mean loss of each epoch."""
-    with_loss = DLRMTrain(model).train()
-    generator = torch.Generator().manual_seed(seed)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, _rate(num_steps)) for o in optimizers]
-    losses = []
-    for epoch in range(epochs):
-        total = 0.0
-        for batch in examples.batches(batch_size, generator):
-            loss = _step(with_loss, optimizers, batch)
-            for schedule in schedules:
-                schedule.step()
-            if not math.isfinite(loss):
-                raise ConfigError(f"the training loss is {loss} in epoch {epoch + 1}; lower dense_lr or sparse_lr")
-            total += loss * batch.labels.numel()
-            report(epoch + 1, loss)
-        losses.append(total / len(examples))
-    return tuple(losses)
-
-
-def _step(with_loss: DLRMTrain, optimizers: list[torch.optim.Optimizer], batch: Batch) -> float:
-    for optimizer in optimizers:
-        optimizer.zero_grad(set_to_none=True)
-    loss, _ = with_loss(batch)
-    loss.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    return loss.item()
-
-
-def _rate(num_steps: int) -> Callable[[int], float]:
-    """Part of the peak learning rate at each step: up in a line, then down to 0 in a line."""
+def _rate(step: int, num_steps: int | None) -> float:
+    """Part of the peak learning rate at a step: up in a line, then down to 0 in a line (or level, without an end)."""
+    if num_steps is None:
+        return min(1.0, (step + 1) / _WARMUP_STEPS)
     warmup = max(1, round(_WARMUP * num_steps))
-    return lambda step: min((step + 1) / warmup, max(0.0, (num_steps - step) / max(1, num_steps - warmup)), 1.0)
+    return min((step + 1) / warmup, max(0.0, (num_steps - step) / max(1, num_steps - warmup)), 1.0)

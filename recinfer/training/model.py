@@ -27,6 +27,7 @@ def build_dlrm(
     dense_layers: Sequence[int] = (64,),
     over_layers: Sequence[int] = (64, 32),
     seed: int = 0,
+    table_device: torch.device | None = None,
 ) -> DLRM:
     """A DLRM for the features of ``contract``, with new weights.
 
@@ -38,6 +39,7 @@ def build_dlrm(
         dense_layers: columns of the bottom MLP before its last layer, which has ``embedding_dim``.
         over_layers: columns of the top MLP before its last layer, which gives the logit.
         seed: of the initial weights; the global random state stays as it is.
+        table_device: where the tables are made; on meta they have no values.
 
     Raises:
         ConfigError: a contract with no sparse or no dense feature, or sizes below 1.
@@ -64,7 +66,7 @@ def build_dlrm(
             for feature in contract.sparse
         ]
         return DLRM(
-            EmbeddingBagCollection(tables=tables),
+            EmbeddingBagCollection(tables=tables, device=table_device),
             dense_in_features=contract.num_dense,
             dense_arch_layer_sizes=[*dense_layers, embedding_dim],
             over_arch_layer_sizes=[*over_layers, 1],

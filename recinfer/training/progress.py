@@ -14,8 +14,15 @@ _KEEP = 0.98  # of the running mean of the loss, each step
 
 
 @contextmanager
-def training_progress(num_steps: int, *, show: bool) -> Iterator[Report]:
-    """A bar over ``num_steps`` steps with the running loss; nothing is shown without ``show``."""
+def training_progress(num_steps: int | None, *, show: bool, done: int = 0, rows: int = 0) -> Iterator[Report]:
+    """A bar over ``num_steps`` steps with the running loss; nothing is shown without ``show``.
+
+    Args:
+        num_steps: in all; None while unknown, then the bar pulses.
+        show: on stderr, or not at all.
+        done: steps made before.
+        rows: of all ranks in a step, for samples a second.
+    """
     if not show:
         yield lambda epoch, loss: None
         return
@@ -27,15 +34,17 @@ def training_progress(num_steps: int, *, show: bool) -> Iterator[Report]:
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn("{task.fields[rate]:,.0f} samples/s"),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     mean = weight = 0.0
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("training", total=num_steps, epoch=1, loss=float("nan"))
+        task = bar.add_task("training", total=num_steps, completed=done, epoch=1, loss=float("nan"), rate=0.0)
 
         def report(epoch: int, loss: float) -> None:
             nonlocal mean, weight
             mean, weight = _KEEP * mean + (1 - _KEEP) * loss, _KEEP * weight + (1 - _KEEP)
-            bar.update(task, advance=1, epoch=epoch, loss=mean / weight)
+            speed = (bar.tasks[task].speed or 0.0) * rows
+            bar.update(task, advance=1, epoch=epoch, loss=mean / weight, rate=speed)
 
         yield report

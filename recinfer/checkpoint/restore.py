@@ -1,0 +1,261 @@
+"""Loads a checkpoint, optimizer state too, into a model of any sharding on any number of ranks, piece by piece.
+
+Every rank reads the rectangles of its own shards and nothing else; no rank holds a table that it does not own, and
+nothing travels between ranks. Where the sharding changed, so does the layout of row-wise optimizer state (one number a
+row and column piece): pieces that are joined give the mean weighted by columns, which is what the whole row would have;
+a piece that is cut gives its number to both parts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from recinfer.checkpoint.dcp import Chunk, StoredTensor
+from recinfer.checkpoint.loading import LoadReport
+from recinfer.checkpoint.reader import CheckpointReader
+from recinfer.errors import CheckpointError
+from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+
+__all__ = ["keyed_optimizer", "load_checkpoint", "own_names"]
+
+_BLOCK_BYTES = 16 << 20
+_SEPARATORS = (".", "::")
+# The same state under the name of one process's optimizer and of a fused kernel's: row-wise Adagrad's, Adam's.
+_ALIASES = {"sum": "momentum1", "momentum1": "sum", "exp_avg": "momentum1", "exp_avg_sq": "momentum2"}
+
+
+@torch.no_grad()
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    strict: bool = True,
+) -> LoadReport:
+    """Read ``model``'s state, and the optimizer's, in place. With a process group every rank calls this.
+
+    Args:
+        folder: a torch.distributed.checkpoint folder that recinfer or TorchRec wrote, at any world size and sharding,
+            or a ``.pt`` state dict. The model's keys may lie under any prefix.
+        model: sharded (its state dict holds ShardedTensors) or not.
+        optimizer: keyed optimizers (``DistributedModelParallel.fused_optimizer``, CombinedOptimizer) or torch's, over
+            the model's parameters.
+        strict: missing and extra keys of the model are an error, and so is missing optimizer state.
+
+    Raises:
+        CheckpointError: keys missing, extra or of another shape, all named; nothing of the model is changed then.
+    """
+    reader = CheckpointReader(folder)
+    state = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor | ShardedTensor)}
+    reader.align(state)
+    report = _match(reader, state, strict)
+    plans = []
+    if optimizer is not None:
+        keyed = keyed_optimizer(model, optimizer)
+        keyed.init_state()
+        plans = _optimizer_plan(reader, keyed, own_names(model, keyed), strict)
+    for key in report.loaded:
+        stored = reader.tensor(key)
+        for target, offsets in _pieces(state[key]):
+            read_rectangle(stored, key, target, offsets)
+    for apply in plans:
+        apply()
+    if optimizer is not None:
+        keyed.post_load_state_dict()
+    return report
+
+
+def keyed_optimizer(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> KeyedOptimizer:
+    """One keyed optimizer of them all; torch's get the model's parameter names."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parts: list[KeyedOptimizer | tuple[str, KeyedOptimizer]] = []
+    for part in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
+        if isinstance(part, KeyedOptimizer):
+            parts.append(part)
+            continue
+        params = {names.get(id(p), ""): p for group in part.param_groups for p in group["params"]}
+        if "" in params:
+            raise CheckpointError(f"{type(part).__name__} optimizes parameters that are not the model's")
+        parts.append(KeyedOptimizerWrapper(params, lambda _, part=part: part))
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], KeyedOptimizer) else CombinedOptimizer(parts)
+
+
+def own_names(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, str]:
+    """Parameter name in ``optimizer`` -> the model's own name for it.
+
+    They differ by a prefix where the optimizer was made for a module around the model (DLRMTrain around DLRM).
+
+    Raises:
+        CheckpointError: no prefix makes them fit.
+    """
+    known = set(model.state_dict())
+    names = list(optimizer.params)
+    prefixes = {""} | {name[: at + 1] for name in names[:1] for at, letter in enumerate(name) if letter == "."}
+    for prefix in sorted(prefixes, key=len):
+        if all(name.startswith(prefix) and name[len(prefix) :] in known for name in names):
+            return {name: name[len(prefix) :] for name in names}
+    raise CheckpointError(
+        f"the optimizer's parameters ({', '.join(names[:4])} ...) are not the model's ({', '.join(sorted(known)[:4])} ...)"
+    )
+
+
+def _match(reader: CheckpointReader, state: Mapping[str, Any], strict: bool) -> LoadReport:
+    missing = sorted(key for key in state if key not in reader)
+    extra = sorted(set(reader.keys()) - set(state))
+    if reader.prefix == "":
+        extra = [key for key in extra if not key.startswith("optim")]
+    wrong = [
+        f"{key} has shape {reader.shape(key)}, the model's is {tuple(value.size())}"
+        for key, value in state.items()
+        if key in reader and reader.shape(key) != tuple(value.size())
+    ]
+    if wrong or (strict and (missing or extra)):
+        raise CheckpointError(
+            f"{reader.path} does not fit the model: {len(missing)} keys are missing ({_some(missing)}), {len(extra)} "
+            f"are not the model's ({_some(extra)}); {'; '.join(wrong[:5]) or 'shapes fit'}"
+        )
+    return LoadReport(tuple(sorted(set(state) - set(missing))), tuple(missing), tuple(extra))
+
+
+# --------------------------------------------------------------------------------------------------- optimizer state
+
+
+def _optimizer_plan(
+    reader: CheckpointReader, optimizer: KeyedOptimizer, names: Mapping[str, str], strict: bool
+) -> list[Any]:
+    """What copies each state of ``optimizer`` out of the checkpoint, all found before anything is changed."""
+    plans, missing = [], []
+    stored = set(reader.stored_keys())
+    for name, values in optimizer.state_dict()["state"].items():
+        for state_name, value in values.items():
+            if not isinstance(value, Tensor | ShardedTensor):
+                continue
+            key = _stored_state(stored, names[name], str(state_name))
+            if key is None:
+                missing.append(f"{names[name]}: {state_name}")
+                continue
+            weight = reader.tensor(names[name])
+            plans.append(_state_plan(reader.stored(key), key, value, optimizer.params[name], weight))
+    if missing and strict:
+        raise CheckpointError(
+            f"{reader.path}: {len(missing)} states of the optimizer are not in it ({_some(missing)}); strict=False "
+            "starts them anew"
+        )
+    return plans
+
+
+def _stored_state(stored: Iterable[str], parameter: str, state: str) -> str | None:
+    table, _, short = state.rpartition(".")
+    table = table or parameter.split(".")[-2] if "." in parameter else table
+    other = _ALIASES.get(short)
+    candidates = [state, short, f"{table}.{short}"]
+    if other is not None:
+        candidates += [other, f"{table}.{other}"]
+    for candidate in candidates:
+        for separator in _SEPARATORS:
+            end = f"{parameter}{separator}{candidate}"
+            for key in stored:
+                if key.startswith("optim") and key.endswith(end) and key[-len(end) - 1 : -len(end)] in (".", ""):
+                    return key
+    return None
+
+
+def _state_plan(stored: StoredTensor, key: str, value: Any, parameter: Any, weight: StoredTensor) -> Any:
+    """Copies one state: element by element like the weight, one number a row and column piece, or a single number."""
+    targets = _pieces(value)
+    if not targets:
+        return lambda: None
+    shape = stored.shape
+    if not shape or len(weight.shape) < 2 or (shape == weight.shape and targets[0][0].dim() == len(shape)):
+        if tuple(value.size()) != shape:
+            raise CheckpointError(f"{key} has shape {shape}, the optimizer's state has {tuple(value.size())}")
+        return lambda: [read_rectangle(stored, key, target, offsets) for target, offsets in targets]
+    rows = weight.shape[0]
+    spans = sorted({(c.offsets[1], c.offsets[1] + c.sizes[1]) for c in weight.chunks})
+    if shape in ((rows,), (rows, 1)):  # one number a row: the whole row is one piece
+        spans = [(0, weight.shape[1])]
+    elif shape != (rows * len(spans),):
+        raise CheckpointError(
+            f"{key} has shape {shape}; expected {rows * len(spans)} numbers, one for each of {rows} rows and "
+            f"{len(spans)} column pieces of the weight"
+        )
+    places = [(offsets, tuple(piece.shape)) for piece, offsets in _pieces(parameter)]
+    if len(places) != len(targets):
+        raise CheckpointError(
+            f"{key}: the optimizer has {len(targets)} pieces of state for {len(places)} of the weight"
+        )
+
+    def apply() -> None:
+        for (target, _), ((row, col), (height, width)) in zip(targets, places):
+            flat = target.view(-1)
+            flat.zero_()
+            for at, (start, stop) in enumerate(spans):
+                overlap = min(stop, col + width) - max(start, col)
+                if overlap > 0:
+                    part = torch.empty((height, *shape[1:]), dtype=flat.dtype)
+                    read_rectangle(stored, key, part, (at * rows + row, *(0 for _ in shape[1:])))
+                    flat.add_(part.view(-1).to(flat.device), alpha=overlap / width)
+
+    return apply
+
+
+# --------------------------------------------------------------------------------------------------- rectangles
+
+
+def _pieces(value: Any) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """The local tensors of a value and where each begins in the whole."""
+    if isinstance(value, ShardedTensor):
+        return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in value.local_shards()]
+    if isinstance(value, DTensor):
+        raise CheckpointError("loading into DTensors is not offered; build the model without output_dtensor")
+    return [(value.detach(), (0,) * value.dim())]
+
+
+def read_rectangle(stored: StoredTensor, key: str, target: Tensor, offsets: Sequence[int]) -> None:
+    """Fill ``target`` with the rectangle of its shape that begins at ``offsets`` in the stored tensor.
+
+    Raises:
+        CheckpointError: the rectangle reaches beyond the tensor, or a file is missing or damaged.
+    """
+    shape = tuple(target.shape)
+    if len(shape) != len(stored.shape) or any(o + s > whole for o, s, whole in zip(offsets, shape, stored.shape)):
+        raise CheckpointError(f"{key}: wanted {shape} from {tuple(offsets)}, it has shape {stored.shape}")
+    for chunk in stored.chunks:
+        if not shape:
+            whole = torch.empty((), dtype=stored.dtype)
+            chunk.data.read_rows(0, 1, whole)
+            target.copy_(whole)
+            continue
+        starts = [max(o, c) for o, c in zip(offsets, chunk.offsets)]
+        stops = [min(o + s, c + n) for o, s, c, n in zip(offsets, shape, chunk.offsets, chunk.sizes)]
+        if all(a < b for a, b in zip(starts, stops)):
+            _copy_overlap(chunk, stored.dtype, target, offsets, starts, stops)
+
+
+def _copy_overlap(
+    chunk: Chunk, dtype: torch.dtype, target: Tensor, offsets: Sequence[int], starts: list[int], stops: list[int]
+) -> None:
+    """In blocks of rows, so that memory stays bounded whatever the chunk's width."""
+    width = max(1, torch.Size(chunk.sizes[1:]).numel())
+    rows = max(1, _BLOCK_BYTES // (width * dtype.itemsize))
+    for first in range(starts[0], stops[0], rows):
+        last = min(first + rows, stops[0])
+        block = torch.empty((last - first, *chunk.sizes[1:]), dtype=dtype)
+        chunk.data.read_rows(first - chunk.offsets[0], last - chunk.offsets[0], block)
+        place = target[first - offsets[0] : last - offsets[0]]
+        for dim in range(1, target.dim()):
+            block = block.narrow(dim, starts[dim] - chunk.offsets[dim], stops[dim] - starts[dim])
+            place = place.narrow(dim, starts[dim] - offsets[dim], stops[dim] - starts[dim])
+        place.copy_(block)
+
+
+def _some(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:5]) + (" ..." if len(keys) > 5 else "") if keys else "none"

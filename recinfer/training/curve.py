@@ -1,0 +1,123 @@
+"""The learning curve of a training: losses and metrics by step, as a CSV that grows with the run, and as a plot."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from recinfer.errors import UnavailableError
+
+__all__ = ["COLUMNS", "Curve"]
+
+COLUMNS = (
+    "step",
+    "epoch",
+    "samples",
+    "seconds",
+    "samples_per_second",
+    "train_loss",
+    "auc",
+    "log_loss",
+    "normalized_entropy",
+)
+
+
+class Curve:
+    """Points of a run; each is a row of ``path`` as soon as it is added.
+
+    Args:
+        path: a CSV file to write, replaced if it is there; None keeps the points in memory only.
+
+    Attributes:
+        rows: the points, by :data:`COLUMNS`; held-out metrics are missing between evaluations.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self.rows: list[dict[str, float]] = []
+        self._started = time.perf_counter()
+        self._before = 0.0
+        self._last = (0.0, 0)  # seconds and samples of the last point of training
+        if self.path is not None:
+            self._write_all()
+
+    def add_step(self, step: int, epoch: int, samples: int, train_loss: float) -> None:
+        """A point of training: the mean loss of the steps since the last one."""
+        now = self._seconds()
+        seconds, before = now - self._last[0], self._last[1]
+        self._last = (now, samples)
+        rate = (samples - before) / seconds if seconds > 0 else math.nan
+        self._add(step=step, epoch=epoch, samples=samples, seconds=now, samples_per_second=rate, train_loss=train_loss)
+
+    def add_evaluation(self, step: int, epoch: int, samples: int, metrics: Mapping[str, float]) -> None:
+        """Metrics on the rows held out."""
+        self._add(step=step, epoch=epoch, samples=samples, seconds=self._seconds(), **metrics)
+        self._last = (self._seconds(), samples)
+
+    def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Begin with the points of an earlier run, up to where this one goes on."""
+        self.rows = [dict(row) for row in rows]
+        if self.rows:
+            self._before = self.rows[-1]["seconds"]
+            self._last = (self._seconds(), int(self.rows[-1]["samples"]))
+        if self.path is not None:
+            self._write_all()
+
+    def plot(self, path: str | os.PathLike[str]) -> Path:
+        """Draw training loss and held-out metrics over samples; the ending of ``path`` says the format.
+
+        Raises:
+            UnavailableError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise UnavailableError(f"plotting needs matplotlib; pip install 'recinfer[plot]' ({error})") from error
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        losses, ranks = figure.subplots(2, 1, sharex=True)
+        trained = [row for row in self.rows if "train_loss" in row]
+        evaluated = [row for row in self.rows if "log_loss" in row]
+        losses.plot([r["samples"] for r in trained], [r["train_loss"] for r in trained], label="training")
+        losses.plot([r["samples"] for r in evaluated], [r["log_loss"] for r in evaluated], "o-", label="held out")
+        losses.set_ylabel("log-loss")
+        losses.legend()
+        ranks.plot([r["samples"] for r in evaluated], [r["auc"] for r in evaluated], "o-", label="AUC")
+        ranks.plot(
+            [r["samples"] for r in evaluated],
+            [r["normalized_entropy"] for r in evaluated],
+            "o-",
+            label="normalized entropy",
+        )
+        ranks.set_ylabel("held out")
+        ranks.set_xlabel("samples")
+        ranks.legend()
+        for axes in (losses, ranks):
+            axes.grid(alpha=0.3)
+        figure.savefig(path)
+        return Path(path)
+
+    def _seconds(self) -> float:
+        return self._before + time.perf_counter() - self._started
+
+    def _add(self, **values: Any) -> None:
+        self.rows.append(values)
+        if self.path is not None:
+            with open(self.path, "a", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerow(_texts(values))
+
+    def _write_all(self) -> None:
+        assert self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            writer.writerows(map(_texts, self.rows))
+
+
+def _texts(row: Mapping[str, float]) -> list[str]:
+    return [f"{row[name]:.6g}" if isinstance(row.get(name), float) else str(row.get(name, "")) for name in COLUMNS]
