@@ -1,7 +1,7 @@
 """Inputs to the ranks that have the tables, outputs to the ranks that have the examples, as modules.
 
-Between processes: :mod:`recinfer.distributed.dist_kjt` moves features, :mod:`recinfer.distributed.dist_outputs`
-embeddings.
+Between processes :mod:`recinfer.distributed.dist_kjt` moves features and :mod:`recinfer.distributed.dist_outputs`
+embeddings; :mod:`recinfer.distributed.dist_one` moves both between the devices of one process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ from recinfer.distributed.dist_kjt import (
     KJTAllToAllSplitsAwaitable,
     KJTAllToAllTensorsAwaitable,
     SplitsAllToAllAwaitable,
+)
+from recinfer.distributed.dist_one import (
+    EmbeddingsAllToOne,
+    EmbeddingsAllToOneReduce,
+    KJTOneToAll,
+    SeqEmbeddingsAllToOne,
 )
 from recinfer.distributed.dist_outputs import (
     PooledEmbeddingsAllGather,
@@ -24,13 +30,17 @@ from recinfer.distributed.dist_outputs import (
 )
 
 __all__ = [
+    "EmbeddingsAllToOne",
+    "EmbeddingsAllToOneReduce",
     "KJTAllToAll",
     "KJTAllToAllSplitsAwaitable",
     "KJTAllToAllTensorsAwaitable",
+    "KJTOneToAll",
     "PooledEmbeddingsAllGather",
     "PooledEmbeddingsAllToAll",
     "PooledEmbeddingsAwaitable",
     "PooledEmbeddingsReduceScatter",
+    "SeqEmbeddingsAllToOne",
     "SequenceEmbeddingsAllToAll",
     "SequenceEmbeddingsAwaitable",
     "SplitsAllToAllAwaitable",

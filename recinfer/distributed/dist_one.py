@@ -1,0 +1,136 @@
+"""Inputs and outputs between the devices of one process: from one device to all, and from all to one.
+
+With all ranks in one process no collective is needed: a copy to the other device is the transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from recinfer.distributed.embedding_types import KJTList
+from recinfer.distributed.types import rank_device
+from recinfer.errors import InputError
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["EmbeddingsAllToOne", "EmbeddingsAllToOneReduce", "KJTOneToAll", "SeqEmbeddingsAllToOne"]
+
+
+class KJTOneToAll(nn.Module):
+    """Gives every device of this process the features of its tables.
+
+    Args:
+        splits: how many of the keys, in order, go to each device.
+        world_size: number of devices.
+        device: its type says what the devices are: ``cuda`` means ``cuda:0``, ``cuda:1`` and so on, ``cpu`` that all
+            are the CPU. Default: CUDA where there is some, else CPU.
+
+    Raises:
+        InputError: not one split a device.
+    """
+
+    def __init__(self, splits: list[int], world_size: int, device: torch.device | None = None) -> None:
+        super().__init__()
+        if len(splits) != world_size:
+            raise InputError(f"KJTOneToAll: got {len(splits)} splits; expected one for each of {world_size} devices")
+        self._splits = splits
+        kind = device.type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+        self._devices = [rank_device(kind, rank) if kind != "meta" else device for rank in range(world_size)]
+
+    def forward(self, kjt: KeyedJaggedTensor) -> KJTList:
+        """One KeyedJaggedTensor a device; on the device where ``kjt`` is, a view of it.
+
+        Raises:
+            InputError: the keys are not as many as the splits say.
+        """
+        parts = kjt.split(self._splits)
+        return KJTList(
+            [
+                part if device is None or part.device() == device else part.to(device, non_blocking=True)
+                for part, device in zip(parts, self._devices)
+            ]
+        )
+
+
+class SeqEmbeddingsAllToOne(nn.Module):
+    """Brings the embeddings of all devices of this process to one of them.
+
+    Args:
+        device: where to.
+        world_size: number of devices that send.
+    """
+
+    def __init__(self, device: torch.device, world_size: int) -> None:
+        super().__init__()
+        self._device = device
+        self._world_size = world_size
+
+    def set_device(self, device_str: str) -> None:
+        """Bring them to another device from now on."""
+        self._device = torch.device(device_str)
+
+    def forward(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors, in order, on the device.
+
+        Raises:
+            InputError: not one tensor a device.
+        """
+        return _brought(type(self).__name__, tensors, self._device, self._world_size)
+
+
+class EmbeddingsAllToOne(nn.Module):
+    """The same, side by side in one tensor.
+
+    Args:
+        device: where to.
+        world_size: number of devices that send.
+        cat_dim: the dimension in which they are laid side by side: 1 for pooled embeddings, 0 for rows of ids.
+    """
+
+    def __init__(self, device: torch.device, world_size: int, cat_dim: int) -> None:
+        super().__init__()
+        self._device = device
+        self._world_size = world_size
+        self._cat_dim = cat_dim
+
+    def set_device(self, device_str: str) -> None:
+        """Bring them to another device from now on."""
+        self._device = torch.device(device_str)
+
+    def forward(self, tensors: list[Tensor]) -> Tensor:
+        """One tensor on the device."""
+        return torch.cat(_brought(type(self).__name__, tensors, self._device, self._world_size), dim=self._cat_dim)
+
+
+class EmbeddingsAllToOneReduce(nn.Module):
+    """The same, summed: every device has a part of the rows of all bags.
+
+    Args:
+        device: where to.
+        world_size: number of devices that send.
+        cat_dim: accepted; a sum has none.
+    """
+
+    def __init__(self, device: torch.device, world_size: int, cat_dim: int = 0) -> None:
+        super().__init__()
+        self._device = device
+        self._world_size = world_size
+
+    def forward(self, tensors: list[Tensor]) -> Tensor:
+        """The sum, on the device."""
+        first, *rest = _brought(type(self).__name__, tensors, self._device, self._world_size)
+        if not rest:
+            return first
+        total = first + rest[0]
+        for tensor in rest[1:]:
+            total += tensor
+        return total
+
+
+def _brought(what: str, tensors: Sequence[Tensor], device: torch.device, world_size: int) -> list[Tensor]:
+    if len(tensors) != world_size:
+        raise InputError(f"{what}: got {len(tensors)} tensors; expected one from each of {world_size} devices")
+    # Between GPUs, torch orders the copy after what made the tensor and before what uses it.
+    return [tensor.to(device, non_blocking=True) for tensor in tensors]
