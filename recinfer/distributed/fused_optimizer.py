@@ -109,7 +109,7 @@ def sharded_or_local(
     metadata = ShardedTensorMetadata(
         shards_metadata=whole.shards_metadata,
         size=whole.size,
-        tensor_properties=TensorProperties(dtype=tensors[0].dtype, requires_grad=False),
+        tensor_properties=TensorProperties(dtype=tensors[0].dtype, requires_grad=tensors[0].requires_grad),
     )
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         local_shards=[Shard(tensor, place) for tensor, place in zip(tensors, own)],
