@@ -1,0 +1,462 @@
+"""What every sharding type shares: infos and contexts, the steps' interfaces, and awaitables of moved features."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from recinfer.distributed.dist_data import KJTAllToAllTensorsAwaitable, SplitsAllToAllAwaitable
+from recinfer.distributed.embedding_types import (
+    BaseEmbeddingLookup,
+    BaseGroupedFeatureProcessor,
+    FeatureShardingMixIn,
+    GroupedEmbeddingConfig,
+    KJTList,
+    ListOfKJTList,
+    ShardedEmbeddingTable,
+)
+from recinfer.distributed.types import Awaitable, Multistreamable, ParameterSharding, QuantizedCommCodecs
+from recinfer.errors import InputError
+from recinfer.modules.embedding_configs import EmbeddingTableConfig
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed._shard.metadata import ShardMetadata
+
+__all__ = [
+    "BaseEmbeddingDist",
+    "BaseSparseFeaturesDist",
+    "EmbeddingSharding",
+    "EmbeddingShardingContext",
+    "EmbeddingShardingInfo",
+    "FusedKJTListSplitsAwaitable",
+    "KJTListAwaitable",
+    "KJTListSplitsAwaitable",
+    "KJTSplitsAllToAllMeta",
+    "ListOfKJTListAwaitable",
+    "ListOfKJTListSplitsAwaitable",
+    "bucketize_kjt_before_all2all",
+    "group_tables",
+]
+
+C = TypeVar("C", bound=Multistreamable)
+F = TypeVar("F", bound=Multistreamable)
+T = TypeVar("T")
+W = TypeVar("W")
+
+
+# --------------------------------------------------------------------------------------------------- infos and contexts
+
+
+@dataclass
+class EmbeddingShardingInfo:
+    """One table and how it is sharded.
+
+    Args:
+        embedding_config: the table; its ``embedding_names`` name the outputs.
+        param_sharding: the plan of the table.
+        param: the table's values, or a meta tensor.
+        fused_params: settings of the fused kernel.
+    """
+
+    embedding_config: EmbeddingTableConfig
+    param_sharding: ParameterSharding
+    param: Tensor
+    fused_params: dict[str, Any] | None = None
+
+    def names(self) -> list[str]:
+        """Names of the outputs, one a feature."""
+        return list(self.embedding_config.embedding_names or self.embedding_config.feature_names)
+
+
+@dataclass
+class EmbeddingShardingContext(Multistreamable):
+    """What one forward carries from the input exchange to the output exchange.
+
+    Args:
+        batch_size_per_rank: examples that each rank sent.
+        batch_size_per_rank_per_feature: variable batch: for each rank the batch size of each feature that came here.
+        batch_size_per_feature_pre_a2a: variable batch: batch size of each feature sent, in the order sent.
+        variable_batch_per_feature: features have batch sizes of their own.
+    """
+
+    batch_size_per_rank: list[int] = field(default_factory=list)
+    batch_size_per_rank_per_feature: list[list[int]] = field(default_factory=list)
+    batch_size_per_feature_pre_a2a: list[int] = field(default_factory=list)
+    variable_batch_per_feature: bool = False
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive until ``stream`` is done with them."""
+
+    def sent(self, features: KeyedJaggedTensor) -> None:
+        """Note what goes out: ``features`` in the order sent."""
+        self.variable_batch_per_feature = features.variable_stride_per_key()
+        if self.variable_batch_per_feature:
+            self.batch_size_per_feature_pre_a2a = features.stride_per_key()
+
+    def sizes_known(self, awaitable: Any) -> None:
+        """Note what the exchange of sizes told: ``awaitable`` is that of the tensors."""
+        strides = getattr(awaitable, "stride_per_rank", None)
+        if strides is not None:
+            self.batch_size_per_rank = list(strides)
+
+    def received(self, features: KeyedJaggedTensor) -> None:
+        """Note what came in."""
+        if features.variable_stride_per_key():
+            self.variable_batch_per_feature = True
+            per_key = features.stride_per_key_per_rank()
+            self.batch_size_per_rank_per_feature = [list(sizes) for sizes in zip(*per_key)]
+        elif not self.batch_size_per_rank:
+            self.batch_size_per_rank = [features.stride()]
+
+
+# --------------------------------------------------------------------------------------------------- steps
+
+
+class BaseSparseFeaturesDist(abc.ABC, nn.Module, Generic[F]):
+    """Moves features from the ranks that read them to the ranks that hold their rows."""
+
+    @abc.abstractmethod
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Awaitable[Awaitable[F]] | F:
+        """Start moving ``sparse_features``; the first wait is for sizes, the second for the features."""
+
+
+class BaseEmbeddingDist(abc.ABC, nn.Module, Generic[C, T, W]):
+    """Moves looked-up vectors back to the ranks that asked."""
+
+    @abc.abstractmethod
+    def forward(self, local_embs: T, sharding_ctx: C | None = None) -> Awaitable[W] | W:
+        """Start moving ``local_embs``."""
+
+
+class EmbeddingSharding(abc.ABC, FeatureShardingMixIn, Generic[C, F, T, W]):
+    """A set of tables sharded together: makes the three steps, and tells what is where.
+
+    Args:
+        qcomm_codecs_registry: ``CommOp`` name -> codecs.
+    """
+
+    def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None) -> None:
+        self._qcomm_codecs_registry = qcomm_codecs_registry
+
+    @property
+    def qcomm_codecs_registry(self) -> dict[str, QuantizedCommCodecs] | None:
+        """``CommOp`` name -> codecs."""
+        return self._qcomm_codecs_registry
+
+    @abc.abstractmethod
+    def create_input_dist(self, device: torch.device | None = None) -> BaseSparseFeaturesDist[F]:
+        """The step that moves features."""
+
+    @abc.abstractmethod
+    def create_output_dist(self, device: torch.device | None = None) -> BaseEmbeddingDist[C, T, W]:
+        """The step that moves vectors."""
+
+    @abc.abstractmethod
+    def create_lookup(
+        self,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: BaseGroupedFeatureProcessor | None = None,
+    ) -> BaseEmbeddingLookup[F, T]:
+        """The step that looks up; it owns this rank's rows."""
+
+    @abc.abstractmethod
+    def embedding_dims(self) -> list[int]:
+        """Columns of each output, in the order of :meth:`embedding_names`."""
+
+    @abc.abstractmethod
+    def embedding_shard_metadata(self) -> list[ShardMetadata | None]:
+        """The rectangle that each name of :meth:`embedding_names_per_rank` is read from, rank after rank."""
+
+    @abc.abstractmethod
+    def embedding_names(self) -> list[str]:
+        """Names of the outputs."""
+
+    @abc.abstractmethod
+    def embedding_names_per_rank(self) -> list[list[str]]:
+        """Names of the outputs that each rank has a part of, one for each rectangle and feature."""
+
+    def embedding_tables(self) -> list[ShardedEmbeddingTable]:
+        """The rectangles on this rank."""
+        raise NotImplementedError(f"{type(self).__name__} must implement embedding_tables")
+
+
+# --------------------------------------------------------------------------------------------------- grouping
+
+
+def group_tables(tables_per_rank: Sequence[Sequence[ShardedEmbeddingTable]]) -> list[list[GroupedEmbeddingConfig]]:
+    """Rectangles that one kernel call can look up together, rank by rank.
+
+    Together go equal element type, pooling, weighting, kernel and kernel settings; unpooled ones also need equal width.
+    Groups and the tables in them keep the order in which they first come.
+
+    Args:
+        tables_per_rank: rectangles of each rank.
+
+    Returns:
+        the groups of each rank.
+    """
+    return [_group(tables) for tables in tables_per_rank]
+
+
+def _group(tables: Sequence[ShardedEmbeddingTable]) -> list[GroupedEmbeddingConfig]:
+    groups: dict[tuple[Any, ...], list[ShardedEmbeddingTable]] = {}
+    for table in tables:
+        key = (
+            table.data_type,
+            table.pooling,
+            table.is_weighted,
+            table.has_feature_processor,
+            table.compute_kernel,
+            _settings_key(table.fused_params),
+            table.local_cols if table.pooling.name == "NONE" else None,
+        )
+        groups.setdefault(key, []).append(table)
+    return [
+        GroupedEmbeddingConfig(
+            data_type=members[0].data_type,
+            pooling=members[0].pooling,
+            is_weighted=members[0].is_weighted,
+            has_feature_processor=members[0].has_feature_processor,
+            compute_kernel=members[0].compute_kernel,
+            embedding_tables=members,
+            fused_params=members[0].fused_params,
+        )
+        for members in groups.values()
+    ]
+
+
+def _settings_key(fused_params: dict[str, Any] | None) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((name, repr(value)) for name, value in (fused_params or {}).items()))
+
+
+# --------------------------------------------------------------------------------------------------- bucketize
+
+
+def bucketize_kjt_before_all2all(
+    kjt: KeyedJaggedTensor,
+    num_buckets: int,
+    block_sizes: Tensor,
+    output_permute: bool = False,
+    bucketize_pos: bool = False,
+    block_bucketize_row_pos: list[Tensor] | None = None,
+) -> tuple[KeyedJaggedTensor, Tensor | None]:
+    """Deal the ids of every feature into buckets of neighbouring rows; ids count from the start of their bucket.
+
+    Args:
+        kjt: ids of ``F`` features.
+        num_buckets: buckets a feature.
+        block_sizes: rows of a bucket, integers ``[F]``.
+        output_permute: also return where each id went.
+        bucketize_pos: the weights of the result are the ids' places in their bags.
+        block_bucketize_row_pos: the row edges ``[num_buckets + 1]`` of each feature, when buckets are uneven.
+
+    Returns:
+        ``num_buckets * F`` keys, bucket after bucket; and int ``[N]``, the place of each id of ``kjt`` in the result, or
+        None.
+
+    Raises:
+        InputError: not one block size a feature.
+    """
+    num_keys = len(kjt.keys())
+    if block_sizes.numel() != num_keys:
+        raise InputError(f"bucketize: got {block_sizes.numel()} block sizes for {num_keys} features; expected one each")
+    values, lengths = kjt.values(), kjt.lengths().view(-1)
+    variable = kjt.variable_stride_per_key()
+    edges = block_bucketize_row_pos
+    if edges is not None and edges and edges[0].dtype != values.dtype:
+        edges = [e.to(values.dtype) for e in edges]
+    bucket_lengths, bucket_values, weights, positions, permute = torch.ops.fbgemm.block_bucketize_sparse_features(
+        lengths,
+        values,
+        bucketize_pos,
+        output_permute,
+        block_sizes.to(values.dtype),
+        num_buckets,
+        kjt.weights_or_none(),
+        torch.tensor(kjt.stride_per_key(), dtype=lengths.dtype, device=lengths.device) if variable else None,
+        max(kjt.stride_per_key(), default=0) if variable else -1,
+        edges,
+    )
+    strides = kjt.stride_per_key_per_rank()
+    result = KeyedJaggedTensor.from_parts_unchecked(
+        list(kjt.keys()) * num_buckets,
+        bucket_values,
+        bucket_lengths,
+        weights=positions.to(torch.float32) if bucketize_pos else weights,
+        stride=kjt.stride(),
+        stride_per_key_per_rank=strides * num_buckets if variable else None,
+    )
+    return result, permute
+
+
+# --------------------------------------------------------------------------------------------------- awaitables
+
+
+class KJTListAwaitable(Awaitable[KJTList]):
+    """Features of several shardings on their way.
+
+    Args:
+        awaitables: one a sharding.
+        ctx: its ``sharding_contexts`` learn what came.
+    """
+
+    def __init__(self, awaitables: list[Awaitable[KeyedJaggedTensor]], ctx: C) -> None:
+        super().__init__()
+        self.awaitables = awaitables
+        self.ctx = ctx
+
+    def _wait_impl(self) -> KJTList:
+        features = [awaitable.wait() for awaitable in self.awaitables]
+        for context, received in zip(_contexts(self.ctx), features):
+            if isinstance(context, EmbeddingShardingContext):
+                context.received(received)
+        return KJTList(features)
+
+
+class KJTListSplitsAwaitable(Awaitable[Awaitable[KJTList]], Generic[C]):
+    """Sizes of the features of several shardings on their way; then comes a :class:`KJTListAwaitable`.
+
+    Args:
+        awaitables: one a sharding.
+        ctx: its ``sharding_contexts`` learn the sizes.
+    """
+
+    def __init__(self, awaitables: list[Awaitable[Awaitable[KeyedJaggedTensor]]], ctx: C) -> None:
+        super().__init__()
+        self.awaitables = awaitables
+        self.ctx = ctx
+
+    def _wait_impl(self) -> KJTListAwaitable:
+        return _sizes_known([awaitable.wait() for awaitable in self.awaitables], self.ctx)
+
+
+def _contexts(ctx: Any) -> Iterable[Any]:
+    return getattr(ctx, "sharding_contexts", ())
+
+
+def _sizes_known(awaitables: list[Awaitable[KeyedJaggedTensor]], ctx: Any) -> KJTListAwaitable:
+    for context, awaitable in zip(_contexts(ctx), awaitables):
+        if isinstance(context, EmbeddingShardingContext):
+            context.sizes_known(awaitable)
+    return KJTListAwaitable(awaitables, ctx)
+
+
+@dataclass
+class KJTSplitsAllToAllMeta:
+    """An exchange of features that has not begun: what is to be sent, so that sizes of several go in one exchange.
+
+    Args:
+        pg: the ranks.
+        _input: the features.
+        splits: keys for each rank.
+        splits_tensors: the sizes to exchange, one tensor a label (and the batch size, for a fixed batch).
+        input_splits: entries for each rank, of each tensor.
+        input_tensors: what will be sent.
+        labels: names of the tensors.
+        keys: keys that this rank will have.
+        device: where results go.
+        stagger: as of KJTAllToAll.
+        splits_cumsum: running sum of ``splits``, from 0.
+    """
+
+    pg: dist.ProcessGroup
+    _input: KeyedJaggedTensor
+    splits: list[int]
+    splits_tensors: list[Tensor]
+    input_splits: list[list[int]]
+    input_tensors: list[Tensor]
+    labels: list[str]
+    keys: list[str]
+    device: torch.device
+    stagger: int
+    splits_cumsum: list[int]
+
+
+class FusedKJTListSplitsAwaitable(Awaitable[list[KJTListAwaitable]]):
+    """The sizes of the features of several modules, in one exchange.
+
+    Args:
+        requests: what input_dist of each module returned; members that are :class:`KJTSplitsAllToAllMeta` share the
+            exchange, others are waited for.
+        contexts: of the modules.
+        pg: the ranks; None for one process.
+    """
+
+    def __init__(
+        self,
+        requests: list[KJTListSplitsAwaitable[C]],
+        contexts: list[C],
+        pg: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__()
+        self._contexts = contexts
+        self._members: list[list[Any]] = [list(request.awaitables) for request in requests]
+        metas = [m for members in self._members for m in members if isinstance(m, KJTSplitsAllToAllMeta)]
+        self._exchange = SplitsAllToAllAwaitable([t for m in metas for t in m.splits_tensors], pg) if metas else None
+
+    def _wait_impl(self) -> list[KJTListAwaitable]:
+        sizes = iter(self._exchange.wait() if self._exchange is not None else ())
+        return [
+            _sizes_known([_begin(member, sizes) for member in members], ctx)
+            for members, ctx in zip(self._members, self._contexts)
+        ]
+
+
+def _begin(member: Any, sizes: Any) -> Awaitable[KeyedJaggedTensor]:
+    """Start the exchange of the tensors, with the sizes that were exchanged for all."""
+    if not isinstance(member, KJTSplitsAllToAllMeta):
+        started: Awaitable[KeyedJaggedTensor] = member.wait()
+        return started
+    output_splits = [next(sizes) for _ in member.labels]
+    has_stride = len(member.splits_tensors) > len(member.labels)
+    return KJTAllToAllTensorsAwaitable(
+        pg=member.pg,
+        input=member._input,
+        splits=member.splits,
+        input_splits=member.input_splits,
+        output_splits=output_splits,
+        input_tensors=member.input_tensors,
+        labels=member.labels,
+        keys=member.keys,
+        device=member.device,
+        stagger=member.stagger,
+        stride_per_rank=next(sizes) if has_stride else None,
+    )
+
+
+class ListOfKJTListAwaitable(Awaitable[ListOfKJTList]):
+    """Features of several shardings, each for several devices, on their way.
+
+    Args:
+        awaitables: one a sharding.
+    """
+
+    def __init__(self, awaitables: list[Awaitable[KJTList]]) -> None:
+        super().__init__()
+        self.awaitables = awaitables
+
+    def _wait_impl(self) -> ListOfKJTList:
+        return ListOfKJTList([awaitable.wait() for awaitable in self.awaitables])
+
+
+class ListOfKJTListSplitsAwaitable(Awaitable[Awaitable[ListOfKJTList]]):
+    """Sizes of the same on their way.
+
+    Args:
+        awaitables: one a sharding.
+    """
+
+    def __init__(self, awaitables: list[Awaitable[Awaitable[KJTList]]]) -> None:
+        super().__init__()
+        self.awaitables = awaitables
+
+    def _wait_impl(self) -> ListOfKJTListAwaitable:
+        return ListOfKJTListAwaitable([awaitable.wait() for awaitable in self.awaitables])

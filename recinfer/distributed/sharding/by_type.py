@@ -1,0 +1,32 @@
+"""The sharding of each type, by its name in a plan."""
+
+from __future__ import annotations
+
+from recinfer.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding
+from recinfer.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from recinfer.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
+from recinfer.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
+from recinfer.distributed.sharding.tables import PooledSharding
+from recinfer.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding
+from recinfer.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
+from recinfer.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding
+from recinfer.errors import ConfigError
+
+__all__ = ["pooled_sharding_of"]
+
+_POOLED: dict[str, type[PooledSharding]] = {
+    "column_wise": CwPooledEmbeddingSharding,
+    "data_parallel": DpPooledEmbeddingSharding,
+    "grid_shard": GridPooledEmbeddingSharding,
+    "row_wise": RwPooledEmbeddingSharding,
+    "table_column_wise": TwCwPooledEmbeddingSharding,
+    "table_row_wise": TwRwPooledEmbeddingSharding,
+    "table_wise": TwPooledEmbeddingSharding,
+}
+
+
+def pooled_sharding_of(sharding_type: str) -> type[PooledSharding]:
+    """The class for pooled tables; raises ConfigError for an unknown type."""
+    if sharding_type not in _POOLED:
+        raise ConfigError(f"sharding type {sharding_type!r}; expected one of {sorted(_POOLED)}")
+    return _POOLED[sharding_type]

@@ -1,0 +1,164 @@
+"""A sharded collection of tables: which tables go together, their steps, their place in the module tree and the state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo, KJTListSplitsAwaitable
+from recinfer.distributed.embedding_types import (
+    CompIn,
+    DistOut,
+    EmbeddingComputeKernel,
+    Out,
+    ShardedEmbeddingModule,
+    ShrdCtx,
+)
+from recinfer.distributed.sharding.combine import JoinGroups
+from recinfer.distributed.sharding.infos import by_sharding_type
+from recinfer.distributed.sharding.layout import Piece, global_metadata
+from recinfer.distributed.sharding.state import TableState
+from recinfer.distributed.sharding.tables import TableSharding
+from recinfer.distributed.types import QuantizedCommCodecs, ShardingEnv, ShardingType
+from recinfer.optim.fused import FusedOptimizerModule
+from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+__all__ = ["ShardedCollection"]
+
+_REPLICATED = {ShardingType.DATA_PARALLEL.value}
+
+
+class ShardedCollection(ShardedEmbeddingModule[CompIn, DistOut, Out, ShrdCtx], FusedOptimizerModule):
+    """What the sharded EmbeddingBagCollection and EmbeddingCollection share.
+
+    Tables are dealt into groups; each group has one input exchange, one lookup and one output exchange. Parameters and
+    state have the keys of the unsharded module, ``<tables>.<table>.weight``.
+
+    Args:
+        infos: the tables in module order.
+        env: the ranks.
+        device: where rows and buffers lie.
+        qcomm_codecs_registry: ``CommOp`` name -> codecs.
+    """
+
+    tables_attribute: ClassVar[str]
+    sharding_class: ClassVar[type[TableSharding]]
+
+    def __init__(
+        self,
+        infos: Sequence[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None,
+    ) -> None:
+        super().__init__(qcomm_codecs_registry)
+        self._env = env
+        self._device = torch.device(device) if device is not None else torch.device("cpu")
+        self._infos = list(infos)
+        self._groups = [
+            self.sharding_class(members, env, self._device, qcomm_codecs_registry) for members in self._deal()
+        ]
+        self._input_dists = [group.create_input_dist(self._device) for group in self._groups]
+        self._lookups: list[nn.Module] = [group.create_lookup(self._device) for group in self._groups]
+        self._output_dists = [group.create_output_dist(self._device) for group in self._groups]
+        self._place_tables()
+        self._optim = CombinedOptimizer(self._fused_optimizers())
+        self._average_replicas()
+        where = {(id(i), n): (g, at) for g, i, n, at in self._outputs_of_groups()}
+        self._names = [name for info in self._infos for name in info.names()]
+        self._dims = [info.embedding_config.embedding_dim for info in self._infos for _ in info.names()]
+        self._join = JoinGroups(
+            [group.embedding_dims() for group in self._groups],
+            [where[id(info), name] for info in self._infos for name in info.names()],
+        )
+
+    def _deal(self) -> list[list[EmbeddingShardingInfo]]:
+        """Which tables share their exchanges: all but replicas, which need none."""
+        sharded = [info for info in self._infos if info.param_sharding.sharding_type not in _REPLICATED]
+        replicas = [info for info in self._infos if info.param_sharding.sharding_type in _REPLICATED]
+        # A kernel makes either row updates or gradients; replicas of one group are all of one sort.
+        dense = [i for i in replicas if i.param_sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value]
+        fused = [i for i in replicas if i.param_sharding.compute_kernel != EmbeddingComputeKernel.DENSE.value]
+        return [members for members in (sharded, fused, dense) if members]
+
+    def _outputs_of_groups(self) -> Iterator[tuple[int, EmbeddingShardingInfo, str, int]]:
+        for g, group in enumerate(self._groups):
+            at = 0
+            for info in group.layout.infos:
+                for name in info.names():
+                    yield g, info, name, at
+                    at += 1
+
+    def _place_tables(self) -> None:
+        """``<tables>.<table>`` in the module tree, over the rows that the lookups own."""
+        local: dict[int, list[tuple[Piece, nn.Parameter]]] = {}
+        for group, lookup in zip(self._groups, self._lookups):
+            parameters: Any = lookup.named_parameters_by_table()  # type: ignore[operator]
+            for piece, (_, parameter) in zip(group.local_pieces(), parameters):
+                local.setdefault(id(group.layout.infos[piece.table]), []).append((piece, parameter))
+        states: dict[int, TableState] = {}
+        for group in self._groups:
+            for info, pieces in zip(group.layout.infos, group.layout.pieces):
+                mine = local.get(id(info), [])
+                metadata = None if group.replicated else global_metadata(info, pieces)
+                states[id(info)] = TableState(
+                    [piece for piece, _ in mine], [p for _, p in mine], metadata, self._env.process_group
+                )
+        tables = nn.ModuleDict({info.embedding_config.name: states[id(info)] for info in self._infos})
+        self.add_module(self.tables_attribute, tables)
+
+    def _fused_optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
+        """The optimizers in the backward of the lookups, with the keys of the module's parameters."""
+        found = []
+        for lookup in self._lookups:
+            for module in lookup.modules():
+                if isinstance(module, FusedOptimizerModule):
+                    found.append((self.tables_attribute, module.fused_optimizer))
+        return found
+
+    def _average_replicas(self) -> None:
+        """Replicas whose gradients are tensors: their gradients become the mean over the ranks."""
+        for i, (group, lookup) in enumerate(zip(self._groups, self._lookups)):
+            dense = any(table.compute_kernel is EmbeddingComputeKernel.DENSE for table in group.embedding_tables())
+            if group.replicated and dense and self._env.process_group is not None and self._env.world_size > 1:
+                self._lookups[i] = DistributedDataParallel(
+                    lookup,
+                    process_group=self._env.process_group,
+                    gradient_as_bucket_view=True,
+                    broadcast_buffers=False,
+                )
+
+    # ------------------------------------------------------------------------------------------------- documented members
+
+    @property
+    def shardings(self) -> dict[str, TableSharding]:
+        """Sharding type -> what is where for the tables of that type.
+
+        The module itself exchanges all types together; these are for looking at.
+        """
+        return {
+            kind: self.sharding_class(members, self._env, self._device, self.qcomm_codecs_registry)
+            for kind, members in by_sharding_type(self._infos).items()
+        }
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The optimizers that run in the backward, as one; keys are the module's parameter names."""
+        return self._optim
+
+    def reset_parameters(self) -> None:
+        """Give all tables new first values; every rank calls this."""
+        for group, lookup in zip(self._groups, self._lookups):
+            group.fill(lookup.module if isinstance(lookup, DistributedDataParallel) else lookup)
+
+    def _begin(self, ctx: Any, features: Any) -> KJTListSplitsAwaitable[Any]:
+        awaitables = []
+        for group, input_dist in zip(self._groups, self._input_dists):
+            context = group.create_context(features)
+            ctx.sharding_contexts.append(context)
+            awaitables.append(input_dist(features, context))
+        return KJTListSplitsAwaitable(awaitables, ctx)

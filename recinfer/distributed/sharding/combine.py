@@ -1,0 +1,113 @@
+"""Putting moved pieces together: add row pieces, lay column pieces side by side, in the module's feature order.
+
+Everything is a split, sums and one concatenation, so autograd's backward is one concatenation too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+__all__ = ["Block", "ColumnPlan", "JoinGroups", "combine_blocks"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One column piece of one output: the source pieces that add up to it.
+
+    Attributes:
+        sources: which pieces.
+        divisor: which divisor the sum is multiplied by (1 / bag length); None for none.
+    """
+
+    sources: tuple[int, ...]
+    divisor: int | None = None
+
+
+class ColumnPlan:
+    """How the columns of one received tensor become output columns.
+
+    Args:
+        widths: columns of each received piece, side by side.
+        blocks: the output's column pieces from left to right; every received piece is in exactly one.
+    """
+
+    def __init__(self, widths: Sequence[int], blocks: Sequence[Block]) -> None:
+        starts = [0, *accumulate(widths)]
+        runs: list[list[list[int]]] = []  # of each run of blocks: [start, stop] of every summand
+        self._divisors: list[int | None] = []
+        for block in blocks:
+            spans = [[starts[i], starts[i + 1]] for i in block.sources]
+            if (
+                runs
+                and self._divisors[-1] == block.divisor
+                and len(runs[-1]) == len(spans)
+                and all(last[1] == span[0] for last, span in zip(runs[-1], spans))
+            ):
+                for last, span in zip(runs[-1], spans):
+                    last[1] = span[1]
+            else:
+                runs.append(spans)
+                self._divisors.append(block.divisor)
+        ordered = sorted(tuple(span) for run in runs for span in run)
+        place = {span: i for i, span in enumerate(ordered)}
+        self._sizes = [stop - start for start, stop in ordered]
+        self._runs = [[place[tuple(span)] for span in run] for run in runs]
+
+    def __call__(self, received_BD: Tensor, divisors: Sequence[Tensor] = ()) -> Tensor:
+        """Combine.
+
+        Args:
+            received_BD: ``[B, sum(widths)]``.
+            divisors: ``[B]`` each.
+        """
+        parts = received_BD.split(self._sizes, dim=1)
+        out = []
+        for run, divisor in zip(self._runs, self._divisors):
+            total = reduce(torch.add, [parts[i] for i in run])
+            out.append(total if divisor is None else total * divisors[divisor].unsqueeze(1))
+        return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+
+
+class JoinGroups:
+    """How the outputs of several groups of tables become those of the module.
+
+    Args:
+        groups: for each group the columns of its outputs.
+        order: (group, output) of each output of the module.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]], order: Sequence[tuple[int, int]]) -> None:
+        starts = [[0, *accumulate(widths)] for widths in groups]
+        self._runs: list[list[int]] = []  # group, start, stop
+        for group, i in order:
+            start, stop = starts[group][i : i + 2]
+            if self._runs and self._runs[-1][0] == group and self._runs[-1][2] == start:
+                self._runs[-1][2] = stop
+            else:
+                self._runs.append([group, start, stop])
+
+    def __call__(self, outputs_BD: Sequence[Tensor]) -> Tensor:
+        """``[B, sum of dims]`` of the module, from that of each group."""
+        if len(self._runs) == 1 and len(outputs_BD) == 1:
+            return outputs_BD[0]
+        return torch.cat([outputs_BD[group][:, start:stop] for group, start, stop in self._runs], dim=1)
+
+
+def combine_blocks(
+    pieces: Sequence[Tensor], outputs: Sequence[Sequence[Block]], divisors: Sequence[Tensor]
+) -> list[Tensor]:
+    """The same for pieces of different batch sizes: one tensor ``[B of the feature, D]`` an output."""
+    result = []
+    for blocks in outputs:
+        columns = []
+        for block in blocks:
+            total = reduce(torch.add, [pieces[i] for i in block.sources])
+            columns.append(total if block.divisor is None else total * divisors[block.divisor].unsqueeze(1))
+        result.append(columns[0] if len(columns) == 1 else torch.cat(columns, dim=1))
+    return result

@@ -1,0 +1,14 @@
+"""column_wise: column pieces of a table, each on any rank."""
+
+from __future__ import annotations
+
+from recinfer.distributed.sharding.tables import PooledSharding
+from recinfer.distributed.types import ShardingType
+
+__all__ = ["CwPooledEmbeddingSharding"]
+
+
+class CwPooledEmbeddingSharding(PooledSharding):
+    """column_wise tables of bags: column pieces of a table, each on any rank."""
+
+    kind = ShardingType.COLUMN_WISE

@@ -1,0 +1,230 @@
+"""The input exchange of every sharding type: expand features to slots, cut row pieces into buckets, send each slot off.
+
+One permutation and one exchange serve all tables of a sharding; what goes where was worked out by the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recinfer.distributed.dist_data import KJTAllToAll
+from recinfer.distributed.embedding_sharding import (
+    BaseSparseFeaturesDist,
+    EmbeddingShardingContext,
+    bucketize_kjt_before_all2all,
+)
+from recinfer.distributed.sharding.layout import ShardLayout
+from recinfer.distributed.types import Awaitable, NoWait
+from recinfer.errors import InputError
+from recinfer.sparse.checks import MissingKeyError
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["Sent", "ShardFeaturesDist", "join_keys"]
+
+
+@dataclass
+class Sent:
+    """How the ids that were sent follow from the ids that came.
+
+    Attributes:
+        sizes: ids of each slot, in the order sent.
+        bucket_sizes: ids of each (bucket, cut feature); empty when nothing is cut.
+        permute: ``[ids of the cut features]``: where each went among the bucketized ids.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    bucket_sizes: list[int] = field(default_factory=list)
+    permute: Tensor | None = None
+
+
+def join_keys(parts: Sequence[KeyedJaggedTensor], order: Sequence[int]) -> KeyedJaggedTensor:
+    """The keys ``order`` of several KeyedJaggedTensors numbered one after another; keys that stay neighbours go as one.
+
+    Values, lengths and weights are copied once (not at all when the order is that of a single part).
+    """
+    owners = [(p, i) for p, part in enumerate(parts) for i in range(len(part.keys()))]
+    runs: list[list[int]] = []  # part, first key, last key + 1
+    for at in order:
+        p, i = owners[at]
+        if runs and runs[-1][0] == p and runs[-1][2] == i:
+            runs[-1][2] = i + 1
+        else:
+            runs.append([p, i, i + 1])
+    if len(runs) == 1 and runs[0][1:] == [0, len(parts[runs[0][0]].keys())]:
+        return parts[runs[0][0]]
+    first = parts[0]
+    weighted = first.weights_or_none() is not None
+    variable = first.variable_stride_per_key()
+    values, lengths, weights = [], [], []
+    for p, start, stop in runs:
+        part = parts[p]
+        at, lengths_at = part.offset_per_key(), part.lengths_offset_per_key()
+        values.append(part.values()[at[start] : at[stop]])
+        lengths.append(part.lengths()[lengths_at[start] : lengths_at[stop]])
+        if weighted:
+            weights.append(part.weights()[at[start] : at[stop]])
+    sizes = [part.length_per_key() for part in parts]
+    strides = [part.stride_per_key_per_rank() for part in parts]
+    result = KeyedJaggedTensor.from_parts_unchecked(
+        [parts[p].keys()[i] for p, i in (owners[at] for at in order)],
+        torch.cat(values) if values else first.values()[:0],
+        torch.cat(lengths) if lengths else first.lengths()[:0],
+        weights=(torch.cat(weights) if weights else first.weights()[:0]) if weighted else None,
+        stride=first.stride(),
+        stride_per_key_per_rank=[strides[p][i] for p, i in (owners[at] for at in order)] if variable else None,
+    )
+    result._length_per_key = [sizes[p][i] for p, i in (owners[at] for at in order)]
+    return result
+
+
+class _Expansion:
+    """Which slots come from which key, for one order of input keys.
+
+    Args:
+        layout: the slots.
+        keys: keys of the input.
+        device: where block sizes go.
+
+    Raises:
+        MissingKeyError: a feature that the tables read is not among ``keys``.
+    """
+
+    def __init__(self, layout: ShardLayout, keys: Sequence[str], device: torch.device) -> None:
+        places = {key: i for i, key in enumerate(keys)}
+        missing = [f for f in layout.features if f not in places]
+        if missing:
+            raise MissingKeyError(f"features {missing} are not in the input; it has {list(keys)}")
+        cuts: dict[tuple[str, tuple[int, ...]], int] = {}
+        for slot in layout.slots:
+            edges = layout.row_edges(slot.piece)
+            if len(edges) > 2:
+                cuts.setdefault((slot.feature, edges), len(cuts))
+        self.cut_keys = [places[feature] for feature, _ in cuts]
+        self.num_buckets = max((len(edges) - 1 for _, edges in cuts), default=0)
+        self.order: list[int] = []  # among the input's keys, then the buckets'
+        for slot in layout.slots:
+            edges = layout.row_edges(slot.piece)
+            if len(edges) > 2:
+                bucket = edges.index(slot.piece.row_start)
+                self.order.append(len(keys) + bucket * len(cuts) + cuts[slot.feature, edges])
+            else:
+                self.order.append(places[slot.feature])
+        if cuts and min(self.order) >= len(keys):
+            self.order = [i - len(keys) for i in self.order]
+            self.only_cuts = True
+        else:
+            self.only_cuts = False
+        self._place_edges([edges for _, edges in cuts], device)
+
+    def _place_edges(self, all_edges: list[tuple[int, ...]], device: torch.device) -> None:
+        """Equal blocks where that is what the edges are (the last may be short), else the edges themselves."""
+        blocks = [edges[1] for edges in all_edges]
+        even = all(
+            all(start == i * block for i, start in enumerate(edges[:-1])) and edges[-1] - edges[-2] <= block
+            for edges, block in zip(all_edges, blocks)
+        )
+        self.block_sizes = torch.tensor(blocks, dtype=torch.int64, device=device)
+        self.edges: list[Tensor] | None = None
+        if not even:
+            padded = [[*edges, *[edges[-1]] * (self.num_buckets + 1 - len(edges))] for edges in all_edges]
+            self.edges = [torch.tensor(edges, dtype=torch.int64, device=device) for edges in padded]
+
+    def expand(self, features: KeyedJaggedTensor, want_permute: bool) -> tuple[KeyedJaggedTensor, Sent]:
+        """The slots' ids in the order they are sent."""
+        if not self.num_buckets:
+            sent = join_keys([features], self.order)
+            return sent, Sent(sizes=sent.length_per_key())
+        cut = join_keys([features], self.cut_keys)
+        weights = cut.weights_or_none()
+        learned = weights is not None and weights.requires_grad
+        buckets, permute = bucketize_kjt_before_all2all(
+            cut,
+            self.num_buckets,
+            self.block_sizes,
+            output_permute=want_permute or learned,
+            block_bucketize_row_pos=self.edges,
+        )
+        if learned:
+            assert permute is not None
+            assert weights is not None
+            back = torch.empty_like(permute)
+            back[permute.long()] = torch.arange(permute.numel(), dtype=permute.dtype, device=permute.device)
+            buckets._weights = weights.index_select(0, back)  # the op's copy has no gradient
+        parts = [buckets] if self.only_cuts else [features, buckets]
+        sent = join_keys(parts, self.order)
+        return sent, Sent(sent.length_per_key(), buckets.length_per_key(), permute)
+
+
+class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
+    """Sends each slot's ids to the rank of its rectangle.
+
+    Args:
+        layout: the slots.
+        pg: the ranks; None for a world of one.
+        device: where the received features lie.
+        want_permute: note where bucketized ids went (unpooled outputs are put back in order with it).
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        pg: dist.ProcessGroup | None,
+        device: torch.device | None = None,
+        want_permute: bool = False,
+    ) -> None:
+        super().__init__()
+        self._layout = layout
+        self._device = torch.device(device) if device is not None else torch.device("cpu")
+        self._want_permute = want_permute
+        self._dist = KJTAllToAll(pg, layout.slots_per_rank) if pg is not None else None
+        self._expansions: dict[tuple[str, ...], _Expansion] = {}
+
+    def forward(
+        self, sparse_features: KeyedJaggedTensor, sharding_ctx: EmbeddingShardingContext | None = None
+    ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Start the exchange.
+
+        Args:
+            sparse_features: at least the features of the tables, in any order.
+            sharding_ctx: learns what was sent.
+
+        Raises:
+            MissingKeyError: a feature of the tables is not there.
+            InputError: the tables take weights and there are none.
+        """
+        keys = tuple(sparse_features.keys())
+        expansion = self._expansions.get(keys)
+        if expansion is None:
+            expansion = self._expansions[keys] = _Expansion(self._layout, keys, self._device)
+        sparse_features = self._weighted(sparse_features)
+        slots, sent = expansion.expand(sparse_features, self._want_permute)
+        if sharding_ctx is not None:
+            sharding_ctx.sent(slots)
+            if hasattr(sharding_ctx, "sent_ids"):
+                sharding_ctx.sent_ids = sent
+        if self._dist is None:
+            return NoWait(NoWait(slots))
+        return self._dist(slots)
+
+    def _weighted(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Weights are sent if and only if the tables take them."""
+        if self._layout.is_weighted:
+            if features.weights_or_none() is None:
+                raise InputError("weights are missing; this collection is weighted and needs one weight per id")
+            return features
+        if features.weights_or_none() is None:
+            return features
+        bare = KeyedJaggedTensor.from_parts_unchecked(
+            features.keys(),
+            features.values(),
+            features.lengths(),
+            stride=features.stride(),
+            stride_per_key_per_rank=features.stride_per_key_per_rank() if features.variable_stride_per_key() else None,
+        )
+        bare._length_per_key = features.length_per_key_or_none()
+        return bare

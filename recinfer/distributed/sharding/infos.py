@@ -1,0 +1,97 @@
+"""From a module and its plan to one info a table: config, plan, values, kernel settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
+from recinfer.distributed.embedding_types import EmbeddingComputeKernel
+from recinfer.distributed.types import ParameterSharding, ShardingType
+from recinfer.distributed.utils import (
+    add_params_from_parameter_sharding,
+    merge_fused_params,
+    optimizer_fused_params,
+)
+from recinfer.errors import ConfigError
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingTableConfig, PoolingType
+from recinfer.modules.embedding_modules import get_embedding_names_by_table
+
+__all__ = ["by_sharding_type", "table_infos"]
+
+
+def table_infos(
+    configs: Sequence[BaseEmbeddingConfig],
+    parameters: Mapping[str, Tensor],
+    table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+    fused_params: Mapping[str, Any] | None,
+    is_weighted: bool,
+) -> list[EmbeddingShardingInfo]:
+    """One info a table, in module order.
+
+    Args:
+        configs: the tables.
+        parameters: the values of each, or meta tensors; with what apply_optimizer_in_backward noted on them.
+        table_name_to_parameter_sharding: the plan.
+        fused_params: kernel settings of all tables; those of a table's optimizer and plan win.
+        is_weighted: ids carry weights.
+
+    Raises:
+        ConfigError: a table has no plan, or the plan names one that is not there.
+    """
+    names = [config.name for config in configs]
+    missing = [name for name in names if name not in table_name_to_parameter_sharding]
+    unknown = sorted(table_name_to_parameter_sharding.keys() - set(names))
+    if missing or unknown:
+        raise ConfigError(
+            f"the plan lacks tables {missing} and names unknown ones {unknown}; it needs a sharding for each of {names}"
+        )
+    infos = []
+    for config, outputs in zip(configs, get_embedding_names_by_table(configs)):
+        sharding, parameter = table_name_to_parameter_sharding[config.name], parameters[config.name]
+        optimizer = optimizer_fused_params(parameter)
+        settings = merge_fused_params(dict(fused_params or {}), optimizer)
+        infos.append(
+            EmbeddingShardingInfo(
+                embedding_config=_table_config(config, outputs, is_weighted),
+                param_sharding=_replica_kernel(sharding) if optimizer else sharding,
+                param=parameter,
+                fused_params=add_params_from_parameter_sharding(settings, sharding),
+            )
+        )
+    return infos
+
+
+def _replica_kernel(sharding: ParameterSharding) -> ParameterSharding:
+    """A replica whose optimizer runs in the backward is fused: ranks exchange ids and gradients, not whole tables."""
+    if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
+        return replace(sharding, compute_kernel=EmbeddingComputeKernel.FUSED.value)
+    return sharding
+
+
+def _table_config(config: BaseEmbeddingConfig, outputs: list[str], is_weighted: bool) -> EmbeddingTableConfig:
+    return EmbeddingTableConfig(
+        num_embeddings=config.num_embeddings,
+        embedding_dim=config.embedding_dim,
+        name=config.name,
+        data_type=config.data_type,
+        feature_names=list(config.feature_names),
+        weight_init_max=config.weight_init_max,
+        weight_init_min=config.weight_init_min,
+        init_fn=config.init_fn,
+        need_pos=config.need_pos,
+        pooling=getattr(config, "pooling", PoolingType.NONE),
+        is_weighted=is_weighted,
+        embedding_names=outputs,
+    )
+
+
+def by_sharding_type(infos: Iterable[EmbeddingShardingInfo]) -> dict[str, list[EmbeddingShardingInfo]]:
+    """Sharding type -> its tables, in order."""
+    result: dict[str, list[EmbeddingShardingInfo]] = {}
+    for info in infos:
+        result.setdefault(info.param_sharding.sharding_type, []).append(info)
+    return result

@@ -1,0 +1,139 @@
+"""The output exchange of pooled tables: every rank's bags go home in one exchange and are combined there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recinfer.distributed.dist_data import PooledEmbeddingsAllToAll, VariableBatchPooledEmbeddingsAllToAll
+from recinfer.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext
+from recinfer.distributed.sharding.combine import Block, ColumnPlan, combine_blocks
+from recinfer.distributed.sharding.layout import ShardLayout
+from recinfer.distributed.types import Awaitable, NoWait, QuantizedCommCodecs
+from recinfer.errors import InputError
+from recinfer.modules.embedding_modules import process_pooled_embeddings, reorder_inverse_indices
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["PooledContext", "ShardPooledDist", "keep_in_graph"]
+
+
+@dataclass
+class PooledContext(EmbeddingShardingContext):
+    """What the output exchange of pooled tables needs to know of the input.
+
+    Args:
+        divisors: 1 / bag length, ``[B of the feature]``, of each output that is divided after the exchange.
+        inverse_indices: of a variable batch, int64 ``[outputs, full batch]``; None without.
+    """
+
+    divisors: list[Tensor] = field(default_factory=list)
+    inverse_indices: Tensor | None = None
+
+    def came(self, features: KeyedJaggedTensor, layout: ShardLayout) -> None:
+        """Note what this rank's own input says; nothing here is exchanged."""
+        for i in layout.mean:
+            lengths = features[layout.outputs[i][2]].lengths()
+            self.divisors.append(1.0 / lengths.clamp(min=1).float())
+        if features.variable_stride_per_key() and features.inverse_indices_or_none() is not None:
+            self.inverse_indices = reorder_inverse_indices(
+                features.inverse_indices(), [feature for _, _, feature in layout.outputs]
+            )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive until ``stream`` is done with them."""
+        for tensor in (*self.divisors, self.inverse_indices):
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)  # type: ignore[arg-type]
+
+
+def keep_in_graph(local_embs: Tensor) -> Tensor:
+    """A rank with no table of its own must still take part in the backward of the exchange."""
+    if torch.is_grad_enabled() and not local_embs.requires_grad:
+        return local_embs.detach().requires_grad_()
+    return local_embs
+
+
+class ShardPooledDist(BaseEmbeddingDist[PooledContext, Tensor, Tensor]):
+    """Sends every rank's pooled vectors to the ranks whose examples they are, and combines them.
+
+    Args:
+        layout: the slots.
+        pg: the ranks; None for a world of one.
+        device: where buffers lie.
+        codecs: shrink what is sent.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        pg: dist.ProcessGroup | None,
+        device: torch.device | None = None,
+        codecs: QuantizedCommCodecs | None = None,
+    ) -> None:
+        super().__init__()
+        self._layout = layout
+        widths = layout.widths_per_rank()
+        self._fixed = PooledEmbeddingsAllToAll(pg, [sum(w) for w in widths], device, codecs=codecs) if pg else None
+        self._variable = (
+            VariableBatchPooledEmbeddingsAllToAll(pg, widths, device, callbacks=None, codecs=codecs) if pg else None
+        )
+        place = {output: n for n, output in enumerate(layout.mean)}
+        self._outputs = [
+            [Block(tuple(slots), place.get(i)) for slots in columns] for i, columns in enumerate(layout.sums)
+        ]
+        self._columns = ColumnPlan(layout.widths, [block for blocks in self._outputs for block in blocks])
+
+    def forward(self, local_embs: Tensor, sharding_ctx: PooledContext | None = None) -> Awaitable[Tensor]:
+        """Start the exchange.
+
+        Args:
+            local_embs: ``[B of all ranks, local columns]``; with a variable batch one dimension, rank by rank.
+            sharding_ctx: what was sent and what came.
+
+        Returns:
+            awaitable of ``[B, sum of dims]``, tables and their features in module order.
+
+        Raises:
+            InputError: a variable batch without inverse indices.
+        """
+        ctx = sharding_ctx if sharding_ctx is not None else PooledContext()
+        local_embs = keep_in_graph(local_embs)
+        if ctx.variable_batch_per_feature:
+            return self._variable_batch(local_embs, ctx)
+        if self._fixed is None:
+            return NoWait(self._columns(local_embs, ctx.divisors))
+        awaitable = self._fixed(local_embs, ctx.batch_size_per_rank or None)
+        awaitable.callbacks.append(lambda received: self._columns(received, ctx.divisors))
+        return awaitable
+
+    def _variable_batch(self, local_embs: Tensor, ctx: PooledContext) -> Awaitable[Tensor]:
+        sizes = [b * w for b, w in zip(ctx.batch_size_per_feature_pre_a2a, self._layout.widths)]
+
+        def combine(received: Tensor) -> Tensor:
+            parts = [p.view(-1, w) for p, w in zip(received.split(sizes), self._layout.widths)]
+            outputs = combine_blocks(parts, self._outputs, ctx.divisors)
+            return spread(outputs, ctx.inverse_indices)
+
+        if self._variable is None:
+            return NoWait(combine(local_embs))
+        awaitable = self._variable(local_embs, ctx.batch_size_per_rank_per_feature, ctx.batch_size_per_feature_pre_a2a)
+        awaitable.callbacks.append(combine)
+        return awaitable
+
+
+def spread(outputs: Sequence[Tensor], inverse_indices: Tensor | None) -> Tensor:
+    """Outputs of their own batch sizes as rows of the full batch, side by side.
+
+    Raises:
+        InputError: unequal batch sizes and no inverse indices.
+    """
+    if inverse_indices is None and len({o.shape[0] for o in outputs}) > 1:
+        raise InputError(
+            f"features have batch sizes {[o.shape[0] for o in outputs]} and no inverse indices; give inverse_indices, "
+            "which say the row of every example"
+        )
+    return process_pooled_embeddings(list(outputs), torch.empty(0) if inverse_indices is None else inverse_indices)

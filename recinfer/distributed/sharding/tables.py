@@ -1,0 +1,180 @@
+"""Tables sharded together: layout, input exchange, lookup and output exchange behind the documented interface.
+
+One class runs every sharding type, because the types differ only in their rectangles. The files beside this one give
+each type its TorchRec name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recinfer.distributed.embedding_sharding import (
+    BaseEmbeddingDist,
+    EmbeddingSharding,
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+)
+from recinfer.distributed.embedding_types import (
+    BaseEmbeddingLookup,
+    BaseGroupedFeatureProcessor,
+    ShardedEmbeddingTable,
+)
+from recinfer.distributed.sharding.features import ShardFeaturesDist
+from recinfer.distributed.sharding.layout import Piece, ShardLayout, check_kind
+from recinfer.distributed.sharding.pooled import PooledContext, ShardPooledDist
+from recinfer.distributed.sharding.values import fill, new_seed
+from recinfer.distributed.types import CommOp, QuantizedCommCodecs, ShardingEnv, ShardingType
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed._shard.metadata import ShardMetadata
+
+__all__ = ["PooledSharding", "TableSharding"]
+
+
+class TableSharding(EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTensor, Tensor, Tensor]):
+    """Some tables of a module, sharded.
+
+    Args:
+        sharding_infos: the tables in module order, of any types but data_parallel, or all data_parallel.
+        env: the ranks.
+        device: where rows and buffers lie.
+        qcomm_codecs_registry: ``CommOp`` name -> codecs.
+
+    Raises:
+        ConfigError: tables of another type than :attr:`kind`, or shards that do not tile their table.
+    """
+
+    kind: ClassVar[ShardingType | None] = None  # None: a mix
+    pooled: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        sharding_infos: Sequence[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        super().__init__(qcomm_codecs_registry)
+        if self.kind is not None:
+            check_kind(sharding_infos, self.kind)
+        self._env = env
+        self._device = torch.device(device) if device is not None else torch.device("cpu")
+        kinds = {info.param_sharding.sharding_type for info in sharding_infos}
+        self.replicated = kinds == {ShardingType.DATA_PARALLEL.value}
+        self.layout = ShardLayout(
+            sharding_infos,
+            env.world_size,
+            is_weighted=any(info.embedding_config.is_weighted for info in sharding_infos),
+            pooled=self.pooled,
+            replicated=self.replicated,
+        )
+        self._rank = 0 if self.replicated else env.rank
+        self._exchange_pg = None if self.replicated else env.process_group
+
+    def local_pieces(self) -> list[Piece]:
+        """This rank's rectangles, in the order of :meth:`embedding_tables`."""
+        return self.layout.pieces_per_rank[self._rank]
+
+    def fill(self, lookup: Any) -> None:
+        """Give the rows of ``lookup``, one of :meth:`create_lookup`, their first values.
+
+        The values that the tables came with are used once and let go; after that they are drawn. Replicas become those
+        of rank 0: all ranks call this together.
+        """
+        seed = new_seed()
+        for piece, (_, parameter) in zip(self.local_pieces(), lookup.named_parameters_by_table()):
+            fill(parameter.detach(), self.layout.infos[piece.table], piece, seed)
+            if self.replicated and self._env.process_group is not None and not parameter.is_meta:
+                source = dist.get_global_rank(self._env.process_group, 0)
+                dist.broadcast(parameter.detach(), source, group=self._env.process_group)
+        for info in self.layout.infos:
+            info.param = torch.empty_like(info.param, device="meta")
+
+    def _codecs(self, op: CommOp) -> QuantizedCommCodecs | None:
+        return (self.qcomm_codecs_registry or {}).get(op.name)
+
+    def create_input_dist(self, device: torch.device | None = None) -> ShardFeaturesDist:
+        """The step that moves features."""
+        return ShardFeaturesDist(self.layout, self._exchange_pg, device or self._device, want_permute=not self.pooled)
+
+    def embedding_dims(self) -> list[int]:
+        """Columns of each output, in module order."""
+        return [columns for _, columns, _ in self.layout.outputs]
+
+    def embedding_names(self) -> list[str]:
+        """Names of the outputs, in module order."""
+        return [name for name, _, _ in self.layout.outputs]
+
+    def embedding_names_per_rank(self) -> list[list[str]]:
+        """Names of the outputs that each rank has a part of, one for each rectangle and feature."""
+        return self._per_rank([slot.name for slot in self.layout.slots])
+
+    def embedding_shard_metadata(self) -> list[ShardMetadata | None]:
+        """The rectangle of each name of :meth:`embedding_names_per_rank`, rank after rank; None for replicas."""
+        return [slot.piece.metadata for slot in self.layout.slots]
+
+    def feature_names(self) -> list[str]:
+        """The distinct features."""
+        return list(self.layout.features)
+
+    def feature_names_per_rank(self) -> list[list[str]]:
+        """The feature of each rectangle of each rank."""
+        return self._per_rank([slot.feature for slot in self.layout.slots])
+
+    def features_per_rank(self) -> list[int]:
+        """How many keys each rank receives."""
+        return list(self.layout.slots_per_rank)
+
+    def _per_rank(self, items: list[str]) -> list[list[str]]:
+        at, result = 0, []
+        for count in self.layout.slots_per_rank:
+            result.append(items[at : at + count])
+            at += count
+        return result
+
+    def embedding_tables(self) -> list[ShardedEmbeddingTable]:
+        """The rectangles on this rank."""
+        return [table for group in self.layout.groups_per_rank[self._rank] for table in group.embedding_tables]
+
+
+class PooledSharding(TableSharding):
+    """Tables of bags, sharded together."""
+
+    def create_lookup(
+        self,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: BaseGroupedFeatureProcessor | None = None,
+    ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
+        """The step that looks up this rank's rectangles."""
+        # FBGEMM is imported when there is something to look up, not when sharding is planned.
+        from recinfer.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+
+        lookup = GroupedPooledEmbeddingsLookup(
+            grouped_configs=self.layout.groups_per_rank[self._rank],
+            device=device or self._device,
+            pg=self._env.process_group,
+            feature_processor=feature_processor,
+            sharding_type=ShardingType.DATA_PARALLEL if self.replicated else None,
+        )
+        self.fill(lookup)
+        return lookup
+
+    def create_output_dist(
+        self, device: torch.device | None = None
+    ) -> BaseEmbeddingDist[PooledContext, Tensor, Tensor]:
+        """The step that moves pooled vectors."""
+        codecs = self._codecs(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL)
+        return ShardPooledDist(self.layout, self._exchange_pg, device or self._device, codecs)
+
+    def create_context(self, features: KeyedJaggedTensor) -> PooledContext:
+        """The context of one forward on ``features``."""
+        ctx = PooledContext()
+        ctx.came(features, self.layout)
+        return ctx

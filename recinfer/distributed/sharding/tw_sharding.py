@@ -1,0 +1,14 @@
+"""table_wise: a whole table on one rank."""
+
+from __future__ import annotations
+
+from recinfer.distributed.sharding.tables import PooledSharding
+from recinfer.distributed.types import ShardingType
+
+__all__ = ["TwPooledEmbeddingSharding"]
+
+
+class TwPooledEmbeddingSharding(PooledSharding):
+    """table_wise tables of bags: a whole table on one rank."""
+
+    kind = ShardingType.TABLE_WISE

@@ -1,0 +1,104 @@
+"""Small helpers that the sharded modules share: names with prefixes, and kernel settings gathered from where they come."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from recinfer.distributed.embedding_types import OptimType
+from recinfer.distributed.types import ParameterSharding
+from recinfer.errors import ConfigError
+
+__all__ = [
+    "add_params_from_parameter_sharding",
+    "append_prefix",
+    "filter_state_dict",
+    "merge_fused_params",
+    "optimizer_fused_params",
+    "optimizer_type_to_emb_opt_type",
+]
+
+T = TypeVar("T")
+
+# By the name of the class: torch.optim's, recinfer.optim's and TorchRec's have the same ones.
+_OPTIMIZERS = {
+    "SGD": OptimType.SGD,
+    "LarsSGD": OptimType.LARS_SGD,
+    "LAMB": OptimType.LAMB,
+    "PartialRowWiseLAMB": OptimType.PARTIAL_ROWWISE_LAMB,
+    "Adam": OptimType.ADAM,
+    "PartialRowWiseAdam": OptimType.PARTIAL_ROWWISE_ADAM,
+    "Adagrad": OptimType.ADAGRAD,
+    "RowWiseAdagrad": OptimType.ROWWISE_ADAGRAD,
+}
+
+
+def append_prefix(prefix: str, name: str) -> str:
+    """``prefix.name``; just ``name`` after an empty prefix, just ``prefix`` before an empty name."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def filter_state_dict(state_dict: Mapping[str, T], name: str) -> OrderedDict[str, T]:
+    """The entries under ``name.``, without that prefix."""
+    return OrderedDict((key[len(name) + 1 :], value) for key, value in state_dict.items() if key.startswith(f"{name}."))
+
+
+def optimizer_type_to_emb_opt_type(optimizer_class: type) -> OptimType:
+    """The fused optimizer that computes what an optimizer class does.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = _OPTIMIZERS.get(optimizer_class.__name__)
+    if found is None:
+        raise ConfigError(
+            f"optimizer {optimizer_class.__name__} has no fused kernel; expected one of {', '.join(_OPTIMIZERS)}"
+        )
+    return found
+
+
+def optimizer_fused_params(parameter: Any) -> dict[str, Any]:
+    """The kernel settings of the optimizer that apply_optimizer_in_backward noted on ``parameter``; {} if it did not.
+
+    Raises:
+        ConfigError: several optimizers, or one without a fused kernel.
+    """
+    classes = getattr(parameter, "_optimizer_classes", None) or []
+    if not classes:
+        return {}
+    if len(classes) > 1:
+        names = [c.__name__ for c in classes]
+        raise ConfigError(f"a table has optimizers {names} in its backward; a fused kernel runs one")
+    kwargs = dict((getattr(parameter, "_optimizer_kwargs", None) or [{}])[0])
+    return {**kwargs, "optimizer": optimizer_type_to_emb_opt_type(classes[0])}
+
+
+def add_params_from_parameter_sharding(
+    fused_params: dict[str, Any] | None, parameter_sharding: ParameterSharding
+) -> dict[str, Any]:
+    """``fused_params`` with the kernel settings of a table's plan, which win."""
+    given: dict[str, Any] = {
+        "enforce_hbm": parameter_sharding.enforce_hbm,
+        "stochastic_rounding": parameter_sharding.stochastic_rounding,
+        "bounds_check_mode": parameter_sharding.bounds_check_mode,
+        "output_dtype": parameter_sharding.output_dtype,
+    }
+    cache = parameter_sharding.cache_params
+    if cache is not None:
+        given |= {
+            "cache_algorithm": cache.algorithm,
+            "cache_load_factor": cache.load_factor,
+            "cache_reserved_memory": cache.reserved_memory,
+            "cache_precision": cache.precision,
+            "prefetch_pipeline": cache.prefetch_pipeline,
+            "multipass_prefetch_config": cache.multipass_prefetch_config,
+        }
+    return {**(fused_params or {}), **{name: value for name, value in given.items() if value is not None}}
+
+
+def merge_fused_params(
+    fused_params: dict[str, Any] | None = None, param_fused_params: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The settings of all tables with those of one table, which win."""
+    return {**(fused_params or {}), **(param_fused_params or {})}
