@@ -41,6 +41,7 @@ __all__ = ["DenseTableGroup", "TableGroup", "TableShape"]
 _POOLING = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
 _OUTPUT = {torch.float32: 0, torch.float16: 1}
 _WEIGHTS = (torch.float32, torch.float16)
+_OUTSIDE = "out of bounds"  # in the operators' message
 _OPS = {OptimType.SGD: "sgd", OptimType.ADAGRAD: "adagrad", OptimType.ROWWISE_ADAGRAD: "rowwise_adagrad"}
 
 
@@ -187,29 +188,34 @@ class TableGroup(nn.Module):
             offsets = padded_offsets(offsets, batch_sizes)
         if per_sample_weights is not None:
             per_sample_weights = per_sample_weights.float()
-        self._check_bounds(indices, offsets, per_sample_weights)
-        out = self._differentiable(indices, offsets, per_sample_weights)
+        try:
+            out = self._differentiable(indices, offsets, per_sample_weights)
+        except RuntimeError as error:
+            # The operators refuse ids outside their table by themselves, so good batches pay for no check.
+            if _OUTSIDE not in str(error):
+                raise
+            indices = self._within_bounds(error, indices, offsets)
+            out = self._differentiable(indices, offsets, per_sample_weights)
         if batch_sizes is not None and self.pooling is not PoolingType.NONE:
             out = rank_major(out, batch_sizes, self.feature_dims)
         return out
 
     def _differentiable(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
+        """The lookup, tied to :meth:`update`."""
         out: Tensor = _FusedLookup.apply(self._anchor, per_sample_weights, self, indices, offsets)
         return out
 
-    def _check_bounds(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> None:
+    def _within_bounds(self, error: RuntimeError, indices: Tensor, offsets: Tensor) -> Tensor:
+        """``indices`` with row 0 for those outside their table, where the settings say so."""
         mode = self.settings.bounds_check_mode
-        if mode is BoundsCheckMode.NONE or indices.numel() == 0:
-            return
-        try:
-            torch.ops.fbgemm.bounds_check_indices(
-                self._rows_per_feature, indices, offsets, mode.value, self._warnings, per_sample_weights
-            )
-        except RuntimeError as error:
+        if mode not in (BoundsCheckMode.WARNING, BoundsCheckMode.IGNORE):
             raise InputError(
                 f"an id outside its table, in a lookup of {[(s.name, s.rows) for s in self.shapes]} (name, rows): "
-                f"{str(error).splitlines()[0]}"
+                f"{str(error).splitlines()[0]}; give ids from 0, or bounds_check_mode=WARNING to read row 0 instead"
             ) from error
+        indices = indices.clone()
+        torch.ops.fbgemm.bounds_check_indices(self._rows_per_feature, indices, offsets, mode.value, self._warnings)
+        return indices.clamp_(min=0)  # -1 means a pruned row to that operator: it lets it through
 
     def lookup(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """As :meth:`forward`, without bounds check and without gradients; ``offsets`` of ``indices``' dtype."""

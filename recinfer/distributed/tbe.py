@@ -16,6 +16,7 @@ from recinfer.distributed.embedding_types import EmbeddingLocation, OptimType
 from recinfer.distributed.fused_params import FusedSettings, WeightDecayMode
 from recinfer.distributed.replicas import LookupGradient
 from recinfer.distributed.table_group import DenseTableGroup, TableGroup, TableShape
+from recinfer.distributed.types import BoundsCheckMode
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.optim.row_updates import UPDATES
@@ -174,9 +175,6 @@ class ModuleTableGroup(TableGroup):
         out: Tensor = self.tbe(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank=sizes)
         return out
 
-    def _check_bounds(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> None:
-        """The module checks bounds itself."""
-
     def _differentiable(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
         if self.replicas is not None:
             return super()._differentiable(indices, offsets, per_sample_weights)
@@ -256,10 +254,13 @@ class ModuleDenseTableGroup(DenseTableGroup):
         self.__dict__["_dense"] = dense  # not a submodule: its weight is ours
         dense.weights.data = self.weights
 
-    def _check_bounds(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> None:
-        self._rows_per_feature = self._rows_per_feature.to(indices.device)
-        self._warnings = self._warnings.to(indices.device)
-        super()._check_bounds(indices, offsets, per_sample_weights)
+    def _differentiable(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
+        # GPU kernels read whatever an id points to, so it is checked before.
+        rows, warnings = self._rows_per_feature.to(indices.device), self._warnings.to(indices.device)
+        mode = self.settings.bounds_check_mode.value
+        if self.settings.bounds_check_mode is not BoundsCheckMode.NONE:
+            torch.ops.fbgemm.bounds_check_indices(rows, indices, offsets, mode, warnings)
+        return super()._differentiable(indices, offsets, per_sample_weights)
 
     @torch.no_grad()
     def lookup(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
