@@ -193,9 +193,9 @@ def _comm_bytes(sharder: ModuleSharder[Any], default: float, pooled: bool) -> tu
     for op in (to_all, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER):
         codecs = registry.get(op.name) or registry.get(op.value)
         for codec in (codecs.forward, codecs.backward) if codecs is not None else (None, None):
-            sizes.append(
-                default if codec is None else float(torch.empty(0, dtype=codec.quantized_dtype).element_size())
-            )
+            dtype = getattr(codec, "quantized_dtype", None)
+            dtype = dtype() if callable(dtype) else dtype  # the no-op codec has it as a method
+            sizes.append(default if dtype is None else float(dtype.itemsize))
     return sizes[0], sizes[1], sizes[2], sizes[3]
 
 
