@@ -8,15 +8,36 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 
 from recinfer.distributed import comm_ops
 from recinfer.distributed.comm_ops import (
     All2All_Pooled_Req,
     All2All_Pooled_Wait,
+    All2All_Seq_Req,
+    All2All_Seq_Req_Wait,
     All2AllDenseInfo,
     All2AllPooledInfo,
+    All2AllSequenceInfo,
+    All2Allv_Req,
+    All2Allv_Wait,
     All2AllVInfo,
+    AllGatherBase_Req,
+    AllGatherBase_Wait,
+    AllGatherBaseInfo,
+    ReduceScatter_Req,
+    ReduceScatter_Wait,
+    ReduceScatterBase_Req,
+    ReduceScatterBase_Wait,
+    ReduceScatterBaseInfo,
+    ReduceScatterInfo,
+    ReduceScatterV_Req,
+    ReduceScatterV_Wait,
+    ReduceScatterVInfo,
     Request,
+    Variable_Batch_All2All_Pooled_Req,
+    Variable_Batch_All2All_Pooled_Wait,
+    VariableBatchAll2AllPooledInfo,
     all_gather_base_pooled,
     alltoall_pooled,
     alltoall_sequence,
@@ -217,20 +238,70 @@ def test_half_precision_stays_half() -> None:
     run_ranks(2, half_precision)
 
 
+def by_hand(req: type[Function], wait: type[Function], pg: dist.ProcessGroup, info: object, *inputs: Tensor) -> list:
+    """The documented functions as they are: output and gradients of the inputs, each output's gradient all ones."""
+    request: Request = Request(pg, inputs[0].device)
+    dummy = req.apply(pg, request, info, *inputs)
+    out = wait.apply(pg, request, dummy)
+    parts = out if isinstance(out, tuple) else (out,)
+    return [parts[0], *torch.autograd.grad(parts, inputs, [torch.ones_like(part) for part in parts])]
+
+
 def functions_by_hand(rank: int, world: int) -> None:
-    """The documented functions as they are, in a subgroup of another order than the default group's."""
+    """All of them on two ranks, in a group that is not the default one."""
     pg = dist.new_group(list(range(world)))
-    x = leaf(rank, 4, 2)
-    request: Request[Tensor] = Request(pg, x.device)
-    request.wait_function = All2All_Pooled_Wait
-    dummy = All2All_Pooled_Req.apply(pg, request, All2AllPooledInfo([2, 2], [2, 2], None, None), x)
-    out = All2All_Pooled_Wait.apply(pg, request, dummy)
-    torch.testing.assert_close(out, alltoall_pooled(x, [2, 2], [2, 2], group=pg).wait())
-    out.sum().backward()
-    torch.testing.assert_close(x.grad, torch.full((4, 2), 0.5))
+    x = torch.full((4, 2), rank + 1.0, requires_grad=True)
+    rows, sums = torch.tensor([[1.0] * 2 + [2.0] * 2] * 2), torch.full((2, 2), 3.0)
+    halves, ones = torch.full((4, 2), 0.5), torch.ones(4, 2)
+    every = {
+        "pooled": (All2All_Pooled_Req, All2All_Pooled_Wait, All2AllPooledInfo([2, 2], [2, 2]), rows, halves),
+        "tables": (All2Allv_Req, All2Allv_Wait, All2AllVInfo([2, 2], 4, 2, [2, 2], [2]), ones[:2], halves),
+        "base": (
+            ReduceScatterBase_Req,
+            ReduceScatterBase_Wait,
+            ReduceScatterBaseInfo(x.shape),
+            sums,
+            halves,
+        ),
+        "v": (
+            ReduceScatterV_Req,
+            ReduceScatterV_Wait,
+            ReduceScatterVInfo([torch.Size([2, 2])] * 2, [2, 2], True, [4, 2], None),
+            sums,
+            halves,
+        ),
+        "gather": (
+            AllGatherBase_Req,
+            AllGatherBase_Wait,
+            AllGatherBaseInfo(x.shape),
+            torch.cat([ones, 2 * ones]),
+            ones,
+        ),
+        "sequence": (
+            All2All_Seq_Req,
+            All2All_Seq_Req_Wait,
+            All2AllSequenceInfo(2, torch.ones(4), None, None, [2, 2], [2, 2]),
+            torch.cat([ones[:2], 2 * ones[:2]]),
+            halves,
+        ),
+    }
+    for name, (req, wait, info, expected, grad) in every.items():
+        got, got_grad = by_hand(req, wait, pg, info, x)
+        torch.testing.assert_close(got, expected, msg=name)
+        torch.testing.assert_close(got_grad, grad, msg=name)
+    parts = [x.detach()[:2].requires_grad_(), x.detach()[2:].requires_grad_()]
+    info = ReduceScatterInfo([part.shape for part in parts])
+    got, *grads = by_hand(ReduceScatter_Req, ReduceScatter_Wait, pg, info, *parts)
+    torch.testing.assert_close([got, *grads], [sums, halves[:2], halves[:2]])
+    flat = torch.full((6,), rank + 1.0, requires_grad=True)
+    variable = VariableBatchAll2AllPooledInfo([[1], [2]], [rank + 1] * 2, [[2], [2]])
+    got, grad = by_hand(Variable_Batch_All2All_Pooled_Req, Variable_Batch_All2All_Pooled_Wait, pg, variable, flat)
+    assert (variable.input_splits, variable.output_splits) == ([2, 4], [2 * rank + 2] * 2)
+    n = 2 * rank + 2
+    torch.testing.assert_close([got, grad], [torch.tensor([1.0] * n + [2.0] * n), torch.full((6,), 0.5)])
 
 
-def test_request_and_wait_by_hand() -> None:
+def test_requests_and_waits_by_hand() -> None:
     run_ranks(2, functions_by_hand)
 
 
