@@ -1,24 +1,336 @@
-"""The sharder of the float EmbeddingCollection: what the planner may do with its tables."""
+"""Sharded EmbeddingCollection for training, and its sharder."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 
-from recinfer.distributed.embedding_types import BaseEmbeddingSharder
-from recinfer.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv, ShardingType
-from recinfer.errors import UnavailableError
-from recinfer.modules.embedding_modules import EmbeddingCollection
+from recinfer.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from recinfer.distributed.embedding_types import BaseEmbeddingSharder, KJTList, embedding_parameters
+from recinfer.distributed.sharding.collection import ShardedCollection
+from recinfer.distributed.sharding.dedup import deduplicated
+from recinfer.distributed.sharding.infos import by_sharding_type, table_infos
+from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext
+from recinfer.distributed.sharding.tables import SequenceSharding
+from recinfer.distributed.types import (
+    Awaitable,
+    EmbeddingModuleShardingPlan,
+    LazyAwaitable,
+    Multistreamable,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+)
+from recinfer.modules.embedding_configs import EmbeddingConfig
+from recinfer.modules.embedding_modules import EmbeddingCollection, EmbeddingCollectionInterface
+from recinfer.sparse.checks import MissingKeyError
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-__all__ = ["EmbeddingCollectionSharder"]
+__all__ = [
+    "EmbeddingCollectionAwaitable",
+    "EmbeddingCollectionContext",
+    "EmbeddingCollectionSharder",
+    "ShardedEmbeddingCollection",
+    "create_embedding_sharding",
+    "create_sharding_infos_by_sharding",
+    "get_ec_index_dedup",
+    "set_ec_index_dedup",
+]
+
+_index_dedup = False
+
+
+def get_ec_index_dedup() -> bool:
+    """Whether sharded EmbeddingCollections send each distinct id once, by default."""
+    return _index_dedup
+
+
+def set_ec_index_dedup(val: bool) -> None:
+    """Make sharded EmbeddingCollections that are built from now on send each distinct id once, or not."""
+    global _index_dedup
+    _index_dedup = val
+
+
+@dataclass
+class EmbeddingCollectionContext(Multistreamable):
+    """What one forward carries between its steps.
+
+    Args:
+        sharding_contexts: one a group of tables that share their exchanges.
+        input_features: the input, once.
+        reverse_indices: with index dedup, for each id, feature after feature, the place of its equal among those sent.
+    """
+
+    sharding_contexts: list[SequenceShardingContext] = field(default_factory=list)
+    input_features: list[KeyedJaggedTensor] = field(default_factory=list)
+    reverse_indices: list[Tensor] = field(default_factory=list)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive until ``stream`` is done with them."""
+        for context in self.sharding_contexts:
+            context.record_stream(stream)
+        for features in self.input_features:
+            features.record_stream(stream)  # type: ignore[arg-type]
+        for tensor in self.reverse_indices:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)  # type: ignore[arg-type]
+
+
+def create_sharding_infos_by_sharding(
+    module: EmbeddingCollectionInterface,
+    table_name_to_parameter_sharding: dict[str, ParameterSharding],
+    fused_params: dict[str, Any] | None,
+) -> dict[str, list[EmbeddingShardingInfo]]:
+    """The tables of a module by sharding type: sharding type -> infos, tables in module order.
+
+    Raises:
+        ConfigError: a table has no plan, or the plan names one that is not there.
+    """
+    return by_sharding_type(_infos(module, table_name_to_parameter_sharding, fused_params))
+
+
+def _infos(
+    module: EmbeddingCollectionInterface, plan: dict[str, ParameterSharding], fused_params: dict[str, Any] | None
+) -> list[EmbeddingShardingInfo]:
+    state = module.state_dict(keep_vars=True)
+    configs = module.embedding_configs()
+    parameters = {config.name: state[f"embeddings.{config.name}.weight"] for config in configs}
+    return table_infos(configs, parameters, plan, fused_params, is_weighted=False)
+
+
+def create_embedding_sharding(
+    sharding_type: str,
+    sharding_infos: list[EmbeddingShardingInfo],
+    env: ShardingEnv,
+    device: torch.device | None = None,
+    qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+) -> EmbeddingSharding[SequenceShardingContext, KeyedJaggedTensor, Tensor, list[Tensor]]:
+    """The sharding of unpooled tables of one type.
+
+    Args:
+        sharding_type: data_parallel, table_wise, column_wise or row_wise.
+        sharding_infos: the tables.
+        env: the ranks.
+        device: where rows and buffers lie.
+        qcomm_codecs_registry: ``CommOp`` name -> codecs.
+
+    Raises:
+        ConfigError: another type, or tables of another one.
+    """
+    from recinfer.distributed.sharding.by_type import sequence_sharding_of
+
+    return sequence_sharding_of(sharding_type)(sharding_infos, env, device, qcomm_codecs_registry)
+
+
+class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
+    """Rows on their way: feature -> JaggedTensor, once something uses it.
+
+    Args:
+        awaitables: of each group of tables, the column pieces of its outputs.
+        pieces: for each output (group, how many column pieces).
+        names: names of the outputs, in module order.
+        features: the feature of each output.
+        ctx: the input, and how it was deduplicated.
+        need_indices: put the ids into the weights of the outputs.
+    """
+
+    def __init__(
+        self,
+        awaitables: Sequence[Awaitable[list[Tensor]]],
+        pieces: Sequence[tuple[int, int]],
+        names: list[str],
+        features: list[str],
+        ctx: EmbeddingCollectionContext,
+        need_indices: bool = False,
+    ) -> None:
+        super().__init__()
+        self._awaitables = awaitables
+        self._pieces = pieces
+        self._names = names
+        self._features = features
+        self._ctx = ctx
+        self._need_indices = need_indices
+
+    def _wait_impl(self) -> dict[str, JaggedTensor]:
+        parts = [iter(awaitable.wait()) for awaitable in self._awaitables]
+        features = self._ctx.input_features[0]
+        reverse = self._reverse(features)
+        by_name = features.to_dict()
+        result = {}
+        for name, feature, (group, count) in zip(self._names, self._features, self._pieces):
+            columns = [next(parts[group]) for _ in range(count)]
+            rows = columns[0] if count == 1 else torch.cat(columns, dim=1)
+            if reverse is not None:
+                rows = rows.index_select(0, reverse[feature])
+            asked = by_name[feature]
+            ids = asked.values() if self._need_indices else None
+            result[name] = JaggedTensor.from_parts_unchecked(rows, ids, asked.lengths(), asked.offsets())
+        return result
+
+    def _reverse(self, features: KeyedJaggedTensor) -> dict[str, Tensor] | None:
+        """For each id of a feature, its place among the distinct ids of that feature."""
+        if not self._ctx.reverse_indices:
+            return None
+        names = list(dict.fromkeys(self._features))
+        sizes = dict(zip(features.keys(), features.length_per_key()))
+        result, at = {}, 0
+        distinct = self._ctx.sharding_contexts[0].features_before_input_dist
+        assert distinct is not None
+        starts = dict(zip(distinct.keys(), distinct.offset_per_key()))
+        for name in names:
+            result[name] = self._ctx.reverse_indices[0][at : at + sizes[name]] - starts[name]
+            at += sizes[name]
+        return result
+
+
+class ShardedEmbeddingCollection(
+    ShardedCollection[KJTList, list[Tensor], dict[str, JaggedTensor], EmbeddingCollectionContext]
+):
+    """An EmbeddingCollection whose tables are cut over the ranks of a process group.
+
+    Args:
+        module: the collection. Values that it holds are taken over; on the meta device they are drawn, the same for any
+            sharding when all ranks were seeded alike.
+        table_name_to_parameter_sharding: the plan of every table.
+        env: the ranks.
+        fused_params: settings of the fused kernels.
+        device: where rows and buffers lie; default CPU.
+        qcomm_codecs_registry: ``CommOp`` name -> codecs.
+        use_index_dedup: send each distinct id of a feature once.
+
+    ``forward(features: KeyedJaggedTensor) -> LazyAwaitable[dict[str, JaggedTensor]]``: each rank gives its own batch and
+    gets a row ``[D]`` for each of its ids, outputs in module order. The gradient that reaches a row is the mean over the
+    ranks of theirs.
+
+    Raises:
+        ConfigError: a table has no plan, or its shards do not tile it.
+    """
+
+    tables_attribute = "embeddings"
+    sharding_class = SequenceSharding
+
+    def __init__(
+        self,
+        module: EmbeddingCollection,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        use_index_dedup: bool = False,
+        module_fqn: str | None = None,
+    ) -> None:
+        infos = _infos(module, table_name_to_parameter_sharding, fused_params)
+        super().__init__(infos, env, device, qcomm_codecs_registry)
+        self._embedding_configs = module.embedding_configs()
+        self._embedding_names_by_table = module.embedding_names_by_table()
+        self._embedding_dim = module.embedding_dim()
+        self._need_indices = module.need_indices()
+        self._use_index_dedup = use_index_dedup or get_ec_index_dedup()
+        self._feature_names = [f for config in self._embedding_configs for f in config.feature_names]
+        self._pieces = self._column_pieces()
+        self.module_sharding_plan = table_name_to_parameter_sharding
+
+    def _column_pieces(self) -> list[tuple[int, int]]:
+        """Group and number of column pieces of each output, in module order."""
+        counts = {
+            (id(info), name): (g, len(self._groups[g].layout.sums[at]))
+            for g, info, name, at in self._outputs_of_groups()
+        }
+        return [counts[id(info), name] for info in self._infos for name in info.names()]
+
+    def create_context(self) -> EmbeddingCollectionContext:
+        """State of one forward."""
+        return EmbeddingCollectionContext()
+
+    def input_dist(self, ctx: EmbeddingCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """Start moving ids to the ranks of their rows.
+
+        Raises:
+            MissingKeyError: a feature of the tables is not in ``features``.
+        """
+        ctx.input_features.append(features)
+        if self._use_index_dedup:
+            names = list(dict.fromkeys(self._feature_names))
+            missing = [name for name in names if name not in features.index_per_key()]
+            if missing:
+                raise MissingKeyError(f"features {missing} are not in the input; it has {features.keys()}")
+            features, reverse = deduplicated(features, names)
+            ctx.reverse_indices.append(reverse)
+        return self._begin(ctx, features)
+
+    def compute(self, ctx: EmbeddingCollectionContext, dist_input: KJTList) -> list[Tensor]:
+        """Look the local rectangles up: ``[ids received, local columns]`` a group of tables."""
+        return [lookup(features) for lookup, features in zip(self._lookups, dist_input)]
+
+    def output_dist(
+        self, ctx: EmbeddingCollectionContext, output: list[Tensor]
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Start moving rows to the ranks of their ids."""
+        awaitables = [
+            output_dist(rows, context)
+            for output_dist, rows, context in zip(self._output_dists, output, ctx.sharding_contexts)
+        ]
+        return self._awaitable(awaitables, ctx)
+
+    def compute_and_output_dist(
+        self, ctx: EmbeddingCollectionContext, input: KJTList
+    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
+        """Both steps; a group's rows are under way while the next one is looked up."""
+        awaitables = [
+            output_dist(lookup(features), context)
+            for output_dist, lookup, features, context in zip(
+                self._output_dists, self._lookups, input, ctx.sharding_contexts
+            )
+        ]
+        return self._awaitable(awaitables, ctx)
+
+    def _awaitable(
+        self, awaitables: Sequence[Awaitable[list[Tensor]]], ctx: EmbeddingCollectionContext
+    ) -> EmbeddingCollectionAwaitable:
+        return EmbeddingCollectionAwaitable(
+            awaitables, self._pieces, self._names, self._feature_names, ctx, self._need_indices
+        )
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The tables, whole."""
+        return self._embedding_configs
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Names of the outputs of each table."""
+        return self._embedding_names_by_table
+
+    def embedding_dim(self) -> int:
+        """Columns of every table, whole."""
+        return self._embedding_dim
+
+    def need_indices(self) -> bool:
+        """Whether outputs carry the ids as weights."""
+        return self._need_indices
 
 
 class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
-    """Sharding types and kernels of a float EmbeddingCollection, for planning.
+    """Shards a float EmbeddingCollection.
 
     Args:
         fused_params: settings of the fused kernels.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
+        use_index_dedup: send each distinct id of a feature once.
     """
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        use_index_dedup: bool = False,
+    ) -> None:
+        super().__init__(fused_params, qcomm_codecs_registry)
+        self._use_index_dedup = use_index_dedup
 
     @property
     def module_type(self) -> type[EmbeddingCollection]:
@@ -35,6 +347,10 @@ class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
         )
         return [t.value for t in types]
 
+    def shardable_parameters(self, module: EmbeddingCollection) -> dict[str, nn.Parameter]:
+        """Tables by name."""
+        return embedding_parameters(module)
+
     def shard(
         self,
         module: EmbeddingCollection,
@@ -42,9 +358,15 @@ class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> torch.nn.Module:
-        """Raises UnavailableError: this version plans float tables for training but shards only quantized ones."""
-        raise UnavailableError(
-            "sharding float EmbeddingCollection for training is not in this version; quantize the module and use the "
-            "sharders of recinfer.distributed.quant_embeddingbag and quant_embedding"
+    ) -> ShardedEmbeddingCollection:
+        """The sharded module, holding its values."""
+        return ShardedEmbeddingCollection(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            self.qcomm_codecs_registry,
+            self._use_index_dedup,
+            module_fqn,
         )

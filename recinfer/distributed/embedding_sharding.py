@@ -106,8 +106,8 @@ class EmbeddingShardingContext(Multistreamable):
         if strides is not None:
             self.batch_size_per_rank = list(strides)
 
-    def received(self, features: KeyedJaggedTensor) -> None:
-        """Note what came in."""
+    def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
+        """Note what came in, by ``awaitable``."""
         if features.variable_stride_per_key():
             self.variable_batch_per_feature = True
             per_key = features.stride_per_key_per_rank()
@@ -315,9 +315,9 @@ class KJTListAwaitable(Awaitable[KJTList]):
 
     def _wait_impl(self) -> KJTList:
         features = [awaitable.wait() for awaitable in self.awaitables]
-        for context, received in zip(_contexts(self.ctx), features):
+        for context, received, awaitable in zip(_contexts(self.ctx), features, self.awaitables):
             if isinstance(context, EmbeddingShardingContext):
-                context.received(received)
+                context.received(received, awaitable)
         return KJTList(features)
 
 

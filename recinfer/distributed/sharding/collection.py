@@ -129,7 +129,6 @@ class ShardedCollection(ShardedEmbeddingModule[CompIn, DistOut, Out, ShrdCtx], F
                     lookup,
                     process_group=self._env.process_group,
                     gradient_as_bucket_view=True,
-                    broadcast_buffers=False,
                 )
 
     # ------------------------------------------------------------------------------------------------- documented members

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from recinfer.distributed.sharding.tables import PooledSharding
+from recinfer.distributed.sharding.tables import PooledSharding, SequenceSharding
 from recinfer.distributed.types import ShardingType
 
-__all__ = ["CwPooledEmbeddingSharding"]
+__all__ = ["CwPooledEmbeddingSharding", "CwSequenceEmbeddingSharding"]
 
 
 class CwPooledEmbeddingSharding(PooledSharding):
     """column_wise tables of bags: column pieces of a table, each on any rank."""
+
+    kind = ShardingType.COLUMN_WISE
+
+
+class CwSequenceEmbeddingSharding(SequenceSharding):
+    """column_wise unpooled tables: column pieces of a table, each on any rank."""
 
     kind = ShardingType.COLUMN_WISE

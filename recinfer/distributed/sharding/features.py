@@ -33,11 +33,13 @@ class Sent:
 
     Attributes:
         sizes: ids of each slot, in the order sent.
-        bucket_sizes: ids of each (bucket, cut feature); empty when nothing is cut.
+        cut_sizes: ids of each cut feature; empty when nothing is cut.
+        bucket_sizes: ids of each (bucket, cut feature).
         permute: ``[ids of the cut features]``: where each went among the bucketized ids.
     """
 
     sizes: list[int] = field(default_factory=list)
+    cut_sizes: list[int] = field(default_factory=list)
     bucket_sizes: list[int] = field(default_factory=list)
     permute: Tensor | None = None
 
@@ -99,27 +101,16 @@ class _Expansion:
         missing = [f for f in layout.features if f not in places]
         if missing:
             raise MissingKeyError(f"features {missing} are not in the input; it has {list(keys)}")
-        cuts: dict[tuple[str, tuple[int, ...]], int] = {}
-        for slot in layout.slots:
-            edges = layout.row_edges(slot.piece)
-            if len(edges) > 2:
-                cuts.setdefault((slot.feature, edges), len(cuts))
-        self.cut_keys = [places[feature] for feature, _ in cuts]
-        self.num_buckets = max((len(edges) - 1 for _, edges in cuts), default=0)
-        self.order: list[int] = []  # among the input's keys, then the buckets'
-        for slot in layout.slots:
-            edges = layout.row_edges(slot.piece)
-            if len(edges) > 2:
-                bucket = edges.index(slot.piece.row_start)
-                self.order.append(len(keys) + bucket * len(cuts) + cuts[slot.feature, edges])
-            else:
-                self.order.append(places[slot.feature])
-        if cuts and min(self.order) >= len(keys):
-            self.order = [i - len(keys) for i in self.order]
-            self.only_cuts = True
-        else:
-            self.only_cuts = False
-        self._place_edges([edges for _, edges in cuts], device)
+        num_keys, num_cuts = len(keys), len(layout.cuts)
+        self.num_buckets = layout.num_buckets
+        self.cut_keys = [places[feature] for feature, _ in layout.cuts]
+        self.only_cuts = num_cuts > 0 and None not in layout.slot_cuts
+        first_bucket = 0 if self.only_cuts else num_keys
+        self.order = [  # among the input's keys, then the buckets'; among the buckets' alone when all is cut
+            places[slot.feature] if cut is None else first_bucket + cut[1] * num_cuts + cut[0]
+            for slot, cut in zip(layout.slots, layout.slot_cuts)
+        ]
+        self._place_edges([edges for _, edges in layout.cuts], device)
 
     def _place_edges(self, all_edges: list[tuple[int, ...]], device: torch.device) -> None:
         """Equal blocks where that is what the edges are (the last may be short), else the edges themselves."""
@@ -157,7 +148,7 @@ class _Expansion:
             buckets._weights = weights.index_select(0, back)  # the op's copy has no gradient
         parts = [buckets] if self.only_cuts else [features, buckets]
         sent = join_keys(parts, self.order)
-        return sent, Sent(sent.length_per_key(), buckets.length_per_key(), permute)
+        return sent, Sent(sent.length_per_key(), cut.length_per_key(), buckets.length_per_key(), permute)
 
 
 class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):

@@ -149,8 +149,11 @@ class ShardLayout:
         slots_per_rank: how many are on each rank.
         features: the distinct features that are read.
         outputs: (output name, columns, feature) of each output block, in module order.
-        sums: for each output block its column pieces from left to right, for each the slots whose rows add up.
-        mean: the outputs whose sum is divided by the bag's length after the exchange (their table is cut by rows).
+        sums: for each output block its column pieces from left to right, for each the slots whose rows add up (pooled)
+            or hold some of the ids (unpooled), from the first rows to the last.
+        cuts: (feature, row edges) of each feature that is cut into buckets.
+        slot_cuts: of each slot, (which of ``cuts``, which bucket); None for a slot of whole columns.
+        mean: the outputs whose sum is divided by the bag's length after the exchange.
     """
 
     def __init__(
@@ -195,6 +198,8 @@ class ShardLayout:
             ]
             self.slots_per_rank.append(len(self.slots) - before)
         self.features = list(dict.fromkeys(f for info in self.infos for f in info.embedding_config.feature_names))
+        self.cuts: list[tuple[str, tuple[int, ...]]] = []
+        self.slot_cuts = self._cut_slots()
         self.outputs: list[tuple[str, int, str]] = []
         self.sums: list[list[list[int]]] = []
         self.mean: list[int] = []
@@ -205,8 +210,8 @@ class ShardLayout:
     ) -> ShardedEmbeddingTable:
         config = info.embedding_config
         pooling = getattr(config, "pooling", PoolingType.NONE) if self.pooled else PoolingType.NONE
-        if pooling is PoolingType.MEAN and piece.rows != config.num_embeddings:
-            pooling = PoolingType.SUM  # a row piece cannot see the whole bag; the sum is divided after the exchange
+        if self._divided_later(piece.table):
+            pooling = PoolingType.SUM
         return ShardedEmbeddingTable(
             num_embeddings=config.num_embeddings,
             embedding_dim=config.embedding_dim,
@@ -229,21 +234,49 @@ class ShardLayout:
             fused_params=info.fused_params,
         )
 
+    def _cut_slots(self) -> list[tuple[int, int] | None]:
+        known: dict[tuple[str, tuple[int, ...]], int] = {}
+        result: list[tuple[int, int] | None] = []
+        for slot in self.slots:
+            edges = self.row_edges(slot.piece)
+            if len(edges) == 2:
+                result.append(None)
+            else:
+                cut = known.setdefault((slot.feature, edges), len(known))
+                result.append((cut, edges.index(slot.piece.row_start)))
+        self.cuts = list(known)
+        return result
+
+    @property
+    def num_buckets(self) -> int:
+        """The most row pieces that a column has; 0 when nothing is cut."""
+        return max((len(edges) - 1 for _, edges in self.cuts), default=0)
+
+    def _divided_later(self, table: int) -> bool:
+        """Whether sums of a MEAN table are divided by the bag's length after the exchange, not by the kernel.
+
+        A row piece cannot see the whole bag; and the backward of FBGEMM's CPU kernel forgets to divide weighted bags.
+        """
+        config = self.infos[table].embedding_config
+        cut = any(p.rows != config.num_embeddings for p in self.pieces[table])
+        return self.pooled and getattr(config, "pooling", None) is PoolingType.MEAN and (cut or self.is_weighted)
+
     def _place_outputs(self) -> None:
         spots: dict[tuple[int, str], list[int]] = {}
         for i, slot in enumerate(self.slots):
             spots.setdefault((slot.piece.table, slot.feature), []).append(i)
         for table, info in enumerate(self.infos):
             config = info.embedding_config
-            cut = any(p.rows != config.num_embeddings for p in self.pieces[table])
             for feature, name in zip(config.feature_names, info.names()):
                 columns: dict[int, list[int]] = {}
                 for i in spots[table, feature]:
                     columns.setdefault(self.slots[i].piece.col_start, []).append(i)
-                if cut and self.pooled and getattr(config, "pooling", None) is PoolingType.MEAN:
+                if self._divided_later(table):
                     self.mean.append(len(self.outputs))
                 self.outputs.append((name, config.embedding_dim, feature))
-                self.sums.append([columns[start] for start in sorted(columns)])
+                self.sums.append(
+                    [sorted(columns[start], key=lambda i: self.slots[i].piece.row_start) for start in sorted(columns)]
+                )
 
     @property
     def widths(self) -> list[int]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from recinfer.distributed.sharding.tables import PooledSharding
+from recinfer.distributed.sharding.tables import PooledSharding, SequenceSharding
 from recinfer.distributed.types import ShardingType
 
-__all__ = ["RwPooledEmbeddingSharding"]
+__all__ = ["RwPooledEmbeddingSharding", "RwSequenceEmbeddingSharding"]
 
 
 class RwPooledEmbeddingSharding(PooledSharding):
     """row_wise tables of bags: row pieces of a table, one on each rank of the world."""
+
+    kind = ShardingType.ROW_WISE
+
+
+class RwSequenceEmbeddingSharding(SequenceSharding):
+    """row_wise unpooled tables: row pieces of a table, one on each rank of the world."""
 
     kind = ShardingType.ROW_WISE

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed.dist_data import SequenceEmbeddingsAllToAll
+from recinfer.distributed.comm_ops import alltoall_sequence
 from recinfer.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext
 from recinfer.distributed.sharding.features import Sent
 from recinfer.distributed.sharding.layout import ShardLayout
 from recinfer.distributed.sharding.pooled import keep_in_graph
 from recinfer.distributed.types import Awaitable, NoWait, QuantizedCommCodecs
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from recinfer.sparse.offsets import segment_sums
 
 __all__ = ["SequenceShardingContext", "ShardSequenceDist"]
 
@@ -52,19 +53,13 @@ class SequenceShardingContext(EmbeddingShardingContext):
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(stream)  # type: ignore[arg-type]
 
-    def sizes_known(self, awaitable: Any) -> None:
-        """Note how many ids go where."""
-        super().sizes_known(awaitable)
-        labels = getattr(awaitable, "_labels", None)
-        if labels is not None:
-            values = labels.index("values")
-            self.input_splits = list(awaitable._input_splits[values])
-            self.output_splits = list(awaitable._output_splits[values])
-            self.sparse_features_recat = awaitable._recat
-
-    def received(self, features: KeyedJaggedTensor) -> None:
-        """Note what came in."""
-        super().received(features)
+    def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
+        """Note what came in, and how many ids went where."""
+        super().received(features, awaitable)
+        splits = getattr(awaitable, "input_splits", None)
+        if splits is not None:
+            self.input_splits, self.output_splits = splits["values"], awaitable.output_splits["values"]
+            self.sparse_features_recat = awaitable.recat
         self.lengths_after_input_dist = features.lengths()
         self.unbucketize_permute_tensor = self.sent_ids.permute
 
@@ -72,10 +67,12 @@ class SequenceShardingContext(EmbeddingShardingContext):
 class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[Tensor]]):
     """Sends every id's row back to the rank of the id.
 
+    Rows of different widths travel together: each goes as several rows of the widths' greatest common divisor.
+
     Args:
-        layout: the slots, all of one width.
+        layout: the slots.
         pg: the ranks; None for a world of one.
-        device: where buffers lie.
+        rank: this rank.
         codecs: shrink what is sent.
     """
 
@@ -83,13 +80,20 @@ class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[
         self,
         layout: ShardLayout,
         pg: dist.ProcessGroup | None,
-        device: torch.device | None = None,
+        rank: int,
         codecs: QuantizedCommCodecs | None = None,
     ) -> None:
         super().__init__()
         self._layout = layout
-        self._width = layout.widths[0] if layout.widths else 0
-        self._dist = SequenceEmbeddingsAllToAll(pg, layout.slots_per_rank, device, codecs) if pg is not None else None
+        self._pg = pg
+        self._codecs = codecs
+        widths = layout.widths
+        self._unit = math.gcd(*widths) if widths else 1
+        self._units = [width // self._unit for width in widths]
+        starts = [0, *accumulate(layout.slots_per_rank)]
+        self._rank_slots = [slice(a, b) for a, b in pairwise(starts)]
+        self._own_units = self._units[self._rank_slots[rank]]
+        self._one_width = len(set(widths)) <= 1
 
     def forward(
         self, local_embs: Tensor, sharding_ctx: SequenceShardingContext | None = None
@@ -97,48 +101,108 @@ class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[
         """Start the exchange.
 
         Args:
-            local_embs: ``[ids received, columns]``, by feature, in it by rank.
+            local_embs: ``[ids received, columns]``, by feature, in it by rank; one dimension for several widths.
             sharding_ctx: what was sent and what came.
 
         Returns:
             awaitable of one ``[ids, columns]`` for each column piece of each output, in module order.
         """
-        assert sharding_ctx is not None
+        assert sharding_ctx is not None, "rows find their way back by what the input exchange noted"
         ctx = sharding_ctx
-        local_embs = keep_in_graph(local_embs.view(-1, self._width))
-        if self._dist is None:
-            return _Ordered(NoWait(local_embs), self._layout, ctx.sent_ids)
-        assert ctx.lengths_after_input_dist is not None
-        awaitable = self._dist(
-            local_embs,
-            lengths=ctx.lengths_after_input_dist,
-            input_splits=ctx.input_splits,
-            output_splits=ctx.output_splits,
-            unbucketize_permute_tensor=None,  # slots of several sorts came together; they are put in order here
-            batch_size_per_rank=ctx.batch_size_per_rank,
-            sparse_features_recat=ctx.sparse_features_recat,
+        rows = keep_in_graph(local_embs.reshape(-1, self._unit))
+        if self._pg is None or self._pg.size() == 1:
+            return _InOrder(NoWait(rows), self, ctx.sent_ids)
+        lengths, recat = ctx.lengths_after_input_dist, ctx.sparse_features_recat
+        assert lengths is not None
+        input_splits, output_splits = ctx.input_splits, ctx.output_splits
+        if not self._one_width:
+            lengths = self._scaled(lengths, ctx)
+            sent = [n * units for n, units in zip(ctx.sent_ids.sizes, self._units)]
+            input_splits = [sum(sent[slots]) for slots in self._rank_slots]
+            output_splits = self._received_units(lengths, ctx)
+        single = recat is not None and recat.numel() == lengths.numel()
+        started = alltoall_sequence(
+            rows,
+            None if recat is None else torch.argsort(recat).to(torch.int32),
+            recat,
+            lengths,
+            input_splits,
+            output_splits,
+            variable_batch_size=single,
+            group=self._pg,
+            codecs=self._codecs,
         )
-        return _Ordered(awaitable, self._layout, ctx.sent_ids)
+        return _InOrder(started, self, ctx.sent_ids)
+
+    def _slot_batches(self, ctx: SequenceShardingContext) -> list[list[int]]:
+        """Batch size of each own slot on each rank."""
+        if ctx.variable_batch_per_feature:
+            return [list(sizes) for sizes in zip(*ctx.batch_size_per_rank_per_feature)]
+        return [ctx.batch_size_per_rank] * len(self._own_units)
+
+    def _scaled(self, lengths: Tensor, ctx: SequenceShardingContext) -> Tensor:
+        """Lengths in rows of one unit."""
+        batches = torch.tensor([sum(sizes) for sizes in self._slot_batches(ctx)], device=lengths.device)
+        units = torch.tensor(self._own_units, dtype=lengths.dtype, device=lengths.device)
+        return lengths * torch.repeat_interleave(units, batches, output_size=lengths.numel())
+
+    def _received_units(self, scaled: Tensor, ctx: SequenceShardingContext) -> list[int]:
+        """Rows of one unit that go back to each rank."""
+        batches = self._slot_batches(ctx)
+        ranks = len(self._rank_slots)
+        if not batches:
+            return [0] * ranks
+        sums = segment_sums(scaled, [size for sizes in batches for size in sizes])
+        return [sum(sums[rank::ranks]) for rank in range(ranks)]
+
+    def in_order(self, rows: Tensor, sent: Sent) -> list[Tensor]:
+        """Rows of one unit in the order sent -> ``[ids, columns]`` of each column piece, in the order of its ids."""
+        by_slot = rows.split([n * units for n, units in zip(sent.sizes, self._units)])
+        pieces = [part.reshape(-1, width) for part, width in zip(by_slot, self._layout.widths)]
+        back = _Unbucketize(self._layout, sent) if sent.permute is not None else None
+        result = []
+        for columns in self._layout.sums:
+            for slots in columns:
+                cut = self._layout.slot_cuts[slots[0]]
+                if cut is None:
+                    result.append(pieces[slots[0]])
+                else:
+                    assert back is not None
+                    result.append(torch.cat([pieces[i] for i in slots]).index_select(0, back.places(cut[0])))
+        return result
 
 
-class _Ordered(Awaitable[list[Tensor]]):
-    """Rows in the order sent -> rows of each column piece of each output, in the order of its ids."""
+class _Unbucketize:
+    """Where the row of each id of a cut feature stands when its buckets are laid one after another."""
 
-    def __init__(self, rows: Awaitable[Tensor], layout: ShardLayout, sent: Sent) -> None:
+    def __init__(self, layout: ShardLayout, sent: Sent) -> None:
+        assert sent.permute is not None
+        device = sent.permute.device
+        num_cuts = len(layout.cuts)
+        starts = list(accumulate(sent.bucket_sizes, initial=0))[:-1]
+        shifts = []  # from a place among all buckets to one among the buckets of its feature
+        before = [0] * num_cuts
+        for bucket, start in enumerate(starts):
+            shifts.append(before[bucket % num_cuts] - start)
+            before[bucket % num_cuts] += sent.bucket_sizes[bucket]
+        sizes = torch.tensor(sent.bucket_sizes, device=device)
+        shift = torch.repeat_interleave(torch.tensor(shifts, device=device), sizes, output_size=sum(sent.bucket_sizes))
+        permute = sent.permute.long()
+        self._places = (permute + shift[permute]).split(sent.cut_sizes)
+
+    def places(self, cut: int) -> Tensor:
+        """int64 ``[ids of the feature]``."""
+        return self._places[cut]
+
+
+class _InOrder(Awaitable[list[Tensor]]):
+    """Rows on their way back, and then into order."""
+
+    def __init__(self, rows: Awaitable[Tensor], output_dist: ShardSequenceDist, sent: Sent) -> None:
         super().__init__()
         self._rows = rows
-        self._layout = layout
+        self._output_dist = output_dist
         self._sent = sent
 
     def _wait_impl(self) -> list[Tensor]:
-        rows_ND = self._rows.wait()
-        starts = [0, *accumulate(self._sent.sizes)]
-        pieces = rows_ND.split(self._sent.sizes)
-        return [
-            pieces[slots[0]] if len(slots) == 1 else self._unbucketize(rows_ND, starts, slots)
-            for columns in self._layout.sums
-            for slots in columns
-        ]
-
-    def _unbucketize(self, rows_ND: Tensor, starts: Sequence[int], slots: Sequence[int]) -> Tensor:
-        raise NotImplementedError
+        return self._output_dist.in_order(self._rows.wait(), self._sent)

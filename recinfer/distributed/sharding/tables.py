@@ -27,6 +27,7 @@ from recinfer.distributed.embedding_types import (
 from recinfer.distributed.sharding.features import ShardFeaturesDist
 from recinfer.distributed.sharding.layout import Piece, ShardLayout, check_kind
 from recinfer.distributed.sharding.pooled import PooledContext, ShardPooledDist
+from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext, ShardSequenceDist
 from recinfer.distributed.sharding.values import fill, new_seed
 from recinfer.distributed.types import CommOp, QuantizedCommCodecs, ShardingEnv, ShardingType
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
@@ -34,7 +35,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 if TYPE_CHECKING:
     from torch.distributed._shard.metadata import ShardMetadata
 
-__all__ = ["PooledSharding", "TableSharding"]
+__all__ = ["PooledSharding", "SequenceSharding", "TableSharding"]
 
 
 class TableSharding(EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTensor, Tensor, Tensor]):
@@ -51,7 +52,7 @@ class TableSharding(EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTenso
     """
 
     kind: ClassVar[ShardingType | None] = None  # None: a mix
-    pooled: ClassVar[bool] = True
+    pooled: ClassVar[bool]
 
     def __init__(
         self,
@@ -146,6 +147,8 @@ class TableSharding(EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTenso
 class PooledSharding(TableSharding):
     """Tables of bags, sharded together."""
 
+    pooled = True
+
     def create_lookup(
         self,
         device: torch.device | None = None,
@@ -178,3 +181,39 @@ class PooledSharding(TableSharding):
         ctx = PooledContext()
         ctx.came(features, self.layout)
         return ctx
+
+
+class SequenceSharding(TableSharding):
+    """Unpooled tables, sharded together."""
+
+    pooled = False
+
+    def create_lookup(
+        self,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: BaseGroupedFeatureProcessor | None = None,
+    ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
+        """The step that looks up this rank's rectangles."""
+        from recinfer.distributed.embedding_lookup import GroupedEmbeddingsLookup
+
+        lookup = GroupedEmbeddingsLookup(
+            grouped_configs=self.layout.groups_per_rank[self._rank],
+            pg=self._env.process_group,
+            device=device or self._device,
+            sharding_type=ShardingType.DATA_PARALLEL if self.replicated else None,
+        )
+        self.fill(lookup)
+        return lookup
+
+    def create_output_dist(
+        self, device: torch.device | None = None
+    ) -> BaseEmbeddingDist[SequenceShardingContext, Tensor, list[Tensor]]:
+        """The step that moves rows."""
+        return ShardSequenceDist(
+            self.layout, self._exchange_pg, self._rank, self._codecs(CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL)
+        )
+
+    def create_context(self, features: KeyedJaggedTensor) -> SequenceShardingContext:
+        """The context of one forward on ``features``."""
+        return SequenceShardingContext(features_before_input_dist=features)
