@@ -19,7 +19,8 @@ class Limits:
         max_ids: ids in a request, over all features.
         max_keys: feature names in a request.
         max_response_bytes: bytes of embeddings an answer may hold; known before the lookup runs.
-        max_concurrent: requests in the server at one time; one more is refused at once (RESOURCE_EXHAUSTED).
+        max_concurrent: calls that one connection may have open at a time; its further ones wait at the client. How many
+            requests of all clients may wait is the queue's bound (recinfer.serving.batcher.BatchConfig).
     """
 
     max_message_bytes: int = 64 << 20

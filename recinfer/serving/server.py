@@ -61,6 +61,7 @@ SWITCH_INTERVAL_S = 1e-4
 """How long a Python thread may keep another one waiting, in a process that serves. Every torch operator gives the
 interpreter away and has to win it back from gRPC's thread; at Python's 5 ms that wait is most of a small request."""
 _HANDSHAKE_MS, _KEEPALIVE_MS = 10_000, 60_000
+_AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
 # time.monotonic() after which the caller of this task's call does not wait any more; every call is a task of its own.
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
@@ -200,8 +201,11 @@ class Server:
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
                 ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
                 ("grpc.keepalive_timeout_ms", _HANDSHAKE_MS),
+                # Calls that are opened and never sent. They take no place of others', since there is no bound on all
+                # connections' calls together but the queue's; this ends them. Other callers move on unnoticed.
+                ("grpc.max_connection_age_ms", _AGE_MS),
+                ("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS),
             ],
-            maximum_concurrent_rpcs=limits.max_concurrent,
         )
         server.add_generic_rpc_handlers(self._handlers())
         self._health = health.aio.HealthServicer()

@@ -118,7 +118,7 @@ def test_changes_reach_all_workers_and_their_successors(store: Path, tmp_path: P
             assert ask(target, 40) == {"3", "4"}
             admin.set_default("tiny", "4")
             assert ask(target, 16) == {"4"}
-            with pytest.raises(InputError, match="'broken.rqd' is not applied"):
+            with pytest.raises(InputError, match=r"'broken\.rqd' is not applied"):
                 admin.apply_delta("tiny", "broken.rqd", "4")
             expected = {"3": (0, 1), "4": (1, 1)}
             victims = workers_of(process)
