@@ -64,6 +64,13 @@ class KeyedOptimizer(Optimizer):
                 f"{list(params)}; name every one in params"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's keeps three attributes and loses the names; copies need all of them.
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
     def _set_parts(self, params: Any, state: Any, param_groups: Any) -> None:
         self.params = params
         self.state = state

@@ -1,0 +1,531 @@
+"""DistributedModelParallel: a model whose embedding modules are sharded by a plan and whose rest is replicated.
+
+Names, arguments and meaning are TorchRec's (``torchrec.distributed.model_parallel``). The work is in three steps: every
+module that the plan names is replaced by the one its sharder builds; parameters on the meta device come to life on this
+rank's device; and everything that the sharded modules do not synchronise themselves goes into one
+DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parallel import DistributedDataParallel
+
+from recinfer.distributed.comm import get_local_size
+from recinfer.distributed.sharding_plan import get_default_sharders
+from recinfer.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
+from recinfer.errors import CheckpointError, ConfigError
+from recinfer.optim.fused import FusedOptimizerModule
+from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+if TYPE_CHECKING:
+    from recinfer.distributed.types import EmbeddingModuleShardingPlan
+
+__all__ = [
+    "DataParallelWrapper",
+    "DefaultDataParallelWrapper",
+    "DistributedModelParallel",
+    "get_module",
+    "get_unwrapped_module",
+]
+
+_WRAPPED = "_dmp_wrapped_module"
+_COMPRESSION = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+
+
+class DataParallelWrapper(abc.ABC):
+    """Replicates the part of a model that is not sharded."""
+
+    @abc.abstractmethod
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wrap ``dmp.module`` in place (set ``dmp._dmp_wrapped_module``) so that its gradients are averaged."""
+
+
+class DefaultDataParallelWrapper(DataParallelWrapper):
+    """One DistributedDataParallel over all that the sharded modules leave to it.
+
+    Args:
+        bucket_cap_mb: size of a gradient bucket in MiB.
+        static_graph: every step uses the same parameters.
+        find_unused_parameters: look for parameters without a gradient in every step; not with ``static_graph``.
+        allreduce_comm_precision: "fp16" or "bf16" halves the bytes of gradients on the way; None sends them as they are.
+        params_to_ignore: names of further parameters to leave alone.
+        ddp_kwargs: further arguments of DistributedDataParallel.
+
+    Raises:
+        ConfigError: an unknown precision.
+    """
+
+    def __init__(
+        self,
+        bucket_cap_mb: int = 25,
+        static_graph: bool = True,
+        find_unused_parameters: bool = False,
+        allreduce_comm_precision: str | None = None,
+        params_to_ignore: list[str] | None = None,
+        ddp_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        if allreduce_comm_precision is not None and allreduce_comm_precision not in _COMPRESSION:
+            raise ConfigError(
+                f"allreduce_comm_precision: got {allreduce_comm_precision!r}; expected one of {sorted(_COMPRESSION)} "
+                "or None"
+            )
+        self._bucket_cap_mb = bucket_cap_mb
+        self._static_graph = static_graph
+        self._find_unused_parameters = find_unused_parameters
+        self._allreduce_comm_precision = allreduce_comm_precision
+        self._params_to_ignore = set(params_to_ignore or ())
+        self._ddp_kwargs = dict(ddp_kwargs or {})
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wrap once; a model with nothing left to average is left as it is."""
+        if env.process_group is None or isinstance(dmp._dmp_wrapped_module, DistributedDataParallel):
+            return
+        module = dmp._dmp_wrapped_module
+        sharded = set(_sharded_parameter_names(module))
+        left = [n for n, p in module.named_parameters() if n not in sharded and p.requires_grad]
+        ignored = sharded | self._params_to_ignore
+        if not set(left) - ignored:
+            return
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(ignored))
+        wrapped = DistributedDataParallel(
+            module=module,
+            device_ids=None if device.type == "cpu" else [device],
+            process_group=env.process_group,
+            gradient_as_bucket_view=True,
+            forward_sync_buffers=False,
+            static_graph=self._static_graph,
+            find_unused_parameters=self._find_unused_parameters,
+            bucket_cap_mb=self._bucket_cap_mb,
+            **self._ddp_kwargs,
+        )
+        if self._allreduce_comm_precision is not None:
+            wrapped.register_comm_hook(None, _COMPRESSION[self._allreduce_comm_precision])
+        dmp._dmp_wrapped_module = wrapped
+
+
+class DistributedModelParallel(nn.Module, FusedOptimizerModule):
+    """Shard a model's embedding modules and replicate the rest.
+
+    Args:
+        module: the model; its tables may be on the meta device, where they cost no memory.
+        env: this rank's place in the world; default: the default process group.
+        device: where this rank computes; default: ``cpu``, or ``cuda:<local rank>`` under an nccl group.
+        plan: the sharding; default: ``EmbeddingShardingPlanner().collective_plan``, the same on every rank.
+        sharders: one for every class of module to shard; default: all of recinfer's.
+        init_data_parallel: wrap the replicated part now; else call :meth:`init_data_parallel` after, for instance when
+            weights were loaded.
+        init_parameters: give parameters on the meta device memory and initial values.
+        data_parallel_wrapper: how to replicate; default :class:`DefaultDataParallelWrapper`.
+
+    Raises:
+        ConfigError: no process group, a plan that names modules which do not exist or have no sharder.
+
+    Example::
+
+        dmp = DistributedModelParallel(model, sharders=[EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})])
+        dense = KeyedOptimizerWrapper(dict(in_backward_optimizer_filter(dmp.named_parameters())), torch.optim.Adam)
+        optimizer = CombinedOptimizer([dmp.fused_optimizer, dense])
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+        plan: ShardingPlan | None = None,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        init_data_parallel: bool = True,
+        init_parameters: bool = True,
+        data_parallel_wrapper: DataParallelWrapper | None = None,
+    ) -> None:
+        super().__init__()
+        self.init_parameters = init_parameters
+        self._env = env if env is not None else _default_env()
+        self.device = torch.device(device) if device is not None else _default_device(self._env)
+        self.sharders = sharders if sharders is not None else get_default_sharders()
+        self._sharder_map = {sharder.module_type: sharder for sharder in self.sharders}
+        self._data_parallel_wrapper = data_parallel_wrapper or DefaultDataParallelWrapper()
+        self._plan = plan if plan is not None else self._make_plan(module)
+        self._check_plan(module)
+        self._dmp_wrapped_module: nn.Module = self._shard_modules(module, "", {})
+        if init_parameters:
+            _materialise(self._dmp_wrapped_module, self.device)
+        self._ddp_done = False
+        if init_data_parallel:
+            self.init_data_parallel()
+        self._optim = CombinedOptimizer(_fused_optimizers(get_module(self)))
+
+    # ------------------------------------------------------------------------------------------------- building
+
+    def _make_plan(self, module: nn.Module) -> ShardingPlan:
+        from recinfer.distributed.planner import EmbeddingShardingPlanner, Topology
+
+        world_size, group = self._env.world_size, self._env.process_group
+        topology = Topology(
+            world_size=world_size, local_world_size=get_local_size(world_size), compute_device=self.device.type
+        )
+        planner = EmbeddingShardingPlanner(topology=topology)
+        return (
+            planner.plan(module, self.sharders)
+            if group is None
+            else planner.collective_plan(module, self.sharders, group)
+        )
+
+    def _check_plan(self, module: nn.Module) -> None:
+        paths = dict(module.named_modules(remove_duplicate=False))
+        for path in self._plan.plan:
+            if path not in paths:
+                known = ", ".join(repr(p) for p, m in paths.items() if type(m) in self._sharder_map) or "none"
+                raise ConfigError(
+                    f"the plan names module {path!r}, which the model does not have; modules that can be sharded: {known}"
+                )
+            if type(paths[path]) not in self._sharder_map:
+                kinds = ", ".join(sorted(t.__name__ for t in self._sharder_map))
+                raise ConfigError(
+                    f"the plan shards module {path!r}, a {type(paths[path]).__name__}, but there is no sharder for that "
+                    f"class; sharders given are for: {kinds}"
+                )
+
+    def _shard_modules(self, module: nn.Module, path: str, done: dict[int, nn.Module]) -> nn.Module:
+        """``module`` with every planned module below it replaced; a module that appears twice is sharded once."""
+        if id(module) in done:
+            return done[id(module)]
+        plan = self._plan.get_plan_for_module(path)
+        if plan is not None and not isinstance(module, ShardedModule):
+            sharder = self._sharder_map[type(module)]
+            params = cast("EmbeddingModuleShardingPlan", plan)
+            sharded = sharder.shard(module, params, self._env, self.device, path)
+            done[id(module)] = sharded
+            return sharded
+        done[id(module)] = module
+        for name, child in module.named_children():
+            replaced = self._shard_modules(child, f"{path}.{name}" if path else name, done)
+            if replaced is not child:
+                module.register_module(name, replaced)
+        return module
+
+    def init_data_parallel(self) -> None:
+        """Wrap the replicated part; its values become rank 0's. Further calls do nothing."""
+        if not self._ddp_done:
+            self._data_parallel_wrapper.wrap(self, self._env, self.device)
+            self._ddp_done = True
+
+    # ------------------------------------------------------------------------------------------------- running
+
+    @property
+    def module(self) -> nn.Module:
+        """The model below this wrapper and DistributedDataParallel: sharded, its own class otherwise."""
+        return get_unwrapped_module(self)
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """The sharding."""
+        return self._plan
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The optimizers that run inside the backward of the sharded modules, as one; keys are parameter names."""
+        return self._optim
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self._dmp_wrapped_module(*args, **kwargs)
+
+    def copy(self, device: torch.device) -> DistributedModelParallel:
+        """A copy on ``device`` with the same process groups; this one is left as it is.
+
+        The copy is not wrapped for data parallelism: it serves as it is, and trains after :meth:`init_data_parallel`.
+        """
+        device = torch.device(device)
+        other = copy.copy(self)
+        other._modules = dict(self._modules)
+        with _copying_to(device):
+            other._dmp_wrapped_module = copy.deepcopy(get_module(self))
+        other.device = device
+        other._ddp_done = False
+        other._optim = CombinedOptimizer(_fused_optimizers(get_module(other)))  # type: ignore[arg-type]
+        return other
+
+    # ------------------------------------------------------------------------------------------------- state
+
+    def state_dict(  # type: ignore[override]
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The state by the model's own names: no trace of this wrapper; sharded tables are ShardedTensors."""
+        destination = OrderedDict() if destination is None else destination
+        _state_dict(get_module(self), destination, prefix, keep_vars)
+        return destination
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: OrderedDict[str, Tensor], prefix: str = "", strict: bool = True
+    ) -> _IncompatibleKeys:
+        """Load what :meth:`state_dict` gives, of the same sharding.
+
+        Raises:
+            CheckpointError: with ``strict``, keys that are missing or not expected.
+        """
+        missing, unexpected = _load_state_dict(get_module(self), state_dict, prefix)
+        if strict and (missing or unexpected):
+            raise CheckpointError(
+                f"the state does not fit the model: {len(missing)} keys are missing ({_some(missing)}), "
+                f"{len(unexpected)} are not expected ({_some(unexpected)}); strict=False loads the rest"
+            )
+        return _IncompatibleKeys(missing, unexpected)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by the model's own names, sharded ones (their local part) too."""
+        seen: set[int] = set()
+        for name, parameter in _named_parameters(get_module(self), prefix, recurse):
+            if not remove_duplicate or id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+    def bare_named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by the names they have in this very module tree, wrappers included."""
+        seen: set[int] = set()
+        for name, parameter in _named_parameters(self._dmp_wrapped_module, prefix, recurse, strip=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Buffers by the model's own names."""
+        seen: set[int] = set()
+        for name, buffer in _named_buffers(get_module(self), prefix, recurse):
+            if not remove_duplicate or id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield name, buffer
+
+    def sparse_grad_parameter_names(self, destination: list[str] | None = None, prefix: str = "") -> list[str]:
+        """Names of parameters whose gradients are sparse tensors."""
+        destination = [] if destination is None else destination
+        _sparse_grad_names(get_module(self), destination, prefix)
+        return destination
+
+
+def get_module(module: nn.Module) -> nn.Module:
+    """``module`` without its outer wrappers, DistributedModelParallel and DistributedDataParallel."""
+    while True:
+        if isinstance(module, DistributedModelParallel):
+            module = module._dmp_wrapped_module
+        elif isinstance(module, DistributedDataParallel):
+            module = module.module
+        else:
+            return module
+
+
+def get_unwrapped_module(module: nn.Module) -> nn.Module:
+    """The same, and without FullyShardedDataParallel."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    module = get_module(module)
+    while isinstance(module, FullyShardedDataParallel):
+        module = get_module(module.module)
+    return module
+
+
+# --------------------------------------------------------------------------------------------------- defaults
+
+
+def _default_env() -> ShardingEnv:
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        raise ConfigError(
+            "DistributedModelParallel needs a process group; call torch.distributed.init_process_group() first, or give "
+            "env=ShardingEnv.from_process_group(...)"
+        )
+    return ShardingEnv.from_process_group(dist.group.WORLD)
+
+
+def _default_device(env: ShardingEnv) -> torch.device:
+    on_gpu = env.process_group is not None and "nccl" in dist.get_backend(env.process_group)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+# --------------------------------------------------------------------------------------------------- walking the tree
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}{name}."
+
+
+def _sharded_parameter_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Parameters that sharded modules synchronise themselves."""
+    if isinstance(module, ShardedModule):
+        yield from module.sharded_parameter_names(prefix.removesuffix("."))
+        return
+    for name, child in module.named_children():
+        yield from _sharded_parameter_names(child, _join(prefix, name))
+
+
+def _materialise(module: nn.Module, device: torch.device) -> None:
+    """Give parameters and buffers on the meta device memory and initial values; move the others to ``device``."""
+    if isinstance(module, ShardedModule):
+        return  # its sharder built it on the device
+    for child in module.children():
+        _materialise(child, device)
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    was_meta = any(tensor.is_meta for tensor in own)
+    if any(tensor.device != device for tensor in own):
+        module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device), recurse=False)
+    if was_meta:
+        reset = getattr(module, "reset_parameters", None)
+        if not callable(reset):
+            names = ", ".join(
+                n for n, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            )
+            raise ConfigError(
+                f"{type(module).__name__} has parameters on the meta device ({names}) and no reset_parameters() to give "
+                "them values; build it on a real device, or pass init_parameters=False and load a state"
+            )
+        reset()
+
+
+def _fused_optimizers(
+    module: nn.Module, path: str = "", done: set[int] | None = None
+) -> list[tuple[str, KeyedOptimizer]]:
+    done = set() if done is None else done
+    if id(module) in done:
+        return []
+    done.add(id(module))
+    if isinstance(module, FusedOptimizerModule):
+        return [(path, module.fused_optimizer)]
+    found = []
+    for name, child in module.named_children():
+        found += _fused_optimizers(child, f"{path}.{name}" if path else name, done)
+    return found
+
+
+def _state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    module = get_module(module)
+    if isinstance(module, ShardedModule):
+        module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return
+    module._save_to_state_dict(destination, prefix, keep_vars)
+    for name, child in module.named_children():
+        _state_dict(child, destination, _join(prefix, name), keep_vars)
+
+
+def _load_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> tuple[list[str], list[str]]:
+    """Load; gives the missing and the unexpected keys (those under ``prefix`` that nothing took)."""
+    module = get_module(module)
+    missing: list[str] = []
+    unexpected: list[str] = []
+    if isinstance(module, ShardedModule):
+        own = OrderedDict((k.removeprefix(prefix), v) for k, v in state_dict.items() if k.startswith(prefix))
+        found = module.load_state_dict(own, strict=False)
+        return [prefix + k for k in found.missing_keys], [prefix + k for k in found.unexpected_keys]
+    errors: list[str] = []
+    module._load_from_state_dict(state_dict, prefix, {}, True, missing, unexpected, errors)
+    if errors:
+        raise CheckpointError("the state does not fit the model: " + "; ".join(errors))
+    for name, child in module.named_children():
+        more = _load_state_dict(child, state_dict, _join(prefix, name))
+        missing += more[0]
+        unexpected += more[1]
+    return missing, unexpected
+
+
+def _named_parameters(
+    module: nn.Module, prefix: str, recurse: bool, strip: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    module = get_module(module) if strip else module
+    if isinstance(module, ShardedModule):
+        yield from module.named_parameters(prefix, recurse)
+        return
+    yield from module.named_parameters(prefix, recurse=False)
+    if recurse:
+        for name, child in module.named_children():
+            yield from _named_parameters(child, f"{prefix}.{name}" if prefix else name, recurse, strip)
+
+
+def _named_buffers(module: nn.Module, prefix: str, recurse: bool) -> Iterator[tuple[str, Tensor]]:
+    module = get_module(module)
+    if isinstance(module, ShardedModule):
+        yield from module.named_buffers(prefix, recurse)
+        return
+    yield from module.named_buffers(prefix, recurse=False)
+    if recurse:
+        for name, child in module.named_children():
+            yield from _named_buffers(child, f"{prefix}.{name}" if prefix else name, recurse)
+
+
+def _sparse_grad_names(module: nn.Module, destination: list[str], prefix: str) -> None:
+    module = get_module(module)
+    if isinstance(module, ShardedModule):
+        own = getattr(module, "sparse_grad_parameter_names", None)
+        if own is not None:
+            own(destination, prefix)
+        return
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        destination.append(f"{prefix}.weight" if prefix else "weight")
+    for name, child in module.named_children():
+        _sparse_grad_names(child, destination, f"{prefix}.{name}" if prefix else name)
+
+
+def _some(keys: list[str]) -> str:
+    return ", ".join(keys[:5]) + (" ..." if len(keys) > 5 else "") if keys else "none"
+
+
+@contextmanager
+def _copying_to(device: torch.device) -> Iterator[None]:
+    """Inside, ``copy.deepcopy`` shares process groups and puts tensors on ``device`` as it copies them."""
+
+    def same(group: Any, memo: dict[int, Any]) -> Any:
+        return group
+
+    storages: dict[int, Tensor] = {}  # by the storage copied from: tensors that share one still do afterwards
+
+    def tensor_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        if isinstance(tensor, ShardedTensor):
+            shards = [Shard(tensor_copy(s.tensor, memo), copy.deepcopy(s.metadata)) for s in tensor.local_shards()]
+            moved: Any = ShardedTensor._init_from_local_shards_and_global_metadata(
+                shards, copy.deepcopy(tensor.metadata()), process_group=tensor._process_group
+            )
+            memo[id(tensor)] = moved
+            return moved
+        if tensor.is_meta or tensor.is_sparse:
+            moved = tensor.detach().clone() if tensor.is_meta else tensor.detach().to(device, copy=True)
+        else:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in storages:
+                flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                storages[storage._cdata] = flat.to(device, copy=True)
+            moved = torch.empty(0, dtype=tensor.dtype, device=device)
+            moved.set_(
+                storages[storage._cdata].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+            )
+        if isinstance(tensor, nn.Parameter):
+            moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+            moved.__dict__.update({k: copy.deepcopy(v, memo) for k, v in tensor.__dict__.items()})
+        memo[id(tensor)] = moved
+        memo.setdefault(id(memo), []).append(tensor)  # alive as long as its id is a key
+        return moved
+
+    before_tensor, before_parameter = Tensor.__deepcopy__, nn.Parameter.__deepcopy__
+    group_type: Any = dist.ProcessGroup
+    Tensor.__deepcopy__ = nn.Parameter.__deepcopy__ = tensor_copy  # type: ignore[method-assign,assignment]
+    group_type.__deepcopy__ = same
+    try:
+        yield
+    finally:
+        Tensor.__deepcopy__, nn.Parameter.__deepcopy__ = before_tensor, before_parameter  # type: ignore[method-assign]
+        del group_type.__deepcopy__

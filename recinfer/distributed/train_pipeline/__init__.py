@@ -1,0 +1,38 @@
+"""Training pipelines: the exchange of ids for the next batch overlaps with forward and backward of this one."""
+
+from __future__ import annotations
+
+from recinfer.distributed.dist_data import SplitsAllToAllAwaitable
+from recinfer.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
+from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext
+from recinfer.distributed.train_pipeline.forwards import (
+    BaseForward,
+    KJTAllToAllForward,
+    PipelinedForward,
+    PrefetchPipelinedForward,
+)
+from recinfer.distributed.train_pipeline.pipelines import (
+    PrefetchTrainPipelineSparseDist,
+    TrainPipeline,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+from recinfer.distributed.train_pipeline.tracing import ArgInfo, Tracer
+
+__all__ = [
+    "ArgInfo",
+    "BaseForward",
+    "FusedKJTListSplitsAwaitable",
+    "KJTAllToAllForward",
+    "KJTSplitsAllToAllMeta",
+    "PipelinedForward",
+    "PrefetchPipelinedForward",
+    "PrefetchTrainPipelineContext",
+    "PrefetchTrainPipelineSparseDist",
+    "SplitsAllToAllAwaitable",
+    "Tracer",
+    "TrainPipeline",
+    "TrainPipelineBase",
+    "TrainPipelineContext",
+    "TrainPipelineSparseDist",
+]

@@ -1,0 +1,43 @@
+"""What a training pipeline keeps between its stages: the requests under way and the contexts of the sharded modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from recinfer.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
+from recinfer.distributed.types import Awaitable, Multistreamable
+
+__all__ = ["PrefetchTrainPipelineContext", "TrainPipelineContext"]
+
+
+@dataclass
+class TrainPipelineContext:
+    """State of :class:`~recinfer.distributed.train_pipeline.TrainPipelineSparseDist`; keys are module paths.
+
+    Attributes:
+        input_dist_splits_requests: exchanges of sizes that have started, for the next batch.
+        input_dist_tensors_requests: exchanges of ids that have started.
+        module_contexts: contexts of the batch whose ids are under way or there.
+        module_contexts_next_batch: contexts of the batch whose sizes are under way.
+        fused_splits_awaitables: one exchange of sizes for several modules, with the modules' paths.
+    """
+
+    input_dist_splits_requests: dict[str, Awaitable[Any]] = field(default_factory=dict)
+    input_dist_tensors_requests: dict[str, Awaitable[Any]] = field(default_factory=dict)
+    module_contexts: dict[str, Multistreamable] = field(default_factory=dict)
+    module_contexts_next_batch: dict[str, Multistreamable] = field(default_factory=dict)
+    fused_splits_awaitables: list[tuple[list[str], FusedKJTListSplitsAwaitable]] = field(default_factory=list)
+
+
+@dataclass
+class PrefetchTrainPipelineContext(TrainPipelineContext):
+    """State of :class:`~recinfer.distributed.train_pipeline.PrefetchTrainPipelineSparseDist`.
+
+    Attributes:
+        module_input_post_prefetch: ids whose rows the caches have taken in.
+        module_contexts_post_prefetch: their contexts.
+    """
+
+    module_input_post_prefetch: dict[str, Multistreamable] = field(default_factory=dict)
+    module_contexts_post_prefetch: dict[str, Multistreamable] = field(default_factory=dict)

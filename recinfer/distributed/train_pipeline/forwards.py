@@ -1,0 +1,119 @@
+"""What stands in for the forward of a sharded module in a pipeline: take the ids that were sent ahead, and look up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from recinfer.distributed.dist_data import KJTAllToAll
+from recinfer.distributed.embedding_sharding import KJTSplitsAllToAllMeta
+from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext
+from recinfer.distributed.train_pipeline.tracing import ArgInfo
+from recinfer.distributed.types import ShardedModule
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["BaseForward", "KJTAllToAllForward", "PipelinedForward", "PrefetchPipelinedForward"]
+
+
+class BaseForward:
+    """A stand-in for the forward of ``module``.
+
+    Args:
+        name: path of the module in the model.
+        args: where its arguments lie in a batch.
+        module: the sharded module.
+        context: of the pipeline.
+        stream: where the ids arrive; None without CUDA.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        args: list[ArgInfo],
+        module: ShardedModule,
+        context: TrainPipelineContext,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self._name = name
+        self._args = args
+        self._module = module
+        self._context = context
+        self._stream = stream
+
+    @property
+    def name(self) -> str:
+        """Path of the module in the model."""
+        return self._name
+
+    @property
+    def args(self) -> list[ArgInfo]:
+        """Where the arguments lie in a batch."""
+        return self._args
+
+    def _hand_over(self, *used: Any) -> None:
+        """Let the current stream wait for ``stream`` and keep ``used`` alive on it."""
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_stream(self._stream)
+        for thing in used:
+            thing.record_stream(current)
+
+
+class PipelinedForward(BaseForward):
+    """Waits for the ids of this batch, which were sent while the last one trained."""
+
+    def __call__(self, *input: Any, **kwargs: Any) -> Any:
+        request = self._context.input_dist_tensors_requests.pop(self._name)
+        with torch.cuda.stream(self._stream):
+            data = request.wait()
+        context = self._context.module_contexts.pop(self._name)
+        self._hand_over(data, context)
+        return self._module.compute_and_output_dist(context, data)
+
+
+class PrefetchPipelinedForward(BaseForward):
+    """Takes ids whose rows are already in the cache.
+
+    Args: as :class:`BaseForward`; ``prefetch_stream`` is where the caches are filled.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        args: list[ArgInfo],
+        module: ShardedModule,
+        context: PrefetchTrainPipelineContext,
+        prefetch_stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        super().__init__(name, args, module, context, prefetch_stream)
+        self._context: PrefetchTrainPipelineContext = context
+
+    def __call__(self, *input: Any, **kwargs: Any) -> Any:
+        data = self._context.module_input_post_prefetch.pop(self._name)
+        context = self._context.module_contexts_post_prefetch.pop(self._name)
+        self._hand_over(data, context)
+        return self._module.compute_and_output_dist(context, data)
+
+
+class KJTAllToAllForward:
+    """Stands in for the forward of a :class:`~recinfer.distributed.dist_data.KJTAllToAll`: sends nothing yet.
+
+    It gives what has to be sent, so that one exchange of sizes serves several modules.
+
+    Args:
+        pg: process group.
+        splits: features for each rank.
+        stagger: as KJTAllToAll takes it.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup, splits: list[int], stagger: int = 1) -> None:
+        self._pg = pg
+        self._splits = splits
+        self._stagger = stagger
+
+    def __call__(self, input: KeyedJaggedTensor) -> KJTSplitsAllToAllMeta:
+        """What ``input`` needs exchanged."""
+        return KJTAllToAll.meta(self._pg, self._splits, input, self._stagger)

@@ -1,0 +1,388 @@
+"""Training pipelines: while one batch trains, the ids of the next travel and the one after is copied to the device.
+
+Names and arguments are TorchRec's (``torchrec.distributed.train_pipeline``). The stages of a batch are: copy to the
+device; exchange of ids among ranks (``ShardedModule.input_dist``: sizes first, then ids); rows into the caches
+(prefetch pipeline only); forward, backward, optimizer. On CUDA each stage has its stream; on CPU the same schedule runs
+without streams, and gloo's threads carry the ids while the main thread computes.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from recinfer.distributed.dist_data import KJTAllToAll
+from recinfer.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTListSplitsAwaitable
+from recinfer.distributed.model_parallel import get_module
+from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext
+from recinfer.distributed.train_pipeline.forwards import (
+    BaseForward,
+    KJTAllToAllForward,
+    PipelinedForward,
+    PrefetchPipelinedForward,
+)
+from recinfer.distributed.train_pipeline.tracing import build_args, find_sharded_calls, move_to
+from recinfer.distributed.types import ShardedModule
+from recinfer.errors import ConfigError
+
+__all__ = ["PrefetchTrainPipelineSparseDist", "TrainPipeline", "TrainPipelineBase", "TrainPipelineSparseDist"]
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class TrainPipeline(abc.ABC, Generic[In, Out]):
+    """Trains a model on the batches of an iterator, one a call."""
+
+    @abc.abstractmethod
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """Train on one batch and give what the model gave beside its loss.
+
+        Raises:
+            StopIteration: the iterator and the pipeline are empty.
+        """
+
+
+class _Steps(TrainPipeline[In, Out]):
+    """What all pipelines share: streams, the batch on its way to the device, backward and optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._device = torch.device(device)
+        self._on_gpu = self._device.type == "cuda"
+        self._memcpy_stream = self._stream()
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.Stream(device=self._device, priority=-1) if self._on_gpu else None
+
+    def _take(self, dataloader_iter: Iterator[In]) -> In | None:
+        """The next batch, on its way to the device; None when there is no more."""
+        batch = next(dataloader_iter, None)
+        with torch.cuda.stream(self._memcpy_stream):
+            return move_to(batch, self._device)
+
+    def _arrive(self, batch: In, stream: torch.cuda.Stream | None) -> None:
+        """Let the current stream wait until ``batch`` is there."""
+        if stream is None:
+            return
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(stream)
+        record = getattr(batch, "record_stream", None)
+        if record is not None:
+            record(current)
+
+    def _forward(self, batch: In) -> tuple[torch.Tensor, Any]:
+        result = self._model(batch)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ConfigError(
+                f"a training pipeline needs a model that returns (loss, output); {type(get_module(self._model)).__name__} "
+                f"returned a {type(result).__name__}. Wrap it, as models.dlrm.DLRMTrain does"
+            )
+        return result
+
+    def _update(self, losses: torch.Tensor) -> None:
+        torch.sum(losses, dim=0).backward()
+        self._optimizer.step()
+
+
+class TrainPipelineBase(_Steps[In, Out]):
+    """Two stages: the next batch is copied to the device while this one trains.
+
+    Args:
+        model: takes a batch and returns (loss, output).
+        optimizer: of what has no fused optimizer.
+        device: where the model is.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+        super().__init__(model, optimizer, device)
+        self._next: In | None = None
+        self._started = False
+
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """Train (or, in eval mode, run) one batch."""
+        if not self._started or self._next is None:  # a new iterator may follow an empty one
+            self._next, self._started = self._take(dataloader_iter), True
+        batch = self._next
+        if batch is None:
+            raise StopIteration
+        training = self._model.training
+        if training:
+            self._optimizer.zero_grad()
+        self._arrive(batch, self._memcpy_stream)
+        losses, output = self._forward(batch)
+        self._next = self._take(dataloader_iter)
+        if training:
+            self._update(losses)
+        return output
+
+
+class TrainPipelineSparseDist(_Steps[In, Out]):
+    """Three stages: copy to the device, exchange of ids, and forward with backward.
+
+    The exchange is done ahead for sharded modules that read the batch itself (its attributes and items); one whose
+    input is computed in the model does it in its forward. The model must be symbolically traceable by torch.fx, with
+    the exception of sharded modules and DistributedDataParallel.
+
+    Args:
+        model: takes a batch and returns (loss, output); a DistributedModelParallel.
+        optimizer: of what has no fused optimizer.
+        device: where the model is.
+        execute_all_batches: after the iterator's end train the batches that are still in the pipeline.
+        apply_jit: compile the modules that are not sharded with torch.jit.script.
+
+    Raises:
+        ConfigError: at the first batch, for a model that cannot be traced.
+    """
+
+    _forward_type: type[BaseForward] = PipelinedForward
+    _depth = 3  # batches in the pipeline: training, ids under way, copied
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+    ) -> None:
+        super().__init__(model, optimizer, device)
+        self._execute_all_batches = execute_all_batches
+        self._apply_jit = apply_jit
+        self._data_dist_stream = self._stream()
+        self._context = self._new_context()
+        self._batches: deque[In] = deque()
+        self._exhausted = False
+        self._pipelined: list[ShardedModule] = []
+        self._originals: list[tuple[nn.Module, Any]] = []
+        self._attached = False
+
+    def _new_context(self) -> TrainPipelineContext:
+        return TrainPipelineContext()
+
+    # ------------------------------------------------------------------------------------------------- the model
+
+    def attach(self) -> None:
+        """Put the pipelined forwards into the model; the first batch does it by itself."""
+        if self._attached:
+            return
+        core = get_module(self._model)
+        modules = dict(core.named_modules())
+        for name, args in find_sharded_calls(core).items():
+            module = modules[name]
+            assert isinstance(module, ShardedModule)
+            stand_in = self._forward_type(name, args, module, self._context, self._stage_stream())  # type: ignore[call-arg]
+            self._originals.append((module, None))
+            module.forward = stand_in  # type: ignore[method-assign,assignment]
+            self._pipelined.append(module)
+            for part in _input_exchanges(module):
+                part.forward = KJTAllToAllForward(part._pg, part._splits, part._stagger)  # type: ignore[method-assign,assignment]
+                self._originals.append((part, None))
+        if self._apply_jit:
+            _script(core)
+        self._attached = True
+
+    def detach(self) -> nn.Module:
+        """Give the model its own forwards back, and give the model; batches in the pipeline are dropped."""
+        for module, _ in self._originals:
+            module.__dict__.pop("forward", None)
+        self._originals.clear()
+        self._pipelined.clear()
+        self._batches.clear()
+        self._context = self._new_context()
+        self._attached = False
+        return self._model
+
+    def _stage_stream(self) -> torch.cuda.Stream | None:
+        return self._data_dist_stream
+
+    # ------------------------------------------------------------------------------------------------- the stages
+
+    def _start_sparse_data_dist(self, batch: In) -> None:
+        """Start the exchange of sizes for ``batch``."""
+        context = self._context
+        context.input_dist_splits_requests.clear()
+        context.module_contexts_next_batch.clear()
+        context.fused_splits_awaitables.clear()
+        with torch.cuda.stream(self._data_dist_stream):
+            self._arrive(batch, self._memcpy_stream)
+            for module in self._pipelined:
+                forward: Any = module.forward
+                args, kwargs = build_args(forward.args, batch)
+                module_context = module.create_context()
+                context.module_contexts_next_batch[forward.name] = module_context
+                context.input_dist_splits_requests[forward.name] = module.input_dist(module_context, *args, **kwargs)
+            _fuse_splits(context)
+
+    def _wait_sparse_data_dist(self) -> None:
+        """Wait for the sizes and start the exchange of ids."""
+        context = self._context
+        with torch.cuda.stream(self._data_dist_stream):
+            for names, fused in context.fused_splits_awaitables:
+                for name, request in zip(names, fused.wait()):
+                    context.input_dist_tensors_requests[name] = request
+            for name, splits in context.input_dist_splits_requests.items():
+                context.input_dist_tensors_requests[name] = splits.wait()
+        context.input_dist_splits_requests.clear()
+        context.fused_splits_awaitables.clear()
+        context.module_contexts.update(context.module_contexts_next_batch)
+        context.module_contexts_next_batch.clear()
+
+    def _enqueue(self, dataloader_iter: Iterator[In]) -> None:
+        batch = self._take(dataloader_iter)
+        if batch is None:
+            self._exhausted = True
+        else:
+            self._exhausted = False
+            self._batches.append(batch)
+
+    def _fill(self, dataloader_iter: Iterator[In]) -> None:
+        """Bring the pipeline to where a call of :meth:`progress` leaves it."""
+        if not self._batches:
+            self._enqueue(dataloader_iter)
+            if not self._batches:
+                return
+            self.attach()
+            self._start_sparse_data_dist(self._batches[0])
+            self._wait_sparse_data_dist()
+        while len(self._batches) < self._depth - 1 and not self._exhausted:
+            self._enqueue(dataloader_iter)
+
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """Train (or, in eval mode, run) one batch."""
+        self._fill(dataloader_iter)
+        if not self._batches or (self._exhausted and not self._execute_all_batches):
+            self._forget()
+            raise StopIteration
+        training = self._model.training
+        if training:
+            self._optimizer.zero_grad()
+        self._arrive(self._batches[0], self._memcpy_stream)
+        if len(self._batches) > 1:
+            self._start_sparse_data_dist(self._batches[1])
+        if not self._exhausted:
+            self._enqueue(dataloader_iter)
+        losses, output = self._forward(self._batches[0])
+        if len(self._batches) > 1:
+            self._wait_sparse_data_dist()
+        if training:
+            self._update(losses)
+        self._batches.popleft()
+        return output
+
+    def _forget(self) -> None:
+        """After the end: nothing of the last iterator is left; requests under way are awaited, since peers sent."""
+        for request in self._context.input_dist_tensors_requests.values():
+            request.wait()
+        self._batches.clear()
+        self._context.input_dist_tensors_requests.clear()
+        self._context.module_contexts.clear()
+        self._exhausted = False
+
+
+class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
+    """Four stages: as :class:`TrainPipelineSparseDist`, and the rows of the next batch are brought into the caches.
+
+    Worth it for tables of the kernel ``fused_uvm_caching``; with none the extra stage does nothing.
+    """
+
+    _forward_type = PrefetchPipelinedForward
+    _depth = 3
+    _context: PrefetchTrainPipelineContext
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+    ) -> None:
+        super().__init__(model, optimizer, device, execute_all_batches, apply_jit)
+        self._prefetch_stream = self._stream()
+
+    def _new_context(self) -> TrainPipelineContext:
+        return PrefetchTrainPipelineContext()
+
+    def _stage_stream(self) -> torch.cuda.Stream | None:
+        return self._prefetch_stream
+
+    def _prefetch(self) -> None:
+        """Wait for the ids of the coming batch and bring their rows in."""
+        context = self._context
+        forward_stream = torch.cuda.current_stream(self._device) if self._on_gpu else None
+        with torch.cuda.stream(self._prefetch_stream):
+            for module in self._pipelined:
+                name = module.forward.name  # type: ignore[attr-defined]
+                data = context.input_dist_tensors_requests.pop(name).wait()
+                module_context = context.module_contexts.pop(name)
+                if self._prefetch_stream is not None and self._data_dist_stream is not None:
+                    self._prefetch_stream.wait_stream(self._data_dist_stream)
+                    data.record_stream(self._prefetch_stream)
+                module.prefetch(dist_input=data, forward_stream=forward_stream, ctx=module_context)
+                context.module_input_post_prefetch[name] = data
+                context.module_contexts_post_prefetch[name] = module_context
+
+    def _fill(self, dataloader_iter: Iterator[In]) -> None:
+        fresh = not self._batches
+        super()._fill(dataloader_iter)
+        if fresh and self._batches:
+            self._prefetch()
+
+    def _update(self, losses: torch.Tensor) -> None:
+        super()._update(losses)
+
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
+        """Train (or, in eval mode, run) one batch."""
+        output = super().progress(dataloader_iter)
+        if self._batches:
+            self._prefetch()  # after the update, so that the cache takes in rows as they now are
+        return output
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._context.module_input_post_prefetch.clear()
+        self._context.module_contexts_post_prefetch.clear()
+
+
+def _input_exchanges(module: ShardedModule) -> list[KJTAllToAll]:
+    """The exchanges of ids inside a sharded module, which keeps them out of its module tree."""
+    found: list[KJTAllToAll] = []
+    for part in getattr(module, "_input_dists", []):
+        found += [m for m in part.modules() if isinstance(m, KJTAllToAll)]
+    return found
+
+
+def _fuse_splits(context: TrainPipelineContext) -> None:
+    """Turn the requests that have not been sent yet into one exchange of sizes for each process group."""
+    groups: dict[Any, list[str]] = {}
+    for name, request in context.input_dist_splits_requests.items():
+        if isinstance(request, KJTListSplitsAwaitable):
+            groups.setdefault(request.pg, []).append(name)
+    for group, names in groups.items():
+        requests = [context.input_dist_splits_requests.pop(name) for name in names]
+        contexts = [context.module_contexts_next_batch[name] for name in names]
+        fused = FusedKJTListSplitsAwaitable(requests=requests, contexts=contexts, pg=group)  # type: ignore[arg-type]
+        context.fused_splits_awaitables.append((names, fused))
+
+
+def _script(module: nn.Module) -> None:
+    """torch.jit.script every child that holds no sharded module."""
+    for name, child in module.named_children():
+        if any(isinstance(m, ShardedModule) for m in child.modules()):
+            if not isinstance(child, ShardedModule):
+                _script(child)
+            continue
+        try:
+            setattr(module, name, torch.jit.script(child))
+        except Exception as error:
+            raise ConfigError(
+                f"apply_jit=True: torch.jit.script refuses {name!r}, a {type(child).__name__}: {error}"
+            ) from error
