@@ -19,17 +19,16 @@ from recinfer.distributed.embedding_types import (
     ShrdCtx,
 )
 from recinfer.distributed.sharding.combine import JoinGroups
+from recinfer.distributed.sharding.hosts import summed_inside_hosts
 from recinfer.distributed.sharding.infos import by_sharding_type
 from recinfer.distributed.sharding.layout import Piece, global_metadata
 from recinfer.distributed.sharding.state import TableState
-from recinfer.distributed.sharding.tables import TableSharding
-from recinfer.distributed.types import QuantizedCommCodecs, ShardingEnv, ShardingType
+from recinfer.distributed.sharding.tables import HOST_TYPES, ROW_TYPES, TableSharding
+from recinfer.distributed.types import CommOp, QuantizedCommCodecs, ShardingEnv, ShardingType
 from recinfer.optim.fused import FusedOptimizerModule
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 __all__ = ["ShardedCollection"]
-
-_REPLICATED = {ShardingType.DATA_PARALLEL.value}
 
 
 class ShardedCollection(ShardedEmbeddingModule[CompIn, DistOut, Out, ShrdCtx], FusedOptimizerModule):
@@ -77,13 +76,26 @@ class ShardedCollection(ShardedEmbeddingModule[CompIn, DistOut, Out, ShrdCtx], F
         )
 
     def _deal(self) -> list[list[EmbeddingShardingInfo]]:
-        """Which tables share their exchanges: all but replicas, which need none."""
-        sharded = [info for info in self._infos if info.param_sharding.sharding_type not in _REPLICATED]
-        replicas = [info for info in self._infos if info.param_sharding.sharding_type in _REPLICATED]
-        # A kernel makes either row updates or gradients; replicas of one group are all of one sort.
-        dense = [i for i in replicas if i.param_sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value]
-        fused = [i for i in replicas if i.param_sharding.compute_kernel != EmbeddingComputeKernel.DENSE.value]
-        return [members for members in (sharded, fused, dense) if members]
+        """Which tables share their exchanges, as few groups as can be: see :meth:`_sort`."""
+        groups: dict[str, list[EmbeddingShardingInfo]] = {}
+        for info in self._infos:
+            groups.setdefault(self._sort(info), []).append(info)
+        return list(groups.values())
+
+    def _sort(self, info: EmbeddingShardingInfo) -> str:
+        """Replicas need no exchange, and their kernels make either row updates or gradients. Pooled tables whose ranks
+        add up are apart where that is done otherwise: inside the host first, or with another codec."""
+        kind = info.param_sharding.sharding_type
+        if kind == ShardingType.DATA_PARALLEL.value:
+            dense = info.param_sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value
+            return "dense replicas" if dense else "replicas"
+        if not self.sharding_class.pooled:
+            return "sharded"
+        if kind in HOST_TYPES and summed_inside_hosts(info, self._env.world_size):
+            return "summed inside hosts"
+        ops = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
+        codecs = [self.qcomm_codecs_registry.get(op.name) for op in ops]
+        return "summed" if kind in ROW_TYPES and codecs[0] is not codecs[1] else "sharded"
 
     def _outputs_of_groups(self) -> Iterator[tuple[int, EmbeddingShardingInfo, str, int]]:
         for g, group in enumerate(self._groups):

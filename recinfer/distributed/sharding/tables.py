@@ -25,6 +25,7 @@ from recinfer.distributed.embedding_types import (
     ShardedEmbeddingTable,
 )
 from recinfer.distributed.sharding.features import ShardFeaturesDist
+from recinfer.distributed.sharding.hosts import HostPooledDist, summed_inside_hosts
 from recinfer.distributed.sharding.layout import Piece, ShardLayout, check_kind
 from recinfer.distributed.sharding.pooled import PooledContext, ShardPooledDist
 from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext, ShardSequenceDist
@@ -35,7 +36,11 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 if TYPE_CHECKING:
     from torch.distributed._shard.metadata import ShardMetadata
 
-__all__ = ["PooledSharding", "SequenceSharding", "TableSharding"]
+__all__ = ["HOST_TYPES", "ROW_TYPES", "PooledSharding", "SequenceSharding", "TableSharding"]
+
+# Types whose vectors are sums over ranks: those that TorchRec reduce-scatters.
+ROW_TYPES = {t.value for t in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)}
+HOST_TYPES = {t.value for t in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)}
 
 
 class TableSharding(EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTensor, Tensor, Tensor]):
@@ -173,8 +178,20 @@ class PooledSharding(TableSharding):
         self, device: torch.device | None = None
     ) -> BaseEmbeddingDist[PooledContext, Tensor, Tensor]:
         """The step that moves pooled vectors."""
-        codecs = self._codecs(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL)
-        return ShardPooledDist(self.layout, self._exchange_pg, device or self._device, codecs)
+        device = device or self._device
+        summed = {info.param_sharding.sharding_type for info in self.layout.infos} <= ROW_TYPES
+        inside = self._codecs(CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
+        between = self._codecs(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL)
+        if self._exchange_pg is not None and self._inside_hosts():
+            return HostPooledDist(self.layout, self._exchange_pg, device, inside, between)
+        # Row pieces add up where they arrive: what TorchRec reduce-scatters is an all-to-all here, with its codec.
+        return ShardPooledDist(self.layout, self._exchange_pg, device, inside if summed else between)
+
+    def _inside_hosts(self) -> bool:
+        return all(
+            info.param_sharding.sharding_type in HOST_TYPES and summed_inside_hosts(info, self._env.world_size)
+            for info in self.layout.infos
+        )
 
     def create_context(self, features: KeyedJaggedTensor) -> PooledContext:
         """The context of one forward on ``features``."""

@@ -1,0 +1,114 @@
+"""The output exchange of tables whose row pieces share a host: add up inside the host first, then between hosts.
+
+A vector crosses hosts once, not once for every rank of the host.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recinfer.distributed.comm import get_local_size, intra_and_cross_node_pg
+from recinfer.distributed.dist_data import PooledEmbeddingsAllToAll, PooledEmbeddingsReduceScatter
+from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
+from recinfer.distributed.sharding.combine import Block, ColumnPlan
+from recinfer.distributed.sharding.layout import ShardLayout, pieces_of
+from recinfer.distributed.sharding.pooled import PooledContext, ShardPooledDist, keep_in_graph
+from recinfer.distributed.types import Awaitable, QuantizedCommCodecs
+
+__all__ = ["HostPooledDist", "summed_inside_hosts"]
+
+
+def summed_inside_hosts(info: EmbeddingShardingInfo, world_size: int) -> bool:
+    """Whether there are several hosts of several ranks, and each column of the table has rows on all ranks of one host."""
+    local_size = get_local_size(world_size)
+    if not 1 < local_size < world_size or world_size % local_size:
+        return False
+    ranks: dict[int, list[int]] = {}
+    for piece in pieces_of(0, info, world_size):
+        ranks.setdefault(piece.col_start, []).append(piece.rank)
+    return all(
+        len(column) == local_size and sorted(column) == list(range(min(column), min(column) + local_size))
+        and min(column) % local_size == 0
+        for column in ranks.values()
+    )  # fmt: skip
+
+
+class HostPooledDist(ShardPooledDist):
+    """Reduce-scatter inside each host, then all-to-all between ranks of the same place on all hosts.
+
+    With a variable batch a feature it is the plain exchange.
+
+    Args:
+        layout: the slots, of tables that are :func:`summed_inside_hosts`.
+        pg: the ranks, all of the default group.
+        device: where buffers lie.
+        inside: codecs of the reduce-scatter.
+        between: codecs of the all-to-all.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        pg: dist.ProcessGroup,
+        device: torch.device | None = None,
+        inside: QuantizedCommCodecs | None = None,
+        between: QuantizedCommCodecs | None = None,
+    ) -> None:
+        super().__init__(layout, pg, device, between)
+        intra, cross = intra_and_cross_node_pg(device)
+        assert intra is not None
+        assert cross is not None
+        self._local_size, self._num_hosts = intra.size(), cross.size()
+        self._local_rank = dist.get_rank(intra)
+        self._reduce = PooledEmbeddingsReduceScatter(intra, codecs=inside)
+        starts = [0, *accumulate(layout.slots_per_rank)]
+        widths: list[int] = []
+        place: dict[int, int] = {}  # slot of a host's first rank -> column block that comes from the host
+        per_host = []
+        for first in range(0, layout.world_size, self._local_size):
+            slots = range(starts[first], starts[first + 1])
+            place |= {slot: len(widths) + i for i, slot in enumerate(slots)}
+            per_host.append(sum(layout.widths[slot] for slot in slots))
+            widths += [layout.widths[slot] for slot in slots]
+        self._between = PooledEmbeddingsAllToAll(cross, per_host, device, codecs=between)
+        blocks = [
+            Block((next(place[slot] for slot in block.sources if slot in place),), block.divisor)
+            for blocks in self._outputs
+            for block in blocks
+        ]
+        self._from_hosts = ColumnPlan(widths, blocks)
+
+    def forward(self, local_embs: Tensor, sharding_ctx: PooledContext | None = None) -> Awaitable[Tensor]:
+        """As :meth:`ShardPooledDist.forward`."""
+        ctx = sharding_ctx if sharding_ctx is not None else PooledContext()
+        if ctx.variable_batch_per_feature:
+            return super().forward(local_embs, ctx)
+        batches = ctx.batch_size_per_rank
+        # Examples for the first rank of every host, then for the second ...: each local rank adds up its own.
+        order = [r for place in range(self._local_size) for r in range(place, len(batches), self._local_size)]
+        parts = keep_in_graph(local_embs).split(batches)
+        by_place = torch.cat([parts[rank] for rank in order])
+        of_place = [sum(batches[place :: self._local_size]) for place in range(self._local_size)]
+        return _ThenBetween(self._reduce(by_place, of_place), self, ctx)
+
+    def between(self, reduced: Tensor, ctx: PooledContext) -> Tensor:
+        """Sums of a host, ``[B of this place on all hosts, columns of the host]`` -> this rank's outputs."""
+        batches = ctx.batch_size_per_rank[self._local_rank :: self._local_size]
+        return self._from_hosts(self._between(reduced, batches).wait(), ctx.divisors)
+
+
+class _ThenBetween(Awaitable[Tensor]):
+    """The sums inside the host on their way; then the exchange between hosts."""
+
+    def __init__(self, inside: Awaitable[Tensor], output_dist: HostPooledDist, ctx: PooledContext) -> None:
+        super().__init__()
+        self._inside = inside
+        self._output_dist = output_dist
+        self._ctx = ctx
+
+    def _wait_impl(self) -> Tensor:
+        return self._output_dist.between(self._inside.wait(), self._ctx)
