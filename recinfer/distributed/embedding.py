@@ -109,7 +109,7 @@ def create_embedding_sharding(
     env: ShardingEnv,
     device: torch.device | None = None,
     qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-) -> EmbeddingSharding[SequenceShardingContext, KeyedJaggedTensor, Tensor, list[Tensor]]:
+) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]:
     """The sharding of unpooled tables of one type.
 
     Args:

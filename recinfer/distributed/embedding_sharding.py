@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 C = TypeVar("C", bound=Multistreamable)
-F = TypeVar("F", bound=Multistreamable)
+F = TypeVar("F")
 T = TypeVar("T")
 W = TypeVar("W")
 
@@ -400,7 +400,9 @@ class FusedKJTListSplitsAwaitable(Awaitable[list[KJTListAwaitable]]):
         self._contexts = contexts
         self._members: list[list[Any]] = [list(request.awaitables) for request in requests]
         metas = [m for members in self._members for m in members if isinstance(m, KJTSplitsAllToAllMeta)]
-        self._exchange = SplitsAllToAllAwaitable([t for m in metas for t in m.splits_tensors], pg) if metas else None
+        tensors = [tensor for meta in metas for tensor in meta.splits_tensors]
+        group = pg if pg is not None else metas[0].pg if metas else None
+        self._exchange = SplitsAllToAllAwaitable(tensors, group) if group is not None and tensors else None
 
     def _wait_impl(self) -> list[KJTListAwaitable]:
         sizes = iter(self._exchange.wait() if self._exchange is not None else ())

@@ -53,7 +53,7 @@ __all__ = [
     "embedding_parameters",
 ]
 
-F = TypeVar("F", bound=Multistreamable)
+F = TypeVar("F")
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 CompIn = TypeVar("CompIn")

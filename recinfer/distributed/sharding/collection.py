@@ -14,6 +14,7 @@ from recinfer.distributed.embedding_types import (
     CompIn,
     DistOut,
     EmbeddingComputeKernel,
+    FeatureShardingMixIn,
     Out,
     ShardedEmbeddingModule,
     ShrdCtx,
@@ -146,7 +147,7 @@ class ShardedCollection(ShardedEmbeddingModule[CompIn, DistOut, Out, ShrdCtx], F
     # ------------------------------------------------------------------------------------------------- documented members
 
     @property
-    def shardings(self) -> dict[str, TableSharding]:
+    def shardings(self) -> dict[str, FeatureShardingMixIn]:
         """Sharding type -> what is where for the tables of that type.
 
         The module itself exchanges all types together; these are for looking at.

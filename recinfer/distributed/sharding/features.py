@@ -65,11 +65,11 @@ def join_keys(parts: Sequence[KeyedJaggedTensor], order: Sequence[int]) -> Keyed
     values, lengths, weights = [], [], []
     for p, start, stop in runs:
         part = parts[p]
-        at, lengths_at = part.offset_per_key(), part.lengths_offset_per_key()
-        values.append(part.values()[at[start] : at[stop]])
-        lengths.append(part.lengths()[lengths_at[start] : lengths_at[stop]])
+        ends, lengths_ends = part.offset_per_key(), part.lengths_offset_per_key()
+        values.append(part.values()[ends[start] : ends[stop]])
+        lengths.append(part.lengths()[lengths_ends[start] : lengths_ends[stop]])
         if weighted:
-            weights.append(part.weights()[at[start] : at[stop]])
+            weights.append(part.weights()[ends[start] : ends[stop]])
     sizes = [part.length_per_key() for part in parts]
     strides = [part.stride_per_key_per_rank() for part in parts]
     result = KeyedJaggedTensor.from_parts_unchecked(

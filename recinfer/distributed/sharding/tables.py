@@ -6,6 +6,7 @@ each type its TorchRec name.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -43,7 +44,7 @@ ROW_TYPES = {t.value for t in (ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WIS
 HOST_TYPES = {t.value for t in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD)}
 
 
-class TableSharding(EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTensor, Tensor, Tensor]):
+class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):
     """Some tables of a module, sharded.
 
     Args:
@@ -82,6 +83,10 @@ class TableSharding(EmbeddingSharding[EmbeddingShardingContext, KeyedJaggedTenso
         )
         self._rank = 0 if self.replicated else env.rank
         self._exchange_pg = None if self.replicated else env.process_group
+
+    @abc.abstractmethod
+    def create_context(self, features: KeyedJaggedTensor) -> EmbeddingShardingContext:
+        """The context of one forward on ``features``."""
 
     def local_pieces(self) -> list[Piece]:
         """This rank's rectangles, in the order of :meth:`embedding_tables`."""
