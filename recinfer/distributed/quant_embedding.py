@@ -9,21 +9,12 @@ import torch
 from torch import Tensor
 
 from recinfer.distributed.embedding_types import BaseQuantEmbeddingSharder, ListOfKJTList
-from recinfer.distributed.quant_layout import PackedShard, fused_pieces
-from recinfer.distributed.quant_state import (
-    PackedSource,
-    ShardedQuantState,
-    rank_devices,
-    shards_of_plan,
-    source_of_buffer,
-    source_of_module,
-    table_plans,
-)
+from recinfer.distributed.quant_layout import PackedShard
+from recinfer.distributed.quant_state import ShardedQuantState, place_buffer, place_module
 from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardingEnv
 from recinfer.modules.embedding_configs import EmbeddingConfig
-from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.embedding_modules import EmbeddingCollection
-from recinfer.quant.lookup import ColumnPiece, SequenceLookup, embedding_names
+from recinfer.quant.lookup import SequenceLookup
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = ["QuantEmbeddingCollectionSharder", "ShardedQuantEmbeddingCollection"]
@@ -37,6 +28,8 @@ class ShardedQuantEmbeddingCollection(ShardedQuantState[EmbeddingConfig]):
     """
 
     _pooled = False
+    _lookup_type = SequenceLookup
+    _fused: SequenceLookup | None
 
     def __init__(
         self,
@@ -48,55 +41,11 @@ class ShardedQuantEmbeddingCollection(ShardedQuantState[EmbeddingConfig]):
         *,
         fused: bool | None = None,
     ) -> None:
+        params, need_indices = table_name_to_parameter_sharding, module.need_indices()
+        placed = place_module(module, params, env, fused=fused)
         configs = module.embedding_configs()
-        plans = table_plans(configs, table_name_to_parameter_sharding, env)
-        devices = rank_devices(table_name_to_parameter_sharding, env)
-        pieces = None
-        if fused is not False and all(d.type in ("cpu", "meta") for d in [*devices.values(), module.device]):
-            pieces = {c.name: (ColumnPiece(0, c.embedding_dim, module.table_offsets[c.name]),) for c in configs}
-        self._setup(
-            configs,
-            table_name_to_parameter_sharding,
-            source_of_module(module, shards_of_plan(plans)),
-            pieces,
-            module.buffer,
-            module.row_alignment,
-            module.need_indices(),
-            module.output_dtype(),
-            devices,
-            device,
-        )
-
-    def _setup(
-        self,
-        configs: Sequence[EmbeddingConfig],
-        params: Mapping[str, ParameterSharding],
-        source: PackedSource,
-        pieces: Mapping[str, Sequence[ColumnPiece]] | None,
-        buffer: Tensor,
-        row_alignment: int,
-        need_indices: bool,
-        output_dtype: torch.dtype,
-        devices: Mapping[int, torch.device],
-        device: torch.device | None,
-    ) -> None:
-        lookup = None
-        if pieces is not None:
-            lookup = SequenceLookup(
-                configs,
-                pieces,
-                buffer,
-                row_alignment=row_alignment,
-                output_dtype=output_dtype,
-                need_indices=need_indices,
-            )
-        target = torch.device(device) if device is not None else devices[min(devices)]
-        super().__init__(configs, params, source, lookup, devices, target)
+        self._setup(configs, params, placed, module.output_dtype(), device, need_indices=need_indices)
         self._need_indices = need_indices
-        self._output_dtype = output_dtype
-        self._names = embedding_names(configs)
-        self._dims = [c.embedding_dim for c in configs for _ in c.feature_names]
-        self._arranger = FeatureArranger.of_tables(configs)
 
     @classmethod
     def from_packed(
@@ -110,20 +59,24 @@ class ShardedQuantEmbeddingCollection(ShardedQuantState[EmbeddingConfig]):
         device: torch.device | str = "cpu",
         output_dtype: torch.dtype = torch.float32,
         fused: bool | None = None,
+        kernels: Mapping[str, str] | None = None,
+        join_columns: bool = False,
     ) -> ShardedQuantEmbeddingCollection:
-        """Build it over packed shards that lie in ``buffer`` (an archive's mapping), with no copy on CPU."""
-        source = source_of_buffer(tables, shards, buffer)
-        kind = torch.device(device).type
-        devices = {r: torch.device("cpu") if kind == "cpu" else torch.device(kind, r) for r in range(world_size)}
-        pieces = fused_pieces(tables, shards) if kind == "cpu" and fused is not False else None
+        """As :meth:`recinfer.distributed.quant_embeddingbag.ShardedQuantEmbeddingBagCollection.from_packed`."""
+        placed = place_buffer(
+            tables,
+            shards,
+            buffer,
+            world_size=world_size,
+            device=device,
+            fused=fused,
+            kernels=kernels,
+            join_columns=join_columns,
+        )
         self = cls.__new__(cls)
-        self._setup(tables, {}, source, pieces, buffer, 1, need_indices, output_dtype, devices, None)
+        self._setup(tables, {}, placed, output_dtype, None, need_indices=need_indices)
+        self._need_indices = need_indices
         return self
-
-    def _arrange(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        arranged = self._arranger.arrange(features)
-        self._arranger.check(arranged)
-        return arranged
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:  # type: ignore[override]
         """One vector per id of every feature."""
@@ -189,10 +142,6 @@ class ShardedQuantEmbeddingCollection(ShardedQuantState[EmbeddingConfig]):
     def need_indices(self) -> bool:
         """Whether outputs carry their ids."""
         return self._need_indices
-
-    def output_dtype(self) -> torch.dtype:
-        """Element type of the looked-up vectors."""
-        return self._output_dtype
 
 
 class QuantEmbeddingCollectionSharder(BaseQuantEmbeddingSharder[EmbeddingCollection]):

@@ -13,22 +13,13 @@ import torch
 from torch import Tensor
 
 from recinfer.distributed.embedding_types import BaseQuantEmbeddingSharder, ListOfKJTList
-from recinfer.distributed.quant_layout import PackedShard, fused_pieces, mean_columns
-from recinfer.distributed.quant_state import (
-    PackedSource,
-    ShardedQuantState,
-    rank_devices,
-    shards_of_plan,
-    source_of_buffer,
-    source_of_module,
-    table_plans,
-)
+from recinfer.distributed.quant_layout import PackedShard, mean_columns
+from recinfer.distributed.quant_state import Placed, ShardedQuantState, place_buffer, place_module
 from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardingEnv
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import EmbeddingBagConfig
-from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
-from recinfer.quant.lookup import ColumnPiece, PooledLookup, embedding_names
+from recinfer.quant.lookup import PooledLookup
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["QuantEmbeddingBagCollectionSharder", "ShardedQuantEmbeddingBagCollection"]
@@ -54,6 +45,8 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantState[EmbeddingBagConfig]):
     """
 
     _pooled = True
+    _lookup_type = PooledLookup
+    _fused: PooledLookup | None
 
     def __init__(
         self,
@@ -65,58 +58,24 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantState[EmbeddingBagConfig]):
         *,
         fused: bool | None = None,
     ) -> None:
-        configs = module.embedding_bag_configs()
-        plans = table_plans(configs, table_name_to_parameter_sharding, env)
-        devices = rank_devices(table_name_to_parameter_sharding, env)
-        source = source_of_module(module, shards_of_plan(plans))
-        pieces = None
-        if fused is not False and all(d.type in ("cpu", "meta") for d in [*devices.values(), module.device]):
-            # Whole rows stay where the unsharded module has them: the ranks of one host share memory.
-            pieces = {c.name: (ColumnPiece(0, c.embedding_dim, module.table_offsets[c.name]),) for c in configs}
-        self._setup(
-            configs,
-            table_name_to_parameter_sharding,
-            source,
-            pieces,
-            module.buffer,
-            module.row_alignment,
-            module.is_weighted(),
-            module.output_dtype(),
-            devices,
-            device,
+        params = table_name_to_parameter_sharding
+        placed = place_module(module, params, env, fused=fused)
+        self._set_pooled(
+            module.embedding_bag_configs(), params, placed, module.output_dtype(), device, module.is_weighted()
         )
 
-    def _setup(
+    def _set_pooled(
         self,
         configs: Sequence[EmbeddingBagConfig],
         params: Mapping[str, ParameterSharding],
-        source: PackedSource,
-        pieces: Mapping[str, Sequence[ColumnPiece]] | None,
-        buffer: Tensor,
-        row_alignment: int,
-        is_weighted: bool,
+        placed: Placed,
         output_dtype: torch.dtype,
-        devices: Mapping[int, torch.device],
         device: torch.device | None,
+        is_weighted: bool,
     ) -> None:
-        lookup = None
-        if pieces is not None:
-            lookup = PooledLookup(
-                configs,
-                pieces,
-                buffer,
-                is_weighted=is_weighted,
-                row_alignment=row_alignment,
-                output_dtype=output_dtype,
-            )
-        target = torch.device(device) if device is not None else devices[min(devices)]
-        super().__init__(configs, params, source, lookup, devices, target)
+        self._setup(configs, params, placed, output_dtype, device, is_weighted=is_weighted)
         self._is_weighted = is_weighted
-        self._output_dtype = output_dtype
-        self._names = embedding_names(configs)
-        self._dims = [c.embedding_dim for c in configs for _ in c.feature_names]
         self._mean = mean_columns(configs)
-        self._arranger = FeatureArranger.of_tables(configs)
 
     @classmethod
     def from_packed(
@@ -130,6 +89,8 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantState[EmbeddingBagConfig]):
         device: torch.device | str = "cpu",
         output_dtype: torch.dtype = torch.float32,
         fused: bool | None = None,
+        kernels: Mapping[str, str] | None = None,
+        join_columns: bool = False,
     ) -> ShardedQuantEmbeddingBagCollection:
         """Build it over packed shards that lie in ``buffer`` (an archive's mapping), with no copy on CPU.
 
@@ -138,21 +99,29 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantState[EmbeddingBagConfig]):
             shards: every rank's shards, offsets into ``buffer`` (row alignment 1).
             buffer: uint8, 1-D, on CPU. Kept and read, never written.
             device: ``"cpu"``, or ``"cuda"``: rank r's rows are copied to ``cuda:r``.
+            kernels: table -> compute kernel of its plan: on CUDA ``quant_uvm`` rows stay in host memory, those of
+                ``quant_uvm_caching`` behind a cache on the GPU.
+            join_columns: on CPU, put tables that are cut by columns together again, in memory of this process: such a
+                table is then looked up as fast as one that is not cut.
         """
-        source = source_of_buffer(tables, shards, buffer)
-        kind = torch.device(device).type
-        devices = {r: torch.device("cpu") if kind == "cpu" else torch.device(kind, r) for r in range(world_size)}
-        pieces = fused_pieces(tables, shards) if kind == "cpu" and fused is not False else None
+        placed = place_buffer(
+            tables,
+            shards,
+            buffer,
+            world_size=world_size,
+            device=device,
+            fused=fused,
+            kernels=kernels,
+            join_columns=join_columns,
+        )
         self = cls.__new__(cls)
-        self._setup(tables, {}, source, pieces, buffer, 1, is_weighted, output_dtype, devices, None)
+        self._set_pooled(tables, {}, placed, output_dtype, None, is_weighted)
         return self
 
     def _arrange(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        arranged = self._arranger.arrange(features)
-        self._arranger.check(arranged)
-        if self._is_weighted and arranged.weights_or_none() is None:
+        if self._is_weighted and features.weights_or_none() is None:
             raise InputError("weights are missing; this collection is weighted and needs one weight per id")
-        return arranged
+        return super()._arrange(features)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # type: ignore[override]
         """Pooled vectors of every feature."""
@@ -193,10 +162,6 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantState[EmbeddingBagConfig]):
     def is_weighted(self) -> bool:
         """Whether ids carry weights."""
         return self._is_weighted
-
-    def output_dtype(self) -> torch.dtype:
-        """Element type of the looked-up vectors."""
-        return self._output_dtype
 
 
 class QuantEmbeddingBagCollectionSharder(BaseQuantEmbeddingSharder[EmbeddingBagCollection]):

@@ -14,7 +14,7 @@ Shape suffixes: F features, B batch, N ids, D columns, P packed bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,11 +22,11 @@ from torch import Tensor
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 from recinfer.quant.lookup import ColumnPiece
-from recinfer.quant.packing import padded_dim, row_bytes
-from recinfer.quant.tbe import TableBatch, TableSlot
+from recinfer.quant.packing import join_packed_columns, padded_dim, row_bytes
+from recinfer.quant.tbe import Memory, TableBatch, TableSlot, managed_bytes
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["PackedShard", "RankInput", "RankLayout", "fused_pieces", "place_shards", "shard_name"]
+__all__ = ["PackedShard", "RankInput", "RankLayout", "fused_pieces", "joined_pieces", "place_shards", "shard_name"]
 
 _SLACK_BYTES = 64  # vectorised kernels may read past the last row
 _ALIGNMENT = 128
@@ -37,7 +37,8 @@ class PackedShard:
     """Rows ``row_start:row_stop``, columns ``col_start:col_stop`` of a table, packed, on a rank.
 
     ``offset`` is the byte offset of its first row in the buffer it comes with; its rows follow one another, each of
-    ``row_bytes(columns, precision, row_alignment)`` bytes.
+    ``row_bytes(columns, precision, row_alignment)`` bytes. ``memory`` is where a GPU keeps them; on a CPU all is host
+    memory.
     """
 
     table: str
@@ -47,6 +48,7 @@ class PackedShard:
     col_stop: int
     rank: int
     offset: int
+    memory: Memory = "near"
 
     @property
     def rows(self) -> int:
@@ -94,35 +96,80 @@ def fused_pieces(
     return pieces
 
 
+_JOIN_BYTES = 8 << 20  # of whole rows a step: temporary memory stays bounded
+
+
+def joined_pieces(
+    configs: Sequence[BaseEmbeddingConfig], pieces: Mapping[str, Sequence[ColumnPiece]], buffer: Tensor
+) -> tuple[dict[str, tuple[ColumnPiece, ...]], Tensor | None]:
+    """Tables that are cut by columns put together again, whole rows in a second buffer; the others stay where they are.
+
+    A cut table costs a row's cache misses once a piece, and its ids once more for the op to read. Whole rows cost
+    their bytes a second time, in memory that no other process shares.
+
+    Args:
+        pieces: table -> its pieces in ``buffer`` (row alignment 1).
+
+    Returns:
+        the pieces, and the second buffer (None when no table was cut).
+    """
+    cut = [c for c in configs if len(pieces[c.name]) > 1]
+    whole = dict(pieces)
+    if not cut:
+        return {name: tuple(parts) for name, parts in whole.items()}, None
+    sizes = [c.num_embeddings * row_bytes(c.embedding_dim, c.data_type) for c in cut]
+    managed = torch.zeros(sum(sizes) + _SLACK_BYTES, dtype=torch.uint8)
+    at = 0
+    for config, size in zip(cut, sizes):
+        dim, data_type, rows = config.embedding_dim, config.data_type, config.num_embeddings
+        out_RP = managed[at : at + size].view(rows, -1)
+        step = max(1, _JOIN_BYTES // out_RP.shape[1])
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            parts = []
+            for piece in pieces[config.name]:
+                width = row_bytes(piece.col_stop - piece.col_start, data_type)
+                span = buffer[piece.offset + first * width : piece.offset + last * width]
+                parts.append((piece.col_start, piece.col_stop, span.view(last - first, width)))
+            out_RP[first:last] = join_packed_columns(parts, dim, data_type, table=config.name, first_row=first)
+        whole[config.name] = (ColumnPiece(0, dim, at, "managed"),)
+        at += size
+    return {name: tuple(parts) for name, parts in whole.items()}, managed
+
+
 def place_shards(
     configs: Sequence[BaseEmbeddingConfig],
     shards: Sequence[PackedShard],
     rows_of: Callable[[PackedShard], Tensor],
     device: torch.device,
     row_alignment: int,
-) -> tuple[Tensor, list[PackedShard]]:
-    """Copy shards into a buffer of their own on ``device``, re-padding rows to ``row_alignment``.
+) -> tuple[Tensor, Tensor | None, list[PackedShard]]:
+    """Copy shards into buffers of their own for ``device``, re-padding rows to ``row_alignment``.
 
     Args:
         rows_of: gives a shard's packed rows, uint8 [rows, >= row_bytes at alignment 1], on CPU.
 
     Returns:
-        the buffer (uint8, 1-D) and the shards with their offsets in it.
+        the buffer in the device's memory (uint8, 1-D), the one in managed memory for shards that a GPU leaves there
+        (None without any), and the shards with their offsets in the two.
     """
     types = {config.name: config.data_type for config in configs}
-    placed, size = [], 0
+    placed, sizes = [], {True: 0, False: 0}
     for shard in shards:
-        placed.append(PackedShard(**{**shard.__dict__, "offset": size}))
+        near = shard.memory == "near" or device.type != "cuda"
+        placed.append(replace(shard, offset=sizes[near]))
         num_bytes = shard.rows * row_bytes(shard.cols, types[shard.table], row_alignment)
-        size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-    buffer = torch.zeros(size + _SLACK_BYTES, dtype=torch.uint8, device=device)
+        sizes[near] += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    buffer = torch.zeros(sizes[True] + _SLACK_BYTES, dtype=torch.uint8, device=device)
+    managed = managed_bytes(sizes[False] + _SLACK_BYTES, device) if sizes[False] else None
     for shard, spot in zip(shards, placed):
         packed_RP = rows_of(shard)
         need = row_bytes(shard.cols, types[shard.table])
         width = row_bytes(shard.cols, types[shard.table], row_alignment)
-        view = buffer[spot.offset : spot.offset + shard.rows * width].view(-1, width)
+        target = buffer if managed is None or spot.memory == "near" else managed
+        view = target[spot.offset : spot.offset + shard.rows * width].view(-1, width)
         view[:, :need].copy_(packed_RP[:, :need])
-    return buffer, placed
+    return buffer, managed, placed
 
 
 @dataclass
@@ -147,6 +194,7 @@ class RankLayout:
         buffer: packed rows on this rank's device.
         pooled: bags (always summed here; MEAN is divided once, after all ranks are summed) or one row per id.
         row_alignment: of the rows in ``buffer``.
+        managed: the buffer of the shards that are not ``"near"``.
     """
 
     def __init__(
@@ -157,8 +205,10 @@ class RankLayout:
         *,
         pooled: bool,
         row_alignment: int,
+        managed: Tensor | None = None,
     ) -> None:
         self.device = buffer.device
+        self._rows = (buffer, managed, row_alignment)
         self.order: list[int] = []  # of the module's features, one an (feature, shard) pair
         self.shards: list[PackedShard] = []
         names: list[str] = []
@@ -174,7 +224,12 @@ class RankLayout:
         for config in configs:
             first = len(slots)
             mine = sorted(by_table.get(config.name, ()), key=lambda s: (s.col_start, s.row_start))
-            slots += [TableSlot(config.name, s.rows, s.cols, config.data_type, s.offset) for s in mine]
+            slots += [
+                TableSlot(
+                    config.name, s.rows, s.cols, config.data_type, s.offset, s.memory if managed is not None else "near"
+                )
+                for s in mine
+            ]
             for feature in config.feature_names:
                 for k, shard in enumerate(mine):
                     self.order.append(feature_index)
@@ -197,7 +252,7 @@ class RankLayout:
         # Unpooled batches must have one width each: (members among this rank's features, batch).
         self._members: list[list[int] | None] = []
         if pooled:
-            self._add_batch(slots, feature_slots, PoolingType.SUM, buffer, row_alignment, None)
+            self._add_batch(slots, feature_slots, PoolingType.SUM, None)
         else:
             widths = [padded_dim(slots[i].dim, slots[i].data_type) for i in feature_slots]
             for width in dict.fromkeys(widths):
@@ -205,19 +260,19 @@ class RankLayout:
                 chosen = sorted({feature_slots[i] for i in members})
                 remapped = [chosen.index(feature_slots[i]) for i in members]
                 whole = None if len(members) == len(widths) else members
-                self._add_batch([slots[i] for i in chosen], remapped, PoolingType.NONE, buffer, row_alignment, whole)
+                self._add_batch([slots[i] for i in chosen], remapped, PoolingType.NONE, whole)
 
     def _add_batch(
         self,
         slots: list[TableSlot],
         feature_slots: list[int],
         pooling: PoolingType,
-        buffer: Tensor,
-        row_alignment: int,
         members: list[int] | None,
     ) -> None:
+        buffer, managed, alignment = self._rows
         if slots:
-            self.batches.append(TableBatch(slots, feature_slots, pooling, buffer, row_alignment=row_alignment))
+            batch = TableBatch(slots, feature_slots, pooling, buffer, row_alignment=alignment, managed=managed)
+            self.batches.append(batch)
             self._members.append(members)
 
     def dist(self, arranged: KeyedJaggedTensor) -> RankInput | None:

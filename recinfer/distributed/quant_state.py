@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recinfer.distributed.embedding_types import (
     EmbeddingComputeKernel,
@@ -17,16 +17,26 @@ from recinfer.distributed.embedding_types import (
     ShardedEmbeddingTable,
 )
 from recinfer.distributed.planner.plan import ShardRect, TablePlan
-from recinfer.distributed.quant_layout import PackedShard, RankInput, RankLayout, check_devices, place_shards
+from recinfer.distributed.quant_layout import (
+    PackedShard,
+    RankInput,
+    RankLayout,
+    check_devices,
+    fused_pieces,
+    joined_pieces,
+    place_shards,
+)
 from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardedModule, ShardingEnv
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
+from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.embedding_modules import row_alignment_for
+from recinfer.quant.lookup import ColumnPiece, PooledLookup, SequenceLookup, embedding_names
 from recinfer.quant.packing import row_bytes, slice_packed_columns
-from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
+from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen, Memory
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["PackedSource", "ShardedQuantState", "shards_of_plan", "source_of_module"]
+__all__ = ["PackedSource", "Placed", "ShardedQuantState", "place_buffer", "place_module"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,73 @@ class PackedSource:
     shards: tuple[PackedShard, ...]
     rows_of: Callable[[PackedShard], Tensor]
     buffer: Tensor | None
+
+
+_MEMORY: dict[str, Memory] = {
+    EmbeddingComputeKernel.QUANT_UVM.value: "managed",
+    EmbeddingComputeKernel.QUANT_UVM_CACHING.value: "cached",
+}
+_KERNELS = {"near": EmbeddingComputeKernel.QUANT} | {v: EmbeddingComputeKernel(k) for k, v in _MEMORY.items()}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Tables ready to be looked up.
+
+    Attributes:
+        source: every rank's shards.
+        pieces: whole column pieces of every table in this host's memory, for one lookup of all ranks; None where each
+            rank looks up its own.
+        buffer, managed: what holds ``pieces``.
+        row_alignment: of their rows.
+        devices: rank -> device.
+    """
+
+    source: PackedSource
+    pieces: Mapping[str, Sequence[ColumnPiece]] | None
+    buffer: Tensor
+    managed: Tensor | None
+    row_alignment: int
+    devices: Mapping[int, torch.device]
+
+
+def place_module(
+    module: Any, params: Mapping[str, ParameterSharding], env: ShardingEnv, *, fused: bool | None
+) -> Placed:
+    """The tables of a quantized collection of ours, cut as ``params`` say; nothing is copied for ranks on the CPU."""
+    configs = _configs_of(module)
+    plans = table_plans(configs, params, env)
+    devices = rank_devices(params, env)
+    pieces = None
+    if fused is not False and all(d.type in ("cpu", "meta") for d in [*devices.values(), module.device]):
+        # Whole rows stay where the unsharded module has them: the ranks of one host share memory.
+        pieces = {c.name: (ColumnPiece(0, c.embedding_dim, module.table_offsets[c.name]),) for c in configs}
+    source = source_of_module(module, shards_of_plan(plans))
+    return Placed(source, pieces, module.buffer, None, module.row_alignment, devices)
+
+
+def place_buffer(
+    tables: Sequence[BaseEmbeddingConfig],
+    shards: Sequence[PackedShard],
+    buffer: Tensor,
+    *,
+    world_size: int,
+    device: torch.device | str,
+    fused: bool | None,
+    kernels: Mapping[str, str] | None,
+    join_columns: bool,
+) -> Placed:
+    """Packed shards that lie in ``buffer`` (an archive's mapping); see ``from_packed`` of the sharded collections."""
+    memory = {table: _MEMORY.get(kernel, "near") for table, kernel in (kernels or {}).items()}
+    shards = [replace(shard, memory=memory.get(shard.table, "near")) for shard in shards]
+    source = source_of_buffer(tables, shards, buffer)
+    kind = torch.device(device).type
+    devices = {r: torch.device("cpu") if kind == "cpu" else torch.device(kind, r) for r in range(world_size)}
+    pieces = fused_pieces(tables, shards) if kind == "cpu" and fused is not False else None
+    managed = None
+    if pieces is not None and join_columns:
+        pieces, managed = joined_pieces(tables, pieces, buffer)
+    return Placed(source, pieces, buffer, managed, 1, devices)
 
 
 def source_of_buffer(
@@ -65,7 +142,10 @@ def shards_of_plan(tables: Sequence[TablePlan]) -> list[PackedShard]:
     """The rectangles of a plan's tables, rank by rank inside a table; offsets are not known yet (0)."""
 
     def shard(table: TablePlan, rect: ShardRect) -> PackedShard:
-        return PackedShard(table.table, rect.row_start, rect.row_stop, rect.col_start, rect.col_stop, rect.rank, 0)
+        memory = _MEMORY.get(table.compute_kernel, "near")
+        return PackedShard(
+            table.table, rect.row_start, rect.row_stop, rect.col_start, rect.col_stop, rect.rank, 0, memory
+        )
 
     return [shard(table, rect) for table in tables for rect in table.shards]
 
@@ -93,41 +173,59 @@ C = TypeVar("C", bound=BaseEmbeddingConfig)
 class ShardedQuantState(Generic[C], ShardedModule[ListOfKJTList, list[list[Tensor]], Any, NullShardedModuleContext]):
     """Base of the sharded quantized collections.
 
-    Args:
-        configs: tables in module order, ``data_type`` the packed precision.
-        plans: sharding of each table, for introspection; may be empty.
-        source: the packed shards.
-        fused_lookup: one lookup over all ranks' shards when they share this host's memory, else None.
-        devices: rank -> device.
-        output_device: where outputs are wanted.
-
     With a fused lookup, forward is that one call; the ranks' own lookups are built when someone asks for them
     (``tbes_configs``, ``input_dist``). Without one they are built here, on their devices.
     """
 
     _pooled: bool
-    _fused: nn.Module | None
+    _lookup_type: type[PooledLookup] | type[SequenceLookup]
+    _fused: PooledLookup | SequenceLookup | None
     _layouts: list[RankLayout] | None
 
-    def __init__(
+    def _setup(
         self,
         configs: Sequence[C],
         plans: Mapping[str, ParameterSharding],
-        source: PackedSource,
-        fused_lookup: nn.Module | None,
-        devices: Mapping[int, torch.device],
-        output_device: torch.device,
+        placed: Placed,
+        output_dtype: torch.dtype,
+        output_device: torch.device | None,
+        **lookup_options: bool,
     ) -> None:
+        """What a constructor does, whatever the tables come from.
+
+        Args:
+            configs: tables in module order, ``data_type`` the packed precision.
+            plans: sharding of each table, for introspection; may be empty.
+            placed: where the rows are.
+            output_dtype: of the looked-up vectors.
+            output_device: where outputs are wanted; None: the first rank's device.
+            lookup_options: what this kind of lookup wants besides.
+        """
         super().__init__()
         self._configs: list[C] = list(configs)
         self._plans = dict(plans)
-        self._source = source
-        self._devices = dict(devices)
-        self._output_device = output_device
+        self._source = placed.source
+        self._devices = dict(placed.devices)
+        self._output_device = torch.device(output_device or self._devices[min(self._devices)])
+        self._output_dtype = output_dtype
+        self._names = embedding_names(configs)
+        self._dims = [c.embedding_dim for c in configs for _ in c.feature_names]
+        self._arranger = FeatureArranger.of_tables(configs)
+        lookup = None
+        if placed.pieces is not None:
+            lookup = self._lookup_type(
+                configs,  # type: ignore[arg-type]  # each collection's lookup takes its own configs
+                placed.pieces,
+                placed.buffer,
+                row_alignment=placed.row_alignment,
+                output_dtype=output_dtype,
+                managed=placed.managed,
+                **lookup_options,
+            )
         # Kept out of the module tree: buffers are shared with an archive's mapping or with the unsharded module.
-        self.__dict__["_fused"] = fused_lookup
+        self.__dict__["_fused"] = lookup
         self.__dict__["_layouts"] = None
-        if fused_lookup is None:
+        if lookup is None:
             self._build_ranks()
 
     # ---------------------------------------------------------------- ranks
@@ -142,11 +240,14 @@ class ShardedQuantState(Generic[C], ShardedModule[ListOfKJTList, list[list[Tenso
             device = self._devices[rank]
             mine: Sequence[PackedShard] = [s for s in self._source.shards if s.rank == rank]
             alignment = row_alignment_for(device)
+            managed = None
             if self._source.buffer is not None and device.type == "cpu":
                 buffer = self._source.buffer
             else:
-                buffer, mine = place_shards(self._configs, mine, self._source.rows_of, device, alignment)
-            layouts.append(RankLayout(self._configs, mine, buffer, pooled=self._pooled, row_alignment=alignment))
+                buffer, managed, mine = place_shards(self._configs, mine, self._source.rows_of, device, alignment)
+            layouts.append(
+                RankLayout(self._configs, mine, buffer, pooled=self._pooled, row_alignment=alignment, managed=managed)
+            )
         self.__dict__["_layouts"] = layouts
         return layouts
 
@@ -175,7 +276,13 @@ class ShardedQuantState(Generic[C], ShardedModule[ListOfKJTList, list[list[Tenso
         ]
 
     def _arrange(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        raise AssertionError("each collection arranges its own features")
+        arranged = self._arranger.arrange(features)
+        self._arranger.check(arranged)
+        return arranged
+
+    def output_dtype(self) -> torch.dtype:
+        """Element type of the looked-up vectors."""
+        return self._output_dtype
 
     def check_ids(self, features: KeyedJaggedTensor) -> None:
         """Refuse missing features and out-of-range ids.
@@ -191,6 +298,11 @@ class ShardedQuantState(Generic[C], ShardedModule[ListOfKJTList, list[list[Tenso
     def fused(self) -> bool:
         """Whether forward is one call over all ranks' shards in this host's memory."""
         return self._fused is not None
+
+    @property
+    def fused_lookup(self) -> PooledLookup | SequenceLookup | None:
+        """That one call, a PooledLookup or a SequenceLookup, for those who bring features in its order already."""
+        return self._fused
 
     @property
     def shards(self) -> tuple[PackedShard, ...]:
@@ -226,7 +338,7 @@ class ShardedQuantState(Generic[C], ShardedModule[ListOfKJTList, list[list[Tenso
                     pooling=batch.pooling,
                     is_weighted=bool(getattr(self, "_is_weighted", False)),
                     has_feature_processor=False,
-                    compute_kernel=EmbeddingComputeKernel.QUANT,
+                    compute_kernel=tables[0].compute_kernel,
                     embedding_tables=tables,
                 )
         return result
@@ -246,7 +358,7 @@ def _sharded_table(config: BaseEmbeddingConfig, shard: PackedShard) -> ShardedEm
         pooling=getattr(config, "pooling", PoolingType.NONE),
         local_rows=shard.rows,
         local_cols=shard.cols,
-        compute_kernel=EmbeddingComputeKernel.QUANT,
+        compute_kernel=_KERNELS[shard.memory],
         embedding_names=list(config.feature_names),
     )
 

@@ -20,7 +20,7 @@ from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.packing import padded_dim
-from recinfer.quant.tbe import TableBatch, TableSlot
+from recinfer.quant.tbe import Memory, TableBatch, TableSlot
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["ColumnPiece", "PooledLookup", "SequenceLookup", "embedding_names"]
@@ -28,11 +28,12 @@ __all__ = ["ColumnPiece", "PooledLookup", "SequenceLookup", "embedding_names"]
 
 @dataclass(frozen=True)
 class ColumnPiece:
-    """Columns ``col_start:col_stop`` of all rows of a table, packed, from byte ``offset`` of the buffer."""
+    """Columns ``col_start:col_stop`` of all rows of a table, packed, from byte ``offset`` of the buffer of ``memory``."""
 
     col_start: int
     col_stop: int
     offset: int
+    memory: Memory = "near"
 
 
 def embedding_names(configs: Sequence[BaseEmbeddingConfig]) -> list[str]:
@@ -95,6 +96,7 @@ class PooledLookup(nn.Module):
         is_weighted: whether ids carry weights.
         row_alignment: of the packed rows.
         output_dtype: float32 or float16.
+        managed: uint8, 1-D, holding the pieces that are not ``"near"``.
 
     ``forward(features) -> KeyedTensor``, keys in module order, values [B, sum of dims].
     """
@@ -110,6 +112,7 @@ class PooledLookup(nn.Module):
         is_weighted: bool = False,
         row_alignment: int = 1,
         output_dtype: torch.dtype = torch.float32,
+        managed: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.is_weighted = is_weighted
@@ -124,7 +127,9 @@ class PooledLookup(nn.Module):
             table_pieces = _checked_pieces(config, pieces)
             first = len(slots)
             slots += [
-                TableSlot(config.name, config.num_embeddings, p.col_stop - p.col_start, config.data_type, p.offset)
+                TableSlot(
+                    config.name, config.num_embeddings, p.col_stop - p.col_start, config.data_type, p.offset, p.memory
+                )
                 for p in table_pieces
             ]
             for feature in config.feature_names:
@@ -142,7 +147,13 @@ class PooledLookup(nn.Module):
         mixed = len(poolings) > 1
         op_pooling = PoolingType.SUM if mixed else poolings.pop()
         self.batch = TableBatch(
-            slots, feature_slots, op_pooling, buffer, row_alignment=row_alignment, output_dtype=output_dtype
+            slots,
+            feature_slots,
+            op_pooling,
+            buffer,
+            row_alignment=row_alignment,
+            output_dtype=output_dtype,
+            managed=managed,
         )
         self._op_knows_rows = self.batch.knows_rows
         self._run = self.batch.forward  # past nn.Module's call machinery, which costs as much as the op's dispatch
@@ -184,11 +195,6 @@ class PooledLookup(nn.Module):
         if self._real_columns is not None:
             out_BD = out_BD.index_select(1, self._real_columns)
         return KeyedTensor.from_parts_unchecked(self.names, self.dims, out_BD, self._column_offsets)
-
-    @property
-    def finishes(self) -> bool:
-        """Whether the op's output is not yet the module's: MEAN columns to scale, or padding to drop."""
-        return bool(self._mean_runs) or self._real_columns is not None
 
     def _scale_means(self, out_BD: Tensor, offsets: Tensor) -> None:
         num_features = len(self.arranger.features)
@@ -234,6 +240,7 @@ class SequenceLookup(nn.Module):
         row_alignment: int = 1,
         output_dtype: torch.dtype = torch.float32,
         need_indices: bool = False,
+        managed: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.need_indices = need_indices
@@ -253,7 +260,9 @@ class SequenceLookup(nn.Module):
                 for piece in table_pieces:
                     width = piece.col_stop - piece.col_start
                     slots, feature_slots, members = groups.setdefault(padded_dim(width, config.data_type), ([], [], []))
-                    slot = TableSlot(config.name, config.num_embeddings, width, config.data_type, piece.offset)
+                    slot = TableSlot(
+                        config.name, config.num_embeddings, width, config.data_type, piece.offset, piece.memory
+                    )
                     if slot not in slots:
                         slots.append(slot)
                     feature_slots.append(slots.index(slot))
@@ -262,7 +271,15 @@ class SequenceLookup(nn.Module):
                 self._parts.append(parts)
                 feature_index += 1
         self.batches = [
-            TableBatch(s, fs, PoolingType.NONE, buffer, row_alignment=row_alignment, output_dtype=output_dtype)
+            TableBatch(
+                s,
+                fs,
+                PoolingType.NONE,
+                buffer,
+                row_alignment=row_alignment,
+                output_dtype=output_dtype,
+                managed=managed,
+            )
             for s, fs, _ in groups.values()
         ]
         self._op_knows_rows = all(batch.knows_rows for batch in self.batches)

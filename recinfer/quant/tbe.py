@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,10 @@ except ImportError as error:
 
 __all__ = [
     "IntNBitTableBatchedEmbeddingBagsCodegen",
+    "Memory",
     "TableBatch",
     "TableSlot",
+    "managed_bytes",
     "quantize_rows",
 ]
 
@@ -55,6 +57,18 @@ _POOLING_MODES = {
     PoolingType.NONE: PoolingMode.NONE,
 }
 _OUTPUT_TYPES = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
+
+
+Memory = Literal["near", "managed", "cached"]
+"""Where a table's rows are: in the device's own memory, in the host's, or in the host's behind a cache on the device."""
+
+
+def managed_bytes(size: int, device: torch.device) -> Tensor:
+    """A zeroed uint8 buffer for ``"managed"`` tables: unified memory for a CUDA device, else plain host memory."""
+    if device.type != "cuda":
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    like = torch.zeros(1, dtype=torch.uint8, device=device)
+    return torch.ops.fbgemm.new_unified_tensor(like, [size], False).zero_()
 
 
 def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
@@ -90,7 +104,9 @@ class TableSlot:
         name: for messages and registration.
         rows, dim: its size; ``dim`` counts real columns, without padding.
         data_type: INT8, INT4, INT2, FP16 or FP32.
-        offset: byte offset of its first row in the buffer.
+        offset: byte offset of its first row in its buffer.
+        memory: ``"near"``: the batch's buffer; ``"managed"``: its second one, which a GPU reads over the bus;
+            ``"cached"``: the second one behind a cache in GPU memory. On CPU the last two are the same.
     """
 
     name: str
@@ -98,6 +114,7 @@ class TableSlot:
     dim: int
     data_type: DataType
     offset: int
+    memory: Memory = "near"
 
 
 class TableBatch(nn.Module):
@@ -110,6 +127,7 @@ class TableBatch(nn.Module):
         buffer: uint8, 1-D. Kept and read, never copied or written.
         row_alignment: 1 for CPU buffers, 16 for CUDA ones.
         output_dtype: float32 or float16.
+        managed: uint8, 1-D: what holds the slots that are not ``"near"``.
 
     :attr:`knows_rows` says whether the op refuses ids beyond the tables' rows.
 
@@ -127,6 +145,7 @@ class TableBatch(nn.Module):
         *,
         row_alignment: int = 1,
         output_dtype: torch.dtype = torch.float32,
+        managed: Tensor | None = None,
     ) -> None:
         super().__init__()
         if output_dtype not in _OUTPUT_TYPES:
@@ -136,6 +155,7 @@ class TableBatch(nn.Module):
         self.pooling = pooling
         self.row_alignment = row_alignment
         self.output_dtype = output_dtype
+        self._through_cache: IntNBitTableBatchedEmbeddingBagsCodegen | None = None
         self.register_buffer("weights", buffer, persistent=False)
         device = buffer.device
         used = [self.slots[i] for i in self.feature_slots]
@@ -144,8 +164,10 @@ class TableBatch(nn.Module):
             raise ConfigError(f"unpooled tables of one batch must have one width; got {sorted(set(widths))}")
         column_offsets = [0, *accumulate(widths)]
         self.total_dim = widths[0] if pooling is PoolingType.NONE and widths else column_offsets[-1]
-        on_host = device.type in ("cpu", "meta")
-        location = EmbeddingLocation.HOST if on_host else EmbeddingLocation.DEVICE
+        near = all(slot.memory == "near" for slot in used)
+        if managed is None and not near:
+            raise ConfigError("tables in managed memory were given without it; pass managed=")
+        self._managed = managed if managed is not None else torch.empty(0, dtype=torch.uint8, device=device)
         widest = {t: max((w for s, w in zip(used, widths) if s.data_type is t), default=0) for t in _SPARSE_TYPES}
 
         def tensor(data: list[int], dtype: torch.dtype) -> Tensor:
@@ -155,9 +177,9 @@ class TableBatch(nn.Module):
         # own dispatch at batch 1.
         self._head: tuple[Any, ...] = (
             buffer,
-            torch.empty(0, dtype=torch.uint8, device=device),
-            tensor([location.value] * len(used), torch.int32),
-            tensor([s.offset for s in used], torch.int64),
+            self._managed,
+            tensor([self._location(s).value for s in used], torch.int32),
+            tensor([self._offset(s) for s in used], torch.int64),
             tensor([_SPARSE_TYPES[s.data_type].as_int() for s in used], torch.uint8),
             tensor(column_offsets, torch.int32),
             column_offsets[-1],
@@ -167,14 +189,35 @@ class TableBatch(nn.Module):
             widest[DataType.FP16],
             widest[DataType.FP32],
         )
-        end = max((s.offset + s.rows * row_bytes(s.dim, s.data_type, row_alignment) for s in used), default=0)
+        ends = [s.offset + s.rows * row_bytes(s.dim, s.data_type, row_alignment) for s in used if s.memory == "near"]
+        end = max(ends, default=0)
         # Without the slack behind the last row, which the op would take for more rows.
         self._bounded = (buffer[:end], *self._head[1:]) if device.type == "cpu" else self._head
-        self.knows_rows = device.type == "cpu" and self._knows_rows(used, end)
+        self.knows_rows = device.type == "cpu" and near and self._knows_rows(used, end)
         self._pooling_mode = int(_POOLING_MODES[pooling])
         self._tail = (_OUTPUT_TYPES[output_dtype].as_int(), None, None, row_alignment, 0, -1, -1)
         self._op = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
         self._fbgemm_module: IntNBitTableBatchedEmbeddingBagsCodegen | None = None
+        if device.type == "cuda" and any(slot.memory == "cached" for slot in used):
+            self._through_cache = self.fbgemm_module()  # which keeps the cache's state and fills it before each lookup
+
+    def _location(self, slot: TableSlot) -> EmbeddingLocation:
+        if self.weights.device.type != "cuda":
+            return EmbeddingLocation.HOST
+        if slot.memory == "near":
+            return EmbeddingLocation.DEVICE
+        return EmbeddingLocation.MANAGED_CACHING if slot.memory == "cached" else EmbeddingLocation.MANAGED
+
+    def _offset(self, slot: TableSlot) -> int:
+        """Byte offset for the op. On CPU it takes one buffer, so the second one's tables lie at a distance from it.
+
+        Giving it both would not do: it takes the bytes between the offsets of two features' tables for the first one's
+        rows, in whichever buffers they are, and refuses ids beyond. A distance is larger than any table, or negative,
+        which the op reads as unsigned.
+        """
+        if slot.memory == "near" or self.weights.device.type != "cpu":
+            return slot.offset
+        return slot.offset + self._managed.data_ptr() - self.weights.data_ptr()
 
     def _knows_rows(self, used: Sequence[TableSlot], size: int) -> bool:
         """Whether the op refuses every id beyond each table's rows.
@@ -200,6 +243,8 @@ class TableBatch(nn.Module):
         Returns:
             [B, total padded columns], or [N, padded width] when unpooled.
         """
+        if self._through_cache is not None:
+            return self._through_cache(indices, offsets, per_sample_weights)
         return self._op(*self._bounded, indices, offsets, self._pooling_mode, per_sample_weights, *self._tail)
 
     def traced(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -210,11 +255,11 @@ class TableBatch(nn.Module):
         """FBGEMM's own TBE module over the same bytes (built at the first call), for registration and inspection."""
         if self._fbgemm_module is None:
             device = self.weights.device
-            location = EmbeddingLocation.HOST if device.type == "cpu" else EmbeddingLocation.DEVICE
+            locations = [self._location(slot) for slot in self.slots]
             tbe: Any = IntNBitTableBatchedEmbeddingBagsCodegen(
                 embedding_specs=[
                     (s.name, s.rows, padded_dim(s.dim, s.data_type), _SPARSE_TYPES[s.data_type], location)
-                    for s in self.slots
+                    for s, location in zip(self.slots, locations)
                 ],
                 feature_table_map=list(self.feature_slots),
                 pooling_mode=_POOLING_MODES[self.pooling],
@@ -223,7 +268,7 @@ class TableBatch(nn.Module):
                 output_dtype=_OUTPUT_TYPES[self.output_dtype],
                 row_alignment=self.row_alignment,
             )
-            tbe.weights_physical_offsets = [s.offset for s in self.slots]
+            tbe.weights_physical_offsets = [self._offset(s) for s in self.slots]
             tbe.initialize_logical_weights_placements_and_offsets()
             size = self.weights.numel()
             tbe.host_size, tbe.dev_size = (size, 0) if device.type == "cpu" else (0, size)
@@ -231,6 +276,7 @@ class TableBatch(nn.Module):
                 tbe.weights_host = self.weights
             else:
                 tbe.weights_dev = self.weights
+                tbe.weights_uvm, tbe.uvm_size = self._managed, self._managed.numel()
             tbe.weight_initialized = True
             self.__dict__["_fbgemm_module"] = tbe  # not a submodule: its buffers are ours
         return self._fbgemm_module

@@ -111,7 +111,7 @@ def test_row_pieces_far_apart_are_not_taken_for_neighbours() -> None:
     module = EmbeddingBagCollection.from_float(float_bags())
     sharded = ShardedQuantEmbeddingBagCollection(module, plan_for(module, "row_wise", 2), ShardingEnv.from_local(2, 0))
     rank_major = sorted(sharded.shards, key=lambda s: -s.rank)
-    buffer, placed = place_shards(sharded._configs, rank_major, sharded._source.rows_of, torch.device("cpu"), 1)
+    buffer, _, placed = place_shards(sharded._configs, rank_major, sharded._source.rows_of, torch.device("cpu"), 1)
     scattered = ShardedQuantEmbeddingBagCollection.from_packed(sharded._configs, placed, buffer, world_size=2)
     assert not scattered.fused
     features = random_features(sharded._configs, 8)
