@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import math
 import os
 import threading
 import time
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import Tensor
 
 from recinfer.archive.check import Answer, Request, compare_answers, read_requests
 from recinfer.archive.delta import Delta, patch_rows, read_delta, with_delta
@@ -34,9 +37,11 @@ from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from recinfer.distributed.quant_layout import PackedShard
 from recinfer.errors import ArchiveError, InputError, NotFoundError, RecinferError
+from recinfer.inference.bags import Bags, Features, bags_of
 from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.stages import Stages
 from recinfer.inference.together import PredictInputs, lookup_many, predict_many, predict_with_context
+from recinfer.quant.lookup import PooledLookup
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
@@ -89,23 +94,63 @@ class LookupResult:
 
 @dataclass(frozen=True)
 class _Part:
-    """One embedding module at work."""
+    """One embedding module at work.
+
+    Attributes:
+        order: the features that it reads, in the order in which they cost least.
+        run: takes a KeyedJaggedTensor of them.
+    """
 
     info: ModuleInfo
     names: list[str]
     dims: list[int]
-    run: nn.Module
+    run: Callable[[KeyedJaggedTensor], Any]
     positions: PositionWeights | None
+    order: tuple[str, ...]
+    columns_of: Callable[[frozenset[str]], list[tuple[int, int]]]
+    """Of features, first and last column of their vectors in this pooled module's output, neighbours as one."""
+    rows: NDArray[np.uint64]
+    table_batch: Callable[..., Tensor] | None
+    """The op alone, where its output is the module's: ids ``[N]`` below ``rows``, offsets, weights to ``[B, D]``."""
 
-    def __call__(self, features: KeyedJaggedTensor) -> Any:
+    @property
+    def needs_weights(self) -> bool:
+        """Whether each id needs a weight that the request brings."""
+        return self.info.is_weighted and self.positions is None
+
+    def __call__(self, bags: Bags) -> Tensor | list[JaggedTensor]:
+        """``[B, D]`` of a pooled module, else vectors by output; features that are not in ``bags`` are empty bags."""
+        arranged = bags.arranged(self.order)
+        if self.table_batch is not None and arranged.fits(self.rows):
+            # Only the op: each call on the way to it costs as much as its 26 lookups do.
+            weights = torch.from_numpy(arranged.weights) if self.needs_weights else None
+            return self.table_batch(torch.from_numpy(arranged.values), torch.from_numpy(arranged.offsets), weights)
+        features = KeyedJaggedTensor.from_parts_unchecked(
+            list(self.order),
+            torch.from_numpy(arranged.values),
+            None,
+            offsets=torch.from_numpy(arranged.offsets),
+            weights=None if arranged.weights is None else torch.from_numpy(arranged.weights),
+            stride=arranged.batch,
+        )
         if self.positions is not None:
             features = self.positions.apply(features)
-        return self.run(features)
+        found = self.run(features)
+        return found.values() if self.info.kind == "pooled" else list(found.values())
 
-    def columns_of(self, features: Set[str]) -> list[tuple[int, int]]:
-        """First and last column of the vectors of ``features`` in this pooled module's output."""
-        ends = list(accumulate(self.dims))
-        return [(end - dim, end) for name, dim, end in zip(self.info.features, self.dims, ends) if name in features]
+
+def _columns_of(features: Sequence[str], dims: Sequence[int]) -> Callable[[frozenset[str]], list[tuple[int, int]]]:
+    @functools.lru_cache(maxsize=64)
+    def columns_of(wanted: frozenset[str]) -> list[tuple[int, int]]:
+        runs: list[tuple[int, int]] = []
+        for name, dim, end in zip(features, dims, accumulate(dims)):
+            if name in wanted and runs and runs[-1][1] == end - dim:
+                runs[-1] = (runs[-1][0], end)
+            elif name in wanted:
+                runs.append((end - dim, end))
+        return runs
+
+    return columns_of
 
 
 def _at_one_state(method: _Method) -> _Method:
@@ -297,7 +342,7 @@ class Predictor:
         return self.intake.replaced_ids
 
     @_at_one_state
-    def lookup(self, features: KeyedJaggedTensor) -> LookupResult:
+    def lookup(self, features: Features) -> LookupResult:
         """Embeddings of the features given.
 
         Args:
@@ -306,20 +351,17 @@ class Predictor:
         Raises:
             InputError: an unknown feature, an id out of range, missing weights; names the feature and the place.
         """
-        taken = self.intake.take(features, need_all=False)
-        start = time.perf_counter()
-        found: list[Any] = []
-        for part in self.parts:
-            needed = taken.present is None or any(f in taken.present for f in part.info.features)
-            given = part(taken.features) if needed else None
-            found.append(given if given is None or part.info.kind != "pooled" else given.values())
+        taken = self.intake.take(bags_of(features), need_all=False)
+        present, start = taken.present, time.perf_counter()
+        found = [
+            part(taken.features) if present is None or not present.isdisjoint(part.info.features) else None
+            for part in self.parts
+        ]
         self.stages.add("lookup", time.perf_counter() - start)
-        return self.select(
-            [list(given.values()) if isinstance(given, dict) else given for given in found], taken.present
-        )
+        return self.select(found, present)
 
     @_at_one_state
-    def lookup_many(self, requests: Sequence[KeyedJaggedTensor]) -> list[LookupResult | Exception]:
+    def lookup_many(self, requests: Sequence[Features]) -> list[LookupResult | Exception]:
         """:meth:`lookup` of each request, run together; an error stands in the place of its request's answer."""
         return lookup_many(self, requests)
 
@@ -345,9 +387,7 @@ class Predictor:
         return LookupResult(_join(pooled), sequences)
 
     @_at_one_state
-    def predict(
-        self, dense: Tensor | None, features: KeyedJaggedTensor, context: KeyedJaggedTensor | None = None
-    ) -> dict[str, Tensor]:
+    def predict(self, dense: Tensor | None, features: Features, context: Features | None = None) -> dict[str, Tensor]:
         """The model's outputs.
 
         Args:
@@ -366,16 +406,16 @@ class Predictor:
         self.check_has_dense()
         if context is not None:
             return predict_with_context(self, PredictInputs(dense, features, context))
-        taken = self.intake.take(features, need_all=True).features
-        return dict(zip(self.output_names, self._run_dense(self.check_dense(dense, taken.stride()), taken)))
+        taken = self.intake.take(bags_of(features), need_all=True).features
+        return dict(zip(self.output_names, self._run_dense(self.check_dense(dense, taken.batch), taken)))
 
     @_at_one_state
     def replay(self, request: Request) -> Answer:
         """Answer a golden request: every embedding and output, module by module."""
-        taken = self.intake.take(request.features, need_all=True).features
+        taken = self.intake.take(bags_of(request.features), need_all=True).features
         found = [part(taken) for part in self.parts]
         outputs = [] if self._engine is None else self._run_dense(request.dense, taken)
-        return Answer([t for part, given in zip(self.parts, found) for t in _tensors(part, given)], outputs)
+        return Answer([t.cpu() for given in found for t in _tensors(given)], outputs)
 
     @_at_one_state
     def check_request(self, index: int) -> None:
@@ -429,11 +469,11 @@ class Predictor:
         if self._engine is None:
             raise InputError("this archive holds embeddings only, no dense part; call lookup")
 
-    def _run_dense(self, dense: Tensor | None, taken: KeyedJaggedTensor) -> list[Tensor]:
+    def _run_dense(self, dense: Tensor | None, taken: Bags) -> list[Tensor]:
         tensors = [dense] if dense is not None and self.num_dense else []
         start = time.perf_counter()
         for part in self.parts:
-            tensors += _tensors(part, part(taken), dense_input=True)
+            tensors += _tensors(part(taken), dense_input=True)
         self.stages.add("lookup", time.perf_counter() - start)
         return self.run_engine(tensors)
 
@@ -451,7 +491,7 @@ class Predictor:
             came = f"{dense.dtype} {list(dense.shape)}" if isinstance(dense, Tensor) else type(dense).__name__
             raise InputError(f"dense: got {came}; expected float32 [{batch}, {self.num_dense}] (batch, num_dense)")
         # One sum sees every NaN and infinity; a finite batch whose sum overflows is looked at twice.
-        if not bool(torch.isfinite(dense.sum())) and not bool(torch.isfinite(dense).all()):
+        if not math.isfinite(dense.sum().item()) and not bool(torch.isfinite(dense).all()):
             sample, column = (~torch.isfinite(dense)).nonzero()[0].tolist()
             raise InputError(
                 f"dense: sample {sample}, column {column} is {float(dense[sample, column])}; expected finite numbers"
@@ -546,31 +586,45 @@ def _part(
     tables = manifest.configs(info.path)
     dims = [table.embedding_dim for table in tables for _ in table.feature_names]
     common: dict[str, Any] = {"world_size": manifest.world_size, "device": device}
-    run: nn.Module
+    module: ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection
     if info.kind == "pooled":
-        run = ShardedQuantEmbeddingBagCollection.from_packed(
+        module = ShardedQuantEmbeddingBagCollection.from_packed(
             tables, shards[info.path], buffer, is_weighted=info.is_weighted, **common
         )
     else:
-        run = ShardedQuantEmbeddingCollection.from_packed(tables, shards[info.path], buffer, **common)
-    return _Part(info, names[info.path], dims, run, weights.get(info.path))
+        module = ShardedQuantEmbeddingCollection.from_packed(tables, shards[info.path], buffer, **common)
+    fused, positions = module.fused_lookup, weights.get(info.path)
+    # Position weights are made by name, so names may not repeat there. Past nn.Module's call machinery, which costs as
+    # much as the op's dispatch.
+    direct = fused if isinstance(fused, PooledLookup) and positions is None else None
+    # MEAN columns beside SUM ones are scaled behind the op, and padded columns dropped.
+    finished = direct is not None and direct.batch.total_dim == sum(dims) and len({t.pooling for t in tables}) == 1
+    order = tuple(dict.fromkeys(info.features)) if direct is None else tuple(direct.arranger.features)
+    return _Part(
+        info,
+        names[info.path],
+        dims,
+        direct.forward if direct else module,
+        positions,
+        order,
+        _columns_of(info.features, dims),
+        np.array([] if direct is None else direct.arranger.rows, np.uint64),
+        direct.batch.forward if direct is not None and finished else None,
+    )
 
 
-def _tensors(part: _Part, found: Any, *, dense_input: bool = False) -> list[Tensor]:
-    """The vectors of one module as the dense program takes them."""
-    if part.info.kind == "pooled":
-        return [found.values() if dense_input else found.values().cpu()]
-    tensors = []
-    for sequence in found.values():
-        tensors.append(sequence.values() if dense_input else sequence.values().cpu())
-        if dense_input:
-            tensors.append(sequence.lengths().long())
-    return tensors
+def _tensors(found: Tensor | list[JaggedTensor], *, dense_input: bool = False) -> list[Tensor]:
+    """The vectors of one module; as the dense program takes them also the lengths of each sequence."""
+    if isinstance(found, Tensor):
+        return [found]
+    if not dense_input:
+        return [sequence.values() for sequence in found]
+    return [tensor for sequence in found for tensor in (sequence.values(), sequence.lengths().long())]
 
 
 def _select(part: _Part, values: Tensor, wanted: Sequence[bool] | None) -> KeyedTensor:
     if wanted is None or all(wanted):
-        return KeyedTensor(part.names, part.dims, values.cpu())
+        return KeyedTensor.from_parts_unchecked(part.names, part.dims, values.cpu())
     chosen = [i for i, keep in enumerate(wanted) if keep]
     columns = values.split(part.dims, dim=1)
     return KeyedTensor(

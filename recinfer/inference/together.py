@@ -1,7 +1,7 @@
 """Several requests answered by one lookup and one dense run; each gets its own answer or its own error.
 
-A request may bring its context (a user, a query) once beside its candidates: the context's features are looked up in one
-more sample of the merged batch and their vectors written beside every candidate.
+A request may bring its context (a user, a query) once beside its candidates: the context's features are looked up for the
+first candidate and their vectors written beside the others.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from recinfer.errors import InputError
-from recinfer.inference.merge import merge_features
-from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from recinfer.inference.bags import Bags, Features, bags_of, merge_bags
+from recinfer.sparse.jagged_tensor import JaggedTensor
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import LookupResult, Predictor
@@ -29,22 +29,21 @@ class PredictInputs:
     """What Predictor.predict takes: ``dense [B, num_dense]`` or None, features of B samples, context of one or None."""
 
     dense: Tensor | None
-    features: KeyedJaggedTensor
-    context: KeyedJaggedTensor | None = None
+    features: Features
+    context: Features | None = None
 
 
 @dataclass(frozen=True)
 class _Taken:
-    """One request after its own checks. ``shared`` names the features that its context brings."""
+    """One request after its own checks. ``shared`` names the features of its context: only their first bag is filled."""
 
     at: int
     dense: Tensor | None
-    features: KeyedJaggedTensor
-    context: KeyedJaggedTensor | None
+    features: Bags
     shared: frozenset[str]
 
 
-def lookup_many(predictor: Predictor, requests: Sequence[KeyedJaggedTensor]) -> list[LookupResult | Exception]:
+def lookup_many(predictor: Predictor, requests: Sequence[Features]) -> list[LookupResult | Exception]:
     """``predictor.lookup`` of each, with one lookup a module for all of them."""
     if len(requests) == 1 or not predictor.mergeable:
         return [_alone(predictor.lookup, request) for request in requests]
@@ -52,19 +51,19 @@ def lookup_many(predictor: Predictor, requests: Sequence[KeyedJaggedTensor]) -> 
     taken = []
     for at, request in enumerate(requests):
         try:
-            taken.append((at, predictor.intake.take(request, need_all=False)))
+            taken.append((at, predictor.intake.take(bags_of(request), need_all=False)))
         except Exception as error:
             answers[at] = error
     if not taken:
         return answers
-    batches = [mine.features.stride() for _, mine in taken]
+    batches = [mine.features.batch for _, mine in taken]
     try:
         found = _embed(predictor, [mine.features for _, mine in taken])
     except Exception:  # one of them holds a bad id: each on its own says which
         for at, _ in taken:
             answers[at] = _alone(predictor.lookup, requests[at])
         return answers
-    for (at, mine), parts in zip(taken, _apart(predictor, found, batches)):
+    for (at, mine), parts in zip(taken, _apart(found, batches)):
         answers[at] = predictor.select(parts, mine.present)
     return answers
 
@@ -111,42 +110,46 @@ def _alone(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _take(predictor: Predictor, at: int, request: PredictInputs) -> _Taken:
-    intake, context = predictor.intake, request.context
+    intake = predictor.intake
     predictor.check_has_dense()
-    if context is None:
-        features = intake.take(request.features, need_all=True).features
-        return _Taken(at, predictor.check_dense(request.dense, features.stride()), features, None, frozenset())
-    if context.stride() != 1:
-        raise InputError(f"context: got {context.stride()} samples, expected 1; its features go with every candidate")
-    shared = frozenset(context.keys())
-    twice = shared.intersection(request.features.keys())
+    candidates = bags_of(request.features)
+    if request.context is None:
+        features = intake.take(candidates, need_all=True).features
+        return _Taken(at, predictor.check_dense(request.dense, features.batch), features, frozenset())
+    context = bags_of(request.context)
+    if context.batch != 1:
+        raise InputError(f"context: got {context.batch} samples, expected 1; its features go with every candidate")
+    shared = frozenset(context.keys)
+    twice = shared.intersection(candidates.keys)
     if twice:
         raise InputError(f"context: feature {min(twice)!r} is also in features, expected it in one of the two")
-    features = intake.take(request.features, need_all=True, elsewhere=shared).features
-    own = intake.take(context, need_all=False).features
-    return _Taken(at, predictor.check_dense(request.dense, features.stride()), features, own, shared)
+    features = intake.take(candidates, need_all=True, elsewhere=shared).features
+    own = intake.take(context, need_all=False, fill=False).features
+    return _Taken(at, predictor.check_dense(request.dense, features.batch), features.beside(own), shared)
 
 
-def _embed(predictor: Predictor, blocks: Sequence[KeyedJaggedTensor]) -> list[Any]:
-    """What each module finds for all blocks' samples, block after block."""
-    merged = blocks[0]
-    if len(blocks) > 1:
-        merged = merge_features(blocks, predictor.intake.names, weighted=predictor.intake.needs_weights)
+def _embed(predictor: Predictor, requests: Sequence[Bags]) -> list[Any]:
+    """What each module finds for all requests' samples, request after request."""
     start = time.perf_counter()
-    found = [part(merged) for part in predictor.parts]
+    found = []
+    for part in predictor.parts:
+        merged = requests[0]
+        if len(requests) > 1:
+            merged = merge_bags(requests, part.order, weighted=part.needs_weights)
+        found.append(part(merged))
     predictor.stages.add("lookup", time.perf_counter() - start)
     return found
 
 
-def _apart(predictor: Predictor, found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:
+def _apart(found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:
     """Per request, what each module found for it: ``[B, D]`` of a pooled module, JaggedTensors by feature of another."""
     columns: list[Sequence[Any]] = []
-    for part, given in zip(predictor.parts, found):
-        if part.info.kind == "pooled":
-            columns.append(given.values().split(batches))
+    for given in found:
+        if isinstance(given, Tensor):
+            columns.append(given.split(batches))
             continue
         by_request: list[list[JaggedTensor]] = [[] for _ in batches]
-        for sequence in given.values():
+        for sequence in given:
             lengths = sequence.lengths().split(batches)
             values = sequence.values().split([int(n.sum()) for n in lengths])
             for mine, v, n in zip(by_request, values, lengths):
@@ -157,23 +160,23 @@ def _apart(predictor: Predictor, found: Sequence[Any], batches: Sequence[int]) -
 
 def _run(predictor: Predictor, taken: Sequence[_Taken]) -> list[dict[str, Tensor]] | None:
     """The outputs of each; None when an output is not one row a sample, so that it cannot be split."""
-    batches = [mine.features.stride() for mine in taken]
+    batches = [mine.features.batch for mine in taken]
     total = sum(batches)
-    contexts = [mine for mine in taken if mine.context is not None]
-    blocks = [mine.features for mine in taken] + [mine.context for mine in contexts if mine.context is not None]
-    found = _embed(predictor, blocks)
-    dense = None
+    found = _embed(predictor, [mine.features for mine in taken])
+    tensors = []
     if predictor.num_dense:
         given = [mine.dense for mine in taken if mine.dense is not None]
-        dense = given[0] if len(given) == 1 else torch.cat(given)
-    tensors = [] if dense is None else [dense]
-    for part, given in zip(predictor.parts, found):
-        if part.info.kind == "pooled":
-            tensors.append(_broadcast(part, given.values(), taken, batches) if contexts else given.values())
+        tensors.append(given[0] if len(given) == 1 else torch.cat(given))
+    contexts = any(mine.shared for mine in taken)
+    for part, vectors in zip(predictor.parts, found):
+        if isinstance(vectors, Tensor):
+            if contexts:
+                _broadcast(part, vectors, taken)
+            tensors.append(vectors)
         elif contexts:
-            tensors += _repeat_sequences(part, list(given.values()), taken, batches)
+            tensors += _repeat_sequences(part, vectors, taken, batches)
         else:
-            tensors += [t for s in given.values() for t in (s.values(), s.lengths().long())]
+            tensors += [t for s in vectors for t in (s.values(), s.lengths().long())]
     outputs = predictor.run_engine(tensors)
     if len(taken) == 1:
         return [dict(zip(predictor.output_names, outputs))]
@@ -183,17 +186,15 @@ def _run(predictor: Predictor, taken: Sequence[_Taken]) -> list[dict[str, Tensor
     return [dict(zip(predictor.output_names, row)) for row in zip(*split)]
 
 
-def _broadcast(part: Any, found: Tensor, taken: Sequence[_Taken], batches: Sequence[int]) -> Tensor:
-    """Candidates' rows ``[S, D]`` with the context's columns written into them; the contexts' rows lie behind them."""
-    total = sum(batches)
-    start, row = 0, total
-    for mine, batch in zip(taken, batches):
-        if mine.context is not None:
-            for first, last in part.columns_of(mine.shared):
-                found[start : start + batch, first:last] = found[row, first:last]
-            row += 1
-        start += batch
-    return found[:total]
+def _broadcast(part: Any, found: Tensor, taken: Sequence[_Taken]) -> None:
+    """Write the context's columns of each request's first row ``[S, D]`` into its other rows."""
+    rows: Any = found.numpy() if found.device.type == "cpu" else found
+    start = 0
+    for mine in taken:
+        stop = start + mine.features.batch
+        for first, last in part.columns_of(mine.shared):
+            rows[start + 1 : stop, first:last] = rows[start, first:last]
+        start = stop
 
 
 def _repeat_sequences(
@@ -201,16 +202,11 @@ def _repeat_sequences(
 ) -> list[Tensor]:
     """Per output values and lengths of the candidates; a context's list stands once for every candidate."""
     tensors = []
-    sizes = [*batches, *(1 for mine in taken if mine.context is not None)]
     for name, sequence in zip(part.info.features, found):
-        lengths = sequence.lengths().split(sizes)
-        values = sequence.values().split([int(n.sum()) for n in lengths])
-        row = len(batches)
-        out_values, out_lengths = [], []
+        lengths = list(sequence.lengths().split(batches))
+        values = list(sequence.values().split([int(n.sum()) for n in lengths]))
         for at, (mine, batch) in enumerate(zip(taken, batches)):
-            shared = mine.context is not None and name in mine.shared
-            out_values.append(values[row].repeat(batch, 1) if shared else values[at])
-            out_lengths.append(lengths[row].repeat(batch) if shared else lengths[at])
-            row += mine.context is not None
-        tensors += [torch.cat(out_values), torch.cat(out_lengths).long()]
+            if name in mine.shared:
+                values[at], lengths[at] = values[at].repeat(batch, 1), lengths[at][:1].repeat(batch)
+        tensors += [torch.cat(values), torch.cat(lengths).long()]
     return tensors

@@ -1,4 +1,4 @@
-"""Between the wire (proto/recinfer/v1) and tensors: decoding validates and is a view, encoding copies once.
+"""Between the wire (proto/recinfer/v1) and arrays: decoding validates and is a view, encoding copies once.
 
 Shapes: F features, B samples, N ids, D embedding width.
 """
@@ -8,14 +8,17 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from google.protobuf.message import DecodeError, Message
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recinfer.errors import InputError
+from recinfer.inference.bags import Bags, offsets_of
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.status import Status, error_of, status_of
@@ -24,6 +27,7 @@ from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 __all__ = [
     "Status",
+    "decode_bags",
     "decode_dense",
     "decode_features",
     "decode_lookup_response",
@@ -62,8 +66,8 @@ def parse(kind: type[M], data: bytes) -> M:
         raise InputError(f"request: {len(data)} bytes are not a {kind.DESCRIPTOR.full_name} message") from None
 
 
-def _view(field: str, data: bytes, dtype: np.dtype, expected: int | None, why: str) -> Tensor:
-    """``data`` as a 1-D tensor that shares its memory; checks that it holds ``expected`` elements."""
+def _array(field: str, data: bytes, dtype: np.dtype, expected: int | None, why: str) -> NDArray[Any]:
+    """``data`` as a 1-D array that shares its memory; checks that it holds ``expected`` elements."""
     size = dtype.itemsize
     if len(data) % size:
         raise InputError(
@@ -74,7 +78,12 @@ def _view(field: str, data: bytes, dtype: np.dtype, expected: int | None, why: s
             f"{field}: got {len(data)} bytes ({len(data) // size} {_name(dtype)}), "
             f"expected {expected * size} bytes ({expected} {_name(dtype)}: {why})"
         )
-    if not data:
+    return np.frombuffer(data, dtype)
+
+
+def _view(field: str, data: bytes, dtype: np.dtype, expected: int | None, why: str) -> Tensor:
+    """:func:`_array` as a tensor."""
+    if not len(_array(field, data, dtype, expected, why)):
         return torch.empty(0, dtype=_TORCH[dtype])
     return torch.frombuffer(data, dtype=_TORCH[dtype])
 
@@ -84,11 +93,30 @@ def _name(dtype: np.dtype) -> str:
 
 
 def decode_features(message: pb.JaggedFeatures, limits: Limits, *, field: str = "features") -> KeyedJaggedTensor:
-    """The ids of a request, as tensors over the message's own bytes.
+    """:func:`decode_bags` as a KeyedJaggedTensor; without ids its weights are empty, not None.
+
+    Raises:
+        InputError: as decode_bags.
+    """
+    bags = decode_bags(message, limits, field=field)
+    values = message.values_int32 if bags.values.dtype == _INT32 else message.values
+    dtype = _INT32 if bags.values.dtype == _INT32 else _INT64
+    weights = None if bags.weights is None else _view(f"{field}.weights", message.weights, _FLOAT32, None, "")
+    return KeyedJaggedTensor.from_parts_unchecked(
+        list(bags.keys),
+        _view(f"{field}.values", values, dtype, None, ""),
+        _view(f"{field}.lengths", message.lengths, _INT32, None, ""),
+        weights=weights,
+        stride=bags.batch,
+    )
+
+
+def decode_bags(message: pb.JaggedFeatures, limits: Limits, *, field: str = "features") -> Bags:
+    """The ids of a request, as arrays over the message's own bytes.
 
     Returns:
-        A KeyedJaggedTensor of F keys and B samples; values ``[N]`` int64 or int32 (as sent), lengths ``[F*B]`` int32,
-        weights ``[N]`` float32 or None. What the values say (ids, names, finite weights) is the predictor's check.
+        F keys and B samples; values ``[N]`` int64 or int32 (as sent), weights ``[N]`` float32 or None. What the values
+        say (ids, names, finite weights) is the predictor's check.
 
     Raises:
         InputError: a field that does not fit the others or a limit; the message names the field, got and expected.
@@ -97,34 +125,39 @@ def decode_features(message: pb.JaggedFeatures, limits: Limits, *, field: str = 
     batch = message.batch_size
     if not 1 <= batch <= limits.max_batch:
         raise InputError(f"{field}.batch_size: got {batch}, expected 1 to {limits.max_batch}")
-    raw_lengths = message.lengths
-    lengths = _view(f"{field}.lengths", raw_lengths, _INT32, len(keys) * batch, "keys x batch_size")
-    num_ids = _count_ids(raw_lengths, keys, batch, limits, field)
+    lengths = _array(f"{field}.lengths", message.lengths, _INT32, len(keys) * batch, "keys x batch_size")
+    # One pass: read as unsigned, a negative length is 2^31 or more, so a sum within the limit has none.
+    offsets = offsets_of(lengths.view(_UINT32), np.int64)
+    num_ids = int(offsets[-1])
+    if num_ids > limits.max_ids:
+        _refuse_lengths(lengths, num_ids, keys, batch, limits, field)
     values = _decode_values(message, num_ids, field)
-    weights = None if num_ids else torch.empty(0)  # without ids, weights that are none and weights left out look alike
+    if values.dtype == _INT32:
+        offsets = offsets.astype(np.int32)
+    weights = None if num_ids else _NO_WEIGHTS  # without ids, weights that are none and weights left out look alike
     if raw := message.weights:
-        weights = _view(f"{field}.weights", raw, _FLOAT32, num_ids, f"one an id, as {field}.lengths says")
-    return KeyedJaggedTensor.from_parts_unchecked(keys, values, lengths, weights=weights, stride=batch)
+        weights = _array(f"{field}.weights", raw, _FLOAT32, num_ids, f"one an id, as {field}.lengths says")
+    return Bags(keys, batch, offsets, values, weights)
 
 
-def _decode_keys(raw: Sequence[str], limits: Limits, field: str) -> list[str]:
+_NO_WEIGHTS = np.zeros(0, np.float32)
+
+
+def _decode_keys(raw: Sequence[str], limits: Limits, field: str) -> tuple[str, ...]:
     if not raw:
         raise InputError(f"{field}.keys: got none, expected at least one feature name")
     if len(raw) > limits.max_keys:
         raise InputError(f"{field}.keys: got {len(raw)}, expected at most {limits.max_keys}")
-    keys = list(raw)
+    keys = tuple(raw)
     if len(set(keys)) != len(keys):
         twice = next(key for i, key in enumerate(keys) if key in keys[:i])
         raise InputError(f"{field}.keys: got {twice!r} more than once, expected each feature once")
     return keys
 
 
-def _count_ids(raw: bytes, keys: list[str], batch: int, limits: Limits, field: str) -> int:
-    # One pass: read as unsigned, a negative length is 2^31 or more, so a sum within the limit has none.
-    num_ids = int(np.frombuffer(raw, _UINT32).sum(dtype=np.uint64))
-    if num_ids <= limits.max_ids:
-        return num_ids
-    lengths = np.frombuffer(raw, _INT32)
+def _refuse_lengths(
+    lengths: NDArray[Any], num_ids: int, keys: Sequence[str], batch: int, limits: Limits, field: str
+) -> None:
     if lengths.min() < 0:
         at = int(np.argmax(lengths < 0))
         raise InputError(
@@ -134,14 +167,14 @@ def _count_ids(raw: bytes, keys: list[str], batch: int, limits: Limits, field: s
     raise InputError(f"{field}.lengths: got {num_ids} ids in all, expected at most {limits.max_ids}")
 
 
-def _decode_values(message: pb.JaggedFeatures, num_ids: int, field: str) -> Tensor:
+def _decode_values(message: pb.JaggedFeatures, num_ids: int, field: str) -> NDArray[Any]:
     values, values_int32 = message.values, message.values_int32
     if values and values_int32:
         raise InputError(f"{field}.values: got both values and values_int32, expected one of them")
     why = f"the sum of {field}.lengths"
     if values_int32:
-        return _view(f"{field}.values_int32", values_int32, _INT32, num_ids, why)
-    return _view(f"{field}.values", values, _INT64, num_ids, why)
+        return _array(f"{field}.values_int32", values_int32, _INT32, num_ids, why)
+    return _array(f"{field}.values", values, _INT64, num_ids, why)
 
 
 def decode_dense(raw: bytes, batch: int, num_dense: int) -> Tensor:
@@ -161,24 +194,40 @@ def encode_lookup_response(
     pooled: KeyedTensor | None, sequences: dict[str, JaggedTensor], batch: int, version: str
 ) -> bytes:
     """A serialized LookupResponse of pooled embeddings ``[B, sum(D)]`` and unpooled ones ``{feature: [n, D]}``."""
-    head = pb.LookupResponse(batch_size=batch, model_version=version)
     parts: list[Buffer] = []
-    if pooled is not None:
-        head.keys.extend(pooled.keys())
-        head.dims.extend(pooled.length_per_key())
-        parts += bytes_field(4, tensor_bytes(pooled.values(), _FLOAT32))
+    if pooled is None:
+        parts.append(_lookup_head((), (), batch, version))
+    else:
+        # Equal for most answers of a model, so written once; the dims and names alone are a third of a small answer.
+        head = _lookup_head(tuple(pooled.keys()), tuple(pooled.length_per_key()), batch, version)
+        parts += [head, *bytes_field(4, tensor_bytes(pooled.values(), _FLOAT32))]
     for key, sequence in sequences.items():
         values = sequence.values()
         small = pb.SequenceOutput(key=key, dim=values.shape[1], lengths=bytes(tensor_bytes(sequence.lengths(), _INT32)))
         parts += bytes_field(6, small.SerializeToString(), *bytes_field(4, tensor_bytes(values, _FLOAT32)))
-    return b"".join([head.SerializeToString(), *parts])
+    return b"".join(parts)
+
+
+@lru_cache(maxsize=256)
+def _lookup_head(keys: tuple[str, ...], dims: tuple[int, ...], batch: int, version: str) -> bytes:
+    return pb.LookupResponse(keys=keys, dims=dims, batch_size=batch, model_version=version).SerializeToString()
+
+
+@lru_cache(maxsize=256)
+def _tensor_head(name: str, shape: tuple[int, ...]) -> bytes:
+    return pb.NamedTensor(name=name, shape=shape).SerializeToString()
+
+
+@lru_cache(maxsize=64)
+def _predict_head(version: str) -> bytes:
+    return pb.PredictResponse(model_version=version).SerializeToString()
 
 
 def encode_predict_response(outputs: dict[str, Tensor], version: str) -> bytes:
     """A serialized PredictResponse of float32 tensors by name."""
-    parts: list[Buffer] = [pb.PredictResponse(model_version=version).SerializeToString()]
+    parts: list[Buffer] = [_predict_head(version)]
     for name, tensor in outputs.items():
-        small = pb.NamedTensor(name=name, shape=tensor.shape).SerializeToString()
+        small = _tensor_head(name, tuple(tensor.shape))
         parts += bytes_field(1, small, *bytes_field(3, tensor_bytes(tensor, _FLOAT32)))
     return b"".join(parts)
 

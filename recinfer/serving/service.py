@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from recinfer.errors import InputError
+from recinfer.inference.bags import Bags, bags_of
 from recinfer.inference.together import PredictInputs
 from recinfer.serving import codec
 from recinfer.serving.limits import Limits
@@ -18,14 +19,13 @@ from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.raw import read_raw
 from recinfer.serving.registry import ModelRegistry, ServedModel
 from recinfer.serving.stats import RequestStats
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["Call", "InferenceService"]
 
 _FLOAT_BYTES = 4
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Call:
     """A decoded Lookup or Predict, ready to run.
 
@@ -40,9 +40,9 @@ class Call:
 
     kind: str
     model: ServedModel
-    features: KeyedJaggedTensor
+    features: Bags
     dense: Tensor | None
-    context: KeyedJaggedTensor | None
+    context: Bags | None
     bytes: int
 
     @property
@@ -53,7 +53,7 @@ class Call:
     @property
     def samples(self) -> int:
         """B."""
-        return self.features.stride()
+        return self.features.batch
 
 
 class InferenceService:
@@ -98,7 +98,7 @@ class InferenceService:
     def _decode_lookup(self, data: bytes) -> Call:
         request = self._parse(pb.LookupRequest, data)
         model = self.registry.get(request.model, request.version)
-        features = codec.decode_features(request.features, self.limits)
+        features = codec.decode_bags(request.features, self.limits)
         self._check_response_size(model, features)
         return Call("Lookup", model, features, None, None, len(data))
 
@@ -107,16 +107,17 @@ class InferenceService:
         model = self.registry.get(request.model, request.version)
         context = None
         if request.HasField("context"):
-            context = codec.decode_features(request.context, self.limits, field="context")
+            context = codec.decode_bags(request.context, self.limits, field="context")
         if raw := request.raw:
             if request.HasField("features") or request.dense or context is not None:
                 raise InputError("raw: got features, dense or context beside it; raw rows hold all the inputs")
-            dense, features = read_raw(raw, model.predictor.contract, self.limits)
+            dense, rows = read_raw(raw, model.predictor.contract, self.limits)
+            features = bags_of(rows)
         else:
-            features = codec.decode_features(request.features, self.limits)
-            dense = codec.decode_dense(request.dense, features.stride(), model.predictor.num_dense)
+            features = codec.decode_bags(request.features, self.limits)
+            dense = codec.decode_dense(request.dense, features.batch, model.predictor.num_dense)
             if context is not None:
-                self._check_context_size(model, context, features.stride())
+                self._check_context_size(model, context, features.batch)
         return Call("Predict", model, features, dense, context, len(data))
 
     def run(self, calls: Sequence[Call]) -> list[bytes | Exception]:
@@ -164,21 +165,21 @@ class InferenceService:
             raise InputError(f"request: got {len(data)} bytes, expected at most {self.limits.max_message_bytes}")
         return codec.parse(kind, data)
 
-    def _check_context_size(self, model: ServedModel, context: KeyedJaggedTensor, batch: int) -> None:
+    def _check_context_size(self, model: ServedModel, context: Bags, batch: int) -> None:
         # Unpooled vectors of a context are repeated for every sample: a few bytes of request could fill the memory.
-        taken = batch * context.values().numel() * model.sequence_width * _FLOAT_BYTES
+        taken = batch * context.values.size * model.sequence_width * _FLOAT_BYTES
         if taken > self.limits.max_response_bytes:
             raise InputError(
                 f"context: its embeddings may take {taken} bytes beside {batch} samples, expected at most "
                 f"{self.limits.max_response_bytes}: send fewer samples a request"
             )
 
-    def _check_response_size(self, model: ServedModel, features: KeyedJaggedTensor) -> None:
+    def _check_response_size(self, model: ServedModel, features: Bags) -> None:
         limit = self.limits.max_response_bytes // _FLOAT_BYTES
-        ids, batch = features.values().numel(), features.stride()
+        ids, batch = features.values.size, features.batch
         if batch * model.pooled_width + ids * model.sequence_width <= limit:
             return
-        pooled, sequence = model.widths_of(features.keys())
+        pooled, sequence = model.widths_of(features.keys)
         most = batch * pooled + ids * sequence
         if most > limit:
             raise InputError(

@@ -28,7 +28,10 @@ def bytes_field(number: int, *parts: Buffer) -> list[Buffer]:
 
 def tensor_bytes(tensor: Tensor, dtype: np.dtype) -> memoryview:
     """The elements of ``tensor`` as little-endian bytes of ``dtype``, row-major: a view where that is what it holds."""
-    array = np.ascontiguousarray(tensor.detach().cpu().numpy(), dtype=dtype)
+    # Each operator that has nothing to do costs as much as the copy of a small answer.
+    if tensor.requires_grad or tensor.device.type != "cpu":
+        tensor = tensor.detach().cpu()
+    array = np.ascontiguousarray(tensor.numpy(), dtype=dtype)
     return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recinfer.errors import InputError
-from recinfer.inference.merge import merge_features
+from recinfer.inference.bags import bags_of, merge_bags
 from recinfer.inference.predictor import Predictor, load
 from recinfer.inference.together import PredictInputs
 from recinfer.modules.embedding_configs import EmbeddingConfig
@@ -31,7 +32,7 @@ def test_merging_is_concatenation_by_feature(sizes: list[tuple[int, int]], weigh
         _, kjt = make_request(seed, batch)
         weights = torch.rand(kjt.values().numel())
         requests.append(KeyedJaggedTensor(kjt.keys(), kjt.values(), weights, lengths=kjt.lengths()))
-    merged = merge_features(requests, list(ROWS), weighted=weighted)
+    merged = merge_bags([bags_of(request) for request in requests], tuple(ROWS), weighted=weighted).kjt()
     assert merged.keys() == list(ROWS)
     assert merged.stride() == sum(batch for _, batch in sizes)
     for name in ROWS:
@@ -43,8 +44,9 @@ def test_merging_is_concatenation_by_feature(sizes: list[tuple[int, int]], weigh
 
 def test_ids_of_both_widths_merge():
     narrow, wide = make_request(1, 2, dtype=torch.int32)[1], make_request(2, 3)[1]
-    assert merge_features([narrow, narrow], list(ROWS)).values().dtype == torch.int32
-    assert merge_features([narrow, wide], list(ROWS)).values().dtype == torch.int64
+    narrow, wide = bags_of(narrow), bags_of(wide)
+    assert merge_bags([narrow, narrow], tuple(ROWS)).values.dtype == np.int32
+    assert merge_bags([narrow, wide], tuple(ROWS)).values.dtype == np.int64
 
 
 def test_predictions_together_equal_predictions_alone(predictor: Predictor):

@@ -1,0 +1,229 @@
+"""A request's ids as numpy arrays: between the wire and the lookup there is no tensor op, only views and a few array ops.
+
+A torch operator costs more to reach than it does at the sizes of a request. Shape suffixes: F features, B batch,
+S samples of all requests, N ids. Loops run over requests and features, never over ids.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recinfer.errors import InputError
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["Bags", "Features", "bags_of", "merge_bags", "offsets_of"]
+
+# torch warns, once a process, that a tensor over memory that is not writable must not be written. Nothing behind this
+# module writes to ids: get that one warning over with where nobody sees it.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.from_numpy(np.frombuffer(b"\0", np.uint8))
+
+
+@dataclass(slots=True, eq=False)
+class Bags:
+    """Ids of F features for B samples; each (feature, sample) holds a bag of any length.
+
+    Attributes:
+        keys: feature names, none twice, except where a lookup reads a feature several times.
+        batch: B.
+        offsets: ``[F * B + 1]``, key-major, of the ids' dtype: where each bag begins, from 0 to N.
+        values: ids ``[N]``, int64 or int32.
+        weights: float32 ``[N]``, or None.
+    """
+
+    keys: tuple[str, ...]
+    batch: int
+    offsets: NDArray[Any]
+    values: NDArray[Any]
+    weights: NDArray[np.float32] | None = None
+
+    @property
+    def lengths_FB(self) -> NDArray[Any]:
+        """Ids of each bag."""
+        return np.subtract(self.offsets[1:], self.offsets[:-1]).reshape(len(self.keys), self.batch)
+
+    def fits(self, rows_F: NDArray[np.uint64]) -> bool:
+        """Whether each id is 0 or more and below its feature's number of rows."""
+        values, batch = self.values, self.batch
+        if not values.size:
+            return True
+        # Unsigned, a negative id is huge, so the largest id of a feature says it all.
+        unsigned = values.view(np.uint64 if values.dtype == np.int64 else np.uint32)
+        edges = self.offsets[::batch]
+        starts = edges[:-1]
+        if starts[-1] < edges[-1] and (np.maximum.reduceat(unsigned, starts) < rows_F).all():
+            return True
+        # A feature without ids: reduceat gave it its neighbour's first id (or would look beyond the last one).
+        filled = edges[1:] > starts
+        return bool((np.maximum.reduceat(unsigned, starts[filled]) < rows_F[filled]).all())
+
+    def kjt(self) -> KeyedJaggedTensor:
+        """The same as a KeyedJaggedTensor that shares this memory (lengths are int32 again)."""
+        return KeyedJaggedTensor.from_parts_unchecked(
+            list(self.keys),
+            torch.from_numpy(self.values),
+            torch.from_numpy(self.lengths_FB.reshape(-1).astype(np.int32)),
+            weights=None if self.weights is None else torch.from_numpy(self.weights),
+            stride=self.batch,
+        )
+
+    def arranged(self, names: tuple[str, ...]) -> Bags:
+        """These features in the order of ``names``: an absent one is empty bags, one not named is left out."""
+        if names == self.keys:
+            return self
+        plan = _plan(self.keys, names)
+        batch = self.batch
+        lengths_FB = np.zeros((len(names), batch), self.values.dtype)
+        lengths_FB[plan.taken] = self.lengths_FB[plan.source]
+        values, weights = self.values, self.weights
+        if not plan.in_order and values.size:
+            edges = self.offsets[::batch].tolist()
+            pieces = [slice(edges[i], edges[i + 1]) for i in plan.source.tolist()]
+            values = _joined(values, pieces)
+            weights = None if weights is None else _joined(weights, pieces)
+        return Bags(names, batch, offsets_of(lengths_FB, values.dtype), values, weights)
+
+    def beside(self, context: Bags) -> Bags:
+        """These samples with the features of ``context``, one sample that goes with all: its bags are the first sample's.
+
+        The other samples' bags of those features are empty; who looks them up writes the first one's vectors there.
+        """
+        lengths_FB = np.zeros((len(self.keys) + len(context.keys), self.batch), np.int64)
+        lengths_FB[: len(self.keys)] = self.lengths_FB
+        lengths_FB[len(self.keys) :, 0] = context.lengths_FB[:, 0]
+        values = np.concatenate((self.values, context.values))
+        weights = None
+        if self.weights is not None and context.weights is not None:
+            weights = np.concatenate((self.weights, context.weights))
+        return Bags(self.keys + context.keys, self.batch, offsets_of(lengths_FB, values.dtype), values, weights)
+
+
+Features = KeyedJaggedTensor | Bags
+"""What a predictor takes as the features of a request."""
+
+
+def bags_of(features: Features) -> Bags:
+    """``features`` as bags that share their memory.
+
+    Raises:
+        InputError: no KeyedJaggedTensor, batch sizes that differ between features, ids that are not int32 or int64 on
+            the CPU, weights that are not float32.
+    """
+    if isinstance(features, Bags):
+        return features
+    if not isinstance(features, KeyedJaggedTensor):
+        raise InputError(f"features: got a {type(features).__name__}; expected a KeyedJaggedTensor")
+    if features.variable_stride_per_key():
+        raise InputError("features: batch sizes differ between features; expected one batch size")
+    values, weights = features.values(), features.weights_or_none()
+    if values.dtype not in (torch.int64, torch.int32) or values.device.type != "cpu":
+        raise InputError(f"features: ids are {values.dtype} on {values.device}; expected int64 or int32 on cpu")
+    if weights is not None and weights.dtype != torch.float32:
+        raise InputError(f"features: weights are {weights.dtype}; expected float32")
+    ids = np.ascontiguousarray(values.numpy())
+    offsets = features.offsets_or_none()
+    if offsets is None:
+        starts = offsets_of(features.lengths().numpy(), ids.dtype)
+    else:
+        starts = offsets.numpy().astype(ids.dtype, copy=False)
+    given = None if weights is None else np.ascontiguousarray(_plain(weights).numpy())
+    return Bags(tuple(features.keys()), features.stride(), starts, ids, given)
+
+
+def _plain(weights: Tensor) -> Tensor:
+    return weights.detach() if weights.requires_grad else weights
+
+
+def offsets_of(lengths: NDArray[Any], dtype: Any) -> NDArray[Any]:
+    """``lengths`` (any shape, row-major) as offsets of ``dtype``, one more, from 0."""
+    offsets = np.empty(lengths.size + 1, dtype)
+    offsets[0] = 0
+    np.add.accumulate(lengths.reshape(-1), dtype=dtype, out=offsets[1:])
+    return offsets
+
+
+def merge_bags(requests: Sequence[Bags], names: tuple[str, ...], *, weighted: bool = False) -> Bags:
+    """One batch of all requests' samples, request after request, with the features ``names`` in their order.
+
+    Args:
+        requests: with whatever features, in any order; those that are absent are empty bags.
+        weighted: keep the weights, which every request then has; otherwise they are dropped.
+
+    Returns:
+        int32 ids when every request's are, else int64.
+    """
+    batches = [request.batch for request in requests]
+    total = sum(batches)
+    values = np.concatenate([request.values for request in requests])
+    first = requests[0]
+    keys, batch, dtype = first.keys, first.batch, values.dtype
+    uniform = all(request.batch == batch and request.keys == keys for request in requests)
+    lengths = np.concatenate([*(request.lengths_FB.reshape(-1) for request in requests), _NO_BAG], dtype=dtype)
+    if (
+        uniform
+        and not weighted
+        and keys == names
+        and values.size == lengths.size - 1
+        and values.size
+        and lengths[:-1].min() == 1
+    ):
+        # One id a bag, the same features in the same order: the ids are a block that is turned.
+        turned = values.reshape(len(requests), len(names), batch).transpose(1, 0, 2).reshape(-1)
+        return Bags(names, total, np.arange(len(turned) + 1, dtype=dtype), turned)
+    order = _order(requests, names, len(lengths) - 1)
+    ends = np.add.accumulate(lengths)
+    taken = lengths[order]
+    offsets = offsets_of(taken, dtype)
+    # Where each id comes from: its bag's first id in the requests, less the bag's first place in the merged batch.
+    source = np.repeat((ends - lengths)[order] - offsets[:-1], taken)
+    source += np.arange(len(source), dtype=dtype)
+    weights = None
+    if weighted:
+        weights = np.concatenate([request.weights for request in requests if request.weights is not None])[source]
+    return Bags(names, total, offsets, values[source], weights)
+
+
+_NO_BAG = np.zeros(1, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """``taken``: which of the wanted features are there; ``source``: where each of them is."""
+
+    taken: NDArray[np.intp]
+    source: NDArray[np.intp]
+    in_order: bool  # all ids stay where they are
+
+
+@lru_cache(maxsize=512)
+def _plan(keys: tuple[str, ...], names: tuple[str, ...]) -> _Plan:
+    at = {key: place for place, key in enumerate(keys)}
+    pairs = [(i, at[name]) for i, name in enumerate(names) if name in at]
+    taken, source = np.array(pairs, np.intp).reshape(-1, 2).T
+    return _Plan(taken, source, source.tolist() == list(range(len(keys))))
+
+
+def _joined(array: NDArray[Any], pieces: Sequence[slice]) -> NDArray[Any]:
+    return np.concatenate([array[piece] for piece in pieces]) if pieces else array[:0]
+
+
+def _order(requests: Sequence[Bags], names: tuple[str, ...], no_bag: int) -> NDArray[np.intp]:
+    """For each (feature, sample) of the merged batch ``[F * S]``, its bag among those of all requests, or ``no_bag``."""
+    blocks, base = [], 0
+    for request in requests:
+        plan, batch = _plan(request.keys, names), request.batch
+        block = np.full((len(names), batch), no_bag, np.intp)
+        block[plan.taken] = (plan.source * batch + base)[:, None] + np.arange(batch)
+        blocks.append(block)
+        base += len(request.keys) * batch
+    return np.concatenate(blocks, axis=1).reshape(-1)
