@@ -43,7 +43,7 @@ from recinfer.inference.prepare import (
     table_keys,
 )
 from recinfer.inference.progress import byte_bar
-from recinfer.inference.quantize import quantize_tables
+from recinfer.inference.quantize import one_thread_an_operator, quantize_tables
 from recinfer.inference.reference import FloatRows, compare_with_float
 from recinfer.inference.report import ExportReport, make_report
 
@@ -106,7 +106,7 @@ def export_archive(
     check_precisions(plan)
     checkpoint.align(model)
     keys = table_keys(leaves, checkpoint)
-    with archive_folder(Path(out), overwrite=overwrite) as folder:
+    with one_thread_an_operator(), archive_folder(Path(out), overwrite=overwrite) as folder:
         cut, dense = dense_part(model, leaves, checkpoint, contract, num_dense)
         manifest = first_manifest(name, version, plan, leaves, cut, dense, contract)
         try:

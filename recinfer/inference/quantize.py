@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,48 +21,15 @@ from recinfer.archive.rows import row_chunks
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import TablePlan
 from recinfer.modules.embedding_configs import DataType
-from recinfer.quant.packing import pack_rows, quantization_step, unpack_rows
+from recinfer.quant.packing import row_bytes
+from recinfer.quant.rowwise import RowError, RowPacker
 
-__all__ = ["TableError", "quantize_tables"]
+__all__ = ["one_thread_an_operator", "quantize_tables"]
 
-_BLOCK_ELEMENTS = 1 << 19  # 2 MB of float32: larger ones leave the cache, smaller ones spend their time between calls
 _MOST_WORKERS = 4
 
 Collect = Callable[[TablePlan, int, Tensor], None]
 Write = Callable[[TablePlan, int, Tensor], None]
-
-
-@dataclass
-class TableError:
-    """How far packed rows are from the float ones, gathered chunk by chunk."""
-
-    step: float = 0.0
-    largest: float = 0.0
-    squares: float = 0.0
-    weight_squares: float = 0.0
-
-    def add(self, weight_RD: Tensor, packed_RP: Tensor, data_type: DataType) -> None:
-        """Take a block of rows, contiguous."""
-        flat = weight_RD.view(-1)
-        self.weight_squares += float(torch.dot(flat, flat))
-        if data_type is DataType.FP32 or not flat.numel():
-            return
-        difference = unpack_rows(packed_RP, weight_RD.shape[1], data_type).sub_(weight_RD).view(-1)
-        low, high = difference.aminmax()
-        self.largest = max(self.largest, -float(low), float(high))
-        self.squares += float(torch.dot(difference, difference))
-        self.step = max(self.step, float(quantization_step(packed_RP, weight_RD.shape[1], data_type).max()))
-
-    def merge(self, other: TableError) -> None:
-        """Take what another has gathered of the same table."""
-        self.step, self.largest = max(self.step, other.step), max(self.largest, other.largest)
-        self.squares += other.squares
-        self.weight_squares += other.weight_squares
-
-    def result(self, elements: int) -> QuantizationInfo:
-        """The summary over all of the table's elements."""
-        relative = (self.squares / self.weight_squares) ** 0.5 if self.weight_squares else 0.0
-        return QuantizationInfo(self.step, self.largest, (self.squares / elements) ** 0.5, relative)
 
 
 def quantize_tables(
@@ -81,7 +47,7 @@ def quantize_tables(
         write: called in this thread with (table, first row, packed rows uint8 [R, row bytes]), rows ascending.
         collect: called in any thread with (table, first row, float32 rows), which it must not keep.
         advance: told the bytes (of float32) done.
-        max_chunk_bytes: float bytes of a chunk; one chunk a worker and as many packed ones are in memory.
+        max_chunk_bytes: float bytes of a chunk; a few packed chunks are in memory at a time, and 2 MB a worker.
 
     Returns:
         (module path, table) -> its error.
@@ -89,24 +55,28 @@ def quantize_tables(
     Raises:
         CheckpointError: rows cannot be read. InputError: rows that are not finite, with table and row.
     """
-    errors: dict[tuple[str, str], TableError] = {}
+    errors: dict[tuple[str, str], RowError] = {}
     workers = max(1, min(_MOST_WORKERS, _cores()))
-    waiting: deque[tuple[TablePlan, int, Future[tuple[Tensor, TableError]]]] = deque()
+    waiting: deque[tuple[TablePlan, int, Future[tuple[Tensor, RowError]]]] = deque()
     worker = _Worker(checkpoint, collect)
+    free: list[Tensor] = []
 
     def finish() -> None:
         table, start, future = waiting.popleft()
         packed, error = future.result()
         write(table, start, packed)
-        errors.setdefault((table.module, table.table), TableError()).merge(error)
+        free.append(packed)
+        errors.setdefault((table.module, table.table), RowError()).merge(error)
         advance(4 * packed.shape[0] * table.embedding_dim)
 
-    with _one_thread_an_operator(), ThreadPoolExecutor(workers) as pool:
+    with one_thread_an_operator(), ThreadPoolExecutor(workers) as pool:
         try:
             for table, key in tables:
                 for start, stop in row_chunks(table.num_embeddings, 4 * table.embedding_dim, max_chunk_bytes):
-                    waiting.append((table, start, pool.submit(worker, table, key, start, stop)))
-                    if len(waiting) > workers:
+                    checkpoint.read_ahead(key, start, stop)
+                    out = _packed_buffer(free, stop - start, row_bytes(table.embedding_dim, table.precision))
+                    waiting.append((table, start, pool.submit(worker, table, key, start, out)))
+                    if len(waiting) > workers + 1:
                         finish()
             while waiting:
                 finish()
@@ -114,30 +84,47 @@ def quantize_tables(
             for _, _, future in waiting:
                 future.cancel()
     sizes = {(t.module, t.table): t.num_embeddings * t.embedding_dim for t, _ in tables}
-    return {key: error.result(sizes[key]) for key, error in errors.items()}
+    return {key: _summary(error, sizes[key]) for key, error in errors.items()}
+
+
+def _packed_buffer(free: list[Tensor], rows: int, width: int) -> Tensor:
+    """uint8 [rows, width], in memory that was used before where there is some: fresh pages cost as much as packing."""
+    while free:
+        buffer = free.pop()
+        whole = buffer._base if buffer._base is not None else buffer.view(-1)
+        if whole.numel() >= rows * width:
+            return whole[: rows * width].view(rows, width)
+    return torch.empty(rows * width, dtype=torch.uint8).view(rows, width)
+
+
+def _summary(error: RowError, elements: int) -> QuantizationInfo:
+    """What the manifest says of all of a table's elements."""
+    relative = (error.squares / error.weight_squares) ** 0.5 if error.weight_squares else 0.0
+    return QuantizationInfo(error.step, error.largest, (error.squares / elements) ** 0.5, relative)
 
 
 class _Worker:
-    """Reads and packs chunks, each thread into a buffer of its own that is used again: fresh pages cost more than work."""
+    """Reads and packs chunks; each thread with memory of its own, which serves all chunks of a width and precision."""
 
     def __init__(self, checkpoint: CheckpointReader, collect: Collect) -> None:
         self._checkpoint = checkpoint
         self._collect = collect
         self._local = threading.local()
 
-    def __call__(self, table: TablePlan, key: str, start: int, stop: int) -> tuple[Tensor, TableError]:
-        rows, dim = stop - start, table.embedding_dim
-        buffer = getattr(self._local, "buffer", None)
-        if buffer is None or buffer.numel() < rows * dim:
-            buffer = self._local.buffer = torch.empty(rows * dim)
-        chunk = buffer[: rows * dim].view(rows, dim)
-        self._checkpoint.read_into(key, chunk, start, stop)
-        packed = pack_rows(chunk, table.precision, table=table.name, first_row=start)
-        error = TableError()
-        for low, high in row_chunks(rows, dim, _BLOCK_ELEMENTS):
-            error.add(chunk[low:high], packed[low:high], table.precision)
-        self._collect(table, start, chunk)
-        return packed, error
+    def __call__(self, table: TablePlan, key: str, start: int, out_RP: Tensor) -> tuple[Tensor, RowError]:
+        packer = self._packer(table.embedding_dim, table.precision)
+        packer.error = RowError()
+        for first, last in self._checkpoint.read_blocks(key, start, start + len(out_RP), packer.block):
+            rows = out_RP[first - start : last - start]
+            packer.pack(last - first, rows, table=table.name, first_row=first)
+            self._collect(table, first, packer.block[: last - first])
+        return out_RP, packer.error
+
+    def _packer(self, dim: int, data_type: DataType) -> RowPacker:
+        packer = getattr(self._local, "packer", None)
+        if packer is None or (packer.dim, packer.data_type) != (dim, data_type):
+            packer = self._local.packer = RowPacker(dim, data_type, measure=True)
+        return packer
 
 
 def _cores() -> int:
@@ -145,8 +132,8 @@ def _cores() -> int:
 
 
 @contextmanager
-def _one_thread_an_operator() -> Iterator[None]:
-    """The workers are the threads; operators on blocks that small gain nothing from more."""
+def one_thread_an_operator() -> Iterator[None]:
+    """Operators on small blocks gain nothing from more threads, and wait for all of them where cores are busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -43,7 +43,6 @@ PACKED_TYPES = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, Data
 
 _CODE_BITS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
 _FLOAT_TYPES = {DataType.FP16: torch.float16, DataType.FP32: torch.float32}
-_CHUNK_ELEMENTS = 1 << 19  # 2 MB of fp32 a step stays in the cache, and bounds the memory of packing
 
 
 def _check_type(data_type: DataType) -> None:
@@ -81,43 +80,6 @@ def _qparams(packed_RP: Tensor) -> Tensor:
     return packed_RP[:, :QPARAM_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float16)
 
 
-def _refuse_non_finite(weight_RD: Tensor, data_type: DataType, table: str, first_row: int, finite_R: Tensor) -> None:
-    row = int((~finite_R).nonzero()[0])
-    values = weight_RD[row]
-    bad = (~torch.isfinite(values)).nonzero()
-    where = f"table {table!r}, row {first_row + row}"
-    if len(bad):
-        column = int(bad[0])
-        raise InputError(f"{where}, column {column}: got {float(values[column])}; expected finite weights")
-    raise InputError(
-        f"{where}: values from {float(values.min()):g} to {float(values.max()):g} do not fit {data_type.value} "
-        "(its fp16 numbers end at 65504); clip the row or use FP32"
-    )
-
-
-def _check_finite(values_RD: Tensor, weight_RD: Tensor, data_type: DataType, table: str, first_row: int) -> None:
-    # One sum sees every NaN and infinity; finite values whose sum overflows are looked at twice.
-    if bool(torch.isfinite(values_RD.sum(dtype=torch.promote_types(values_RD.dtype, torch.float32)))):
-        return
-    finite_R = torch.isfinite(values_RD).all(dim=1)
-    if not bool(finite_R.all()):
-        _refuse_non_finite(weight_RD, data_type, table, first_row, finite_R)
-
-
-def _pack_chunk(weight_RD: Tensor, data_type: DataType, table: str, first_row: int) -> Tensor:
-    """One chunk, row alignment 1. Imports FBGEMM's quantize op lazily so that planning never loads it."""
-    if data_type in _FLOAT_TYPES:
-        cast_RD = weight_RD.to(_FLOAT_TYPES[data_type]).contiguous()
-        _check_finite(cast_RD, weight_RD, data_type, table, first_row)
-        return cast_RD.view(torch.uint8)
-    from recinfer.quant.tbe import quantize_rows
-
-    _check_finite(weight_RD, weight_RD, data_type, table, first_row)  # the op would turn NaN into a code, silently
-    packed_RP = quantize_rows(weight_RD.float().contiguous(), _CODE_BITS[data_type])
-    _check_finite(_qparams(packed_RP), weight_RD, data_type, table, first_row)
-    return packed_RP
-
-
 def pack_rows(
     weight_RD: Tensor, data_type: DataType, *, row_alignment: int = 1, table: str = "", first_row: int = 0
 ) -> Tensor:
@@ -147,10 +109,14 @@ def pack_rows(
     out_RP = torch.empty((rows, aligned), dtype=torch.uint8)
     if aligned != width:
         out_RP[:, width:] = 0
-    step = max(1, _CHUNK_ELEMENTS // max(dim, 1))
+    from recinfer.quant.rowwise import RowPacker  # loads FBGEMM for some precisions, which planning never does
+
+    packer = RowPacker(dim, data_type, most_rows=rows)
+    step = len(packer.block)
     for start in range(0, rows, step):
         chunk = weight_RD[start : start + step].detach()
-        out_RP[start : start + step, :width] = _pack_chunk(chunk, data_type, table, first_row + start)
+        packer.block[: len(chunk)] = chunk
+        packer.pack(len(chunk), out_RP[start : start + step], table=table, first_row=first_row + start)
     return out_RP
 
 

@@ -1,0 +1,94 @@
+"""Rows packed block by block: FBGEMM's bytes whatever the rows are, and errors that agree with the unpacked rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from recinfer.modules.embedding_configs import DataType
+from recinfer.quant import rowwise
+from recinfer.quant.packing import PACKED_TYPES, pack_rows, quantization_step, row_bytes, unpack_rows
+from recinfer.quant.rowwise import RowError, RowPacker
+from recinfer.quant.tbe import quantize_rows
+
+DIMS = [1, 2, 3, 8, 33, 64, 128]
+
+
+def hard_rows(seed: int, rows: int, dim: int) -> dict[str, Tensor]:
+    """Rows by what is hard about them."""
+    torch.manual_seed(seed)
+    plain = torch.randn(rows, dim)
+    some = torch.rand(rows, dim) < 0.5
+    zeros = torch.where(some, torch.tensor(0.0), torch.tensor(-0.0))
+    return {
+        "plain": plain,
+        "many sizes": plain * 10 ** (torch.rand(rows, 1) * 13 - 9),
+        "sparse and positive": plain.abs() * some,
+        "far from zero": torch.randn(rows, 1) * 10 ** (torch.rand(rows, 1) * 8 - 4) + plain * 1e-5,
+        "zeros of both signs": zeros + (torch.rand(rows, 1) < 0.3) * torch.rand(rows, 1),
+        "halfway between codes": (plain * 300).round() / 8,
+        "constant": torch.randn(rows, 1).expand(rows, dim) * torch.where(torch.rand(rows, 1) < 0.1, -0.0, 1.0),
+        "below fp16": plain * 1e-7 * 10 ** (torch.rand(rows, 1) * 4 - 3),
+    }
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks, several parts in each, and ragged ends."""
+    monkeypatch.setattr(rowwise, "BLOCK_ELEMENTS", 3000)
+    monkeypatch.setattr(rowwise, "_PART_ELEMENTS", 700)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_int8_rows_are_those_of_fbgemm(dim: int) -> None:
+    for name, weight in hard_rows(dim, 300, dim).items():
+        weight = weight.clamp(-60000, 60000).contiguous()
+        assert torch.equal(pack_rows(weight, DataType.INT8), quantize_rows(weight, 8)), name
+
+
+@pytest.mark.parametrize("data_type", PACKED_TYPES)
+@pytest.mark.parametrize("dim", [3, 8, 64])
+def test_the_error_is_that_of_the_unpacked_rows(data_type: DataType, dim: int) -> None:
+    for name, weight in hard_rows(dim + 1, 300, dim).items():
+        weight = weight.clamp(-60000, 60000)
+        packed = pack_rows(weight, data_type)
+        packer = RowPacker(dim, data_type, measure=True)
+        out = torch.empty_like(packed)
+        for start in range(0, 300, len(packer.block)):
+            block = weight[start : start + len(packer.block)]
+            packer.block[: len(block)] = block
+            packer.pack(len(block), out[start : start + len(block)])
+        assert torch.equal(out, packed), name
+        difference = (unpack_rows(packed, dim, data_type) - weight).double()
+        rounding = 1e-6 * float(weight.abs().max())
+        assert packer.error.largest == pytest.approx(float(difference.abs().max()), rel=1e-3, abs=rounding), name
+        squares = float(difference.square().sum())
+        assert packer.error.squares == pytest.approx(squares, rel=1e-2, abs=rounding**2 * weight.numel()), name
+        assert packer.error.weight_squares == pytest.approx(float(weight.double().square().sum()), rel=1e-4), name
+        assert packer.error.step == max(0.0, float(quantization_step(packed, dim, data_type).max())), name
+
+
+def test_longer_rows_keep_what_is_behind() -> None:
+    weight = torch.randn(50, 7)
+    for data_type in PACKED_TYPES:
+        width = row_bytes(7, data_type)
+        out = torch.full((50, width + 5), 77, dtype=torch.uint8)
+        packer = RowPacker(7, data_type)
+        packer.block[:50] = weight
+        packer.pack(50, out)
+        assert torch.equal(out[:, :width], pack_rows(weight, data_type)) and bool((out[:, width:] == 77).all())
+
+
+def test_errors_of_two_parts_add_up() -> None:
+    left, right = RowError(0.5, 0.25, 2.0, 8.0), RowError(0.25, 0.5, 1.0, 1.0)
+    left.merge(right)
+    assert left == RowError(0.5, 0.5, 3.0, 9.0)
+
+
+def test_a_large_finite_block_is_looked_at_twice() -> None:
+    """The sum of squares overflows or is above fp16's square, and yet every row fits."""
+    weight = torch.full((60, 64), 60000.0)
+    weight[:, 0] = -60000.0
+    assert torch.equal(pack_rows(weight, DataType.INT8), quantize_rows(weight, 8))
+    assert torch.equal(pack_rows(weight * 1e15, DataType.FP32).view(torch.float32), weight * 1e15)
