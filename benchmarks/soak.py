@@ -5,7 +5,8 @@
     python -m benchmarks.soak --workers 2
 
 A model store of two versions of one DLRM and a delta for each; the server is ``recinfer serve`` in its own process. An
-open loop asks at a fixed rate, whatever the answers take; every answer must be that of the version it names, with or
+open loop asks at a steady rate, whatever the answers take (70 % of what a closed loop gets, measured anew every minute, as
+other work on the machine comes and goes); every answer must be that of the version it names, with or
 without its delta. Meanwhile the other version is loaded, gets a tenth of the requests, then all, a delta is applied and
 undone, the change is rolled back and made again, and the old version is unloaded. Memory is the server's anonymous pages
 (what is mapped from files is the page cache's) once a second; its slope is that of a line through the averages of
@@ -56,7 +57,7 @@ NAME, VERSIONS = "soak", ("1", "2")
 FEATURES, DENSE, DIM = 26, 13, 16
 _CALLERS, _REQUESTS, _BATCH, _TIMEOUT_S = 16, 8, 8, 60.0
 _PAUSE_S, _AFTER_PAUSE_S = 3.0, 10.0
-_TICK_S = 0.005
+_TICK_S, _MEASURE_S, _AGAIN_S = 0.005, 2.0, 60.0
 
 
 @dataclass
@@ -65,9 +66,10 @@ class SoakResult:
 
     Attributes:
         seconds: how long the load was on.
-        rate: requests a second that were asked for; ``capacity``: what a closed loop got before.
+        rate: requests a second that were asked for, on average; ``capacity``: what a closed loop got, on average.
         answers: answers by version and state, ``"1"`` or ``"1+delta"``.
         errors: failed requests by gRPC code; ``paused``: those of the moments after the whole machine stood still.
+        said: (second of the run, code, what the server said) of the first failures.
         wrong: answers that are those of no state of the version that they name.
         changes: changes of models that were made.
         p50_ms, p99_ms: latency.
@@ -82,6 +84,7 @@ class SoakResult:
     answers: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     paused: Counter[str] = field(default_factory=Counter)
+    said: list[tuple[float, str, str]] = field(default_factory=list)
     wrong: int = 0
     changes: int = 0
     p50_ms: float = 0.0
@@ -187,7 +190,7 @@ class _Load:
                     predictor.apply_delta(store / NAME / f"{version}.rqd")
                 for known, request in zip(self._expected[version], requests):
                     known[state] = predictor.predict(*request)["output"]
-        self.paused_until = 0.0
+        self.paused_until, self.begun, self.number = 0.0, time.monotonic(), 0
 
     async def ask(self, number: int) -> None:
         """One request: its answer and its latency are counted."""
@@ -197,6 +200,9 @@ class _Load:
         except grpc.aio.AioRpcError as error:
             paused = time.monotonic() < self.paused_until
             (self.result.paused if paused else self.result.errors)[error.code().name] += 1
+            if len(self.result.said) < 20:
+                when = round(time.monotonic() - self.begun, 1)
+                self.result.said.append((when, error.code().name, (error.details() or "")[:200]))
             return
         self.latencies.append(time.perf_counter() - start)
         outputs, version = codec.decode_predict_response(answer)
@@ -217,11 +223,20 @@ class _Load:
         await asyncio.gather(*(caller(number) for number in range(_CALLERS)))
         return (len(self.latencies) - start) / seconds
 
-    async def steady(self, rate: float, seconds: float) -> None:
-        """``rate`` requests a second for ``seconds``; after a pause of the machine it goes on at the same rate."""
-        asked, tasks, begun = 0, set(), time.monotonic()
-        end = begun + seconds
-        last = begun
+    async def steady(self, share: float, most: float, seconds: float) -> None:
+        """``share`` of the capacity for ``seconds``. What else the machine does changes, so it is measured every minute."""
+        end, rates, capacities = time.monotonic() + seconds, [], []
+        while (left := end - time.monotonic()) > 0:
+            capacities.append(await self.capacity(min(_MEASURE_S, left / 5)))
+            rates.append(min(most, share * capacities[-1]))
+            await self._at(rates[-1], min(_AGAIN_S, end - time.monotonic()))
+        self.result.rate, self.result.capacity = float(np.mean(rates)), float(np.mean(capacities))
+
+    async def _at(self, rate: float, seconds: float) -> None:
+        """``rate`` requests a second, whatever the answers take; after a pause of the machine at the same rate again."""
+        tasks: set[asyncio.Task[None]] = set()
+        begun = last = time.monotonic()
+        end, asked = begun + seconds, 0
         while (now := time.monotonic()) < end:
             if now - last > _PAUSE_S:
                 self.result.pauses.append(round(now - last, 1))
@@ -229,10 +244,10 @@ class _Load:
                 begun += now - last
             last = now
             while asked < (now - begun) * rate:
-                task = asyncio.create_task(self.ask(asked))
+                task = asyncio.create_task(self.ask(self.number))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
-                asked += 1
+                asked, self.number = asked + 1, self.number + 1
             await asyncio.sleep(_TICK_S)
         await asyncio.gather(*tasks)
 
@@ -268,8 +283,6 @@ async def _run(
     async with grpc.aio.insecure_channel(target) as channel:
         load_ = _Load(channel, store, rows, result)
         await load_.capacity(1.0)
-        result.capacity = await load_.capacity(max(1.0, min(5.0, seconds / 10)))
-        result.rate = min(most, share * result.capacity)
         load_.latencies.clear()
         memory: list[tuple[float, float]] = []
         begun = time.monotonic()
@@ -280,7 +293,7 @@ async def _run(
                 await asyncio.sleep(min(1.0, seconds / 100))
 
         await asyncio.gather(
-            load_.steady(result.rate, seconds), _change(target, every, begun + seconds - 10 * every, result), look()
+            load_.steady(share, most, seconds), _change(target, every, begun + seconds - 10 * every, result), look()
         )
         result.seconds = time.monotonic() - begun
     latencies = np.array(load_.latencies) * 1e3

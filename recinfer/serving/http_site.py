@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 __all__ = ["HttpSite"]
 
+_log = logging.getLogger(__name__)
 _HEADER_S = 10.0
 _IDLE_S = 75.0
 _BACKLOG = 512
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Not what callers do wrong: aiohttp would log a traceback for every message that is no HTTP."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | ConnectionError)
+
+
+_log.addFilter(_is_worth_a_line)
 
 
 class HttpSite:
@@ -57,6 +69,7 @@ class HttpSite:
         runner = web.AppRunner(
             self._app,
             access_log=None,
+            logger=_log,
             handle_signals=False,
             keepalive_timeout=self._idle_s,
             shutdown_timeout=self._grace,

@@ -108,6 +108,8 @@ class HttpDoor:
             except web.HTTPException:
                 code = "UNIMPLEMENTED"
                 raise
+            except ConnectionError:  # the caller went away in the middle of the body; nobody reads this
+                return web.Response(status=400)
             except Exception as error:
                 status = status_of(error)
                 code = status.code

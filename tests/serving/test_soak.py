@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("onnx", reason="needs onnx to export (the onnx extra)")
 
-from benchmarks.soak import build_store, soak  # noqa: E402
+from benchmarks.soak import build_store, soak
 
 pytestmark = pytest.mark.slow
 
