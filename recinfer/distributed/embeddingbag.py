@@ -205,6 +205,7 @@ class ShardedEmbeddingBagCollection(
             ``{"optimizer": OptimType.ROWWISE_ADAGRAD, "learning_rate": 0.1}``.
         device: where rows and buffers lie; default CPU.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
+        weights_later: weights do not go with the ids; :meth:`send_weights` sends them before the lookup.
 
     ``forward(features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]``: each rank gives its own batch and gets the
     pooled vectors of it, ``[B, sum of dims]``, keys in module order. The gradient that reaches a row is the mean over
@@ -226,9 +227,10 @@ class ShardedEmbeddingBagCollection(
         device: torch.device | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         module_fqn: str | None = None,
+        weights_later: bool = False,
     ) -> None:
         infos = _infos(module, table_name_to_parameter_sharding, fused_params)
-        super().__init__(infos, env, device, qcomm_codecs_registry)
+        super().__init__(infos, env, device, qcomm_codecs_registry, weights_later)
         self._embedding_bag_configs = module.embedding_bag_configs()
         self._is_weighted = module.is_weighted()
         self.module_sharding_plan = table_name_to_parameter_sharding
@@ -247,6 +249,14 @@ class ShardedEmbeddingBagCollection(
             InputError: the tables take weights and there are none.
         """
         return self._begin(ctx, features)
+
+    def send_weights(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor, dist_input: KJTList
+    ) -> None:
+        """Send the weights of ``features``, whose ids have gone already, to ``dist_input``; with gradients."""
+        steps: Any = zip(self._input_dists, ctx.sharding_contexts, dist_input)
+        for input_dist, context, received in steps:
+            context.tie(received, input_dist.weights_in_order(features), None)
 
     def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[Tensor]:
         """Look the local rectangles up: ``[B of all ranks, local columns]`` a group of tables."""

@@ -1,19 +1,174 @@
-"""The sharder of the float FeatureProcessedEmbeddingBagCollection: what the planner may do with its tables."""
+"""Sharded FeatureProcessedEmbeddingBagCollection for training, and its sharder.
+
+Processors are replicated and see each rank's own batch; the weights that they make follow the ids in an exchange with
+gradients. So every processor works with every sharding type, and a pipeline that moves ids ahead of time still weighs
+them with the newest parameters.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+from torch import Tensor, nn
 
-from recinfer.distributed.embedding_types import BaseEmbeddingSharder
-from recinfer.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv
-from recinfer.errors import UnavailableError
-from recinfer.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from recinfer.distributed.embedding_types import (
+    BaseEmbeddingSharder,
+    FeatureShardingMixIn,
+    KJTList,
+    ShardedEmbeddingModule,
+    embedding_parameters,
+)
+from recinfer.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
+from recinfer.distributed.types import (
+    Awaitable,
+    EmbeddingModuleShardingPlan,
+    LazyAwaitable,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+)
+from recinfer.distributed.utils import append_prefix
+from recinfer.modules.fp_embedding_modules import (
+    FeatureProcessedEmbeddingBagCollection,
+    apply_feature_processors_to_kjt,
+)
+from recinfer.optim.fused import FusedOptimizerModule
+from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["FeatureProcessedEmbeddingBagCollectionSharder"]
+__all__ = ["FeatureProcessedEmbeddingBagCollectionSharder", "ShardedFeatureProcessedEmbeddingBagCollection"]
+
+
+@dataclass
+class _Context(EmbeddingBagCollectionContext):
+    """The tables' context, and the ids to be weighed."""
+
+    features: KeyedJaggedTensor | None = None
+
+
+class ShardedFeatureProcessedEmbeddingBagCollection(
+    ShardedEmbeddingModule[KJTList, list[Tensor], KeyedTensor, _Context], FusedOptimizerModule
+):
+    """Feature processors, replicated, in front of a sharded EmbeddingBagCollection.
+
+    The processors' parameters are not among :meth:`sharded_parameter_names`: what wraps the model averages their
+    gradients, as those of any replicated parameter.
+
+    Args:
+        module: the collection with its processors; values that it holds are taken over.
+        table_name_to_parameter_sharding: the plan of every table.
+        env: the ranks.
+        fused_params: settings of the fused kernels.
+        device: where rows and buffers lie; default CPU.
+        qcomm_codecs_registry: ``CommOp`` name -> codecs.
+
+    Raises:
+        ConfigError: a table has no plan, or its shards do not tile it.
+    """
+
+    def __init__(
+        self,
+        module: FeatureProcessedEmbeddingBagCollection,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        module_fqn: str | None = None,
+    ) -> None:
+        super().__init__(qcomm_codecs_registry)
+        place = torch.device(device) if device is not None else torch.device("cpu")
+        self._embedding_bag_collection = ShardedEmbeddingBagCollection(
+            module.embedding_bag_collection(),
+            table_name_to_parameter_sharding,
+            env,
+            fused_params,
+            device,
+            qcomm_codecs_registry,
+            module_fqn,
+            weights_later=True,
+        )
+        self._feature_processors = _on(module._feature_processors, place)
+        inner = self._embedding_bag_collection
+        self._input_dists, self._lookups, self._output_dists = inner._input_dists, inner._lookups, inner._output_dists
+
+    def create_context(self) -> _Context:
+        """State of one forward."""
+        return _Context()
+
+    def input_dist(self, ctx: _Context, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """Start moving ids to the ranks of their rows; they are weighed later, in :meth:`compute`.
+
+        Raises:
+            MissingKeyError: a feature of the tables is not in ``features``.
+        """
+        ctx.features = features
+        return self._embedding_bag_collection.input_dist(ctx, features)
+
+    def _weigh(self, ctx: _Context, dist_input: KJTList) -> KJTList:
+        assert ctx.features is not None, "input_dist comes first"
+        processors = self._feature_processors
+        if isinstance(processors, nn.ModuleDict):
+            processed = apply_feature_processors_to_kjt(ctx.features, processors)  # type: ignore[arg-type]
+        else:
+            processed = processors(ctx.features)
+        self._embedding_bag_collection.send_weights(ctx, processed, dist_input)
+        return dist_input
+
+    def compute(self, ctx: _Context, dist_input: KJTList) -> list[Tensor]:
+        """Weigh the ids, and look the local rectangles up.
+
+        Raises:
+            InputError: a bag that its processor refuses.
+        """
+        return self._embedding_bag_collection.compute(ctx, self._weigh(ctx, dist_input))
+
+    def output_dist(self, ctx: _Context, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
+        """Start moving pooled vectors to the ranks of their examples."""
+        return self._embedding_bag_collection.output_dist(ctx, output)
+
+    def compute_and_output_dist(self, ctx: _Context, input: KJTList) -> LazyAwaitable[KeyedTensor]:
+        """Both steps."""
+        return self._embedding_bag_collection.compute_and_output_dist(ctx, self._weigh(ctx, input))
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The optimizers in the backward of the tables, with this module's parameter names."""
+        return CombinedOptimizer([("_embedding_bag_collection", self._embedding_bag_collection.fused_optimizer)])
+
+    @property
+    def shardings(self) -> dict[str, FeatureShardingMixIn]:
+        """Sharding type -> what is where."""
+        return self._embedding_bag_collection.shardings
+
+    def reset_parameters(self) -> None:
+        """Give all tables new first values; every rank calls this."""
+        self._embedding_bag_collection.reset_parameters()
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """The tables; not the processors."""
+        yield from self._embedding_bag_collection.sharded_parameter_names(
+            append_prefix(prefix, "_embedding_bag_collection")
+        )
+
+
+def _on(processors: nn.Module, device: torch.device) -> nn.Module:
+    """On ``device``; those without values get their first ones."""
+    if not any(parameter.is_meta for parameter in processors.parameters()):
+        return processors.to(device)
+    processors = processors.to_empty(device=device)
+    for part in processors.modules():
+        reset = getattr(part, "reset_parameters", None)
+        if callable(reset):
+            reset()
+    return processors
 
 
 class FeatureProcessedEmbeddingBagCollectionSharder(BaseEmbeddingSharder[FeatureProcessedEmbeddingBagCollection]):
-    """Sharding types and kernels of a float FeatureProcessedEmbeddingBagCollection, for planning.
+    """Shards a float FeatureProcessedEmbeddingBagCollection.
 
     Args:
         fused_params: settings of the fused kernels.
@@ -25,6 +180,10 @@ class FeatureProcessedEmbeddingBagCollectionSharder(BaseEmbeddingSharder[Feature
         """What it shards."""
         return FeatureProcessedEmbeddingBagCollection
 
+    def shardable_parameters(self, module: FeatureProcessedEmbeddingBagCollection) -> dict[str, nn.Parameter]:
+        """Tables by name; not the processors."""
+        return embedding_parameters(module.embedding_bag_collection())
+
     def shard(
         self,
         module: FeatureProcessedEmbeddingBagCollection,
@@ -32,9 +191,8 @@ class FeatureProcessedEmbeddingBagCollectionSharder(BaseEmbeddingSharder[Feature
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> torch.nn.Module:
-        """Raises UnavailableError: this version plans float tables for training but shards only quantized ones."""
-        raise UnavailableError(
-            "sharding float FeatureProcessedEmbeddingBagCollection for training is not in this version; quantize the module and use the "
-            "sharders of recinfer.distributed.quant_embeddingbag and quant_embedding"
+    ) -> ShardedFeatureProcessedEmbeddingBagCollection:
+        """The sharded module, holding its values."""
+        return ShardedFeatureProcessedEmbeddingBagCollection(
+            module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
         )

@@ -43,6 +43,7 @@ class ShardedCollection(ShardedEmbeddingModule[CompIn, DistOut, Out, ShrdCtx], F
         env: the ranks.
         device: where rows and buffers lie.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
+        weights_later: weights do not go with the ids.
     """
 
     tables_attribute: ClassVar[str]
@@ -54,6 +55,7 @@ class ShardedCollection(ShardedEmbeddingModule[CompIn, DistOut, Out, ShrdCtx], F
         env: ShardingEnv,
         device: torch.device | None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None,
+        weights_later: bool = False,
     ) -> None:
         super().__init__(qcomm_codecs_registry)
         self._env = env
@@ -62,7 +64,7 @@ class ShardedCollection(ShardedEmbeddingModule[CompIn, DistOut, Out, ShrdCtx], F
         self._groups = [
             self.sharding_class(members, env, self._device, qcomm_codecs_registry) for members in self._deal()
         ]
-        self._input_dists = [group.create_input_dist(self._device) for group in self._groups]
+        self._input_dists = [group.create_input_dist(self._device, not weights_later) for group in self._groups]
         self._lookups: list[nn.Module] = [group.create_lookup(self._device) for group in self._groups]
         self._output_dists = [group.create_output_dist(self._device) for group in self._groups]
         self._place_tables()

@@ -159,6 +159,7 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         pg: the ranks; None for a world of one.
         device: where the received features lie.
         want_permute: note where bucketized ids went (unpooled outputs are put back in order with it).
+        send_weights: weights go with the ids; False when they are made and sent later.
     """
 
     def __init__(
@@ -167,8 +168,10 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         pg: dist.ProcessGroup | None,
         device: torch.device | None = None,
         want_permute: bool = False,
+        send_weights: bool = True,
     ) -> None:
         super().__init__()
+        self._send_weights = send_weights and layout.is_weighted
         self._layout = layout
         self._device = torch.device(device) if device is not None else torch.device("cpu")
         self._want_permute = want_permute
@@ -188,23 +191,32 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
             MissingKeyError: a feature of the tables is not there.
             InputError: the tables take weights and there are none.
         """
-        keys = tuple(sparse_features.keys())
-        expansion = self._expansions.get(keys)
-        if expansion is None:
-            expansion = self._expansions[keys] = _Expansion(self._layout, keys, self._device)
-        sparse_features = self._weighted(sparse_features)
-        slots, sent = expansion.expand(sparse_features, self._want_permute)
+        slots, sent = self._expand(self._weighted(sparse_features))
         if sharding_ctx is not None:
             sharding_ctx.sent(slots)
             if hasattr(sharding_ctx, "sent_ids"):
                 sharding_ctx.sent_ids = sent
+            weights = slots.weights_or_none()
+            if weights is not None and weights.requires_grad and self._dist is not None:
+                sharding_ctx.sent_weights = weights  # type: ignore[attr-defined]
         if self._dist is None:
             return NoWait(NoWait(slots))
         return self._dist(slots)
 
+    def _expand(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Sent]:
+        keys = tuple(features.keys())
+        expansion = self._expansions.get(keys)
+        if expansion is None:
+            expansion = self._expansions[keys] = _Expansion(self._layout, keys, self._device)
+        return expansion.expand(features, self._want_permute)
+
+    def weights_in_order(self, features: KeyedJaggedTensor) -> Tensor:
+        """The weights of ``features``, with their gradients, in the order in which its ids are sent."""
+        return self._expand(features)[0].weights()
+
     def _weighted(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Weights are sent if and only if the tables take them."""
-        if self._layout.is_weighted:
+        if self._send_weights:
             if features.weights_or_none() is None:
                 raise InputError("weights are missing; this collection is weighted and needs one weight per id")
             return features

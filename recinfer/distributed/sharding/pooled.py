@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from recinfer.distributed.dist_data import PooledEmbeddingsAllToAll, VariableBat
 from recinfer.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext
 from recinfer.distributed.sharding.combine import Block, ColumnPlan, combine_blocks
 from recinfer.distributed.sharding.layout import ShardLayout
+from recinfer.distributed.sharding.weights import WeightRoute, send_weights
 from recinfer.distributed.types import Awaitable, NoWait, QuantizedCommCodecs
 from recinfer.errors import InputError
 from recinfer.modules.embedding_modules import process_pooled_embeddings, reorder_inverse_indices
@@ -28,10 +30,18 @@ class PooledContext(EmbeddingShardingContext):
     Args:
         divisors: 1 / bag length, ``[B of the feature]``, of each output that is divided after the exchange.
         inverse_indices: of a variable batch, int64 ``[outputs, full batch]``; None without.
+        sent_weights: the ids' weights in the order sent, when they have gradients.
+        route: how the ids went.
+        weights: the weights at their ids, when they have gradients.
+        pg: the ranks of the exchange; None when nothing is exchanged.
     """
 
     divisors: list[Tensor] = field(default_factory=list)
     inverse_indices: Tensor | None = None
+    sent_weights: Tensor | None = None
+    route: WeightRoute | None = None
+    weights: Tensor | None = None
+    pg: dist.ProcessGroup | None = None
 
     def came(self, features: KeyedJaggedTensor, layout: ShardLayout) -> None:
         """Note what this rank's own input says; nothing here is exchanged."""
@@ -42,6 +52,19 @@ class PooledContext(EmbeddingShardingContext):
             self.inverse_indices = reorder_inverse_indices(
                 features.inverse_indices(), [feature for _, _, feature in layout.outputs]
             )
+
+    def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
+        """Note what came in; weights with gradients are tied to those that were sent."""
+        super().received(features, awaitable)
+        if self.pg is not None and self.pg.size() > 1 and hasattr(awaitable, "input_splits"):
+            self.route = WeightRoute.of(awaitable, features.lengths(), self.pg)
+        if self.sent_weights is not None:
+            self.tie(features, self.sent_weights, features.weights())
+
+    def tie(self, features: KeyedJaggedTensor, sent: Tensor, received: Tensor | None) -> None:
+        """Give ``features`` the weights ``sent``, with gradients; ``received`` is None when they have not been moved."""
+        self.weights = sent if self.route is None else send_weights(sent, self.route, received)
+        features._weights = self.weights
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive until ``stream`` is done with them."""
@@ -101,6 +124,9 @@ class ShardPooledDist(BaseEmbeddingDist[PooledContext, Tensor, Tensor]):
             InputError: a variable batch without inverse indices.
         """
         ctx = sharding_ctx if sharding_ctx is not None else PooledContext()
+        if ctx.weights is not None and local_embs.numel() == 0:
+            # A rank that looks nothing up must still take part in the exchange of the weights' gradients.
+            local_embs = local_embs + 0 * ctx.weights.sum()
         local_embs = keep_in_graph(local_embs)
         if ctx.variable_batch_per_feature:
             return self._variable_batch(local_embs, ctx)

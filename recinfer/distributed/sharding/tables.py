@@ -110,9 +110,15 @@ class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):
     def _codecs(self, op: CommOp) -> QuantizedCommCodecs | None:
         return (self.qcomm_codecs_registry or {}).get(op.name)
 
-    def create_input_dist(self, device: torch.device | None = None) -> ShardFeaturesDist:
-        """The step that moves features."""
-        return ShardFeaturesDist(self.layout, self._exchange_pg, device or self._device, want_permute=not self.pooled)
+    def create_input_dist(self, device: torch.device | None = None, send_weights: bool = True) -> ShardFeaturesDist:
+        """The step that moves features, with their weights if the tables take any and ``send_weights``."""
+        return ShardFeaturesDist(
+            self.layout,
+            self._exchange_pg,
+            device or self._device,
+            want_permute=not self.pooled,
+            send_weights=send_weights,
+        )
 
     def embedding_dims(self) -> list[int]:
         """Columns of each output, in module order."""
@@ -200,7 +206,7 @@ class PooledSharding(TableSharding):
 
     def create_context(self, features: KeyedJaggedTensor) -> PooledContext:
         """The context of one forward on ``features``."""
-        ctx = PooledContext()
+        ctx = PooledContext(pg=self._exchange_pg)
         ctx.came(features, self.layout)
         return ctx
 

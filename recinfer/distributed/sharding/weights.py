@@ -1,0 +1,106 @@
+"""Per-id weights with gradients on their way to the ranks of the ids' rows, and the gradients' way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recinfer.distributed.comm_ops import alltoall_sequence, get_gradient_division
+
+__all__ = ["WeightRoute", "send_weights"]
+
+
+@dataclass(frozen=True)
+class WeightRoute:
+    """How the ids of one exchange went.
+
+    Attributes:
+        pg: the ranks.
+        input_splits: ids that this rank sent to each rank.
+        output_splits: ids that it got from each rank.
+        recat: how received pieces were brought from (rank, feature) to (feature, rank); None when they were in order.
+        lengths: ids of each (feature, rank, example) received.
+    """
+
+    pg: dist.ProcessGroup
+    input_splits: list[int]
+    output_splits: list[int]
+    recat: Tensor | None
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, awaitable: Any, lengths: Tensor, pg: dist.ProcessGroup) -> WeightRoute:
+        """The route that the tensors of ``awaitable``, a KJTAllToAllTensorsAwaitable, took."""
+        return cls(pg, awaitable.input_splits["values"], awaitable.output_splits["values"], awaitable.recat, lengths)
+
+    def back_order(self) -> Tensor | None:
+        """The inverse of ``recat``."""
+        return None if self.recat is None else torch.argsort(self.recat).to(torch.int32)
+
+    @property
+    def single_lengths(self) -> bool:
+        """Whether ``recat`` counts single lengths, not pieces of a whole batch."""
+        return self.recat is not None and self.recat.numel() == self.lengths.numel()
+
+
+def send_weights(sent: Tensor, route: WeightRoute, received: Tensor | None = None) -> Tensor:
+    """The weights at the ranks of their ids, tied to ``sent``.
+
+    The gradient that comes back is that of this rank's own loss: it is not divided by the number of ranks, as those of
+    the tables are.
+
+    Args:
+        sent: float ``[ids sent]``, in the order sent.
+        route: how the ids went.
+        received: the same weights as they came with the ids; None to send them now.
+
+    Returns:
+        float ``[ids received]``, in the order of the ids.
+    """
+    out: Tensor = _SendWeights.apply(sent, route, received)
+    return out
+
+
+class _SendWeights(torch.autograd.Function):
+    """Forward: this rank's weights to their ids' ranks. Backward: their gradients home."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, route: WeightRoute, received: Tensor | None) -> Tensor:
+        ctx.route = route
+        return _exchange(sent, route) if received is None else received.view_as(received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        route: WeightRoute = ctx.route
+        with torch.no_grad():
+            home = alltoall_sequence(
+                grad.contiguous().view(-1, 1),
+                route.back_order(),
+                route.recat,
+                route.lengths,
+                route.input_splits,
+                route.output_splits,
+                variable_batch_size=route.single_lengths,
+                group=route.pg,
+            ).wait()
+        factor = route.pg.size() if get_gradient_division() else 1
+        return home.view(-1) * factor, None, None
+
+
+def _exchange(sent: Tensor, route: WeightRoute) -> Tensor:
+    arrived = sent.new_empty(sum(route.output_splits))
+    dist.all_to_all_single(arrived, sent.contiguous(), route.output_splits, route.input_splits, group=route.pg)
+    if route.recat is None or not route.lengths.numel():
+        return arrived
+    back = route.back_order()
+    assert back is not None
+    pieces = route.lengths.view(-1) if route.single_lengths else route.lengths.view(route.recat.numel(), -1)
+    permute = (
+        torch.ops.fbgemm.permute_1D_sparse_data if route.single_lengths else torch.ops.fbgemm.permute_2D_sparse_data
+    )
+    _, ordered, _ = permute(route.recat, pieces.index_select(0, back.long()), arrived, None, arrived.numel())
+    return ordered

@@ -1,0 +1,18 @@
+"""Forward, gradients and state of sharded training equal the unsharded module's, on 1 to 4 real ranks.
+
+A part of the matrix runs with the suite; all of it with ``--full-matrix``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.spawn import run_ranks
+from tests.parity.training_cases import full_matrix, representative, run_cases
+
+
+@pytest.mark.parametrize(("world", "local"), [(1, 1), (2, 2), (3, 3), (4, 2)])
+def test_sharded_training_is_the_unsharded_one(world: int, local: int, request: pytest.FixtureRequest) -> None:
+    full = request.config.getoption("--full-matrix")
+    cases = full_matrix() if full else representative()
+    run_ranks(world, run_cases, cases, local, env={"LOCAL_WORLD_SIZE": str(local)}, timeout=900 if full else 60)
