@@ -47,49 +47,57 @@ class RecinferHandler:
         self._service = InferenceService(ModelRegistry({predictor.manifest.model: predictor}), limits)
 
     def handle(self, data, context):
-        """Answer a batch of requests, each on its own: one that fails does not fail the others."""
-        answers = [self._answer_or_error(row, index, context) for index, row in enumerate(data)]
+        """Answer a batch of requests: those that may share a lookup and a dense run do; one that fails, fails alone."""
+        answers = [None] * len(data)
+        lanes = {}
+        for index, row in enumerate(data):
+            try:
+                call, is_json = self._decoded(row, index, context)
+                lanes.setdefault(call.lane, []).append((index, call, is_json))
+            except Exception as error:
+                answers[index] = error
+        for lane in lanes.values():
+            found = self._service.run([call for _, call, _ in lane])
+            for (index, call, is_json), answer in zip(lane, found):
+                answers[index] = self._sent(answer, call, is_json, index, context)
+        for error in answers:
+            if isinstance(error, Exception) and not isinstance(error, RecinferError):
+                # A bug of ours: the log has it, the caller gets INTERNAL and not a retryable code.
+                _log.error("a request failed", exc_info=error)
         if len(answers) == 1 and isinstance(answers[0], Exception):
             # Alone in its batch: TorchServe turns this into the HTTP code and into the gRPC status with its meaning.
             status = status_of(answers[0])
             raise PredictionException(status.message, status.http) from answers[0]
         return [self._encode_error(a, i, context) if isinstance(a, Exception) else a for i, a in enumerate(answers)]
 
-    def _answer_or_error(self, row, index, context):
-        try:
-            answer = self._answer(row, index, context)
-            if len(answer) > self._max_answer:
-                raise InputError(
-                    f"request: its answer takes {len(answer)} bytes, expected at most {self._max_answer} "
-                    "(max_response_bytes of the model's config): send fewer samples a request"
-                )
-            return answer
-        except RecinferError as error:
-            return error
-        except Exception as error:  # a bug of ours: the log has it, the caller gets INTERNAL and not a retryable code
-            _log.exception("a request failed")
-            return error
-
-    def _answer(self, row, index, context):
+    def _decoded(self, row, index, context):
+        """The request as a call that is ready to run, and whether it came as JSON."""
         method = _method(row, index, context)
+        decode = self._service.decode_lookup if method == "lookup" else self._service.decode_predict
         body = row.get("body", row.get("data"))
         if body is None:
             raise InputError("body: got nothing, expected a serialized recinfer.v1 request or a JSON object")
         if isinstance(body, dict) or _is_json(index, context):
-            text = json.dumps(getattr(self, f"_{method}_json")(body))
-            context.set_response_content_type(index, "application/json")
-            return text
+            encode = json_codec.lookup_request if method == "lookup" else json_codec.predict_request
+            return decode(encode(_json_object(body))), True
         if not isinstance(body, (bytes, bytearray)):
             raise InputError(f"body: got {type(body).__name__}, expected bytes or a JSON object")
-        answer = getattr(self._service, method)(bytes(body))
-        context.set_response_content_type(index, "application/octet-stream")
+        return decode(bytes(body)), False
+
+    def _sent(self, answer, call, is_json, index, context):
+        """The answer in the form of its request; or the error that it is."""
+        if isinstance(answer, Exception):
+            return answer
+        if is_json:
+            form = json_codec.lookup_response if call.kind == "Lookup" else json_codec.predict_response
+            answer = json.dumps(form(answer))
+        if len(answer) > self._max_answer:
+            return InputError(
+                f"request: its answer takes {len(answer)} bytes, expected at most {self._max_answer} "
+                "(max_response_bytes of the model's config): send fewer samples a request"
+            )
+        context.set_response_content_type(index, "application/json" if is_json else "application/octet-stream")
         return answer
-
-    def _predict_json(self, body):
-        return json_codec.predict_response(self._service.predict(json_codec.predict_request(_json_object(body))))
-
-    def _lookup_json(self, body):
-        return json_codec.lookup_response(self._service.lookup(json_codec.lookup_request(_json_object(body))))
 
     def _encode_error(self, error, index, context):
         # In a batch, an exception would fail the neighbours too, so the answer itself says what went wrong. REST has

@@ -2,7 +2,8 @@
 
 Predict takes ``{"dense": [[...], ...], "features": {"C1": [[3, 7], [5]], "C2": [4, 9]}}`` and gives
 ``{"outputs": {name: [[...], ...]}, "model_version": "..."}``. A feature is a list of one list of ids a sample, or one id
-a sample; ``"weights"``, where present, has the same form as ``"features"``. Lookup takes the same without ``dense`` and
+a sample; ``"weights"``, where present, has the same form as ``"features"``, and ``"context"`` holds features of one sample
+that go with all. Lookup takes the same without ``dense`` and
 gives ``{"embeddings": {"C1": [[...], ...]}, "sequences": {...}, "model_version": "..."}``. ``model`` and ``version`` may
 be named in both.
 """
@@ -42,7 +43,7 @@ def parse_json(body: bytes | str) -> dict[str, Any]:
 
 def predict_request(body: Mapping[str, Any]) -> bytes:
     """A serialized PredictRequest of a JSON object."""
-    _check_keys(body, _COMMON_KEYS | {"dense"})
+    _check_keys(body, _COMMON_KEYS | {"dense", "context"})
     features = _features(body)
     dense = np.zeros(0, np.float32)
     if body.get("dense"):
@@ -53,8 +54,13 @@ def predict_request(body: Mapping[str, Any]) -> bytes:
                 f"expected one list of numbers for each of {features.batch_size} samples"
             )
     names = _names(body)
+    context = None if body.get("context") is None else _features({"features": body["context"]}, "context")
     return pb.PredictRequest(
-        model=names.get("model"), version=names.get("version"), features=features, dense=dense.tobytes()
+        model=names.get("model"),
+        version=names.get("version"),
+        features=features,
+        dense=dense.tobytes(),
+        context=context,
     ).SerializeToString()
 
 
@@ -114,21 +120,21 @@ def _object(field: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def _features(body: Mapping[str, Any]) -> pb.JaggedFeatures:
-    columns = _object("features", body.get("features"))
+def _features(body: Mapping[str, Any], field: str = "features") -> pb.JaggedFeatures:
+    columns = _object(field, body.get("features"))
     if not columns:
-        raise InputError("features: got none, expected at least one feature with its ids")
-    bags = {_text("features", key): _bags(f"features[{key!r}]", column) for key, column in columns.items()}
+        raise InputError(f"{field}: got none, expected at least one feature with its ids")
+    bags = {_text(field, key): _bags(f"{field}[{key!r}]", column) for key, column in columns.items()}
     batch = len(next(iter(bags.values())))
     for key, column in bags.items():
         if len(column) != batch:
             raise InputError(
-                f"features[{key!r}]: got {len(column)} samples, expected {batch} as in {next(iter(bags))!r}"
+                f"{field}[{key!r}]: got {len(column)} samples, expected {batch} as in {next(iter(bags))!r}"
             )
     lengths = np.fromiter((len(bag) for column in bags.values() for bag in column), np.int32)
     ids = _array(_flat(bags)) if lengths.any() else np.zeros(0, np.int64)
     if ids.dtype != np.int64 or ids.ndim != 1:
-        raise InputError("features: got an id that is not a 64-bit integer, expected lists of integer ids")
+        raise InputError(f"{field}: got an id that is not a 64-bit integer, expected lists of integer ids")
     return pb.JaggedFeatures(
         keys=list(bags),
         batch_size=batch,

@@ -48,9 +48,15 @@ class TorchServeClient:
         answer = self._call("lookup", codec.encode_lookup_request(features))
         return Embeddings(*codec.decode_lookup_response(answer))
 
-    def predict(self, dense: Tensor, features: KeyedJaggedTensor) -> dict[str, Tensor]:
-        """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples."""
-        return codec.decode_predict_response(self._call("predict", codec.encode_predict_request(dense, features)))[0]
+    def predict(
+        self, dense: Tensor, features: KeyedJaggedTensor, *, context: KeyedJaggedTensor | None = None
+    ) -> dict[str, Tensor]:
+        """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples.
+
+        ``context``: features of one sample that go with all B, none of them in ``features``.
+        """
+        body = codec.encode_predict_request(dense, features, context=context)
+        return codec.decode_predict_response(self._call("predict", body))[0]
 
     def close(self) -> None:
         """Close the channel; calls after it fail."""

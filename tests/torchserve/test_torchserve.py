@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ import torch
 from recinfer.errors import InputError, RecinferError
 from recinfer.serving import codec
 from recinfer.serving.client import InferenceClient
+from recinfer.serving.mar import pack
 from recinfer.serving.server import Server
 from recinfer.serving.torchserve_client import TorchServeClient
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-from tests.serving.conftest import ROWS, make_request
+from tests.serving.conftest import ROWS, build_archive, make_request
 from tests.torchserve.instance import TorchServe
 
 pytestmark = pytest.mark.slow
@@ -172,3 +174,29 @@ def test_the_archive_stays_where_it_is(torchserve: TorchServe):
     unpacked = [path for path in (torchserve.folder / "temp").rglob("*") if path.is_file()]
     assert unpacked
     assert not [path for path in unpacked if path.suffix in (".safetensors", ".onnx", ".pt2")]
+
+
+def test_versions_side_by_side(torchserve: TorchServe, tmp_path: Path):
+    """A second version of a model is another entry, registered under the model's name."""
+    entry = pack(build_archive(tmp_path, version="4"), torchserve.model_store, model_name="tiny-4")
+    reply = torchserve.register(f"{entry.name}&model_name=tiny")
+    assert reply.code == 200, reply
+    dense, kjt = make_request(3, 2)
+    body = codec.encode_predict_request(dense, kjt)
+    for path, version in (("tiny", "3"), ("tiny/3", "3"), ("tiny/4", "4")):
+        reply = torchserve.predict(path, body, OCTETS)
+        assert codec.decode_predict_response(reply.body)[1] == version, reply
+    for version in ("", "3", "4"):
+        with TorchServeClient(
+            torchserve.grpc_target, "tiny", token=torchserve.inference_key, version=version, timeout=30
+        ) as client:
+            assert client.lookup(kjt).model_version == (version or "3")
+    default = f"{torchserve.management}/models/tiny/4/set-default"
+    assert torchserve.post(default, key=torchserve.management_key, method="PUT").code == 200
+    assert codec.decode_predict_response(torchserve.predict("tiny", body, OCTETS).body)[1] == "4"
+    back = f"{torchserve.management}/models/tiny/3/set-default"
+    assert torchserve.post(back, key=torchserve.management_key, method="PUT").code == 200
+    gone = torchserve.post(f"{torchserve.management}/models/tiny/4", key=torchserve.management_key, method="DELETE")
+    assert gone.code == 200
+    assert torchserve.predict("tiny/4", body, OCTETS).code == 404
+    assert torchserve.predict("tiny", body, OCTETS).code == 200
