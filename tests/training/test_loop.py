@@ -70,7 +70,7 @@ def test_the_checkpoint_holds_optimizer_and_contract(dataset: Dataset, trained) 
     reader = CheckpointReader(trained.checkpoint, prefix="")
     keys = reader.stored_keys()
     name = "sparse_arch.embedding_bag_collection.embedding_bags.t_C1.weight"
-    assert reader.shape(f"optim.state.{name}.sum") == (dataset.contract.sparse[0].num_embeddings,)
+    assert reader.shape(f"optim.state.{name}.sum") == (dataset.contract.sparse[0].num_embeddings, 1)
     assert any(key.startswith("optim.state.over_arch") and key.endswith("exp_avg") for key in keys)
     about = json.loads((trained.checkpoint / "model.json").read_text())
     assert about["name"] == "synthetic"

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recinfer.distributed.dist_data import KJTAllToAll
-from recinfer.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTListSplitsAwaitable
+from recinfer.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
 from recinfer.distributed.model_parallel import get_module
 from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext
 from recinfer.distributed.train_pipeline.forwards import (
@@ -364,12 +364,14 @@ def _fuse_splits(context: TrainPipelineContext) -> None:
     """Turn the requests that have not been sent yet into one exchange of sizes for each process group."""
     groups: dict[Any, list[str]] = {}
     for name, request in context.input_dist_splits_requests.items():
-        if isinstance(request, KJTListSplitsAwaitable):
-            groups.setdefault(request.pg, []).append(name)
+        waiting = getattr(request, "awaitables", ())
+        group = next((member.pg for member in waiting if isinstance(member, KJTSplitsAllToAllMeta)), None)
+        if group is not None:
+            groups.setdefault(group, []).append(name)
     for group, names in groups.items():
-        requests = [context.input_dist_splits_requests.pop(name) for name in names]
-        contexts = [context.module_contexts_next_batch[name] for name in names]
-        fused = FusedKJTListSplitsAwaitable(requests=requests, contexts=contexts, pg=group)  # type: ignore[arg-type]
+        requests: list[Any] = [context.input_dist_splits_requests.pop(name) for name in names]
+        contexts: list[Any] = [context.module_contexts_next_batch[name] for name in names]
+        fused = FusedKJTListSplitsAwaitable(requests=requests, contexts=contexts, pg=group)
         context.fused_splits_awaitables.append((names, fused))
 
 

@@ -93,7 +93,7 @@ def find_sharded_calls(model: nn.Module) -> dict[str, list[ArgInfo]]:
         ConfigError: the model cannot be traced.
     """
     sharded = {name for name, module in model.named_modules() if isinstance(module, ShardedModule)}
-    leaves = [*sharded, *_untraceable(model)]
+    leaves = [*sharded, *_without_sharded(model)]
     try:
         graph = Tracer(leaf_modules=leaves).trace(model)
     except Exception as error:
@@ -119,9 +119,12 @@ def find_sharded_calls(model: nn.Module) -> dict[str, list[ArgInfo]]:
     return calls
 
 
-def _untraceable(model: nn.Module) -> list[str]:
-    wrappers = (nn.parallel.DistributedDataParallel,)
-    return [name for name, module in model.named_modules() if name and isinstance(module, wrappers)]
+def _without_sharded(model: nn.Module) -> list[str]:
+    """Modules with no sharded module in them: whatever they do, no input of a sharded module is made there from the
+    batch by attributes and items alone, so they need not trace."""
+    found = [path for path, module in model.named_modules() if isinstance(module, ShardedModule)]
+    holders = {path[:at] for path in found for at, letter in enumerate(path) if letter == "."} | set(found)
+    return [path for path, _ in model.named_modules() if path and path not in holders]
 
 
 def _way(arg: Any, batch: fx.Node | None, name: str | None) -> ArgInfo | None:
