@@ -85,7 +85,7 @@ def run_case(num: int, world_size: int, mode: str) -> dict[str, Any]:
     from recinfer.distributed.planner.stats import NoopEmbeddingStats
 
     module, sharders, topology, constraints = _setup(num, world_size, mode)
-    begin = time.monotonic()
+    begin, begin_cpu = time.monotonic(), time.process_time()
     if mode == "inference":
         plan = plan_inference(
             module,
@@ -102,10 +102,11 @@ def run_case(num: int, world_size: int, mode: str) -> dict[str, Any]:
         planner.plan(module, sharders)
         assert planner.last_plan is not None
         plan = planner.last_plan
-    seconds = time.monotonic() - begin
+    seconds, cpu_seconds = time.monotonic() - begin, time.process_time() - begin_cpu
     e = plan.estimates
     return {
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "max_perf_ms": e["max_perf_ms"],
         "lower_bound_ms": e["lower_bound_ms"],
@@ -145,13 +146,13 @@ def run_forward(num: int, world_size: int) -> dict[str, Any]:
     """Our search over TorchRec's own options and estimates of inference."""
     from recinfer.distributed.planner.search import search
 
-    begin = time.monotonic()
+    begin, begin_cpu = time.monotonic(), time.process_time()
     _, problem = shared_space(num, world_size, "forward")
     _, report = search(problem)
-    seconds = time.monotonic() - begin
+    seconds, cpu_seconds = time.monotonic() - begin, time.process_time() - begin_cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     figures = {"max_perf_ms": report.max_perf, "lower_bound_ms": report.lower_bound, "gap": report.gap}
-    return {"seconds": seconds, "peak_mb": peak, **figures}
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mb": peak, **figures}
 
 
 def rate_theirs(num: int, world_size: int, mode: str, tables: dict[str, Any]) -> dict[str, float]:
@@ -214,61 +215,8 @@ def _row(name: str, who: str, r: dict[str, Any], bar: tuple[float, float] | None
     if "failed" in r:
         return f"{name:<24}{who:<10}{r['failed']}"
     asked = f"{bar[0]:>6.1f} s {bar[1]:.2f}" if bar else ""
-    figures = f"{r['seconds']:>8.2f} s{r['peak_mb']:>8.0f} MB{r['max_perf_ms']:>12.4f}{r['lower_bound_ms']:>12.4f}{r['gap']:>9.4f}"
+    figures = f"{r['seconds']:>8.2f} s{r['cpu_seconds']:>8.2f} s{r['peak_mb']:>8.0f} MB{r['max_perf_ms']:>12.4f}{r['lower_bound_ms']:>12.4f}{r['gap']:>9.4f}"
     return f"{name:<24}{who:<10}{figures}   {asked}"
-
-
-def calibrated() -> list[dict[str, Any]]:
-    """Planned against measured milliseconds of every rank of a few quantized collections on this machine's CPU."""
-    import torch
-
-    from recinfer.distributed.calibrate import calibrate, random_module, random_request, typical_ms
-    from recinfer.distributed.planner import ParameterConstraints, plan_inference
-    from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
-    from recinfer.modules.embedding_modules import EmbeddingBagCollection
-
-    torch.set_num_threads(1)
-    hardware = calibrate()
-    found = []
-    for num, world_size, precision in ((26, 4, DataType.INT8), (26, 4, DataType.INT4), (60, 4, DataType.FP16)):
-        random = np.random.default_rng(num + precision.bits)
-        rows = (10 ** random.uniform(2, 6, num)).astype(int)
-        dims = random.choice([16, 32, 64, 128], num)
-        pooling = np.round(np.exp(random.normal(1, 1, num)).clip(1, 50), 1)
-        configs = [
-            EmbeddingBagConfig(
-                num_embeddings=int(rows[i]), embedding_dim=int(dims[i]), name=f"t{i}", feature_names=[f"f{i}"]
-            )
-            for i in range(num)
-        ]
-        limits = {
-            f"t{i}": ParameterConstraints(pooling_factors=[float(pooling[i])], sharding_types=["table_wise"])
-            for i in range(num)
-        }
-        plan = plan_inference(
-            EmbeddingBagCollection(tables=configs, device="meta"),
-            world_size=world_size,
-            precision=precision,
-            hardware=hardware,
-            constraints=limits,
-        )
-        for rank in range(world_size):
-            mine = [i for i in range(num) if plan.tables[i].ranks == (rank,)]
-            module = random_module([(int(rows[i]), int(dims[i])) for i in mine], precision)
-            requests = [random_request(rows[mine], pooling[mine], BATCH, seed=s) for s in range(16)]
-            turn = iter(range(1 << 30))
-            measured = typical_ms(lambda m=module, r=requests, t=turn: m(r[next(t) % 16]), 0.5, lambda: None)  # type: ignore[misc]
-            planned = plan.estimates["predicted_ms_per_rank"][rank]
-            name = f"{num} tables {str(precision).lower()} rank {rank}"
-            print(
-                f"{name:<26}{planned:>9.3f} ms planned{measured:>9.3f} ms measured{planned / measured:>8.2f}",
-                flush=True,
-            )
-            found.append({"case": name, "planned_ms": planned, "measured_ms": measured})
-    ratios = np.array([f["planned_ms"] / f["measured_ms"] for f in found])
-    inside = int((np.abs(ratios - 1) <= 0.25).sum())
-    print(f"{inside} of {len(found)} ranks within 25 %; median planned / measured {np.median(ratios):.3f}")
-    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -287,10 +235,14 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(run_forward(num, world) if mode == "forward" else run_case(num, world, mode)))
         return 0
     if args.calibrated:
+        from benchmarks.planner_calibrated import calibrated
+
         results: Any = calibrated()
     else:
         results = {}
-        print(f"{'case':<24}{'planner':<10}{'time':>10}{'peak':>11}{'max ms':>12}{'bound ms':>12}{'gap':>9}   asked")
+        print(
+            f"{'case':<24}{'planner':<10}{'time':>10}{'of CPU':>10}{'peak':>11}{'max ms':>12}{'bound ms':>12}{'gap':>9}   asked"
+        )
         for case in args.cases.split(","):
             num, world = (int(x) for x in case.split("x"))
             # "forward" is there to compare: TorchRec's idea of inference, planned by both with the same estimates.

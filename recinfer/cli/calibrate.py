@@ -21,10 +21,10 @@ EXAMPLE = "Example: recinfer calibrate --out hardware.json"
 def run(
     out: Annotated[Path, typer.Option("--out", help="Figures to write (JSON), for `recinfer plan --hardware`.")],
     device: Annotated[Device, typer.Option(help="What to measure.")] = Device.cpu,
-    seconds_per_point: Annotated[float, typer.Option(min=0.001, help="Time for each of some 200 figures.")] = 0.03,
+    seconds_per_point: Annotated[float, typer.Option(min=0.0005, help="Time for each of some 1,700 figures.")] = 0.005,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure this machine: lookups by precision, row and table size, memory, copies to devices.
+    """Measure this machine: lookups by precision, row size and level of the memory, bandwidths, copies to devices.
 
     Run it where the model will be served, with nothing else running.
     """
@@ -33,9 +33,20 @@ def run(
     output = Output(as_json)
     profile = calibrate(device.value, seconds_per_point=seconds_per_point, progress=output.note)
     profile.save(out)
-    table = Table("bits of an element", "smallest and largest ns a row", "smallest and largest ns a bag")
+    smallest = min(profile.grids.values(), key=lambda grid: grid.set_bytes[0])
+    table = Table("bits of an element", *(f"ns a row from {_size(s)}" for s in smallest.set_bytes), "widest row")
     for bits, grid in sorted(profile.grids.items()):
-        spans = [[value for row in values for value in row] for values in (grid.row_ns, grid.bag_ns)]
-        table.add_row(str(bits), *(f"{min(span):.1f} - {max(span):.1f}" for span in spans))
-    output.show(table, f"[green]wrote[/green] {out}  {profile.name}, {profile.threads} threads")
+        few, many = (grid.ids_per_bag[i] for i in (-2, -1))
+        row = grid.bag_ns[len(grid.row_bytes) // 2]
+        table.add_row(
+            str(bits),
+            *(f"{(of_set[-1] - of_set[-2]) / (many - few):.1f}" for of_set in row),
+            f"{grid.row_bytes[-1]:.0f} B",
+        )
+    overheads = f"a call {profile.call_ms * 1e3:.1f} us, a feature {profile.feature_ms * 1e3:.2f} us"
+    output.show(table, overheads, f"[green]wrote[/green] {out}  {profile.name}, {profile.threads} threads")
     output.finish({"hardware": str(out), **asdict(profile)})
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:g} MiB"

@@ -5,44 +5,66 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from recinfer.distributed.planner.calibration import TABLES_IN_COMPANY, HardwareProfile, LookupGrid
+from recinfer.distributed.planner.calibration import FEATURES_PER_CALL, HardwareProfile, LookupGrid
 from recinfer.distributed.planner.estimates import packed_row_bytes
 from recinfer.distributed.planner.inference import row_alignment
 from recinfer.errors import UnavailableError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
-from recinfer.quant.embedding_modules import EmbeddingBagCollection
+from recinfer.quant.embedding_modules import SLACK_BYTES, EmbeddingBagCollection
+from recinfer.quant.lookup import ColumnPiece, PooledLookup
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["calibrate", "random_module", "random_request"]
+__all__ = ["Timings", "calibrate", "random_module", "random_request"]
 
-_DIMS = (16, 64, 128, 256)
-_TABLE_BYTES = (1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
+# Widths in pairs, one whose rows just fill memory lines and the next: the op prefetches whole lines of a row from its
+# start, so costs rise towards full lines and fall behind them.
+_DIMS = (16, 32, 56, 64, 120, 128, 248, 256, 512)
+_SET_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
 _PRECISIONS = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32)
-_BATCH = 512
-_POOLING = 16
+# Bags of two lengths at random, as no bag of a real model can be foretold; few of the long ones, as other work on the
+# machine hits fewer short calls.
+_IDS_AND_BAGS = ((0.0, 512), (0.5, 512), (1.0, 512), (1.5, 512), (4.5, 512), (16.5, 128), (64.5, 32))
+_NARROW_DIM, _WIDE_DIM, _WIDE = (
+    16,
+    256,
+    (1, 2, 4, 8),
+)  # features that write the wide vectors; 16 times as many the narrow
+_WRITTEN = [(_WIDE_DIM, n) for n in _WIDE] + [(_NARROW_DIM, 16 * n) for n in _WIDE]
+_ROUNDS = 4
+_FILL = 0x3C  # a byte that reads as a sane number in every precision
+
+Call = tuple[Callable[[KeyedJaggedTensor], object], Callable[[int], KeyedJaggedTensor]]
+"""What is timed, and what makes the request of a number."""
 
 
 def random_module(
     shapes: Sequence[tuple[int, int]], precision: DataType, device: torch.device | str = "cpu"
 ) -> EmbeddingBagCollection:
     """A quantized collection of (rows, dim) tables of one code and sane scales, tables t0, t1 ..., features f0, f1 ..."""
-    configs = [
-        EmbeddingBagConfig(
-            num_embeddings=rows, embedding_dim=dim, name=f"t{i}", feature_names=[f"f{i}"], data_type=precision
-        )
-        for i, (rows, dim) in enumerate(shapes)
-    ]
+    return _filled(
+        [_config(f"t{i}", rows, dim, precision, [f"f{i}"]) for i, (rows, dim) in enumerate(shapes)],
+        device,
+    )
+
+
+def _config(name: str, rows: int, dim: int, precision: DataType, features: list[str]) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(
+        num_embeddings=rows, embedding_dim=dim, name=name, data_type=precision, feature_names=features
+    )
+
+
+def _filled(configs: list[EmbeddingBagConfig], device: torch.device | str) -> EmbeddingBagCollection:
     module = EmbeddingBagCollection(configs, False, device=device)
     for config in configs:
         table = module.packed_table(config.name)
         table.fill_(1)
-        if precision.bits < 16:
+        if config.data_type.bits < 16:
             table[:, :4] = torch.tensor([0.01, -1.0], dtype=torch.float16).view(torch.uint8).to(table.device)
     return module
 
@@ -54,11 +76,8 @@ def random_request(
     generator = torch.Generator().manual_seed(seed)
     lengths, values = [], []
     for n, p in zip(rows, pooling):
-        low = int(p)
-        length = torch.full((batch,), low, dtype=torch.int32)
-        length += (torch.rand(batch, generator=generator) < p - low).int()
-        lengths.append(length)
-        values.append(torch.randint(n, (int(length.sum()),), generator=generator))
+        lengths.append(_lengths(p, batch, generator))
+        values.append(torch.randint(n, (int(lengths[-1].sum()),), generator=generator))
     return KeyedJaggedTensor(
         keys=[f"f{i}" for i in range(len(rows))],
         values=torch.cat(values).to(device),
@@ -66,135 +85,207 @@ def random_request(
     )
 
 
-def typical_ms(call: Callable[[], object], seconds: float, synchronize: Callable[[], None]) -> float:
-    """The lower quartile of a call's milliseconds: other work on the machine only ever adds."""
-    call()
-    synchronize()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 5 or (time.perf_counter() < end and len(times) < 200):
-        begin = time.perf_counter()
-        call()
-        synchronize()
-        times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.quantiles(times, n=4)[0]
+class Timings:
+    """Milliseconds of calls when nothing disturbs them, gathered in rounds that may lie far apart.
+
+    Every call gets a request of its own, made just before, as in a server: neither its ids nor its offsets nor the caches
+    are in a state that an earlier use left. The median of all calls of a name counts: low quantiles of short calls do not add up to those of a
+    long one, which no quick moment holds.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+        self._synchronize = synchronize
+        self._times: dict[Any, list[float]] = {}
+
+    def add(self, calls: Mapping[Any, Call], seconds: float, settle: float = 0.0) -> None:
+        """Time each of ``calls`` for about ``seconds``, and at least twice, after ``settle`` seconds of the same call.
+
+        A shared cache takes hundreds of calls to hold what a table's traffic touches again; reading it once does not do.
+        """
+        torch.empty(31 << 20, dtype=torch.uint8)  # freed at once: glibc then keeps outputs on its heap, as in a server
+        for name, (run, make) in calls.items():
+            times = self._times.setdefault(name, [])
+            spent, number, settled, until = 0.0, 0, 0, time.perf_counter() + settle
+            while not settled or time.perf_counter() < until:
+                settled += 1
+                run(make(-settled))
+            self._synchronize()
+            while number < 2 or (spent < seconds * 1e3 and number < 1000):
+                request = make(len(times))
+                begin = time.perf_counter()
+                output = run(request)
+                self._synchronize()
+                times.append((time.perf_counter() - begin) * 1e3)
+                del output, request
+                spent, number = spent + times[-1], number + 1
+
+    def ms(self, name: Any) -> float:
+        """Of one name."""
+        return statistics.median(self._times[name])
 
 
 def calibrate(
     device: str = "cpu",
     *,
-    seconds_per_point: float = 0.03,
+    seconds_per_point: float = 0.005,
     precisions: Sequence[DataType] = _PRECISIONS,
-    max_table_bytes: int = _TABLE_BYTES[-1],
+    max_set_bytes: int = _SET_BYTES[-1],
     progress: Callable[[str], None] | None = None,
 ) -> HardwareProfile:
     """Measure this machine, with the threads torch uses now.
 
-    A point is eight tables of a row size and a table size, looked up at two pooling factors, which separates the cost of
-    a row from that of a bag; requests change from call to call, so that tables larger than the cache are read from memory.
+    The figures are those of a bag by precision, row size, ids a bag and the set of memory that rows come from, of written
+    bytes, of a feature and of a call. How a table's lookups are made of them is :meth:`HardwareProfile.lookup_ms`.
+    Everything is measured in rounds, so that no figure depends on one bad moment.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
         seconds_per_point: how long each figure is measured.
         precisions: element types to measure.
-        max_table_bytes: largest table (eight of them are held at once); less is quicker.
-        progress: called with a line for each precision.
+        max_set_bytes: largest set of rows; it is allocated once.
+        progress: called with a line before each round.
 
     Raises:
         UnavailableError: no such device here.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UnavailableError("no CUDA device here to calibrate; use --device cpu, or run this where the GPUs are")
-    synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-    call_ms, feature_ms = _overheads(device, seconds_per_point * 3, synchronize)
-    sizes = tuple(s for s in _TABLE_BYTES if s <= max_table_bytes)
-    grids = {}
-    for precision in precisions:
+    sets = tuple(s for s in _SET_BYTES if s <= max(max_set_bytes, _SET_BYTES[1]))
+    measure = _Measure(device, sets)
+    for turn in range(_ROUNDS):
         if progress is not None:
-            progress(f"lookups of {str(precision).lower()} rows")
-        grids[precision.bits] = _grid(precision, sizes, device, seconds_per_point, synchronize, call_ms + feature_ms)
-    copies = _copies(device, synchronize)
+            progress(f"round {turn + 1} of {_ROUNDS}")
+        measure.round(precisions, seconds_per_point / _ROUNDS)
+    call_ms, feature_ms = measure.overheads()
+    on_cpu = device == "cpu"
+    copies = _copies(device, measure.synchronize)
     return HardwareProfile(
         device=device,
         name=torch.cuda.get_device_name() if device == "cuda" else _processor(),
         threads=torch.get_num_threads(),
         call_ms=call_ms,
         feature_ms=feature_ms,
-        grids=grids,
+        grids={p.bits: measure.grid(p) for p in precisions},
         memory_bytes_per_ms=_memory_bandwidth(torch.device("cpu"), lambda: None),
-        device_memory_bytes_per_ms=_memory_bandwidth(torch.device(device), synchronize) if device == "cuda" else 0.0,
+        device_memory_bytes_per_ms=0.0 if on_cpu else _memory_bandwidth(torch.device(device), measure.synchronize),
         host_to_device_bytes_per_ms=copies[0],
         device_to_device_bytes_per_ms=copies[1],
-        notes={"batch": _BATCH, "torch": torch.__version__},
+        write_ns=measure.writes(),
+        notes={"torch": torch.__version__},
     )
 
 
-def _overheads(device: str, seconds: float, synchronize: Callable[[], None]) -> tuple[float, float]:
-    """(ms a call, ms a feature), from a batch of one on 1 and on 33 tiny tables."""
+class _Measure:
+    """The timings of a calibration on one device, over one buffer that stands for tables of any shape."""
+
+    def __init__(self, device: str, sets: tuple[int, ...]) -> None:
+        self.device, self.sets = device, sets
+        self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+        self._buffer = torch.full((max(sets) + SLACK_BYTES,), _FILL, dtype=torch.uint8, device=device)
+        self._timings = Timings(self.synchronize)
+
+    def round(self, precisions: Sequence[DataType], seconds: float) -> None:
+        """Time everything once more."""
+        # Tables of different widths, as a model has: each width is a kernel of its own.
+        for num in (1, 33):
+            shapes = [(16, _DIMS[i % len(_DIMS)]) for i in range(num)]
+            module = random_module(shapes, DataType.INT8, self.device)
+            pooling = [1.0] * num
+            make = lambda seed, n=num, p=pooling: random_request([16] * n, p, 1, self.device, seed)  # noqa: E731
+            self._timings.add({("call", num): (module, make)}, 5 * seconds)
+        written = {(dim, num): self._call([64] * num, dim, DataType.INT8, 1, 512) for dim, num in _WRITTEN}
+        self._timings.add(written, 4 * seconds)
+        for size in self.sets:  # outermost: all lookups of a set keep it where steady traffic keeps it
+            self._timings.add(
+                {"settle": self._call_of(_DIMS[3], precisions[0], size, *_IDS_AND_BAGS[-1])}, 0.0, settle=0.15
+            )
+            for precision in precisions:
+                for dim in _DIMS:
+                    points = {
+                        (precision, dim, size, ids): self._call_of(dim, precision, size, ids, bags)
+                        for ids, bags in _IDS_AND_BAGS
+                        if ids or size == self.sets[0]
+                    }
+                    self._timings.add(points, seconds)
+
+    def overheads(self) -> tuple[float, float]:
+        """(ms a call, ms a feature), from a batch of one on 1 and on 33 features of tiny tables."""
+        one, many = self._timings.ms(("call", 1)), self._timings.ms(("call", 33))
+        feature = max((many - one) / 32, 0.0)
+        return max(one - feature, 0.0), feature
+
+    def writes(self) -> tuple[tuple[float, float, float], ...]:
+        """(bytes a call, ns a bag, ns a byte) of vectors read from a tiny table, from narrow and from wide ones."""
+        call_ms, feature_ms = self.overheads()
+
+        def bag_ns(dim: int, num: int) -> float:
+            return max(self._timings.ms((dim, num)) - call_ms - num * feature_ms, 0.0) / (num * 512) * 1e6
+
+        found = []
+        for wide in _WIDE:
+            narrow_ns, wide_ns = bag_ns(_NARROW_DIM, 16 * wide), bag_ns(_WIDE_DIM, wide)
+            a_byte = max(wide_ns - narrow_ns, 0.0) / ((_WIDE_DIM - _NARROW_DIM) * 4)
+            found.append((float(wide * 512 * _WIDE_DIM * 4), max(narrow_ns - a_byte * _NARROW_DIM * 4, 0.0), a_byte))
+        return tuple(found)
+
+    def grid(self, precision: DataType) -> LookupGrid:
+        """Bags over row sizes, sets and lengths."""
+        call_ms, feature_ms = self.overheads()
+        overhead_ms = call_ms + FEATURES_PER_CALL * feature_ms
+
+        def ns(dim: int, size: int, ids: int, bags: int) -> float:
+            took = self._timings.ms((precision, dim, size if ids else self.sets[0], ids))
+            return max(took - overhead_ms, 1e-6) / (FEATURES_PER_CALL * bags) * 1e6
+
+        return LookupGrid(
+            row_bytes=tuple(float(self._row_size(dim, precision)) for dim in _DIMS),
+            set_bytes=tuple(float(s) for s in self.sets),
+            ids_per_bag=tuple(ids for ids, _ in _IDS_AND_BAGS),
+            bags_per_call=tuple(float(FEATURES_PER_CALL * bags) for _, bags in _IDS_AND_BAGS),
+            bag_ns=tuple(tuple(tuple(ns(d, s, *pair) for pair in _IDS_AND_BAGS) for s in self.sets) for d in _DIMS),
+        )
+
+    def _row_size(self, dim: int, precision: DataType) -> int:
+        return int(packed_row_bytes(dim, precision.bits, row_alignment(self.device)))
+
+    def _call_of(self, dim: int, precision: DataType, size: int, ids: float, bags: int) -> Call:
+        """A measured call on the first ``size`` bytes of the buffer."""
+        rows = max(size // self._row_size(dim, precision), 8)
+        return self._call([rows] * FEATURES_PER_CALL, dim, precision, ids, bags)
+
+    def _call(self, rows: Sequence[int], dim: int, precision: DataType, ids: float, bags: int) -> Call:
+        """Features that each read ``bags`` bags of ``ids`` uniform ids, all from the first rows of the buffer."""
+        features = [f"f{i}" for i in range(len(rows))]
+        table = _config("t0", rows[0], dim, precision, features)
+        lookup = PooledLookup(
+            [table], {"t0": [ColumnPiece(0, dim, 0)]}, self._buffer, row_alignment=row_alignment(self.device)
+        )
+
+        pooling = [ids] * len(rows)
+        return lookup, lambda seed: random_request(rows, pooling, bags, self.device, seed)
+
+
+def _lengths(mean: float, num: int, generator: torch.Generator) -> torch.Tensor:
+    """The two whole numbers around ``mean``, at random."""
+    low = int(mean)
+    lengths = torch.full((num,), low, dtype=torch.int32)
+    return lengths if mean == low else lengths + (torch.rand(num, generator=generator) < mean - low).int()
+
+
+def _fastest_ms(call: Callable[[], object], synchronize: Callable[[], None]) -> float:
     times = []
-    for num in (1, 33):
-        module = random_module([(16, 16)] * num, DataType.INT8, device)
-        request = random_request([16] * num, [1.0] * num, 1, device)
-        times.append(typical_ms(lambda m=module, r=request: m(r), seconds, synchronize))  # type: ignore[misc]
-    feature = max((times[1] - times[0]) / 32, 0.0)
-    return max(times[0] - feature, 0.0), feature
-
-
-def _grid(
-    precision: DataType,
-    sizes: tuple[int, ...],
-    device: str,
-    seconds: float,
-    synchronize: Callable[[], None],
-    overhead_ms: float,
-) -> LookupGrid:
-    row_ns, bag_ns, row_sizes = [], [], []
-    for dim in _DIMS:
-        row_size = int(packed_row_bytes(dim, precision.bits, row_alignment(device)))
-        rows_line, bags_line = [], []
-        for size in sizes:
-            row, bag = _point(precision, dim, max(size // row_size, 8), device, seconds, synchronize, overhead_ms)
-            rows_line.append(row)
-            bags_line.append(bag)
-        row_sizes.append(float(row_size))
-        row_ns.append(tuple(rows_line))
-        bag_ns.append(tuple(bags_line))
-    return LookupGrid(tuple(row_sizes), tuple(float(s) for s in sizes), tuple(row_ns), tuple(bag_ns))
-
-
-def _point(
-    precision: DataType,
-    dim: int,
-    rows: int,
-    device: str,
-    seconds: float,
-    synchronize: Callable[[], None],
-    overhead_ms: float,
-) -> tuple[float, float]:
-    """(ns a row, ns a bag) of a table among its like."""
-    module = random_module([(rows, dim)] * TABLES_IN_COMPANY, precision, device)
-    times = []
-    for pooling in (1, _POOLING):
-        requests = [
-            random_request([rows] * TABLES_IN_COMPANY, [pooling] * TABLES_IN_COMPANY, _BATCH, device, seed)
-            for seed in range(8)
-        ]
-        turn = iter(range(1 << 30))
-
-        def call(requests: list[Any] = requests, turn: Any = turn) -> object:
-            return module(requests[next(turn) % len(requests)])
-
-        times.append(max(typical_ms(call, seconds, synchronize) - overhead_ms, 1e-6) / TABLES_IN_COMPANY)
-    # Rows are dearer one by one than in long bags; the line through both points keeps the short bags right.
-    row = max((times[1] - times[0]) / (_BATCH * (_POOLING - 1)) * 1e6, 0.0)
-    row = min(row, times[0] / _BATCH * 1e6)
-    return row, times[0] / _BATCH * 1e6 - row
+    for _ in range(12):
+        begin = time.perf_counter()
+        call()
+        synchronize()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return min(times)
 
 
 def _memory_bandwidth(device: torch.device, synchronize: Callable[[], None]) -> float:
     """Bytes per millisecond of reading a large tensor once."""
     data = torch.ones(1 << 25, dtype=torch.float32, device=device)
-    return data.nbytes / typical_ms(data.sum, 0.2, synchronize)
+    return data.nbytes / _fastest_ms(data.sum, synchronize)
 
 
 def _copies(device: str, synchronize: Callable[[], None]) -> tuple[float, float]:
@@ -203,11 +294,11 @@ def _copies(device: str, synchronize: Callable[[], None]) -> tuple[float, float]
         return 0.0, 0.0
     host = torch.ones(1 << 24, dtype=torch.float32).pin_memory()
     there = host.to("cuda:0")
-    up = host.nbytes / typical_ms(lambda: there.copy_(host, non_blocking=True), 0.2, synchronize)
+    up = host.nbytes / _fastest_ms(lambda: there.copy_(host, non_blocking=True), synchronize)
     if torch.cuda.device_count() < 2:
         return up, 0.0
     other = torch.empty_like(there, device="cuda:1")
-    return up, host.nbytes / typical_ms(lambda: other.copy_(there, non_blocking=True), 0.2, synchronize)
+    return up, host.nbytes / _fastest_ms(lambda: other.copy_(there, non_blocking=True), synchronize)
 
 
 def _processor() -> str:

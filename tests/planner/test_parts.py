@@ -14,7 +14,7 @@ from recinfer.distributed.embedding import EmbeddingCollectionSharder
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recinfer.distributed.planner import ParameterConstraints, Topology, create_planner
-from recinfer.distributed.planner.calibration import HardwareProfile, LookupGrid
+from recinfer.distributed.planner.calibration import Company, HardwareProfile, LookupGrid
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.estimates import packed_row_bytes
 from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner, SortBy
@@ -438,17 +438,49 @@ def test_create_planner_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -
         create_planner(torch.device("cpu"), 64)
 
 
+def test_company_makes_a_small_table_dearer_and_repeats_make_it_cheaper() -> None:
+    profile, one = hardware_of(bag_ns=5.0, far_ns=40.0), np.ones(1)
+
+    def ms(ids: float, company: Company | None = None) -> float:
+        figures = {"row_bytes": one * 64, "bits": one * 8, "rows": one * 100.0, "features": one * 0}
+        return float(
+            profile.lookup_ms(ids=one * ids, bags=one * ids, vector_bytes=one * 64, company=company, **figures)[0]
+        )
+
+    big = Company.of(np.array([100.0, 1e7]), np.array([50.0, 1e6]), np.array([64.0, 64.0]), np.array([1e4, 1e6]))
+    assert ms(50, big) > 3 * ms(50)  # what the large table reads pushes the small one out between calls
+    assert ms(5000, big) < 110 * ms(50, big) / 3  # within a call a row is fetched once
+    half = Company.of(np.array([1e6]), np.array([1e5]), np.array([64.0]), np.array([1e4]), share=0.5)
+    assert half.between(np.array([1e9]))[0] == pytest.approx(32e6)
+    assert (np.diff(big.between(np.array([1.0, 10.0, 1e3]))) > 0).all()
+
+
+def hardware_of(bag_ns: float, far_ns: float) -> HardwareProfile:
+    """Rows of 64 and 256 bytes, sets of 10 kB and 100 MB, one id or three a bag; a far row costs ``far_ns`` more."""
+    lines = tuple(
+        tuple((bag_ns, bag_ns + far * 1.0 * w, bag_ns + far * 3.0 * w) for far in (1.0, far_ns)) for w in (1.0, 2.0)
+    )
+    grid = LookupGrid((64.0, 256.0), (1e4, 1e8), (0.0, 1.0, 3.0), (1e3, 1e3, 1e3), lines)
+    return HardwareProfile("cpu", "test", 1, 0.02, 0.001, {8: grid}, 1e6)
+
+
 def test_hardware_profiles_round_trip_and_interpolate(tmp_path: Path) -> None:
-    grid = LookupGrid((64.0, 256.0), (1e4, 1e8), ((1.0, 10.0), (2.0, 40.0)), ((5.0, 5.0), (9.0, 9.0)))
-    profile = HardwareProfile("cpu", "test", 1, 0.02, 0.001, {8: grid}, 1e6)
+    profile = hardware_of(bag_ns=5.0, far_ns=40.0)
     profile.save(tmp_path / "hw.json")
     assert HardwareProfile.load(tmp_path / "hw.json") == profile
-    one = np.ones(1)
-    ms = profile.lookup_ms(one * 1e6, one * 0, np.array([256]), one * 8, np.array([1e8 / 256]), one, one)
-    assert ms[0] == pytest.approx(40.0 + 0.001)
+    grid, one = profile.grids[8], np.ones(1)
+    assert grid.at(one * 64, one * 1e4, one * 1.0)[0] == pytest.approx(6.0)
+    assert grid.at(one * 160, one * 1e8, one * 2.0)[0] == pytest.approx(5.0 + 1.5 * 2 * 40)
+    assert grid.at(one * 64, one * 1e4, one * 9.0)[0] == pytest.approx(5.0 + 9)  # longer bags cost on
+    assert grid.at(one * 64, one * 1e6, one * 1.0)[0] == pytest.approx(6.0 + 39 / 2)  # halfway in the logarithm
+    lookups = {"ids": one * 1e3, "bags": one * 1e3, "row_bytes": one * 64, "bits": one * 8, "features": one}
+    ms = profile.lookup_ms(**lookups, rows=one * 1e8 / 64, vector_bytes=one * 64)
+    assert ms[0] == pytest.approx(45e-3 + 0.001, rel=0.01)  # hardly any row is met twice
     topology = profile.topology(2)
     assert topology.hardware is profile and topology.ddr_mem_bw == 1e6
     with pytest.raises(ConfigError):
-        LookupGrid((64.0,), (1e4, 1e3), ((1.0, 1.0),), ((1.0, 1.0),))
+        LookupGrid((64.0,), (1e4, 1e3), (0.0, 1.0), (1.0, 1.0), (((1.0, 1.0), (1.0, 1.0)),))
+    with pytest.raises(ConfigError, match="two sets"):
+        LookupGrid((64.0,), (1e4,), (0.0, 1.0), (1.0, 1.0), (((1.0, 1.0),),))
     with pytest.raises(ConfigError, match="recinfer calibrate"):
         HardwareProfile.from_json("{}")

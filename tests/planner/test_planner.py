@@ -322,7 +322,7 @@ def test_rich_tables_and_picture(tmp_path: Path) -> None:
 
 
 def test_calibrated_estimates_are_used(tmp_path: Path) -> None:
-    hardware = calibrate(seconds_per_point=0.001, precisions=[DataType.INT8], max_table_bytes=1 << 16)
+    hardware = calibrate(seconds_per_point=0.0005, precisions=[DataType.INT8], max_set_bytes=1 << 20)
     plan = plan_inference(model([(1000, 64)] * 3), world_size=2, hardware=hardware)
     e = plan.estimates
     assert e["call_ms"] == hardware.call_ms > 0

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,58 +19,122 @@ import numpy.typing as npt
 from recinfer.distributed.planner.topology import Topology
 from recinfer.errors import ConfigError, NotFoundError
 
-__all__ = ["TABLES_IN_COMPANY", "HardwareProfile", "LookupGrid"]
+__all__ = ["FEATURES_PER_CALL", "SECTOR_BYTES", "Company", "HardwareProfile", "LookupGrid"]
 
-TABLES_IN_COMPANY = 8  # tables in a measured call: what one reads, another pushes out of the cache, as in a real model
+FEATURES_PER_CALL = 8
+"""Features of a measured call: enough that the call itself does not count, few enough that outputs stay small."""
 
-PROFILE_FORMAT = "recinfer.hardware/1"
+SECTOR_BYTES = 128
+"""What a miss brings: a line and its neighbour, so that rows side by side share it."""
+
+PROFILE_FORMAT = "recinfer.hardware/2"
 FloatN = npt.NDArray[np.float64]
+_FARTHEST = (
+    64  # times the largest measured set: costs go on growing with it so far, as page tables leave the caches too
+)
+_CALLS = np.logspace(0, 10, 41)  # calls between two touches of a row, at which a company is tabled
 
 
 @dataclass(frozen=True)
 class LookupGrid:
-    """Nanoseconds of one row read and of one bag written, over row sizes and table sizes (bytes, ascending).
+    """Nanoseconds of one bag, over row sizes, sets of memory that rows are drawn from, and ids a bag.
 
-    ``row_ns`` and ``bag_ns`` are [row sizes][table sizes], of a table among ``TABLES_IN_COMPANY`` alike.
+    Rows are drawn uniformly from the whole set, so a set stands for a level of the memory: what is larger than a cache
+    misses it. Axes ascend; between their points, and beyond the last, costs are linear (in the logarithm of the set).
+
+    Args:
+        row_bytes: of one packed row.
+        set_bytes: of the rows that ids are drawn from, at least two.
+        ids_per_bag: at least two lengths.
+        bags_per_call: how many a measured call had, one figure a length.
+        bag_ns: [row sizes][sets][lengths].
     """
 
     row_bytes: tuple[float, ...]
-    table_bytes: tuple[float, ...]
-    row_ns: tuple[tuple[float, ...], ...]
-    bag_ns: tuple[tuple[float, ...], ...]
+    set_bytes: tuple[float, ...]
+    ids_per_bag: tuple[float, ...]
+    bags_per_call: tuple[float, ...]
+    bag_ns: tuple[tuple[tuple[float, ...], ...], ...]
 
     def __post_init__(self) -> None:
-        shape = (len(self.row_bytes), len(self.table_bytes))
-        for name in ("row_ns", "bag_ns"):
-            values = np.array(getattr(self, name), float)
-            if values.shape != shape or not np.isfinite(values).all() or (values < 0).any():
-                raise ConfigError(f"{name} has shape {values.shape}; expected {shape} finite figures, none negative")
-        for name in ("row_bytes", "table_bytes"):
-            values = np.array(getattr(self, name), float)
-            if values.size < 1 or (values <= 0).any() or (np.diff(values) <= 0).any():
-                raise ConfigError(f"{name} {values.tolist()}; expected ascending figures above 0")
+        shape = (len(self.row_bytes), len(self.set_bytes), len(self.ids_per_bag))
+        values = np.array(self.bag_ns, float)
+        if values.shape != shape or not np.isfinite(values).all() or (values < 0).any():
+            raise ConfigError(f"bag_ns has shape {values.shape}; expected {shape} finite figures, none negative")
+        for name in ("row_bytes", "set_bytes", "ids_per_bag"):
+            _check_ascending(name, getattr(self, name), least=0.0 if name == "ids_per_bag" else 1e-9)
+        if len(self.set_bytes) < 2 or len(self.ids_per_bag) < 2 or len(self.bags_per_call) != len(self.ids_per_bag):
+            raise ConfigError(
+                f"set_bytes {self.set_bytes}, ids_per_bag {self.ids_per_bag} and bags_per_call {self.bags_per_call}; "
+                "expected two sets, two lengths, and a number of bags for each length"
+            )
 
-    def at(self, row_bytes: FloatN, table_bytes: FloatN) -> tuple[FloatN, FloatN]:
-        """(row_ns, bag_ns) [N]: linear in the row size, in the logarithm of the table size; scaled beyond the last row."""
-        i, u = _locate(np.array(self.row_bytes), row_bytes)
-        j, v = _locate(np.log(self.table_bytes), np.log(np.maximum(table_bytes, 1.0)))
-        beyond = np.maximum(row_bytes / self.row_bytes[-1], 1.0)
-        found = []
-        for values in (np.array(self.row_ns), np.array(self.bag_ns)):
-            up, right = np.minimum(i + 1, values.shape[0] - 1), np.minimum(j + 1, values.shape[1] - 1)
-            low = values[i, j] * (1 - v) + values[i, right] * v
-            high = values[up, j] * (1 - v) + values[up, right] * v
-            found.append((low * (1 - u) + high * u) * beyond)
-        return found[0], found[1]
+    def at(self, row_bytes: FloatN, set_bytes: FloatN, ids_per_bag: FloatN) -> FloatN:
+        """Nanoseconds a bag [N]."""
+        values = np.array(self.bag_ns)
+        axes = (
+            _locate(np.array(self.row_bytes), row_bytes),
+            _locate(
+                np.log(self.set_bytes), np.log(np.clip(set_bytes, 1.0, self.set_bytes[-1] * _FARTHEST)), beyond=True
+            ),
+            _locate(np.array(self.ids_per_bag), ids_per_bag, beyond=True),
+        )
+        out = np.zeros(row_bytes.shape)
+        for corner in itertools.product((0, 1), repeat=3):
+            index = tuple(np.minimum(i + c, n - 1) for (i, _), c, n in zip(axes, corner, values.shape))
+            weight = np.prod([share if c else 1 - share for (_, share), c in zip(axes, corner)], axis=0)
+            out += weight * values[index]
+        return out * np.maximum(row_bytes / self.row_bytes[-1], 1.0)
 
 
-def _locate(points: FloatN, x: FloatN) -> tuple[npt.NDArray[np.int64], FloatN]:
-    """Index of the grid point below ``x`` and the share of the way to the next, clamped to the grid."""
+def _check_ascending(name: str, points: Sequence[float], least: float) -> None:
+    values = np.array(points, float)
+    if values.size < 1 or (values < least).any() or (np.diff(values) <= 0).any():
+        raise ConfigError(f"{name} {values.tolist()}; expected ascending figures, at least {least:g}")
+
+
+def _locate(points: FloatN, x: FloatN, *, beyond: bool = False) -> tuple[npt.NDArray[np.int64], FloatN]:
+    """Index of the grid point below ``x`` and the share of the way to the next; within the grid unless ``beyond``."""
     if points.size == 1:
         return np.zeros(x.shape, np.int64), np.zeros(x.shape)
-    at = np.clip(x, points[0], points[-1])
+    at = np.maximum(x, points[0]) if beyond else np.clip(x, points[0], points[-1])
     i = np.clip(np.searchsorted(points, at, side="right") - 1, 0, points.size - 2)
     return i, (at - points[i]) / (points[i + 1] - points[i])
+
+
+def _unique(pool: FloatN, draws: FloatN) -> FloatN:
+    """How many different ones of ``pool`` that many uniform draws touch."""
+    return pool * -np.expm1(-draws / np.maximum(pool, 1.0))
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as tuples, at every depth."""
+    if isinstance(value, dict):
+        return {name: _tuples(inner) for name, inner in value.items()}
+    return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class Company:
+    """What shares the caches with a table: bytes that all lookups of a rank touch in so many calls.
+
+    Args:
+        touched: bytes at each of a fixed ladder of calls.
+        output_bytes: of the vectors of one call.
+    """
+
+    touched: FloatN
+    output_bytes: float
+
+    @classmethod
+    def of(cls, rows: FloatN, ids: FloatN, row_bytes: FloatN, output_bytes: FloatN, share: float = 1.0) -> Company:
+        """Of tables with ``rows`` rows that get ``ids`` ids a call; ``share`` of them, when a rank holds only that."""
+        touched = np.array([float((_unique(rows, calls * ids) * row_bytes).sum()) for calls in _CALLS])
+        return cls(touched * share, float(output_bytes.sum()) * share)
+
+    def between(self, calls: FloatN) -> FloatN:
+        """Bytes touched [N] in as many calls."""
+        return np.interp(np.log(calls), np.log(_CALLS), self.touched)
 
 
 @dataclass(frozen=True)
@@ -80,11 +145,12 @@ class HardwareProfile:
         device: ``"cpu"`` or ``"cuda"``: what the figures are of.
         name: of the processor, for people.
         threads: threads that a lookup ran on.
-        call_ms: milliseconds of a lookup call beyond its tables.
-        feature_ms: milliseconds a feature of a call beyond its rows and bags.
+        call_ms: milliseconds of a lookup call beyond its features.
+        feature_ms: milliseconds a feature of a call beyond its bags.
         grids: bits of an element -> figures.
         memory_bytes_per_ms: sequential reading of host memory.
         device_memory_bytes_per_ms, host_to_device_bytes_per_ms, device_to_device_bytes_per_ms: 0 when not measured.
+        write_ns: (bytes, ns a bag, ns a byte): what writing vectors takes when a call writes that many bytes.
     """
 
     device: str
@@ -97,6 +163,7 @@ class HardwareProfile:
     device_memory_bytes_per_ms: float = 0.0
     host_to_device_bytes_per_ms: float = 0.0
     device_to_device_bytes_per_ms: float = 0.0
+    write_ns: tuple[tuple[float, float, float], ...] = ((1.0, 0.0, 0.0),)
     notes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,31 +171,65 @@ class HardwareProfile:
             raise ConfigError(f"hardware profile of device {self.device!r}; expected cpu or cuda")
         if not self.grids:
             raise ConfigError("a hardware profile needs lookup figures for at least one precision")
+        _check_ascending("sizes of write_ns", [size for size, *_ in self.write_ns], least=1.0)
 
     def lookup_ms(
         self,
+        *,
         ids: FloatN,
-        vectors: FloatN,
-        row_bytes: Any,
+        bags: FloatN,
+        row_bytes: FloatN,
         bits: FloatN,
-        rows: Any,
+        rows: FloatN,
         features: FloatN,
-        cols: Any,
+        vector_bytes: FloatN,
+        company: Company | None = None,
     ) -> FloatN:
-        """Milliseconds [N] of looking up ``ids`` rows into ``vectors`` bags, each entry one shard of one table.
+        """Milliseconds [N] of looking up ``ids`` rows into ``bags`` bags, each entry one shard of one table.
 
-        Without the call itself (``call_ms``), which a rank pays once however many shards it holds.
+        A sector of memory that the call has not touched yet comes from wherever the traffic since its last use left it; one
+        that it has, from the table's own working set. Writing goes on beside reading: the two add up as squares do. Ids are
+        taken as uniform. Without the call itself (``call_ms``), which a rank pays once.
+
+        Args:
+            company: what else the rank looks up; None: each entry is alone.
         """
+        shape = np.broadcast_shapes(*(np.shape(x) for x in (ids, bags, row_bytes, bits, rows)))
+        ids, bags, row, bits, rows, vector = (
+            np.broadcast_to(np.asarray(x, float), shape) for x in (ids, bags, row_bytes, bits, rows, vector_bytes)
+        )
+        rows, drawn = np.maximum(rows, 1.0), np.maximum(ids, 1e-9)
+        table, length = rows * row, ids / np.maximum(bags, 1e-9)
+        own = _unique(rows, drawn) * row
+        touches = drawn * (1 + (row - 1) / SECTOR_BYTES)
+        new = _unique(np.maximum(table / SECTOR_BYTES, 1.0), touches) / touches
+        if company is None:
+            whole, written = table, bags * vector
+        else:
+            # In a grid's set of w bytes the uses of a row lie (1 - 1/e) w apart on average, some nearer; in a company,
+            # where tables take turns, all of them do. So a company is read as the set of the same average.
+            apart = company.between(np.maximum(rows / drawn, 1.0))
+            whole = np.maximum(apart / -np.expm1(-1.0), own)
+            written = np.full(shape, company.output_bytes)
+        write = self._write_ns(written, vector)
+        out = np.zeros(shape)
         known = np.array(sorted(self.grids))
-        row = np.asarray(row_bytes, float)
-        table = row * np.maximum(np.asarray(rows, float), 1.0)
-        out = np.zeros(row.shape)
-        nearest = known[np.abs(known[None, :] - np.asarray(bits)[:, None]).argmin(axis=1)]
+        nearest = known[np.abs(known - bits[:, None]).argmin(axis=1)]
         for b in np.unique(nearest):
-            here = nearest == b
-            row_ns, bag_ns = self.grids[int(b)].at(row[here], table[here])
-            out[here] = (ids[here] * row_ns + vectors[here] * bag_ns) * 1e-6 + features[here] * self.feature_ms
-        return out
+            here, grid = nearest == b, self.grids[int(b)]
+            far = grid.at(row[here], whole[here], length[here])
+            near = grid.at(row[here], own[here], length[here])
+            measured = new[here] * far + (1 - new[here]) * near
+            bags_there = np.interp(length[here], grid.ids_per_bag, grid.bags_per_call)
+            there = np.minimum(self._write_ns(bags_there * vector[here], vector[here]), measured)
+            out[here] = np.sqrt(measured**2 - there**2 + write[here] ** 2)
+        return bags * out * 1e-6 + np.asarray(features) * self.feature_ms
+
+    def _write_ns(self, call_bytes: FloatN, vector_bytes: FloatN) -> FloatN:
+        """Nanoseconds of writing one vector, by what the whole call writes."""
+        sizes, a_bag, a_byte = np.array(self.write_ns, float).T
+        at, known = np.log(np.maximum(call_bytes, 1.0)), np.log(sizes)
+        return np.interp(at, known, a_bag) + np.interp(at, known, a_byte) * vector_bytes
 
     def topology(self, world_size: int, **sizes: Any) -> Topology:
         """A topology of ``world_size`` ranks of this machine: its bandwidths, and these figures for lookups.
@@ -166,15 +267,8 @@ class HardwareProfile:
         if unknown := sorted(set(data) - known):
             raise ConfigError(f"the hardware profile has unknown keys {unknown}; expected {sorted(known)}")
         try:
-            grids = {
-                int(bits): LookupGrid(
-                    row_bytes=tuple(grid["row_bytes"]),
-                    table_bytes=tuple(grid["table_bytes"]),
-                    row_ns=tuple(tuple(row) for row in grid["row_ns"]),
-                    bag_ns=tuple(tuple(row) for row in grid["bag_ns"]),
-                )
-                for bits, grid in data.pop("grids").items()
-            }
+            grids = {int(bits): LookupGrid(**_tuples(grid)) for bits, grid in data.pop("grids").items()}
+            data.update({"write_ns": _tuples(data["write_ns"])})
             return cls(grids=grids, **data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, ConfigError):

@@ -100,7 +100,7 @@ class EmbeddingEnumerator(Enumerator):
         """The estimate function over arrays, for a topology; None when the estimators only know objects."""
         if self._given is None:
             if all(k.startswith("quant") for t in tables for _, k in t.offers):
-                return inference_estimate(topology)
+                return inference_estimate(topology, tables)
             perf, storage = EmbeddingPerfEstimator(topology), EmbeddingStorageEstimator(topology)
         else:
             perf, storage = EmbeddingPerfEstimator(topology), EmbeddingStorageEstimator(topology)

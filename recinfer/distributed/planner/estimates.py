@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from recinfer.distributed.planner.calibration import Company
 from recinfer.distributed.planner.constants import (
     BATCHED_COPY_PERF_FACTOR,
     BIGINT_DTYPE,
@@ -162,12 +163,12 @@ def training_time(
     return out
 
 
-def inference_time(a: ShardArrays, topology: Topology, alignment: int) -> FloatN:
+def inference_time(a: ShardArrays, topology: Topology, alignment: int, company: Company | None = None) -> FloatN:
     """Milliseconds [N, 6] of one process that looks one batch up: no batch per rank, no backward.
 
     A rank reads its share of the ids and the packed rows (whole memory lines) and writes its vectors; on a GPU ids come
     and vectors go over the host link. On a CPU all ranks share memory and nothing travels. With a measured profile
-    (``topology.hardware``) the compute part is that of the profile.
+    (``topology.hardware``) the compute part is that of the profile, among the tables of ``company``.
     """
     ids = a.batch_inputs / spread_of(a, topology)
     vectors = np.where(a.pooled, a.batch_outputs, ids)
@@ -176,7 +177,16 @@ def inference_time(a: ShardArrays, topology: Topology, alignment: int) -> FloatN
     written = vectors * a.cols * a.output_bytes
     id_bytes = ids * BIGINT_DTYPE * np.where(a.weighted, 1.5, 1.0)
     if topology.hardware is not None and topology.hardware.device == topology.compute_device:
-        out[:, 0] = topology.hardware.lookup_ms(ids, vectors, row, a.bits, a.rows, a.features, a.cols)
+        out[:, 0] = topology.hardware.lookup_ms(
+            ids=ids,
+            bags=vectors,
+            row_bytes=row,
+            bits=a.bits,
+            rows=a.rows,
+            features=a.features,
+            vector_bytes=a.cols * a.output_bytes,
+            company=company,
+        )
         slow = topology.hbm_mem_bw if topology.compute_device != "cpu" else topology.ddr_mem_bw
         out[:, 0] *= np.where(a.on_host & (topology.compute_device != "cpu"), slow / a.device_bw, 1.0)
     else:

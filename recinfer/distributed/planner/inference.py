@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from recinfer.distributed.planner.calibration import HardwareProfile
+from recinfer.distributed.planner.calibration import Company, HardwareProfile
 from recinfer.distributed.planner.constants import BATCH_SIZE
-from recinfer.distributed.planner.estimates import FloatN, IntN, ShardArrays, inference_time, storage_bytes
+from recinfer.distributed.planner.estimates import (
+    FloatN,
+    IntN,
+    ShardArrays,
+    inference_time,
+    packed_row_bytes,
+    storage_bytes,
+)
 from recinfer.distributed.planner.explain import explain
 from recinfer.distributed.planner.outcome import build_plan, pin_tables
 from recinfer.distributed.planner.plan import Plan, TablePlan, embedding_tables
 from recinfer.distributed.planner.problem import make_problem
 from recinfer.distributed.planner.search import search
-from recinfer.distributed.planner.space import TableInfo, build_space, precision_unit
+from recinfer.distributed.planner.space import Estimate, TableInfo, build_space, precision_unit
 from recinfer.distributed.planner.topology import Topology
 from recinfer.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from recinfer.distributed.planner.utils import gb_to_bytes
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-__all__ = ["inference_tables", "plan_inference", "row_alignment"]
+__all__ = ["inference_estimate", "inference_tables", "plan_inference", "row_alignment"]
 
 _TYPES = ("table_wise", "row_wise", "column_wise")
 _KERNELS = {"cpu": ("quant",), "mtia": ("quant",), "cuda": ("quant", "quant_uvm", "quant_uvm_caching")}
@@ -198,27 +205,46 @@ def plan_inference(
         )
 
     tables = tables_at(precision)
-    space = build_space(tables, topology, inference_estimate(topology), column_unit_of=precision_unit)
+    space = build_space(tables, topology, inference_estimate(topology, tables), column_unit_of=precision_unit)
     fixed = pin_tables(space, list(pinned.tables) if isinstance(pinned, Plan) else pinned or [], topology)
     problem = make_problem(space, topology, fixed)
     placement, report = search(problem, deadline=deadline)
     if placement is None:
         narrower = {DataType.FP32: DataType.FP16, DataType.FP16: DataType.INT8, DataType.INT8: DataType.INT4}
         smaller = tables_at(narrower.get(precision, DataType.INT2)) if precision != DataType.INT2 else None
-        message = explain(space, problem, topology, inference_estimate, smaller_tables=smaller)
+        message = explain(space, problem, topology, lambda t: inference_estimate(t, tables), smaller_tables=smaller)
         raise PlannerError(message, PlannerErrorType.INSUFFICIENT_STORAGE)
     plan = build_plan(space, problem, placement, report, topology, batch_size=batch_size, keep_empty=False)
     return plan
 
 
-def inference_estimate(topology: Topology):
-    """The estimator of quantized inference on ``topology``, for :func:`build_space`."""
+def inference_estimate(topology: Topology, tables: Sequence[TableInfo] = ()) -> Estimate:
+    """The estimator of quantized inference on ``topology``, for :func:`build_space`.
+
+    With measured figures a lookup costs more the more other tables pass through the caches; where they will be is not
+    known yet, so every shard is taken to share its rank with an equal part of ``tables``.
+    """
     alignment = row_alignment(topology.compute_device)
+    company = company_of_tables(tables, topology) if tables and topology.hardware is not None else None
 
     def estimate(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
-        perf = inference_time(arrays, topology, alignment)
+        perf = inference_time(arrays, topology, alignment, company)
         perf[np.asarray(arrays.rows) == 0] = 0.0  # an empty piece is not even looked at
         hbm, ddr = storage_bytes(arrays, topology, is_inference=True, alignment=alignment)
         return perf, hbm, ddr
 
     return estimate
+
+
+def company_of_tables(tables: Sequence[TableInfo], topology: Topology) -> Company:
+    """What an average rank looks up."""
+    alignment = row_alignment(topology.compute_device)
+    cols, bits = np.array([t.cols for t in tables]), np.array([t.precision.bits for t in tables])
+    written = [(t.batch_outputs if t.pooled else t.batch_inputs) * t.cols * t.output_bytes for t in tables]
+    return Company.of(
+        rows=np.array([t.rows for t in tables], float),
+        ids=np.array([t.batch_inputs for t in tables], float),
+        row_bytes=packed_row_bytes(cols, bits, alignment).astype(float),
+        output_bytes=np.array(written, float),
+        share=1 / topology.world_size,
+    )

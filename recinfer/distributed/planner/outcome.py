@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from recinfer.distributed.planner.calibration import TABLES_IN_COMPANY
+from recinfer.distributed.planner.calibration import Company
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
 from recinfer.distributed.planner.estimates import DP, PERF_PARTS, IntN, inference_time, packed_row_bytes, spread_of
 from recinfer.distributed.planner.placing import Placement
@@ -116,11 +114,7 @@ def _traffic(space: SearchSpace, topology: Topology) -> tuple[np.ndarray, np.nda
 
 
 def _predicted(space: SearchSpace, problem: Problem, placement: Placement, topology: Topology) -> list[float]:
-    """Milliseconds of each rank with measured figures, now that it is known what shares its cache.
-
-    A profile's table size means a table among ``TABLES_IN_COMPANY`` like it, so a table on a rank of less in all is read
-    as one of that many that make up the rank's bytes.
-    """
+    """Milliseconds of each rank with measured figures, now that it is known what shares its caches."""
     hardware = topology.hardware
     assert hardware is not None
     chosen = chosen_options(problem, placement)
@@ -128,13 +122,22 @@ def _predicted(space: SearchSpace, problem: Problem, placement: Placement, topol
     ranks = np.concatenate([r for _, r in chosen])
     arrays = shard_arrays(space, topology).take(shards)
     alignment = 1 if topology.compute_device == "cpu" else 16
-    row = packed_row_bytes(arrays.cols, arrays.bits, alignment)
-    on_rank = np.bincount(ranks, weights=arrays.rows * row, minlength=topology.world_size)
-    share = np.maximum(on_rank[ranks] / TABLES_IN_COMPANY / row, 1.0)
-    ms = inference_time(replace(arrays, rows=np.minimum(arrays.rows, share).astype(np.int64)), topology, alignment)
-    ms[arrays.rows == 0] = 0.0
-    load = np.bincount(ranks, weights=ms[:, [0, 1, 5]].sum(axis=1), minlength=topology.world_size)
-    return [x + hardware.call_ms if x else 0.0 for x in load.tolist()]
+    found = []
+    for rank in range(topology.world_size):
+        mine = arrays.take((ranks == rank) & (arrays.rows > 0))
+        if not mine.rows.size:
+            found.append(0.0)
+            continue
+        ids = mine.batch_inputs / spread_of(mine, topology)
+        company = Company.of(
+            rows=mine.rows.astype(float),
+            ids=ids,
+            row_bytes=packed_row_bytes(mine.cols, mine.bits, alignment).astype(float),
+            output_bytes=np.where(mine.pooled, mine.batch_outputs, ids) * mine.cols * mine.output_bytes,
+        )
+        ms = inference_time(mine, topology, alignment, company)
+        found.append(float(ms[:, [0, 1, 5]].sum()) + hardware.call_ms)
+    return found
 
 
 def pin_tables(space: SearchSpace, pinned: list[TablePlan], topology: Topology) -> dict[int, tuple[int, IntN]]:
