@@ -24,7 +24,7 @@ from recinfer.checkpoint.reader import CheckpointReader
 from recinfer.errors import CheckpointError
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 
-__all__ = ["keyed_optimizer", "load_checkpoint", "own_names"]
+__all__ = ["keyed_optimizer", "load_checkpoint", "local_tensors", "own_names", "read_rectangle"]
 
 _BLOCK_BYTES = 16 << 20
 _SEPARATORS = (".", "::")
@@ -217,6 +217,15 @@ def _pieces(value: Any) -> list[tuple[Tensor, tuple[int, ...]]]:
     if isinstance(value, DTensor):
         raise CheckpointError("loading into DTensors is not offered; build the model without output_dtensor")
     return [(value.detach(), (0,) * value.dim())]
+
+
+def local_tensors(value: Any) -> list[Tensor]:
+    """What this rank holds of a value of a state dict; nothing of one that is no tensor."""
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor for shard in value.local_shards()]
+    if isinstance(value, DTensor):
+        return [value.to_local()]
+    return [value] if isinstance(value, Tensor) else []
 
 
 def read_rectangle(stored: StoredTensor, key: str, target: Tensor, offsets: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from recinfer.checkpoint.dcp import METADATA_FILE
 from recinfer.checkpoint.model_json import MODEL_FORMAT, MODEL_JSON, describe_model
-from recinfer.checkpoint.restore import keyed_optimizer, own_names
+from recinfer.checkpoint.restore import keyed_optimizer, local_tensors, own_names
 from recinfer.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class _Saving:
         self.target = check_target(folder)
         self.partial = self.target.with_name(f".{self.target.name}.partial")
         self.state: dict[str, Any] = {"model": model.state_dict()}
-        stuck = [key for key, tensor in self.state["model"].items() if getattr(tensor, "is_meta", False)]
+        stuck = [key for key, value in self.state["model"].items() if any(t.is_meta for t in local_tensors(value))]
         if stuck:
             raise CheckpointError(f"{', '.join(stuck[:8])}: on meta, there is nothing to save; load the weights first")
         if optimizer is not None:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -82,6 +83,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
 def _rank_main(rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], args: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the parent stops the ranks
     env.set_torchrun(rank, world_size, port)
+    # torch says of its own ShardedTensor, which TorchRec's checkpoints are made of, that DTensor will follow it.
+    warnings.filterwarnings("ignore", message="Please use DTensor instead")
     try:
         result = function(*args)
         if rank == 0:

@@ -213,13 +213,13 @@ class ShardedTrainer(Trainer):
 
     def save(self, folder: Path, contract: FeatureContract, name: str) -> Path:
         """See :class:`Trainer`."""
-        return save_checkpoint(folder, self._dmp, optimizer=self._optimizer, contract=contract, model_name=name)
+        return save_checkpoint(folder, self.model, optimizer=self._optimizer, contract=contract, model_name=name)
 
     def load(self, folder: Path) -> None:
         """See :class:`Trainer`."""
         from recinfer.checkpoint import load_checkpoint
 
-        load_checkpoint(folder, self._dmp, optimizer=self._optimizer)
+        load_checkpoint(folder, self.model, optimizer=self._optimizer)
 
     def close(self) -> None:
         """See :class:`Trainer`."""
@@ -273,7 +273,7 @@ def _sharding_plan(
             constraints[table] = ParameterConstraints(sharding_types=[kind])
     topology = Topology(
         world_size=world_size,
-        local_world_size=min(world_size, env.local_world_size() or world_size),
+        local_world_size=min(world_size, env.local_world_size(world_size)),
         compute_device=device.type,
     )
     planner = EmbeddingShardingPlanner(topology=topology, batch_size=batch_size, constraints=constraints)
