@@ -25,6 +25,7 @@ from recinfer.archive.manifest_rules import check_rules
 from recinfer.archive.mapping import MappedShards
 from recinfer.archive.reader import Archive
 from recinfer.archive.strict_json import MAX_JSON_BYTES, build, loads
+from recinfer.archive.writer import sync_folder
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.quant.packing import row_bytes, slice_packed_columns
 
@@ -373,5 +374,6 @@ def delta_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".partial", dir=target.parent) as folder:
             yield Path(folder) / "delta"
             os.replace(Path(folder) / "delta", target)
+            sync_folder(target.parent)
     except OSError as error:
         raise UnavailableError(f"cannot write the delta {str(target)!r}: {error.strerror or error}") from error

@@ -20,9 +20,11 @@ from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.quant.packing import slice_packed_columns
 
-__all__ = ["ArchiveFolder", "ShardWriter", "archive_folder"]
+__all__ = ["ArchiveFolder", "ShardWriter", "archive_folder", "sync_folder"]
 
 _SYNC_FILE_RANGE_WRITE = 2
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
 _LIBC = ctypes.CDLL(None) if os.name == "posix" else None
 
 
@@ -187,7 +189,7 @@ def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[Archive
         root.chmod(0o755)
         yield ArchiveFolder(root)
         for folder in [*(p for p in root.rglob("*") if p.is_dir()), root]:
-            _sync_folder(folder)
+            sync_folder(folder)
         _check_target(target, overwrite)
         _replace(root, target)
     except OSError as error:
@@ -207,23 +209,38 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def _replace(root: Path, target: Path) -> None:
-    """Put ``root`` at ``target``; a folder cannot be renamed over a filled one, so the old one steps aside first."""
+    """Put ``root`` at ``target``. A folder that is there changes places with it, so that a whole one is there always."""
     if not target.exists():
         os.rename(root, target)
-    else:
-        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+    elif not _exchange(root, target):
+        _step_aside(root, target)
+    sync_folder(target.parent)
+
+
+def _exchange(root: Path, target: Path) -> bool:
+    """Swap two names in one step; False where the system or the file system cannot."""
+    function = getattr(_LIBC, "renameat2", None)
+    if function is None:
+        return False
+    return function(_AT_FDCWD, os.fsencode(root), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0
+
+
+def _step_aside(root: Path, target: Path) -> None:
+    """A folder cannot be renamed over a filled one: the old one moves away first, and comes back if that is not the end."""
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+    try:
         os.rename(target, old / "archive")
         try:
             os.rename(root, target)
         except BaseException:
             os.rename(old / "archive", target)
             raise
-        finally:
-            shutil.rmtree(old, ignore_errors=True)
-    _sync_folder(target.parent)
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

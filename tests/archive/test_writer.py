@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from recinfer.archive import writer
 from recinfer.archive.check import REQUESTS
 from recinfer.archive.writer import archive_folder
 from recinfer.errors import ArchiveError, CheckpointError, InputError, UnavailableError
@@ -29,6 +30,14 @@ def test_overwrite_replaces_it(tmp_path: Path) -> None:
     _, archive = make_archive(tmp_path, name="two", overwrite=True)
     assert archive.manifest.model == "two"
     assert verify(archive.root).ok
+    assert {p.name for p in tmp_path.iterdir()} == {"small.rqa", "weights.pt"}
+
+
+def test_overwrite_where_names_cannot_be_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_exchange", lambda root, target: False)
+    make_archive(tmp_path, name="one")
+    _, archive = make_archive(tmp_path, name="two", overwrite=True)
+    assert archive.manifest.model == "two"
     assert {p.name for p in tmp_path.iterdir()} == {"small.rqa", "weights.pt"}
 
 

@@ -1,8 +1,9 @@
-"""A full disk and Ctrl-C in the middle of an export or a reshard leave nothing behind: no half archive, no rubbish."""
+"""A full disk and Ctrl-C in the middle of an export, a reshard or a delta leave nothing behind: no half archive, no rubbish."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,8 +56,6 @@ def test_a_file_that_cannot_grow_ends_the_export(tmp_path: Path, limit: int) -> 
 
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(UnavailableError, match="1000 are free"):
@@ -144,3 +143,42 @@ def test_chunks_of_any_size_give_the_same_files(tmp_path: Path) -> None:
         for old, new in zip(whole, archive.manifest.files, strict=True):
             if old.path.startswith(("shards", "plan", "check")):
                 assert old == new
+
+
+@pytest.mark.parametrize("how", ["INT", "KILL", "DISK"])
+@pytest.mark.parametrize("verb", ["delta", "export", "replace", "reshard"])
+def test_the_name_holds_a_whole_one_or_none(tmp_path: Path, verb: str, how: str) -> None:
+    """Ctrl-C, SIGKILL and files that cannot grow, at random moments of the real verbs."""
+    command = [sys.executable, "-m", "tests.inference.moments", verb, how, str(tmp_path), "6"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["faults"] == []
+    ended = {"INT": 130, "KILL": -9, "DISK": 28}[how]
+    assert set(found["codes"]) <= {0, ended} and ended in found["codes"]
+
+
+@pytest.mark.parametrize("verb", ["delta", "export", "reshard"])
+def test_a_disk_that_is_really_full(tmp_path: Path, verb: str) -> None:
+    """A file system of too few blocks: what is written, tables or what comes after them, runs into its end."""
+    from tests.inference import moments
+
+    torch.manual_seed(0)
+    state = {f"embedding_bags.t{i}.weight": torch.randn(moments.ROWS, moments.DIM) for i in range(2)}
+    torch.save(state, tmp_path / "old.pt")
+    torch.save({key: value + 1 for key, value in state.items()}, tmp_path / "new.pt")
+    moments.export(tmp_path, tmp_path / "base.rqa")
+    shards = sum(p.stat().st_size for p in tmp_path.glob("base.rqa/shards/*"))
+    small = tmp_path / "small"
+    small.mkdir()
+    room = shards + (0 if verb == "delta" else 5 * 4096)  # room for the shards, and hardly more
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(small)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small file system needs root and mount")
+    try:
+        (small / "other").write_bytes(bytes(4096))
+        with pytest.raises(UnavailableError, match="No space left"):
+            moments.VERBS[verb](tmp_path, small / "out")
+        assert [p.name for p in small.iterdir()] == ["other"]
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
