@@ -97,7 +97,11 @@ class Exchange(abc.ABC):
 
     def divide(self, flat: Tensor) -> Tensor:
         """``flat``, which nobody else holds, divided by the number of ranks if the gradients are to be."""
-        return flat.div_(self.world_size) if _gradient_division else flat
+        if not _gradient_division:
+            return flat
+        if self.world_size & (self.world_size - 1):
+            return flat.div_(self.world_size)
+        return flat.mul_(1.0 / self.world_size)  # the same number for a power of two, in half the time
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -100,6 +100,11 @@ class _Wire:
         return lambda wire: then(self.decode(wire, blocks))
 
 
+def _is_nccl(pg: dist.ProcessGroup, tensor: Tensor) -> bool:
+    """Whether NCCL moves ``tensor``; gloo may hold tensors of a GPU too."""
+    return tensor.is_cuda and "nccl" in dist.get_backend_config(pg)
+
+
 def start_all_to_all(
     pg: dist.ProcessGroup,
     flat: Tensor,
@@ -141,7 +146,7 @@ def start_all_gather(
     buffer = torch.empty(sum(wire_sizes), dtype=sent.dtype, device=sent.device)
     if len(set(sizes)) == 1:
         work = dist.all_gather_single(buffer, sent, group=pg, async_op=True)
-    elif sent.is_cuda:
+    elif _is_nccl(pg, sent):
         # An all-to-all that sends everyone the same: no copy, no padding.
         work = dist.all_to_all(list(buffer.split(wire_sizes)), [sent] * len(wire_sizes), group=pg, async_op=True)
     else:
@@ -164,7 +169,7 @@ def start_reduce_scatter(
     at all, as int8).
     """
     mine = sizes[pg.rank()]
-    if codec is None and flat.is_cuda:
+    if codec is None and _is_nccl(pg, flat):
         buffer = torch.empty(mine, dtype=flat.dtype, device=flat.device)
         if len(set(sizes)) == 1:
             work = dist.reduce_scatter_single(buffer, flat, group=pg, async_op=True)

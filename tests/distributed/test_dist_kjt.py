@@ -69,11 +69,26 @@ def exchange(
     else:
         assert got.stride() == sum(strides[0] for strides in batches)
         assert second.stride_per_rank == [strides[0] for strides in batches]
+    check_device_path(second, got, everyone, mine)
     # What an all-to-all back needs: ids sent to and got from each rank.
     per_rank = everyone[rank].length_per_key()
     ends = [sum(splits[:r]) for r in range(world + 1)]
     assert second.input_splits["values"] == [sum(per_rank[a:b]) for a, b in pairwise(ends)]
     assert second.output_splits["values"] == [sum(e.length_per_key()[start : start + splits[rank]]) for e in everyone]
+
+
+def check_device_path(
+    awaitable: KJTAllToAllTensorsAwaitable, got: KeyedJaggedTensor, everyone: list[KeyedJaggedTensor], mine: list[str]
+) -> None:
+    """FBGEMM's kernels, which run on CUDA, arrange the same pieces the same way."""
+    if awaitable.recat is None or not got.lengths().numel():
+        return
+    sent = [kjt.permute([kjt.keys().index(key) for key in mine]) for kjt in everyone]
+    moved = ["values"] if got.weights_or_none() is None else ["values", "weights"]
+    sections = {name: [getattr(kjt, name)().view(torch.uint8) for kjt in sent] for name in moved}
+    lengths, tensors = awaitable._permuted_on_device(torch.cat([kjt.lengths() for kjt in sent]), sections, moved)
+    assert torch.equal(lengths, got.lengths())
+    assert all(torch.equal(tensors[name], getattr(got, name)()) for name in moved)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
