@@ -15,7 +15,6 @@ import asyncio
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +37,8 @@ from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from recinfer.serving import codec
 from recinfer.serving.batcher import BatchConfig
-from recinfer.serving.server import SERVICE_NAME, SWITCH_INTERVAL_S, Server
+from recinfer.serving.server import SERVICE_NAME, Server
+from recinfer.serving.tuning import tune_process
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 FEATURES, DENSE, DIM, ROWS = 26, 13, 16, 20_000
@@ -84,7 +84,7 @@ def request(batch: int) -> tuple[torch.Tensor, KeyedJaggedTensor]:
 
 def serve_ours(archive: str, batching: BatchConfig, pipe: Any) -> None:
     torch.set_num_threads(1)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as recinfer.serving.server.serve does
+    tune_process()
     with Server({"bench": load(archive)}, batching=batching) as server:
         pipe.send(server.port)
         pipe.recv()

@@ -1,5 +1,8 @@
 """Merges waiting requests into runs: a bounded queue, a lane for each kind of run, and no wait for a request alone.
 
+gRPC hands requests over one at a time, each some 100 us of its own work after the last, so what is about to come cannot
+be seen. It is learned instead (``_Pace``): how many requests came together lately, and so how many a run waits for.
+
 Everything but the runs themselves happens on one event loop, so nothing here needs a lock.
 """
 
@@ -20,8 +23,9 @@ __all__ = ["BatchConfig", "Batcher", "BatcherState", "Runnable"]
 
 _INLINE_BYTES = 32 << 10
 _INLINE_S = 1e-3
-_IDLE_S = 150e-6
 _SMOOTHING = 0.2
+_MIN_PROBE, _MAX_PROBE = 8, 256
+_HITS_BEFORE_GROWTH, _HITS_AT_FIRST = 32, 2
 
 
 @dataclass(frozen=True)
@@ -30,14 +34,14 @@ class BatchConfig:
 
     Attributes:
         max_batch: samples in a merged run; a single request may have more, and then runs on its own.
-        max_delay_us: microseconds that a request may wait for others while the server is busy; 0: none beyond what it
-            waits anyway. A request that finds the server idle never waits.
+        max_delay_us: microseconds that a request may wait for others while requests come several at a time; 0: none
+            beyond what it waits anyway. While they come one by one, one in 256 waits, to see whether others come.
         max_queue: requests that may wait; one more is refused at once.
         max_queue_bytes: bytes of the requests that may wait.
     """
 
     max_batch: int = 1024
-    max_delay_us: int = 0
+    max_delay_us: int = 2000
     max_queue: int = 512
     max_queue_bytes: int = 256 << 20
 
@@ -86,6 +90,41 @@ class _Waiting:
     since: float
 
 
+class _Pace:
+    """How many requests a run waits for: 1 while they come alone, else as many as came together lately, and a few more."""
+
+    def __init__(self) -> None:
+        self.target = 1
+        self._alone = self._hits = 0
+        self._needed = _HITS_AT_FIRST
+        self._until_probe = _MIN_PROBE
+
+    def goes_alone(self) -> bool:
+        """Whether a request that finds nothing waiting is run without a wait; now and then one is not, as a probe."""
+        if self.target > 1:
+            return False
+        self._alone += 1
+        if self._alone < self._until_probe:
+            return True
+        self._alone, self.target = 0, 2
+        return False
+
+    def reached(self) -> None:
+        """As many came as were waited for."""
+        self._hits += 1
+        if self._hits >= self._needed:
+            self._hits = 0
+            self.target += max(1, self.target // 4)
+
+    def missed(self, came: int) -> None:
+        """The wait is over, and only ``came`` requests are there."""
+        self._until_probe = (
+            max(_MIN_PROBE, self._until_probe // 4) if came > 1 else min(_MAX_PROBE, self._until_probe * 2)
+        )
+        self._hits, self.target = 0, max(1, (self.target + came) // 2)
+        self._needed = _HITS_BEFORE_GROWTH if came > 1 else _HITS_AT_FIRST
+
+
 class Batcher:
     """Answers requests through ``run``, several at a time.
 
@@ -112,7 +151,8 @@ class Batcher:
         self._costs: dict[Any, float] = {}
         self._waiting = self._waiting_elsewhere = self._waiting_bytes = self._running = 0
         self._flush_set: asyncio.Handle | None = None
-        self._last = 0.0
+        self._hold: asyncio.TimerHandle | None = None
+        self._pace = _Pace()
         self._seconds_a_request = 1e-3
         self._runs = self._requests = self._samples = self._expired = self._refused = 0
 
@@ -169,14 +209,24 @@ class Batcher:
         if now >= deadline:
             self._expired += 1
             raise DeadlineError("the deadline had passed when the request arrived; it was not run")
-        if not self._waiting and not self._running and now - self._last > _IDLE_S and self._is_short(work):
+        found_idle = not self._waiting and not self._running
+        alone = found_idle and (not self.config.max_delay_us or self._pace.goes_alone())
+        if alone and self._is_short(work):
             return self._straight(work)
         self.admit(work.bytes)
         entry = _Waiting(work, asyncio.get_running_loop().create_future(), deadline, now)
         self._lanes.setdefault(work.lane, deque()).append(entry)
         self._waiting += 1
         self._waiting_bytes += work.bytes
-        self._flush_soon()
+        if alone or not self.config.max_delay_us:
+            self._flush_soon()
+        elif self._waiting >= self._pace.target:
+            if self._flush_set is None and self._running < self._threads:
+                self._pace.reached()
+            self._flush_soon()
+        elif self._hold is None and self._running < self._threads:
+            delay = self.config.max_delay_us / 1e6
+            self._hold = asyncio.get_running_loop().call_later(delay, self._waited_enough)
         try:
             return await entry.future
         except asyncio.CancelledError:
@@ -194,16 +244,25 @@ class Batcher:
     def _is_short(self, work: Runnable) -> bool:
         return work.bytes <= _INLINE_BYTES and self._costs.get(work.lane, 0.0) * work.samples <= _INLINE_S
 
+    def _waited_enough(self) -> None:
+        self._hold = None
+        if self._running < self._threads:  # else the end of a run is waited for
+            if self._flush_set is None:
+                self._pace.missed(self._waiting)
+            self._flush()
+
     def _flush_soon(self) -> None:
-        if self._flush_set is not None or self._running >= self._threads:
-            return
-        loop = asyncio.get_running_loop()
-        delay = self.config.max_delay_us / 1e6
-        # Even without a delay the flush comes after what else arrived in this turn of the loop.
-        self._flush_set = loop.call_later(delay, self._flush) if delay else loop.call_soon(self._flush)
+        if self._flush_set is None and self._running < self._threads:
+            # After what else arrived in this turn of the loop.
+            self._flush_set = asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._flush_set = None
+        if self._flush_set is not None:
+            self._flush_set.cancel()
+            self._flush_set = None
+        if self._hold is not None:
+            self._hold.cancel()
+            self._hold = None
         while self._waiting and self._running < self._threads:
             batch = self._next()
             if batch:
@@ -284,7 +343,6 @@ class Batcher:
         cost = seconds / samples
         self._costs[lane] = cost if before is None else before + _SMOOTHING * (cost - before)
         self._seconds_a_request += _SMOOTHING * (seconds / len(works) - self._seconds_a_request)
-        self._last = time.monotonic()
 
     def _forget(self, entry: _Waiting) -> None:
         """A caller went away: free its place, unless its run has begun."""

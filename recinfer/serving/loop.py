@@ -8,6 +8,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from recinfer.serving.tuning import new_loop
+
 __all__ = ["run_on_loop", "start_on_loop"]
 
 T = TypeVar("T")
@@ -33,6 +35,6 @@ def _running() -> asyncio.AbstractEventLoop:
     global _loop
     with _lock:
         if _loop is None:
-            _loop = asyncio.new_event_loop()
+            _loop = new_loop()
             threading.Thread(target=_loop.run_forever, name="recinfer-serving", daemon=True).start()
         return _loop

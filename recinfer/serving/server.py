@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -36,9 +35,10 @@ from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.registry import ModelRegistry, ServedModel
 from recinfer.serving.retry import retry_info
 from recinfer.serving.security import Security, TokenInterceptor
-from recinfer.serving.service import InferenceService
+from recinfer.serving.service import Call, InferenceService, Message
 from recinfer.serving.status import status_of
 from recinfer.serving.store import ModelStore, StoreManager
+from recinfer.serving.tuning import tune_process
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
@@ -57,9 +57,6 @@ _log = logging.getLogger(__name__)
 _INLINE_BYTES = 32 << 10
 _STOP_SLACK_S = 5.0
 _SIGNAL_POLL_S = 0.05
-SWITCH_INTERVAL_S = 1e-4
-"""How long a Python thread may keep another one waiting, in a process that serves. Every torch operator gives the
-interpreter away and has to win it back from gRPC's thread; at Python's 5 ms that wait is most of a small request."""
 _HANDSHAKE_MS, _KEEPALIVE_MS = 10_000, 60_000
 _AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
 # time.monotonic() after which the caller of this task's call does not wait any more; every call is a task of its own.
@@ -184,7 +181,7 @@ class Server:
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="recinfer-request")
         self._decode_pool = ThreadPoolExecutor(1, thread_name_prefix="recinfer-decode")
         self.batcher = Batcher(
-            self.service.run,
+            functools.partial(self.service.run, max_batch=self._batching.max_batch),
             self._pool,
             self._threads,
             self._batching,
@@ -284,7 +281,9 @@ class Server:
         assert self.batcher is not None
         if len(data) <= _INLINE_BYTES:
             self.batcher.admit(len(data))
-            work = decode(data)
+            # Which model it is for is known once it is decoded; models do not wait for each other.
+            one_model = len(self.service.registry.names()) == 1
+            work: Call | Message = Message(call, data) if one_model else decode(data)
         else:
             with self.batcher.place(len(data)):
                 work = await asyncio.get_running_loop().run_in_executor(self._decode_pool, decode, data)
@@ -388,7 +387,7 @@ def serve(
         on_ready: called with the bound port once requests are accepted.
         on_start: called with the server before that, when its models are in place.
     """
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    tune_process()
     wanted = stop or threading.Event()
     # The handler runs in this thread, between any two steps of it: were it to set an Event that this thread is about to
     # wait for, it could find the Event's lock taken by its own thread, for ever. Appending takes no lock.

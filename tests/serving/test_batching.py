@@ -183,6 +183,43 @@ def test_a_request_alone_does_not_wait():
     drive(scenario, max_delay_us=2_000_000)
 
 
+def test_requests_that_come_alone_hardly_ever_wait():
+    async def scenario(batcher: Batcher, runs: Runs) -> None:
+        runs.gate.set()
+        start = time.monotonic()
+        for _ in range(240):
+            await batcher.submit(Work(bytes=10))
+        assert time.monotonic() - start < 2  # 4 probes of 50 ms; 12 s if each waited
+
+    assert all(len(batch) == 1 for batch in drive(scenario, max_delay_us=50_000).batches)
+
+
+def test_requests_that_come_together_wait_for_each_other():
+    async def scenario(batcher: Batcher, runs: Runs) -> None:
+        runs.gate.set()
+
+        async def caller() -> None:
+            for _ in range(100):
+                await asyncio.sleep(0.0005)  # as long as gRPC takes to hand one over
+                await batcher.submit(Work(bytes=10))
+
+        await asyncio.gather(*(caller() for _ in range(8)))
+
+    runs = drive(scenario, max_delay_us=20_000)
+    assert sum(len(batch) for batch in runs.batches) == 800
+    assert max(len(batch) for batch in runs.batches) == 8
+    assert len(runs.batches) < 400
+
+
+def test_without_a_delay_nothing_waits():
+    async def scenario(batcher: Batcher, runs: Runs) -> None:
+        runs.gate.set()
+        for _ in range(20):
+            assert len(await asyncio.gather(*(batcher.submit(Work(bytes=10)) for _ in range(2)))) == 2
+
+    drive(scenario, max_delay_us=0)
+
+
 def test_bounds_are_checked():
     with pytest.raises(ConfigError, match="max_batch: got 0"):
         BatchConfig(max_batch=0)
