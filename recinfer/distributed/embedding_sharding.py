@@ -377,7 +377,7 @@ class KJTSplitsAllToAllMeta:
     keys: list[str]
     device: torch.device
     stagger: int
-    splits_cumsum: list[int]
+    splits_cumsum: list[int] = field(default_factory=list)
 
 
 class FusedKJTListSplitsAwaitable(Awaitable[list[KJTListAwaitable]]):
