@@ -57,6 +57,7 @@ NAME, VERSIONS = "soak", ("1", "2")
 FEATURES, DENSE, DIM = 26, 13, 16
 _CALLERS, _REQUESTS, _BATCH, _TIMEOUT_S = 16, 8, 8, 60.0
 _PAUSE_S, _AFTER_PAUSE_S = 3.0, 10.0
+_SAID = 40
 _TICK_S, _MEASURE_S, _AGAIN_S = 0.005, 2.0, 60.0
 
 
@@ -69,13 +70,13 @@ class SoakResult:
         rate: requests a second that were asked for, on average; ``capacity``: what a closed loop got, on average.
         answers: answers by version and state, ``"1"`` or ``"1+delta"``.
         errors: failed requests by gRPC code; ``paused``: those of the moments after the whole machine stood still.
-        said: (second of the run, code, what the server said) of the first failures.
+        said: how often which failure came in which second of the run; the first ones.
         wrong: answers that are those of no state of the version that they name.
         changes: changes of models that were made.
         p50_ms, p99_ms: latency.
         start_mib, end_mib: anonymous memory, averages of the first and the last tenth of the second half.
         slope_mib_per_min, slope_plus_minus: of the line through it, and half of its 95 % interval.
-        pauses: seconds of each moment at which the whole machine stood still.
+        pauses: (second of the run, seconds) of each moment at which the whole machine stood still.
     """
 
     seconds: float = 0.0
@@ -84,7 +85,7 @@ class SoakResult:
     answers: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     paused: Counter[str] = field(default_factory=Counter)
-    said: list[tuple[float, str, str]] = field(default_factory=list)
+    said: Counter[str] = field(default_factory=Counter)
     wrong: int = 0
     changes: int = 0
     p50_ms: float = 0.0
@@ -93,7 +94,7 @@ class SoakResult:
     end_mib: float = 0.0
     slope_mib_per_min: float = 0.0
     slope_plus_minus: float = 0.0
-    pauses: list[float] = field(default_factory=list)
+    pauses: list[tuple[int, float]] = field(default_factory=list)
 
 
 def build_store(folder: Path, rows: int = 20_000) -> Path:
@@ -200,9 +201,9 @@ class _Load:
         except grpc.aio.AioRpcError as error:
             paused = time.monotonic() < self.paused_until
             (self.result.paused if paused else self.result.errors)[error.code().name] += 1
-            if len(self.result.said) < 20:
-                when = round(time.monotonic() - self.begun, 1)
-                self.result.said.append((when, error.code().name, (error.details() or "")[:200]))
+            text = f"{time.monotonic() - self.begun:.0f} s: {error.code().name}: {(error.details() or '')[:100]}"
+            if text in self.result.said or len(self.result.said) < _SAID:
+                self.result.said[text] += 1
             return
         self.latencies.append(time.perf_counter() - start)
         outputs, version = codec.decode_predict_response(answer)
@@ -239,7 +240,7 @@ class _Load:
         end, asked = begun + seconds, 0
         while (now := time.monotonic()) < end:
             if now - last > _PAUSE_S:
-                self.result.pauses.append(round(now - last, 1))
+                self.result.pauses.append((round(last - self.begun), round(now - last, 1)))
                 self.paused_until = now + _AFTER_PAUSE_S
                 begun += now - last
             last = now

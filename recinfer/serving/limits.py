@@ -19,8 +19,9 @@ class Limits:
         max_ids: ids in a request, over all features.
         max_keys: feature names in a request.
         max_response_bytes: bytes of embeddings an answer may hold; known before the lookup runs.
-        max_concurrent: calls that one connection may have open at a time; its further ones wait at the client. How many
-            requests of all clients may wait is the queue's bound (recinfer.serving.batcher.BatchConfig).
+        max_concurrent: calls that one connection may have open at a time; further ones wait at the client, but gRPC
+            refuses some (UNAVAILABLE) when a client comes near it while the server is busy. So it is far above the bound
+            on what waits for a run (recinfer.serving.batcher.BatchConfig), which refuses with a word on when to come back.
     """
 
     max_message_bytes: int = 64 << 20
@@ -28,7 +29,7 @@ class Limits:
     max_ids: int = 4_194_304
     max_keys: int = 4_096
     max_response_bytes: int = 256 << 20
-    max_concurrent: int = 1_024
+    max_concurrent: int = 4_096
 
     def __post_init__(self) -> None:
         for field in fields(self):

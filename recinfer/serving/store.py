@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
 import threading
@@ -153,7 +152,6 @@ class StoreManager:
             served.predictor.undo_delta()
             names, back = self._deltas.get((served.name, served.version), ([], 0))
             self._deltas[served.name, served.version] = (names[:-1], back) if names else ([], back + 1)
-        gc.collect()
 
     def _one(self, model: str, version: str) -> ServedModel:
         """A version by name, or the only one that requests without a version go to."""
@@ -168,12 +166,15 @@ class StoreManager:
         return next(iter(self.store.versions(model)), "")
 
     def unload(self, model: str, version: str) -> None:
-        """Stop serving a version; its memory goes back when the last request on it has ended."""
+        """Stop serving a version; its memory goes back when the last request on it has ended.
+
+        No garbage is collected for that: a predictor is in no cycle, and a full collection would hold all requests up
+        for as long as torch has objects, a second on a busy machine.
+        """
         with self._lock:
             name = self.registry.get(model, version).name
             self.registry.remove(name, version)
             self._deltas.pop((name, version), None)
-        gc.collect()
 
 
 def restore(state: Mapping[str, Any], loaded: Iterable[ServedModel], store: ModelStore) -> list[ServedModel]:

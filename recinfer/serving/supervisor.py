@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from base64 import b64decode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
@@ -254,11 +254,7 @@ class Supervisor:
         with suppress(OSError):  # it has ended already, and its line says why
             process.stdin.write(json.dumps({"restore": state}) + "\n")
             process.stdin.flush()
-        line = process.stdout.readline()
-        try:
-            answer = json.loads(line) if line else {}
-        except ValueError:
-            answer = {}
+        answer = _first_object(process.stdout)
         if "port" not in answer:
             return f": {answer['error']['message']}" if "error" in answer else ""
         with self._lock:
@@ -318,6 +314,16 @@ class Supervisor:
         for opposite in _OPPOSITE[call] if workers else ():
             if opposite != "Rollback" or call != "Load" or pb.LoadRequest.FromString(b64decode(data)).activate:
                 _in_all(workers, opposite, data)
+
+
+def _first_object(lines: Iterable[str]) -> dict[str, Any]:
+    """The first line that is a JSON object, past whatever else is printed; empty when there is none."""
+    for line in lines:
+        with suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return {}
 
 
 def _in_all(

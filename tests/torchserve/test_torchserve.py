@@ -200,3 +200,22 @@ def test_versions_side_by_side(torchserve: TorchServe, tmp_path: Path):
     assert gone.code == 200
     assert torchserve.predict("tiny/4", body, OCTETS).code == 404
     assert torchserve.predict("tiny", body, OCTETS).code == 200
+
+
+def test_the_management_calls_of_the_docs(torchserve: TorchServe):
+    base, key = torchserve.management, torchserve.management_key
+    listed = torchserve.post(f"{base}/models", key=key, method="GET")
+    assert {model["modelName"] for model in json.loads(listed.body)["models"]} >= {"tiny", "zipped", "batched"}
+    described = json.loads(torchserve.post(f"{base}/models/tiny", key=key, method="GET").body)[0]
+    assert (described["modelVersion"], described["minWorkers"]) == ("3", 1)
+    scaled = torchserve.post(f"{base}/models/tiny?min_worker=1&synchronous=true", key=key, method="PUT", timeout=90)
+    assert scaled.code == 200, scaled
+    keys = json.loads((torchserve.folder / "key_file.json").read_text())
+    assert set(keys) == {"management", "inference", "API"}
+    made = torchserve.post(f"{base}/token?type=inference", key=keys["API"]["key"], method="GET")
+    assert made.code == 200, made
+    keys = json.loads((torchserve.folder / "key_file.json").read_text())
+    assert keys["inference"]["key"] != torchserve.inference_key
+    torchserve.inference_key = keys["inference"]["key"]  # the old one is void
+    dense, kjt = make_request(0, 1)
+    assert torchserve.predict("tiny", codec.encode_predict_request(dense, kjt), OCTETS).code == 200
