@@ -233,7 +233,7 @@ class _Measure:
         call_ms, feature_ms = self.overheads()
         overhead_ms = call_ms + FEATURES_PER_CALL * feature_ms
 
-        def ns(dim: int, size: int, ids: int, bags: int) -> float:
+        def ns(dim: int, size: int, ids: float, bags: int) -> float:
             took = self._timings.ms((precision, dim, size if ids else self.sets[0], ids))
             return max(took - overhead_ms, 1e-6) / (FEATURES_PER_CALL * bags) * 1e6
 

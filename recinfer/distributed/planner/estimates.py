@@ -180,9 +180,9 @@ def inference_time(a: ShardArrays, topology: Topology, alignment: int, company: 
         out[:, 0] = topology.hardware.lookup_ms(
             ids=ids,
             bags=vectors,
-            row_bytes=row,
+            row_bytes=row.astype(float),
             bits=a.bits,
-            rows=a.rows,
+            rows=a.rows.astype(float),
             features=a.features,
             vector_bytes=a.cols * a.output_bytes,
             company=company,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +26,14 @@ from recinfer.distributed.sharding.infos import by_sharding_type
 from recinfer.distributed.sharding.layout import Piece, global_metadata
 from recinfer.distributed.sharding.state import TableState
 from recinfer.distributed.sharding.tables import HOST_TYPES, ROW_TYPES, TableSharding
-from recinfer.distributed.types import CommOp, QuantizedCommCodecs, ShardingEnv, ShardingType
+from recinfer.distributed.types import (
+    CommOp,
+    EnumerableShardingSpec,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingType,
+    ShardMetadata,
+)
 from recinfer.optim.fused import FusedOptimizerModule
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
@@ -60,7 +68,7 @@ class ShardedCollection(ShardedEmbeddingModule[CompIn, DistOut, Out, ShrdCtx], F
         super().__init__(qcomm_codecs_registry)
         self._env = env
         self._device = torch.device(device) if device is not None else torch.device("cpu")
-        self._infos = list(infos)
+        self._infos = [_placed_on(info, self._device) for info in infos]
         self._groups = [
             self.sharding_class(members, env, self._device, qcomm_codecs_registry) for members in self._deal()
         ]
@@ -176,3 +184,21 @@ class ShardedCollection(ShardedEmbeddingModule[CompIn, DistOut, Out, ShrdCtx], F
             ctx.sharding_contexts.append(context)
             awaitables.append(input_dist(features, context))
         return KJTListSplitsAwaitable(awaitables, ctx)
+
+
+def _placed_on(info: EmbeddingShardingInfo, device: torch.device) -> EmbeddingShardingInfo:
+    """``info`` with shards placed on this kind of device: a plan for GPUs runs on CPU, rank by rank the same."""
+    sharding = info.param_sharding
+    shards = getattr(sharding.sharding_spec, "shards", [])
+    places = [shard.placement for shard in shards]
+    if device.type == "meta" or all(p is None or p.device() is None or p.device().type == device.type for p in places):
+        return info
+    moved = [
+        ShardMetadata(
+            shard_offsets=shard.shard_offsets,
+            shard_sizes=shard.shard_sizes,
+            placement=f"rank:{shard.placement.rank()}/{device.type if device.type == 'cpu' else device}",
+        )
+        for shard in shards
+    ]
+    return replace(info, param_sharding=replace(sharding, sharding_spec=EnumerableShardingSpec(moved)))

@@ -51,6 +51,12 @@ class ParameterSharding:
     output_dtype: DataType | None = None
     key_value_params: Any | None = None
 
+    def __repr__(self) -> str:
+        """The first four fields, and what else was set."""
+        first = ("sharding_type", "compute_kernel", "ranks", "sharding_spec")
+        shown = {n: v for n, v in vars(self).items() if n in first or v is not None}
+        return f"ParameterSharding({', '.join(f'{n}={v!r}' for n, v in shown.items())})"
+
 
 class ModuleShardingPlan:
     """Base of the plans of one module."""
