@@ -24,13 +24,9 @@ DOCUMENTED: dict[str, dict[str, Any]] = json.loads((TESTS / "documented_api.json
 PENDING = {
     "embedding",
     "embedding_lookup",
-    "embedding_sharding",
     "embedding_types",
     "embeddingbag",
-    "grouped_position_weighted",
-    "model_parallel",
     "quant_embeddingbag",
-    "train_pipeline",
 }
 
 
