@@ -1,4 +1,4 @@
-"""What a server shows of itself: Prometheus text, the status page in a real browser, logs, traces."""
+"""What a server shows of itself: Prometheus text, the status page (in a browser: test_page.py), logs, traces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import logging
-import shutil
 import subprocess
 import sys
 import urllib.error
@@ -94,22 +93,6 @@ def test_the_page_asks_nobody_else(door: Server):
     page, headers = get(door, "/")
     assert b"://" not in page.replace(b"http://www.w3.org/2000/svg", b"")
     assert "default-src 'none'" in headers["Content-Security-Policy"]
-
-
-def test_the_page_in_a_browser(door: Server, tmp_path: Path):
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no chromium here (Debian package chromium)")
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=4000", "--dump-dom"]
-    run = subprocess.run(
-        [*command, f"http://127.0.0.1:{door.metrics_port}/"], capture_output=True, text=True, timeout=60, check=False
-    )
-    if run.returncode != 0 and "<html" not in run.stdout:
-        pytest.skip(f"chromium does not start here: {run.stderr.strip().splitlines()[-1:]}")
-    for words in ("tiny ", "version 3", "t_item", "Load per rank", ">live<", "INVALID_ARGUMENT", "decode"):
-        assert words in run.stdout, words
-    assert ">no answer from the server<" not in run.stdout
 
 
 def test_a_server_with_a_token_asks_for_it_here_too(predictor: Predictor):

@@ -1,0 +1,123 @@
+"""The status page in a real headless browser: what a person sees while requests come, and when the server is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recinfer.errors import InputError
+from recinfer.inference.predictor import Predictor
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.registry import ServedModel
+from recinfer.serving.server import Server
+from tests.serving.conftest import make_request
+
+aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
+
+
+@contextmanager
+def browser(url: str, folder: Path) -> Iterator[str]:
+    """Chromium with ``url`` open; yields the address of the page's debugger."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no chromium here (Debian package chromium)")
+    command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += [f"--user-data-dir={folder}", "--remote-debugging-port=0", "--remote-allow-origins=*", url]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            end = time.monotonic() + 40
+            while not (folder / "DevToolsActivePort").exists():
+                if process.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    pytest.skip(f"chromium does not start here: {log.read().strip().splitlines()[-1:]}")
+                time.sleep(0.1)
+            port = (folder / "DevToolsActivePort").read_text().split()[0]
+            pages: list[dict[str, Any]] = []
+            while not pages:
+                assert time.monotonic() < end
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=10) as answer:
+                    pages = [page for page in json.loads(answer.read()) if page["url"].startswith(url)]
+                time.sleep(0.1)
+            yield pages[0]["webSocketDebuggerUrl"]
+        finally:
+            process.kill()
+            process.wait()
+
+
+class Page:
+    """What the page says, by its debugger."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def evaluate(self, expression: str) -> Any:
+        async def ask() -> Any:
+            async with aiohttp.ClientSession() as session, session.ws_connect(self._address) as socket:
+                question = {"expression": expression, "returnByValue": True}
+                await socket.send_json({"id": 1, "method": "Runtime.evaluate", "params": question})
+                return (await socket.receive_json(timeout=20))["result"]["result"].get("value")
+
+        return asyncio.run(ask())
+
+    def text(self, element: str) -> str:
+        return str(self.evaluate(f"document.getElementById('{element}').textContent"))
+
+    def until(self, expression: str, seconds: float = 40.0) -> None:
+        end = time.monotonic() + seconds
+        while not self.evaluate(expression):
+            assert time.monotonic() < end, (expression, self.evaluate("document.body.innerText"))
+            time.sleep(0.2)
+
+
+def test_a_person_sees_what_happens(predictor: Predictor, tmp_path: Path):
+    server = Server([ServedModel.of("tiny", predictor), ServedModel.of("tiny", predictor, "4")], metrics_port=0).start()
+    try:
+        server.service.registry.set_weights("tiny", {"3": 90, "4": 10})
+        with browser(f"http://127.0.0.1:{server.metrics_port}/", tmp_path / "profile") as address:
+            page = Page(address)
+            page.until("document.getElementById('state')?.textContent === 'live'")
+            assert page.text("queue") == "0"
+            with InferenceClient(server.target) as client:
+                with pytest.raises(InputError):
+                    client.lookup({"user": [99]})
+                page.until("document.getElementById('errors').textContent === '1'")
+                end = time.monotonic() + 40
+                while not re.fullmatch(r"[\d.]+ (µs|ms|s)", page.text("p50")):
+                    assert time.monotonic() < end, page.evaluate("document.body.innerText")
+                    for seed in range(20):
+                        client.predict(*make_request(seed, 3))
+            assert float(page.text("rate")) > 0
+            assert page.evaluate("document.querySelectorAll('#chart path').length") == 2
+            shown = page.evaluate("document.body.innerText")
+            for words in (
+                "tiny version 3, 90 % of the requests",
+                "tiny version 4, 10 % of the requests",
+                "Load per rank",
+                "t_item",
+                "int8",
+                "table_wise",
+                "dense part by onnx",
+                "decode",
+                "INVALID_ARGUMENT",
+                "requests waiting",
+            ):
+                assert words in shown, (words, shown)
+            problems = page.evaluate("performance.getEntriesByType('resource').map(r => new URL(r.name).host)")
+            assert set(problems) == {f"127.0.0.1:{server.metrics_port}"}  # it asks nobody else
+            server.stop()
+            page.until("document.getElementById('state').textContent === 'no answer from the server'")
+    finally:
+        server.stop()
