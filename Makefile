@@ -2,6 +2,7 @@
 #
 #   make demo    train, plan, export, check, serve and query a model: the whole pipeline in one run
 #   make test    the test suite
+#   make parity  sharded training against the unsharded module: every type, batch and kernel, on 1 to 4 ranks
 #   make lint    ruff (lint and format), mypy, and that the generated code is what proto/ says
 #   make bench   the side-by-side benchmarks
 #   make proto   regenerate the protobuf and gRPC code from proto/
@@ -26,7 +27,7 @@ TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 STAMP := $(VENV)/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench proto clean install install-dev
+.PHONY: help demo test parity lint format bench proto clean install install-dev
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -61,6 +62,9 @@ demo: $(STAMP)/run
 # One thread a worker: the suite runs in as many processes as -n says, and their pools would fight for the cores.
 test: $(STAMP)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
+
+parity: $(STAMP)/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity --full-matrix
 
 lint: $(STAMP)/dev
 	$(BIN)/ruff check .
