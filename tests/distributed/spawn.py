@@ -84,7 +84,8 @@ def _answers(ranks: list[tuple[Any, Connection]], timeout: float) -> list[bytes]
                 when, ok, answer = pipe.recv()  # type: ignore[union-attr]
             except EOFError:
                 ranks[rank][0].join(5)
-                failures.append((time.monotonic(), rank, f"the process died (exit code {ranks[rank][0].exitcode})"))
+                # First of all: what the others raise when a peer is gone is not the cause.
+                failures.append((0.0, rank, f"the process died (exit code {ranks[rank][0].exitcode})"))
                 continue
             if ok:
                 answers[rank] = answer
