@@ -135,12 +135,17 @@ def _optimizer_plan(
     plans, missing = [], []
     stored = set(reader.stored_keys())
     for name, values in optimizer.state_dict()["state"].items():
-        for state_name, value in values.items():
-            if not isinstance(value, Tensor | ShardedTensor):
-                continue
-            key = _stored_state(stored, names[name], str(state_name))
+        found = {
+            state_name: _stored_state(stored, names[name], str(state_name))
+            for state_name, value in values.items()
+            if isinstance(value, Tensor | ShardedTensor)
+        }
+        for state_name, key in found.items():
+            value = values[state_name]
             if key is None:
-                missing.append(f"{names[name]}: {state_name}")
+                # A fused kernel that needs no count of steps stores none.
+                if state_name != "step" or not any(found.values()):
+                    missing.append(f"{names[name]}: {state_name}")
                 continue
             weight = reader.tensor(names[name])
             plans.append(_state_plan(reader.stored(key), key, value, optimizer.params[name], weight))
