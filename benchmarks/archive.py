@@ -2,8 +2,8 @@
 
 A synthetic checkpoint is written to a temporary folder (--size GiB of float32), exported to INT8, opened by 1, 2 and 4
 processes that touch every page, resharded, and, with --changed of its rows new, made into a delta that is applied.
-Every speed stands beside plain file I/O of the same bytes in the same run: read the one file, write (and fsync) the
-other. Needs about 2.7 times --size of disk.
+Every speed stands beside plain file I/O of the same bytes in the same run and the same state of the page cache: read the
+one file with read(), write the other with write() and fsync it, as export does too. Needs about 2.7 times --size of disk.
 
     python -m benchmarks.archive --size 4
 """
@@ -201,27 +201,39 @@ def against_plain(
     written: Callable[[], int],
     folder: Path,
     *,
+    expected: int,
     cold: bool = False,
 ) -> dict[str, Any]:
     """Time and memory of ``work``, and the ratio of its speed to plain I/O of the same bytes.
 
-    The files read are in the page cache in both, or, with ``cold``, in neither.
+    ``expected``: about how many bytes will be written. The files read are in the page cache in both, or, with ``cold``, in neither. What is written is on the disk in both
+    (fsync). Plain I/O takes its turn on either side of the work and counts with the mean, as a disk and a shared machine
+    change their speed from minute to minute.
     """
-    for path in read if cold else ():
-        drop_cache(path)
-    with Watch() as watch:
-        work()
+
+    def in_turn(do: Callable[[], float]) -> float:
+        for path in read if cold else ():
+            drop_cache(path)
+        return do()
+
+    def timed() -> float:
+        with Watch() as watch:
+            work()
+        peaks.append(watch.peak)
+        return watch.seconds
+
+    peaks: list[int] = []
+    before = in_turn(lambda: plain_io(read, expected, folder))
+    seconds = in_turn(timed)
     out = written()
-    for path in read if cold else ():
-        drop_cache(path)
-    plain = plain_io(read, out, folder)
+    plain = (before + in_turn(lambda: plain_io(read, out, folder))) / 2
     moved = sum(size_of(path) for path in read) + out
     return {
-        f"{name} s": watch.seconds,
+        f"{name} s": seconds,
         f"{name} plain I/O s": plain,
-        f"{name} speed, of plain I/O": plain / watch.seconds,
-        f"{name} MiB/s": moved / watch.seconds / 2**20,
-        f"{name} peak bytes above start": watch.peak,
+        f"{name} speed, of plain I/O": plain / seconds,
+        f"{name} MiB/s": moved / seconds / 2**20,
+        f"{name} peak bytes above start": peaks[0],
     }
 
 
@@ -231,6 +243,7 @@ def run(folder: Path, size: float, changed: float, precision: str, stages: set[s
     from recinfer.inference.export import export_archive
     from recinfer.inference.reshard import plan_archive, reshard_archive
     from recinfer.modules.embedding_configs import DataType
+    from recinfer.quant.packing import row_bytes
 
     model = build(int(size * 2**30 / (4 * DIM)))
     path, archive, moved = folder / "model.pt", folder / "model.rqa", folder / "moved.rqa"
@@ -250,9 +263,13 @@ def run(folder: Path, size: float, changed: float, precision: str, stages: set[s
         reader = CheckpointReader(path)
         export_archive(model, reader, plan, archive, name="m", version="1", progress=False, overwrite=True)
 
-    show(against_plain("export, cold", export, [path], lambda: size_of(archive), folder, cold=True))
+    def measure_export(name: str, cold: bool) -> dict[str, Any]:
+        return against_plain(name, export, [path], lambda: size_of(archive), folder, expected=expected, cold=cold)
+
+    expected = sum(t.num_embeddings * row_bytes(t.embedding_dim, t.precision) for t in plan.tables)
+    show(measure_export("export, cold", True))
     if "export" in stages:
-        show(against_plain("export, warm", export, [path], lambda: size_of(archive), folder))
+        show(measure_export("export, warm", False))
     if "open" in stages:
         show(measure_open(archive))
         show(measure_sharing(archive))
@@ -262,7 +279,7 @@ def run(folder: Path, size: float, changed: float, precision: str, stages: set[s
         def reshard() -> None:
             reshard_archive(archive, target, moved, progress=False)
 
-        show(against_plain("reshard", reshard, [archive], lambda: size_of(moved), folder))
+        show(against_plain("reshard", reshard, [archive], lambda: size_of(moved), folder, expected=expected))
         shutil.rmtree(moved)
     if "delta" in stages:
         show(measure_delta(folder, archive, model, size, changed))
@@ -285,6 +302,7 @@ def measure_delta(folder: Path, archive: Path, model: torch.nn.Module, size: flo
         [new, archive],
         lambda: size_of(delta),
         folder,
+        expected=int(changed * size_of(archive)),
     )
     found["delta bytes"] = size_of(delta)
     predictor = recinfer.load(archive)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["ExportReport", "TableReport", "make_report"]
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -60,20 +63,31 @@ class ExportReport:
     def _table_of_tables(self) -> Table:
         from rich.table import Table
 
-        table = Table("table", "precision", "rows", "dim", "MiB before", "after", "max error", "RMS", "relative")
+        table = Table("table", "precision", "rows", "dim", "before", "after", "max error", "RMS", "relative")
+        short = Counter(_last(t.table) for t in self.tables)
         for t in self.tables:
             table.add_row(
-                t.table,
+                # The path before a name is long and mostly the same, and a narrow terminal would cut the name off.
+                _last(t.table) if short[_last(t.table)] == 1 else t.table,
                 t.precision,
                 f"{t.rows:,}",
                 str(t.dim),
-                f"{t.bytes_before / 2**20:,.2f}",
-                f"{t.bytes_after / 2**20:,.2f}",
+                _size(t.bytes_before),
+                _size(t.bytes_after),
                 *(f"{error:.2g}" for error in (t.max_abs_error, t.rms_error, t.relative_error)),
             )
         for column in table.columns[2:]:
             column.justify = "right"
         return table
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _size(count: int) -> str:
+    unit = next((u for u in ("GiB", "MiB") if count >= _UNITS[u]), "KiB")
+    return f"{count / _UNITS[unit]:,.1f} {unit}"
 
 
 def _table_of_quality(found: Evaluation) -> Table:

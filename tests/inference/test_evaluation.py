@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -127,3 +128,19 @@ def test_normalized_entropy_of_the_mean_is_one() -> None:
     labels = np.array([0, 0, 0, 1])
     assert normalized_entropy(labels, np.full(4, 0.25)) == pytest.approx(1.0)
     assert np.isnan(normalized_entropy(np.zeros(3), np.full(3, 0.1)))
+
+
+def test_a_narrow_terminal_still_names_the_tables() -> None:
+    from rich.console import Console
+
+    from recinfer.inference.report import TableReport
+
+    def printed(*names: str) -> str:
+        tables = [TableReport(name, "int8", 5, 16, 3 << 30, 700, 0.1, 0.01, 0.001) for name in names]
+        console = Console(width=90, record=True, file=io.StringIO())
+        console.print(ExportReport(tuple(tables), None))
+        return console.export_text()
+
+    text = printed("sparse_arch.embedding_bag_collection.t_C1", "sparse_arch.embedding_bag_collection.t_C26")
+    assert "t_C1 " in text and "t_C26" in text and "3.0 GiB" in text and "0.7 KiB" in text
+    assert "a.t" in printed("a.t", "b.t")  # of one name in two modules, both are told apart
