@@ -1,0 +1,81 @@
+"""Training on several processes of this host: the same result as on one, and an end within seconds when one dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from recinfer.checkpoint import CheckpointReader
+from recinfer.data.dataset import load_dataset
+from recinfer.errors import ConfigError, UnavailableError
+from recinfer.training.job import TrainJob, run_job
+from recinfer.training.launch import process_group, run_ranks
+
+
+def job(folder: Path, **changes: object) -> TrainJob:
+    settings = {"out": folder / "ckpt", "limit": 1200, "embedding_dim": 4, "batch_size": 64, **changes}
+    return TrainJob(**settings)  # type: ignore[arg-type]
+
+
+def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
+    # Table-wise and row-wise: row-wise Adagrad is then the same whatever the number of ranks.
+    sharding = {"*": "row_wise", "t_C1": "table_wise", "t_C2": "data_parallel"}
+    one = run_job(job(tmp_path, out=tmp_path / "one", batch_size=128))
+    two = run_job(job(tmp_path, sharding=sharding, metrics=tmp_path / "m.csv"), world_size=2)
+    assert one is not None and two is not None
+    assert (two.world_size, two.num_steps, two.num_test_rows) == (2, one.num_steps, one.num_test_rows)
+    assert two.auc == pytest.approx(one.auc, abs=2e-3)
+    assert two.log_loss == pytest.approx(one.log_loss, abs=1e-4)
+    assert len((tmp_path / "m.csv").read_text().splitlines()) == 1 + one.num_steps + 1
+    first, second = CheckpointReader(tmp_path / "one"), CheckpointReader(tmp_path / "ckpt")
+    assert first.keys() == second.keys()
+    assert second.build_model() is not None  # model.json describes the whole model
+    for key in first.keys():  # noqa: SIM118
+        assert first.read(key).allclose(second.read(key), atol=1e-3), key
+
+
+def dies(path: str) -> int:
+    with process_group() as (rank, world_size):
+        import torch
+        import torch.distributed as dist
+
+        if rank == 1:
+            Path(path).write_text(str(os.getpid()))
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(1000):
+            dist.all_reduce(torch.ones(1))
+        return world_size
+
+
+def test_a_killed_rank_is_named_and_stops_the_others(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match=r"rank 1 was killed by SIGKILL.*the other ranks were stopped"):
+        run_ranks(2, dies, str(tmp_path / "pid"))
+    assert (tmp_path / "pid").exists()
+
+
+def test_what_needs_ranks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--world-size 2 or more"):
+        run_job(job(tmp_path, sharding={"*": "row_wise"}))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="RANK=3"):
+        run_job(job(tmp_path))
+
+
+def test_rows_stream_from_a_file(tmp_path: Path) -> None:
+    from recinfer.data.criteo import DENSE, LABEL, SPARSE
+    from recinfer.data.tables import write_csv
+
+    dataset = load_dataset(None, "synthetic", limit=900, seed=1)
+    write_csv(tmp_path / "rows.csv", {n: dataset.columns[n] for n in (LABEL, *DENSE, *SPARSE)})
+    report = run_job(
+        job(tmp_path, data=tmp_path / "rows.csv", format="criteo", stream=True, plot=tmp_path / "curve.png", limit=None)
+    )
+    assert report is not None
+    assert report.num_train_rows + report.num_test_rows == 900
+    assert (tmp_path / "curve.png").stat().st_size > 1000
