@@ -9,14 +9,14 @@
 #   make clean   remove .venv and every build product
 #
 # PYTHON=...           the interpreter the virtual environment is made from
-# EXTRAS=cuda,onnx     install for GPUs instead of the CPU
+# EXTRAS=cuda,onnx,train install for GPUs instead of the CPU
 # TORCH_PIP_ARGS=...   extra arguments for installing torch alone, for example an index that has its CPU-only wheels
 # TEST_ARGS=...        arguments for pytest, for example TEST_ARGS="tests/quant -x"
 # DEMO_ARGS=...        arguments for `recinfer demo`, for example DEMO_ARGS="--data ratings.inter --format movielens"
 
 PYTHON ?= python3.11
 VENV ?= .venv
-EXTRAS ?= cpu,onnx
+EXTRAS ?= cpu,onnx,train
 TEST_ARGS ?= -n 2
 DEMO_ARGS ?=
 TORCH_PIP_ARGS ?=

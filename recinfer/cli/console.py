@@ -36,6 +36,8 @@ _EXTRA_OF_MODULE = {
     "ts": "torchserve",
     "aiohttp": "serve",
     "prometheus_client": "serve",
+    "torchmetrics": "train",
+    "pyarrow": "arrow",
 }
 
 _debug = False
