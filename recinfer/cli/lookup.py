@@ -12,7 +12,12 @@ from recinfer.cli.options import (
     ModelVersionOption,
     TargetOption,
     TimeoutOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+    TokenFileOption,
     WaitOption,
+    open_client,
     parse_pair,
     wait_for,
 )
@@ -41,16 +46,28 @@ def run(
     version: ModelVersionOption = "",
     timeout: TimeoutOption = 10.0,
     wait: WaitOption = 0.0,
+    token_file: TokenFileOption = None,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Look embeddings up in a running server."""
     from rich.table import Table
 
-    from recinfer.serving.client import InferenceClient
-
     output = Output(as_json)
     kjt = parse_features(feature)
-    with InferenceClient(target, model=model, version=version, timeout=timeout) as client:
+    client = open_client(
+        target,
+        model=model,
+        version=version,
+        timeout=timeout,
+        token_file=token_file,
+        tls_ca=tls_ca,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+    )
+    with client:
         wait_for(client, wait)
         result = client.lookup(kjt)
     pooled = {} if result.pooled is None else result.pooled.to_dict()

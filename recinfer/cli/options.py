@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,7 +21,12 @@ __all__ = [
     "Precision",
     "TargetOption",
     "TimeoutOption",
+    "TlsCaOption",
+    "TlsCertOption",
+    "TlsKeyOption",
+    "TokenFileOption",
     "WaitOption",
+    "open_client",
     "parse_pair",
     "wait_for",
 ]
@@ -56,7 +62,52 @@ ModelNameOption = Annotated[str, typer.Option("--model", help="Served model; emp
 ModelVersionOption = Annotated[str, typer.Option("--version", help="Its version; empty is the default one.")]
 TimeoutOption = Annotated[float, typer.Option(min=0.001, help="Seconds to wait for each answer.")]
 
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option("--token-file", help="File with the server's bearer token; else RECINFER_TOKEN.", show_default=False),
+]
+TlsCaOption = Annotated[
+    Path | None,
+    typer.Option("--tls-ca", help="PEM file of the authority of the server's certificate.", show_default=False),
+]
+TlsCertOption = Annotated[
+    Path | None, typer.Option("--tls-cert", help="PEM file of your certificate (mutual TLS).", show_default=False)
+]
+TlsKeyOption = Annotated[Path | None, typer.Option("--tls-key", help="PEM file of its key.", show_default=False)]
+
 WaitOption = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for the server to come up first.")]
+
+
+def open_client(
+    target: str,
+    *,
+    model: str,
+    version: str,
+    timeout: float,
+    token_file: Path | None,
+    tls_ca: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+) -> InferenceClient:
+    """A client as a verb's options say; raises ConfigError naming a file that cannot be read, InputError."""
+    from recinfer import env
+    from recinfer.serving.client import InferenceClient
+    from recinfer.serving.security import read_token
+
+    for path in (tls_ca, tls_cert, tls_key):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"cannot read {path}: no such file")
+    token = (env.token() or "") if token_file is None else read_token(token_file)
+    return InferenceClient(
+        target,
+        model=model,
+        version=version,
+        timeout=timeout,
+        token=token,
+        tls_ca=tls_ca,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+    )
 
 
 def wait_for(client: InferenceClient, seconds: float) -> None:

@@ -11,7 +11,19 @@ import typer
 from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output
-from recinfer.cli.options import ModelNameOption, ModelVersionOption, TargetOption, TimeoutOption, WaitOption, wait_for
+from recinfer.cli.options import (
+    ModelNameOption,
+    ModelVersionOption,
+    TargetOption,
+    TimeoutOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+    TokenFileOption,
+    WaitOption,
+    open_client,
+    wait_for,
+)
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,6 +70,10 @@ def run(
     version: ModelVersionOption = "",
     timeout: TimeoutOption = 10.0,
     wait: WaitOption = 0.0,
+    token_file: TokenFileOption = None,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Score rows with a running server.
@@ -66,11 +82,19 @@ def run(
     CSV's header names the contract's columns; a .csv without a header is read as Criteo's.
     JSON holds ids: {"dense": [[0.1, ...], ...], "features": {"C1": [[3, 7], [5]], ...}}.
     """
-    from recinfer.serving.client import InferenceClient
-
     output = Output(as_json)
     kind = format or _format_of(input)
-    with InferenceClient(target, model=model, version=version, timeout=timeout) as client:
+    client = open_client(
+        target,
+        model=model,
+        version=version,
+        timeout=timeout,
+        token_file=token_file,
+        tls_ca=tls_ca,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+    )
+    with client:
         wait_for(client, wait)
         dense, features = _from_json(input) if kind is InputFormat.json else _from_rows(input, kind, client)
         outputs = _predict(client, dense, features, batch_size)

@@ -45,8 +45,9 @@ OPTIONS = {
     "delta": "--after --model --overwrite --out",
     "reshard": "--world-size --plan --device --overwrite --out",
     "serve": "--host --port --device --preload --lock --delta",
-    "lookup": "--target --feature --model --version --timeout --wait",
-    "predict": "--target --input --format --out --batch-size --model --version --timeout --wait",
+    "lookup": "--target --feature --model --version --timeout --wait --token-file --tls-ca --tls-cert --tls-key",
+    "predict": "--target --input --format --out --batch-size --model --version --timeout --wait --token-file --tls-ca "
+    "--tls-cert --tls-key",
     "mar": "--export-path --archive-format --model-name --archive-at --workers --batch-size --max-batch-delay-ms --force",
     "demo": "--data --format --out --world-size --epochs --embedding-dim --limit --seed",
     "calibrate": "--out --device --seconds-per-point",

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import ssl
 import subprocess
+import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from recinfer.errors import ConfigError
+from recinfer.errors import ConfigError, RecinferError
 from recinfer.inference.predictor import Predictor
+from recinfer.serving.client import AsyncInferenceClient, InferenceClient
+from recinfer.serving.loop import run_on_loop
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.proto import inference_pb2_grpc
 from recinfer.serving.security import Security, read_token
@@ -111,3 +118,46 @@ def test_mutual_tls(predictor: Predictor, certificates: Path):
                 with pytest.raises(grpc.RpcError) as caught:
                     get_model(channel)
                 assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_every_door_is_as_safe(predictor: Predictor, certificates: Path):
+    """TLS and the token on the HTTP and metrics ports too, and for all of our clients."""
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
+    security = Security(token=TOKEN, tls_cert=certificates / "server.pem", tls_key=certificates / "server.key")
+    context = ssl.create_default_context(cafile=str(certificates / "server.pem"))
+    with Server({"tiny": predictor}, security=security, http_port=0, metrics_port=0) as server:
+        doors = {server.http_port: "v2/models/tiny", server.metrics_port: "status.json"}
+        for port, path in doors.items():
+            url = f"https://127.0.0.1:{port}/{path}"
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(url, context=context, timeout=10)
+            assert refused.value.code == 401
+            asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
+            with urllib.request.urlopen(asked, context=context, timeout=10) as answer:
+                assert answer.status == 200
+            with pytest.raises(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10)
+        ca = certificates / "server.pem"
+        with InferenceClient(server.target, token=TOKEN, tls_ca=ca) as client:
+            assert client.get_model().name == "tiny"
+        with InferenceClient(server.target, tls_ca=ca) as client:
+            with pytest.raises(RecinferError, match="needs a token"):
+                client.get_model()
+            assert client.is_ready()
+
+        async def ask() -> str:
+            async with AsyncInferenceClient(server.target, token=TOKEN, tls_ca=ca) as mine:
+                return (await mine.get_model()).name
+
+        assert run_on_loop(ask(), timeout=30) == "tiny"
+        token = certificates / "token"
+        token.write_text(TOKEN + "\n")
+        lookup = [sys.executable, "-m", "recinfer", "lookup", "--target", server.target, "--feature", "user=3,7"]
+        secret = ["--token-file", str(token), "--tls-ca", str(ca), "--json"]
+        done = subprocess.run([*lookup, *secret], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert len(json.loads(done.stdout)["pooled"]["user"][0]) == 8
+        done = subprocess.run(
+            [*lookup, "--tls-ca", "nothing.pem"], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, "nothing.pem" in done.stderr) == (2, True)
