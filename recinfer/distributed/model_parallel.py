@@ -516,6 +516,8 @@ def _copying_to(device: torch.device) -> Iterator[None]:
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
             moved.__dict__.update({k: copy.deepcopy(v, memo) for k, v in tensor.__dict__.items()})
+        elif tensor.requires_grad and tensor.is_leaf:
+            moved.requires_grad_()  # fused lookups hang on such a tensor: without it their backward would not run
         memo[id(tensor)] = moved
         memo.setdefault(id(memo), []).append(tensor)  # alive as long as its id is a key
         return moved

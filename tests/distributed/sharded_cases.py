@@ -29,7 +29,14 @@ from recinfer.distributed.embeddingbag import (
     create_sharding_infos_by_sharding,
 )
 from recinfer.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
-from recinfer.distributed.types import CommOp, EmbeddingModuleShardingPlan, QuantizedCommCodecs, ShardingEnv
+from recinfer.distributed.model_parallel import DistributedModelParallel
+from recinfer.distributed.types import (
+    CommOp,
+    EmbeddingModuleShardingPlan,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingPlan,
+)
 from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -126,6 +133,28 @@ def state_goes_round(rank: int, world: int) -> None:
     assert set(names) <= {f"{key}{tail}" for key in state for tail in ("", "_1", "_2", "_3")}
     assert list(module.sharded_parameter_names()) == names
     assert all(not key.startswith("_") for key in module.state_dict())
+
+
+def a_copy_trains_on_its_own(rank: int, world: int) -> None:
+    """A copied model has tables of its own, which its parameters and state show when it trains."""
+    case = Case("mixed")
+    ebc = new_module(case)
+    plan = module_plan(ebc.embedding_bag_configs(), case, world, world)
+    model = DistributedModelParallel(
+        nn.Sequential(ebc),
+        env=env(),
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"0": plan}),
+        sharders=[EmbeddingBagCollectionSharder(SGD)],
+    )
+    copied = model.copy(torch.device("cpu"))
+    before = whole_tables(model)
+    copied(batch_of(rank, 0, case)).values().sum().backward()
+    model_after, copied_after = whole_tables(model), whole_tables(copied)
+    for key, table in before.items():
+        assert torch.equal(model_after[key], table), key
+        assert not torch.equal(copied_after[key], table), key
+    assert all(hasattr(p, "_in_backward_optimizers") for p in copied.parameters())
 
 
 def optimizer_has_its_state(rank: int, world: int) -> None:

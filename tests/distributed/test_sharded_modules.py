@@ -10,6 +10,7 @@ from tests.distributed.spawn import run_ranks
 CALLS = {
     "values": [(cases.first_values_do_not_depend_on_the_sharding, ())],
     "state": [(cases.state_goes_round, ()), (cases.optimizer_has_its_state, ())],
+    "copy": [(cases.a_copy_trains_on_its_own, ())],
     "weights": [
         (cases.weights_learn, (kind, batch))
         for kind in ("table_wise", "row_wise", "mixed", "data_parallel")
