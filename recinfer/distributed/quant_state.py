@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
 from recinfer.distributed.embedding_types import (
     EmbeddingComputeKernel,
     GroupedEmbeddingConfig,
@@ -28,7 +30,7 @@ from recinfer.distributed.quant_layout import (
 )
 from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardedModule, ShardingEnv
 from recinfer.errors import ConfigError, NotFoundError
-from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingTableConfig, PoolingType
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.embedding_modules import row_alignment_for
 from recinfer.quant.lookup import ColumnPiece, PooledLookup, SequenceLookup, embedding_names
@@ -320,6 +322,50 @@ class ShardedQuantState(Generic[C], ShardedModule[ListOfKJTList, list[list[Tenso
         for table, plan in self._plans.items():
             types.setdefault(plan.sharding_type, []).append(table)
         return types
+
+    def sharding_type_to_sharding_infos(self) -> dict[str, list[EmbeddingShardingInfo]]:
+        """Sharding type -> the tables sharded so, with their packed rows where they are whole in memory (else on meta).
+
+        Empty for a module built from packed shards, which has rectangles and no plan.
+        """
+        infos: dict[str, list[EmbeddingShardingInfo]] = {}
+        for config in self._configs:
+            if config.name not in self._plans:
+                continue
+            rows, width = config.num_embeddings, row_bytes(config.embedding_dim, config.data_type)
+            table = EmbeddingTableConfig(
+                num_embeddings=rows,
+                embedding_dim=config.embedding_dim,
+                name=config.name,
+                data_type=config.data_type,
+                feature_names=list(config.feature_names),
+                pooling=getattr(config, "pooling", PoolingType.NONE),
+                is_weighted=bool(getattr(self, "_is_weighted", False)),
+                has_feature_processor=False,
+                embedding_names=list(config.feature_names),
+            )
+            plan = self._plans[config.name]
+            info = EmbeddingShardingInfo(table, plan, torch.empty((rows, width), dtype=torch.uint8, device="meta"))
+            infos.setdefault(plan.sharding_type, []).append(info)
+        return infos
+
+    def copy(self, device: torch.device) -> Self:
+        """The same module for outputs on ``device``. On the same kind of device rows are shared, not copied.
+
+        Raises:
+            ConfigError: another kind of device, for a module that was not built from packed shards: shard the quantized
+                module for that device instead.
+        """
+        device = torch.device(device)
+        if device.type != self._output_device.type:
+            raise ConfigError(
+                f"copy to {device}: this module's ranks are on {sorted({str(d) for d in self._devices.values()})}; "
+                f"shard the quantized module with a plan for {device.type}, or load the archive with device='{device.type}'"
+            )
+        other = copy.copy(self)
+        other.__dict__.update({"_modules": dict(self._modules), "_buffers": dict(self._buffers)})
+        other._output_device = device
+        return other
 
     def tbes_configs(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
         """Every rank's TBE module and the shards it looks up, for registration."""

@@ -175,3 +175,18 @@ def test_sharders() -> None:
     sharded = sequences.shard(module, plan_for(module, "mixed", 2), ShardingEnv.from_local(2, 0))
     features = random_features(module.embedding_configs(), 3)
     assert torch.equal(sharded(features)["f2"].values(), module(features)["f2"].values())
+
+
+def test_a_copy_shares_rows_and_tells_its_plan() -> None:
+    module = EmbeddingBagCollection.from_float(float_bags())
+    plan = plan_for(module, "mixed", 2)
+    sharded = ShardedQuantEmbeddingBagCollection(module, plan, ShardingEnv.from_local(2, 0))
+    copied = sharded.copy(torch.device("cpu"))
+    features = random_features(module.embedding_bag_configs(), 5)
+    assert copied is not sharded and copied.fused_lookup is sharded.fused_lookup
+    assert torch.equal(copied(features).values(), sharded(features).values())
+    infos = sharded.sharding_type_to_sharding_infos()
+    assert {kind: [i.embedding_config.name for i in of_kind] for kind, of_kind in infos.items()} == sharded.shardings
+    assert all(i.param_sharding is plan[i.embedding_config.name] for of_kind in infos.values() for i in of_kind)
+    with pytest.raises(ConfigError, match="with a plan for cuda"):
+        sharded.copy(torch.device("cuda"))
