@@ -30,6 +30,7 @@ __all__ = ["PackedShard", "RankInput", "RankLayout", "fused_pieces", "joined_pie
 
 _SLACK_BYTES = 64  # vectorised kernels may read past the last row
 _ALIGNMENT = 128
+_COPY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,10 @@ def place_shards(
         width = row_bytes(shard.cols, types[shard.table], row_alignment)
         target = buffer if managed is None or spot.memory == "near" else managed
         view = target[spot.offset : spot.offset + shard.rows * width].view(-1, width)
-        view[:, :need].copy_(packed_RP[:, :need])
+        # A copy between rows of two widths passes through memory of its size on the device.
+        step = max(1, _COPY_BYTES // width)
+        for at in range(0, shard.rows, step):
+            view[at : at + step, :need].copy_(packed_RP[at : at + step, :need])
     return buffer, managed, placed
 
 

@@ -1,0 +1,43 @@
+"""An archive served from a GPU: rows re-padded while they are copied, the same answers as from the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import recinfer
+from recinfer.inference.delta import make_delta
+from recinfer.modules.embedding_configs import DataType
+from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_archive, make_request
+from tests.inference.test_delta import changed, save
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+@pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.FP16])
+def test_a_gpu_answers_as_the_cpu_does(tmp_path: Path, precision: DataType) -> None:
+    model, archive = make_archive(tmp_path, precision=precision, ranks=1, kinds=("table_wise",))
+    cpu, gpu = recinfer.load(archive.root), recinfer.load(archive.root, device="cuda")
+    request = make_request(RANKER_ROWS, 33, seed=9)
+    dense = torch.ones(33, NUM_DENSE)
+
+    def same() -> None:
+        mine, theirs = gpu.lookup(request).pooled, cpu.lookup(request).pooled
+        assert mine is not None and theirs is not None
+        torch.testing.assert_close(mine.values(), theirs.values())
+        torch.testing.assert_close(gpu.predict(dense, request)["output"], cpu.predict(dense, request)["output"])
+
+    same()
+    new = changed(model, 1)
+    make_delta(archive.root, new, save(new, tmp_path / "new.pt"), tmp_path / "d.rqd", progress=False)
+    for predictor in (cpu, gpu):
+        predictor.apply_delta(tmp_path / "d.rqd")
+    same()
+    for predictor in (cpu, gpu):
+        predictor.undo_delta()
+    same()
