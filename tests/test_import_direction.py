@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
 # until that function is called.
 UPWARD = {
     # TorchRec's collective_plan takes sharders=None and means all of them; sharders are the runtime's.
-    ("distributed.planner.planners", "distributed.sharding_plan.get_default_sharders"),
+    ("distributed.planner.planner_base", "distributed.sharding_plan.get_default_sharders"),
 }
 
 

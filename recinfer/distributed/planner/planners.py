@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,14 +13,14 @@ import torch
 from torch import nn
 
 from recinfer import env
-from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator, option_object
 from recinfer.distributed.planner.explain import explain
 from recinfer.distributed.planner.facts import sharded_modules
 from recinfer.distributed.planner.outcome import build_plan, chosen_options, pin_tables
 from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner
 from recinfer.distributed.planner.perf_models import NoopPerfModel
-from recinfer.distributed.planner.plan import Plan, TablePlan, placement
+from recinfer.distributed.planner.plan import Plan, TablePlan
+from recinfer.distributed.planner.planner_base import Callbacks, EmbeddingPlannerBase, to_sharding_plan
 from recinfer.distributed.planner.problem import Problem, first_of_least, lower_bound, make_problem
 from recinfer.distributed.planner.proposers import GreedyProposer, UniformProposer
 from recinfer.distributed.planner.search import SearchReport, search
@@ -43,139 +42,19 @@ from recinfer.distributed.planner.types import (
     StorageReservation,
 )
 from recinfer.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
     ModuleSharder,
-    ParameterSharding,
     ShardingPlan,
-    ShardingPlanner,
-    ShardingType,
-    ShardMetadata,
 )
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    pass
 
 __all__ = ["EmbeddingPlannerBase", "EmbeddingShardingPlanner", "create_planner", "to_sharding_plan"]
 
 logger = logging.getLogger(__name__)
 
-Callbacks = list[Callable[[list[ShardingOption]], list[ShardingOption]]]
 _MAX_PROPOSALS = 10_000
-
-
-def to_sharding_plan(sharding_options: list[ShardingOption], topology: Topology) -> ShardingPlan:
-    """TorchRec's plan of placed options."""
-    plan: dict[str, Any] = {}
-    for option in sharding_options:
-        shards = option.shards
-        spec = None
-        if option.sharding_type != ShardingType.DATA_PARALLEL.value:
-            spec = EnumerableShardingSpec(
-                [
-                    ShardMetadata(
-                        shard_offsets=list(s.offset),
-                        shard_sizes=list(s.size),
-                        placement=placement(topology.compute_device, s.rank or 0, topology.local_world_size),
-                    )
-                    for s in shards
-                ]
-            )
-        module_plan = plan.setdefault(option.path, EmbeddingModuleShardingPlan())
-        module_plan[option.name] = ParameterSharding(
-            sharding_type=option.sharding_type,
-            compute_kernel=option.compute_kernel,
-            ranks=[s.rank or 0 for s in shards],
-            sharding_spec=spec,
-            cache_params=option.cache_params,
-            enforce_hbm=option.enforce_hbm,
-            stochastic_rounding=option.stochastic_rounding,
-            bounds_check_mode=option.bounds_check_mode,
-            output_dtype=option.output_dtype,
-            key_value_params=option.key_value_params,
-        )
-    return ShardingPlan(plan)
-
-
-def _default_topology() -> Topology:
-    import torch.distributed as dist
-
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Topology(world_size=world, compute_device=device, local_world_size=env.local_world_size(world))
-
-
-class EmbeddingPlannerBase(ShardingPlanner):
-    """What planners share: their parts, and planning once for all ranks."""
-
-    def __init__(
-        self,
-        topology: Topology | None = None,
-        batch_size: int | None = None,
-        enumerator: Enumerator | None = None,
-        storage_reservation: StorageReservation | None = None,
-        stats: Stats | list[Stats] | None = None,
-        constraints: dict[str, ParameterConstraints] | None = None,
-        debug: bool = True,
-        callbacks: Callbacks | None = None,
-        timeout_seconds: int | None = None,
-        heuristical_storage_reservation_percentage: float = 0.15,
-    ) -> None:
-        self._topology = topology or _default_topology()
-        self._batch_size = batch_size or BATCH_SIZE
-        self._constraints = constraints
-        self._enumerator = enumerator or EmbeddingEnumerator(self._topology, self._batch_size, constraints)
-        self._storage_reservation = storage_reservation or HeuristicalStorageReservation(
-            percentage=heuristical_storage_reservation_percentage
-        )
-        self._stats = [EmbeddingStats()] if stats is None else stats if isinstance(stats, list) else [stats]
-        self._debug, self._callbacks = debug, callbacks or []
-        self._timeout_seconds = timeout_seconds
-
-    def collective_plan(
-        self,
-        module: nn.Module,
-        sharders: list[ModuleSharder[nn.Module]] | None = None,
-        pg: dist.ProcessGroup | None = None,
-    ) -> ShardingPlan:
-        """Plan on rank 0 of ``pg`` (default: the world) and give every rank the result, or rank 0's error."""
-        import torch.distributed as dist
-
-        group: Any = pg if pg is not None else dist.group.WORLD
-        if sharders is None:
-            from recinfer.distributed.sharding_plan import get_default_sharders
-
-            sharders = get_default_sharders()
-        message: list[Any] = [None]
-        if dist.get_rank(group) == 0:
-            try:
-                message[0] = self.plan(module, sharders)
-            except Exception as error:  # every rank must fail, or the others would wait for ever
-                message[0] = error
-        source = dist.get_global_rank(group, 0) if group is not dist.group.WORLD else 0
-        dist.broadcast_object_list(message, src=source, group=group)
-        if isinstance(message[0], Exception):
-            raise message[0]
-        return message[0]
-
-    def hash_planner_context_inputs(self) -> int:
-        """Number that changes with topology, batch size, reservation or constraints."""
-        return int(self.hash_planner_context_inputs_str()[:15], 16)
-
-    def hash_planner_context_inputs_str(self) -> str:
-        """sha256 (hex) of the same."""
-        limits = sorted((n, repr(c)) for n, c in (self._constraints or {}).items())
-        reservation = self._storage_reservation
-        facts = {k: v for k, v in vars(reservation).items() if isinstance(v, int | float | str)}
-        parts = (
-            self._topology.signature(),
-            self._batch_size,
-            type(reservation).__name__,
-            sorted(facts.items()),
-            limits,
-        )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 class EmbeddingShardingPlanner(EmbeddingPlannerBase):

@@ -1,0 +1,117 @@
+"""The proposer that plans the least total perf for each amount of memory by dynamic programming."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import numpy as np
+
+from recinfer.distributed.planner.proposals import ByTable, by_table
+from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.types import Enumerator, Proposer, ShardingOption
+from recinfer.errors import ConfigError
+
+__all__ = ["DynamicProgrammingProposer"]
+
+
+class DynamicProgrammingProposer(Proposer):
+    """Least total perf for each amount of total memory, by dynamic programming over memory bins.
+
+    The first proposal is the plan of least memory; its feedback brings the topology. Then, for each bin from the largest
+    amount of memory to the smallest, the plan of least total perf that uses that much: total memory does not say whether
+    a plan can be placed, so all amounts are proposed. With ``ddr_bins_per_device`` the table is two-dimensional.
+
+    Args:
+        hbm_bins_per_device: bins of device memory a rank (of host memory when the topology has no device memory).
+        ddr_bins_per_device: bins of host memory a rank, in addition; None plans by one memory only.
+    """
+
+    def __init__(self, hbm_bins_per_device: int = 100, ddr_bins_per_device: int | None = None) -> None:
+        self._bins = max(hbm_bins_per_device, 1)
+        self._ddr_bins = ddr_bins_per_device
+        self._tables: ByTable = OrderedDict()
+        self._planned = False
+        self._proposals: list[list[int]] = []
+
+    def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
+        """Order each table's options by memory."""
+        self._tables = by_table(search_space)
+        for options in self._tables.values():
+            options.sort(key=lambda o: (o.total_storage.hbm, o.total_storage.ddr))
+        self._planned, self._proposals = False, []
+
+    def propose(self) -> list[ShardingOption] | None:
+        """The plan of least memory, then the planned ones."""
+        if not self._planned:
+            return [options[0] for options in self._tables.values()] or None
+        if not self._proposals:
+            return None
+        return [options[i] for i, options in zip(self._proposals[0], self._tables.values())]
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """Plan on the first call, which must bring the topology; then go on."""
+        if self._planned:
+            if self._proposals:
+                self._proposals.pop(0)
+            return
+        if storage_constraint is None:
+            raise ConfigError(
+                "the first feedback of DynamicProgrammingProposer needs storage_constraint (the topology)"
+            )
+        self._planned = True
+        self._proposals = self._plan(storage_constraint)
+
+    def _plan(self, topology: Topology) -> list[list[int]]:
+        if not self._tables:
+            return []
+        devices = topology.devices
+        totals = [sum(d.storage.hbm for d in devices), sum(d.storage.ddr for d in devices)]
+        by_ddr_only = totals[0] == 0
+        first = totals[1] if by_ddr_only else totals[0]
+        num = self._bins * len(devices)
+        num_d = (self._ddr_bins or 0) * len(devices) if not by_ddr_only else 0
+        size, size_d = first / num, (totals[1] / num_d if num_d else math.inf)
+        columns = max(num_d, 1)
+        best = np.full(num * columns, np.inf)
+        used, used_d = np.full(best.size, np.inf), np.full(best.size, np.inf)
+        best[0], used[0], used_d[0] = 0.0, 0.0, 0.0
+        trail: list[tuple[np.ndarray, np.ndarray]] = []
+        for options in self._tables.values():
+            states = np.flatnonzero(np.isfinite(best))
+            perf, mem, mem_d, pick, came, cell = [], [], [], [], [], []
+            for i, option in enumerate(options):
+                storage = option.total_storage
+                m = used[states] + (storage.ddr if by_ddr_only else storage.hbm) / size
+                d = used_d[states] + (storage.ddr / size_d if num_d else 0.0)
+                ok = (m < num) & (d < columns)
+                perf.append(best[states][ok] + option.total_perf)
+                mem.append(m[ok])
+                mem_d.append(d[ok])
+                pick.append(np.full(int(ok.sum()), i))
+                came.append(states[ok])
+                cell.append(m[ok].astype(np.int64) * columns + d[ok].astype(np.int64))
+            all_perf, cells = np.concatenate(perf), np.concatenate(cell)
+            # The last writer of a cell wins: write from worst to best.
+            order = np.argsort(-all_perf, kind="stable")
+            best, used, used_d = (np.full(best.size, np.inf) for _ in range(3))
+            choice, previous = np.full(best.size, -1), np.full(best.size, -1)
+            at = cells[order]
+            best[at] = all_perf[order]
+            used[at], used_d[at] = np.concatenate(mem)[order], np.concatenate(mem_d)[order]
+            choice[at], previous[at] = np.concatenate(pick)[order], np.concatenate(came)[order]
+            trail.append((choice, previous))
+        proposals = []
+        for cell_index in np.flatnonzero(np.isfinite(best))[::-1]:
+            indices, state = [], int(cell_index)
+            for choice, previous in reversed(trail):
+                indices.append(int(choice[state]))
+                state = int(previous[state])
+            proposals.append(indices[::-1])
+        return proposals

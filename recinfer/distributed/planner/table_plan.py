@@ -1,0 +1,204 @@
+"""One table of a plan as plain data: sharding type, kernel, precision, and rectangles on ranks that tile it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from recinfer.distributed.embedding_types import EmbeddingComputeKernel
+from recinfer.distributed.types import ParameterSharding, ShardingType, ShardMetadata
+from recinfer.errors import ConfigError
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
+
+__all__ = ["ShardRect", "TablePlan", "check_keys", "column_unit", "placement", "table_plan"]
+
+_SHARDING_TYPES = frozenset(t.value for t in ShardingType)
+_KERNELS = frozenset(k.value for k in EmbeddingComputeKernel)
+
+
+def column_unit(precision: DataType) -> int:
+    """Columns that a column-wise piece must start and end on: 4 for INT4 and INT2 (whole bytes), else 1."""
+    return 4 if precision in (DataType.INT4, DataType.INT2) else 1
+
+
+def placement(compute_device: str, rank: int, local_world_size: int) -> str:
+    """TorchRec's placement text, ``rank:3/cuda:1``; all CPU ranks share one device."""
+    return f"rank:{rank}/cpu" if compute_device == "cpu" else f"rank:{rank}/{compute_device}:{rank % local_world_size}"
+
+
+@dataclass(frozen=True, order=True)
+class ShardRect:
+    """The rectangle ``[row_start, row_stop) x [col_start, col_stop)`` of a table on a rank."""
+
+    rank: int
+    row_start: int
+    row_stop: int
+    col_start: int
+    col_stop: int
+
+    @property
+    def rows(self) -> int:
+        """Height."""
+        return self.row_stop - self.row_start
+
+    @property
+    def cols(self) -> int:
+        """Width."""
+        return self.col_stop - self.col_start
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """Where one table goes.
+
+    Args:
+        module: path of its embedding collection in the model.
+        table: its name.
+        sharding_type, compute_kernel: values of ``ShardingType`` and ``EmbeddingComputeKernel``.
+        precision: element type of the stored rows.
+        num_embeddings, embedding_dim: rows and columns of the whole table.
+        shards: rectangles that cover it exactly once (data_parallel: the whole table on every rank).
+        estimates: figures of the planner (ms, bytes); not part of the hash.
+
+    Raises:
+        ConfigError: unknown names, or rectangles that do not tile the table.
+    """
+
+    module: str
+    table: str
+    sharding_type: str
+    compute_kernel: str
+    precision: DataType
+    num_embeddings: int
+    embedding_dim: int
+    shards: tuple[ShardRect, ...]
+    estimates: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.sharding_type not in _SHARDING_TYPES:
+            self._fail(f"unknown sharding type {self.sharding_type!r}; expected one of {sorted(_SHARDING_TYPES)}")
+        if self.compute_kernel not in _KERNELS:
+            self._fail(f"unknown compute kernel {self.compute_kernel!r}; expected one of {sorted(_KERNELS)}")
+        if not self.shards:
+            self._fail("has no shards; expected at least one")
+        if self.sharding_type == ShardingType.DATA_PARALLEL.value:
+            self._check_replicas()
+        else:
+            self._check_tiles()
+
+    def _fail(self, message: str) -> None:
+        raise ConfigError(f"table {self.name!r} of the plan: {message}")
+
+    @property
+    def name(self) -> str:
+        """``module.table``."""
+        return f"{self.module}.{self.table}" if self.module else self.table
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each shard, in shard order."""
+        return tuple(s.rank for s in self.shards)
+
+    def _check_replicas(self) -> None:
+        whole = (0, self.num_embeddings, 0, self.embedding_dim)
+        for s in self.shards:
+            if (s.row_start, s.row_stop, s.col_start, s.col_stop) != whole:
+                self._fail(f"data_parallel needs the whole table on each rank; got {s}")
+        if len(set(self.ranks)) != len(self.shards):
+            self._fail(f"data_parallel places a replica twice on one rank: {self.ranks}")
+
+    def _check_tiles(self) -> None:
+        unit = column_unit(self.precision)
+        by_columns: dict[tuple[int, int], list[ShardRect]] = {}
+        for s in self.shards:
+            if s.rank < 0:
+                self._fail(f"negative rank in {s}")
+            by_columns.setdefault((s.col_start, s.col_stop), []).append(s)
+        at = 0
+        for start, stop in sorted(by_columns):
+            if start != at or stop <= start:
+                self._fail(f"columns [{start}, {stop}) follow column {at}; pieces must be adjacent and not empty")
+            if start % unit or (stop % unit and stop != self.embedding_dim):
+                self._fail(f"columns [{start}, {stop}) of {self.precision} must be cut at multiples of {unit}")
+            at = stop
+            row = 0
+            for s in sorted(by_columns[start, stop], key=lambda s: s.row_start):
+                if s.row_start != row or s.row_stop < row:
+                    self._fail(
+                        f"rows [{s.row_start}, {s.row_stop}) on rank {s.rank} follow row {row}; must be adjacent"
+                    )
+                row = s.row_stop
+            if row != self.num_embeddings:
+                self._fail(f"rows of columns [{start}, {stop}) end at {row}; the table has {self.num_embeddings}")
+        if at != self.embedding_dim:
+            self._fail(f"columns end at {at}; the table has {self.embedding_dim}")
+
+    def placement_data(self) -> dict[str, Any]:
+        """What the hash covers, as plain data."""
+        return {
+            "module": self.module,
+            "table": self.table,
+            "sharding_type": self.sharding_type,
+            "compute_kernel": self.compute_kernel,
+            "precision": self.precision.value,
+            "num_embeddings": self.num_embeddings,
+            "embedding_dim": self.embedding_dim,
+            "shards": [[s.rank, s.row_start, s.row_stop, s.col_start, s.col_stop] for s in self.shards],
+        }
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> TablePlan:
+        """The inverse of :meth:`placement_data`, with ``estimates`` when there."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        check_keys("a table of the plan", data, known - {"estimates"}, known)
+        try:
+            shards = tuple(ShardRect(*(int(x) for x in row)) for row in data["shards"])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"table {data['table']!r} of the plan: shards must be lists of 5 integers "
+                f"(rank, row_start, row_stop, col_start, col_stop); {error}"
+            ) from None
+        return cls(
+            module=str(data["module"]),
+            table=str(data["table"]),
+            sharding_type=str(data["sharding_type"]),
+            compute_kernel=str(data["compute_kernel"]),
+            precision=DataType.parse(data["precision"]),
+            num_embeddings=int(data["num_embeddings"]),
+            embedding_dim=int(data["embedding_dim"]),
+            shards=shards,
+            estimates=dict(data.get("estimates", {})),
+        )
+
+
+def table_plan(
+    path: str, config: BaseEmbeddingConfig, sharding: ParameterSharding, precision: DataType, world_size: int
+) -> TablePlan:
+    """The checked rectangles of one table from TorchRec's ParameterSharding; raises ConfigError."""
+    rows, cols = config.num_embeddings, config.embedding_dim
+    pieces = getattr(sharding.sharding_spec, "shards", None)
+    if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
+        ranks = sharding.ranks or list(range(world_size))
+        shards = tuple(ShardRect(rank, 0, rows, 0, cols) for rank in ranks)
+    elif pieces is None:
+        raise ConfigError(f"table {config.name!r} ({sharding.sharding_type}) has no sharding_spec.shards")
+    else:
+        shards = tuple(_rect(piece, i, sharding.ranks) for i, piece in enumerate(pieces))
+    return TablePlan(path, config.name, sharding.sharding_type, sharding.compute_kernel, precision, rows, cols, shards)
+
+
+def _rect(piece: ShardMetadata, index: int, ranks: list[int] | None) -> ShardRect:
+    (row, col), (rows, cols) = piece.shard_offsets, piece.shard_sizes
+    rank = piece.placement.rank() if piece.placement is not None else (ranks or [])[index]
+    if rank is None:
+        raise ConfigError(f"shard {index} names no rank: placement {piece.placement}; expected rank:<n>/<device>")
+    return ShardRect(rank, row, row + rows, col, col + cols)
+
+
+def check_keys(what: str, data: dict[str, Any], needed: set[str], known: set[str]) -> None:
+    """Raise ConfigError, naming ``what``, unless ``data`` has all keys needed and none unknown."""
+    if missing := sorted(needed - data.keys()):
+        raise ConfigError(f"{what} lacks {missing}")
+    if unknown := sorted(data.keys() - known):
+        raise ConfigError(f"{what} has unknown keys {unknown}; expected {sorted(known)}")
