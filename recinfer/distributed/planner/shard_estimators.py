@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -176,47 +175,48 @@ class EmbeddingPerfEstimator(ShardEstimator):
             weighted_feature_bwd_compute_multiplier=weighted_feature_bwd_compute_multiplier,
             uneven_sharding_perf_multiplier=uneven_sharding_perf_multiplier,
         )
-        sizes = np.array(shard_sizes, np.int64).reshape(-1, 2)
-        num = sizes.shape[0]
-        ids = sum(n * p * b for n, p, b in zip(input_lengths, num_poolings, batch_sizes))
-        vectors = sum(p * b for p, b in zip(num_poolings, batch_sizes))
-        filled = sum(min(n, 1) * p * b for n, p, b in zip(input_lengths, num_poolings, batch_sizes))
-
-        def full(value: Any, dtype: Any = np.float64) -> Any:
-            return np.full(num, value, dtype)
-
-        by_columns = sharding_type in ("column_wise", "table_column_wise")
-        arrays = ShardArrays(
-            kind=full(TYPE_CODES[sharding_type], np.int64),
-            rows=sizes[:, 0],
-            cols=sizes[:, 1],
-            table_rows=full(
-                sizes[0, 0] if sharding_type == "data_parallel" or by_columns else sizes[:, 0].sum(), np.int64
-            ),
-            table_cols=full(sizes[:, 1].sum() if by_columns else sizes[0, 1], np.int64),
-            batch_inputs=full(ids),
-            batch_outputs=full(vectors),
-            filled_outputs=full(filled),
-            features=full(len(input_lengths)),
-            pooled=full(is_pooled, bool),
-            weighted=full(is_weighted, bool),
-            element_bytes=full(table_data_type_size),
-            bits=full(8 * table_data_type_size),
-            output_bytes=full(output_data_type_size),
-            fwd_a2a=full(fwd_a2a_comm_data_type_size),
-            bwd_a2a=full(bwd_a2a_comm_data_type_size),
-            fwd_sr=full(fwd_sr_comm_data_type_size),
-            bwd_sr=full(bwd_sr_comm_data_type_size),
-            device_bw=full(bandwidth),
-            misses=full(expected_cache_fetches),
-            cached=full(compute_kernel.endswith("_caching"), bool),
-            on_host=full("_uvm" in compute_kernel, bool),
-            cache_ratio=full(caching_ratio or 0.0),
-            optimizer_full=full(0.0),
-            optimizer_row_bytes=full(0.0),
+        arrays = _arrays_of_shards(
+            np.array(shard_sizes, np.int64).reshape(-1, 2),
+            sharding_type,
+            batch_inputs=sum(n * p * b for n, p, b in zip(input_lengths, num_poolings, batch_sizes)),
+            batch_outputs=sum(p * b for p, b in zip(num_poolings, batch_sizes)),
+            filled_outputs=sum(min(n, 1) * p * b for n, p, b in zip(input_lengths, num_poolings, batch_sizes)),
+            features=len(input_lengths),
+            pooled=is_pooled,
+            weighted=is_weighted,
+            element_bytes=table_data_type_size,
+            bits=8 * table_data_type_size,
+            output_bytes=output_data_type_size,
+            fwd_a2a=fwd_a2a_comm_data_type_size,
+            bwd_a2a=bwd_a2a_comm_data_type_size,
+            fwd_sr=fwd_sr_comm_data_type_size,
+            bwd_sr=bwd_sr_comm_data_type_size,
+            device_bw=bandwidth,
+            misses=expected_cache_fetches,
+            cached=compute_kernel.endswith("_caching"),
+            on_host="_uvm" in compute_kernel,
+            cache_ratio=caching_ratio or 0.0,
+            optimizer_full=0.0,
+            optimizer_row_bytes=0.0,
         )
         rows = training_time(arrays, topology, forward_only=is_inference, id_bytes=input_data_type_size)
         return [Perf(*row) for row in rows.tolist()]
+
+
+def _arrays_of_shards(sizes: npt.NDArray[np.int64], sharding_type: str, **figures: float | bool) -> ShardArrays:
+    """Shards [N, 2] of one table that differ in their sizes alone."""
+    whole_rows = sharding_type in ("data_parallel", "column_wise", "table_column_wise")
+    by_columns = sharding_type in ("column_wise", "table_column_wise")
+    num = sizes.shape[0]
+    same = {n: np.full(num, v, bool if isinstance(v, bool) else np.float64) for n, v in figures.items()}
+    return ShardArrays(
+        kind=np.full(num, TYPE_CODES[sharding_type]),
+        rows=sizes[:, 0],
+        cols=sizes[:, 1],
+        table_rows=np.full(num, sizes[0, 0] if whole_rows else sizes[:, 0].sum()),
+        table_cols=np.full(num, sizes[:, 1].sum() if by_columns else sizes[0, 1]),
+        **same,
+    )
 
 
 class EmbeddingStorageEstimator(ShardEstimator):
