@@ -1,7 +1,7 @@
 """Runs a verb again and again in forked processes and ends each at a random moment; prints what was left behind as JSON.
 
-``python -m tests.inference.moments export|reshard|delta INT|KILL|DISK FOLDER TRIALS``. With INT and KILL a signal comes at a
-random moment, with DISK no file may grow beyond a random size.
+``python -m tests.inference.moments export|replace|reshard|delta FOLDER TRIALS``: so many times with SIGINT and with SIGKILL at a
+random moment, and with a random size (DISK) beyond which no file may grow.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def trial(work: Callable[[Path, Path], None], folder: Path, out: Path, how: str,
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def main(verb: str, how: str, folder: Path, trials: int) -> dict[str, Any]:
-    """The exit codes, and every fault: something half under the name, or rubbish where there may be none."""
+def main(verb: str, folder: Path, trials: int) -> dict[str, Any]:
+    """The exit codes by what ended the verb, and every fault: something half under the name, or rubbish where there may be none."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     state = {f"embedding_bags.t{i}.weight": torch.randn(ROWS, DIM) for i in range(2)}
@@ -118,7 +118,7 @@ def main(verb: str, how: str, folder: Path, trials: int) -> dict[str, Any]:
     out = place / ("m.rqd" if verb == "delta" else "m.rqa")
     base = open_archive(folder / "base.rqa").manifest.files
     chance = random.Random(7)
-    codes: list[int] = []
+    codes: dict[str, list[int]] = {}
     faults: list[str] = []
 
     def prepare() -> None:
@@ -132,10 +132,10 @@ def main(verb: str, how: str, folder: Path, trials: int) -> dict[str, Any]:
     assert trial(VERBS[verb], folder, out, "", 0) == 0
     seconds = time.monotonic() - started
     largest = max(p.stat().st_size for p in [out, *out.rglob("*")] if p.is_file())
-    for _ in range(trials):
+    for how in ("INT", "KILL", "DISK") * trials:
         prepare()
         code = trial(VERBS[verb], folder, out, how, chance.random() * (largest if how == "DISK" else seconds))
-        codes.append(code)
+        codes.setdefault(how, []).append(code)
         names = sorted(p.name for p in place.iterdir())
         if how != "KILL" and [name for name in names if name != out.name]:
             faults.append(f"exit {code} left {names}")
@@ -151,4 +151,4 @@ def main(verb: str, how: str, folder: Path, trials: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))))
+    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))))
