@@ -34,14 +34,15 @@ def run(
     profile = calibrate(device.value, seconds_per_point=seconds_per_point, progress=output.note)
     profile.save(out)
     smallest = min(profile.grids.values(), key=lambda grid: grid.set_bytes[0])
-    table = Table("bits of an element", *(f"ns a row from {_size(s)}" for s in smallest.set_bytes), "widest row")
+    title = "ns of one more row of middle width in a long bag, by the memory that rows come from"
+    table = Table("bits", "row", *(_size(s) for s in smallest.set_bytes), title=title, title_justify="left")
     for bits, grid in sorted(profile.grids.items()):
         few, many = (grid.ids_per_bag[i] for i in (-2, -1))
-        row = grid.bag_ns[len(grid.row_bytes) // 2]
+        middle = len(grid.row_bytes) // 2
         table.add_row(
             str(bits),
-            *(f"{(of_set[-1] - of_set[-2]) / (many - few):.1f}" for of_set in row),
-            f"{grid.row_bytes[-1]:.0f} B",
+            f"{grid.row_bytes[middle]:.0f} B",
+            *(f"{(of_set[-1] - of_set[-2]) / (many - few):.1f}" for of_set in grid.bag_ns[middle]),
         )
     overheads = f"a call {profile.call_ms * 1e3:.1f} us, a feature {profile.feature_ms * 1e3:.2f} us"
     output.show(table, overheads, f"[green]wrote[/green] {out}  {profile.name}, {profile.threads} threads")

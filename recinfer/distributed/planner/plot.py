@@ -48,5 +48,6 @@ def plot_plan(plan: Plan, path: str | Path) -> None:
             below = [a + b for a, b in zip(below, used)]
     memory.set_ylabel("GiB")
     memory.set_xlabel("rank")
+    memory.set_xticks(ranks[:: max(plan.world_size // 16, 1)])
     memory.legend(loc="lower right")
     figure.savefig(path)
