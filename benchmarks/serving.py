@@ -1,24 +1,32 @@
 """Our gRPC server beside a bare gRPC echo server that sends answers of the same size, in the same run.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.serving                     # everything, about three minutes on two cores
-    OMP_NUM_THREADS=1 python -m benchmarks.serving --seconds 1 --batches 1 --concurrency 1 32
+    OMP_NUM_THREADS=1 python -m benchmarks.serving                     # everything, about five minutes on two cores
+    OMP_NUM_THREADS=1 python -m benchmarks.serving --seconds 2 --batches 1 --concurrency 1 32
+    OMP_NUM_THREADS=1 python -m benchmarks.serving --tuned             # and an echo with our loop and scheduling
+    OMP_NUM_THREADS=1 python -m benchmarks.serving --torchserve        # and TorchServe on the same archive
+    OMP_NUM_THREADS=1 python -m benchmarks.serving --unbatched --over 2048 2048 1 --batches 1 --concurrency 32
     OMP_NUM_THREADS=1 python -m benchmarks.serving --context           # what looking up the context once saves
+    OMP_NUM_THREADS=1 python -m benchmarks.serving --overload --over 2048 2048 1    # three times what it can do
 
 A DLRM of 26 features (INT8, width 16, 13 dense columns) with random weights. Each server has its own process, and the
-clients another: one asyncio channel, C requests in flight. "in process" is the same call on the predictor itself.
+clients another: one asyncio channel, C requests in flight. All take turns of a fifth of the time, after a fifth of a
+second to warm up; figures are medians over the turns. "in process" is the same call on the predictor itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import multiprocessing
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +46,14 @@ from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from recinfer.serving import codec
 from recinfer.serving.batcher import BatchConfig
 from recinfer.serving.server import SERVICE_NAME, Server
-from recinfer.serving.tuning import tune_process
+from recinfer.serving.tuning import new_loop, tune_process
+from recinfer.serving.wire import bytes_field
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 FEATURES, DENSE, DIM, ROWS = 26, 13, 16, 20_000
+_TURNS, _WARM_UP_S = 5, 0.2
+PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
+_ANY_LENGTH = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
 def build(folder: Path, over: list[int]) -> Path:
@@ -84,15 +96,16 @@ def request(batch: int) -> tuple[torch.Tensor, KeyedJaggedTensor]:
 
 def serve_ours(archive: str, batching: BatchConfig, pipe: Any) -> None:
     torch.set_num_threads(1)
-    tune_process()
-    with Server({"bench": load(archive)}, batching=batching) as server:
+    predictor = load(archive)
+    tune_process()  # as recinfer.serving.server.serve does
+    with Server({"bench": predictor}, batching=batching) as server:
         pipe.send(server.port)
         pipe.recv()
         pipe.send(server.batcher.state if server.batcher else None)
 
 
-def serve_echo(pipe: Any) -> None:
-    """Answers with as many bytes as the request's metadata-free first eight bytes say."""
+def serve_echo(tuned: bool, pipe: Any) -> None:
+    """Answers with as many bytes as the request's first eight bytes say."""
 
     async def main() -> None:
         async def echo(data: bytes, _: grpc.aio.ServicerContext) -> bytes:
@@ -108,7 +121,34 @@ def serve_echo(pipe: Any) -> None:
         await server.stop(0)
         pipe.send(None)
 
-    asyncio.run(main())
+    if tuned:
+        tune_process()
+    with asyncio.Runner(loop_factory=new_loop if tuned else None) as runner:
+        runner.run(main())
+
+
+@contextmanager
+def torchserve(archive: Path, folder: Path) -> Iterator[tuple[int, str]]:
+    """TorchServe with the archive, one worker: its gRPC port and its inference key."""
+    from recinfer.serving.mar import pack
+    from tests.torchserve.instance import TorchServe
+
+    entry = pack(archive, folder / "store", model_name="bench", archive_format="no-archive")
+    running = TorchServe(folder / "run", folder / "store")
+    try:
+        reply = running.register(entry.name)
+        if reply.code != 200:
+            raise SystemExit(f"TorchServe: {reply}")
+        yield int(running.grpc_target.rpartition(":")[2]), running.inference_key
+    finally:
+        running.stop()
+
+
+def predictions_request(call: str, data: bytes) -> bytes:
+    """TorchServe's PredictionsRequest."""
+    inputs = {"method": call.lower().encode(), "body": data}
+    entries = [bytes_field(3, *bytes_field(1, key.encode()), *bytes_field(2, value)) for key, value in inputs.items()]
+    return b"".join([*bytes_field(1, b"bench"), *(part for entry in entries for part in entry)])
 
 
 @contextmanager
@@ -127,25 +167,35 @@ def process(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[int,
         child.join()
 
 
-async def drive(port: int, path: str, data: bytes, concurrency: int, seconds: float) -> dict[str, float]:
+@dataclass(frozen=True)
+class Contender:
+    """Who answers ``path`` on ``port``; ``send`` makes its request of ours and the answer's size."""
+
+    port: int
+    path: str
+    send: Callable[[bytes, int], bytes]
+    metadata: tuple[tuple[str, str], ...] = ()
+
+
+async def drive(who: Contender, data: bytes, concurrency: int, seconds: float) -> dict[str, float]:
     """Requests one behind another on ``concurrency`` tasks: p50 and p99 in microseconds, requests a second."""
     times: list[float] = []
-    async with grpc.aio.insecure_channel(
-        f"127.0.0.1:{port}", options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-    ) as channel:
-        call = channel.unary_unary(path)
-        for _ in range(20):
-            await call(data)
-        end = time.perf_counter() + seconds
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{who.port}", options=_ANY_LENGTH) as channel:
+        call = channel.unary_unary(who.path)
 
-        async def caller() -> None:
+        async def caller(end: float) -> None:
             while (start := time.perf_counter()) < end:
-                await call(data)
+                await call(data, metadata=who.metadata)
                 times.append(time.perf_counter() - start)
 
-        begun = time.perf_counter()
-        await asyncio.gather(*(caller() for _ in range(concurrency)))
-        spent = time.perf_counter() - begun
+        async def callers(seconds: float) -> float:
+            begun = time.perf_counter()
+            await asyncio.gather(*(caller(begun + seconds) for _ in range(concurrency)))
+            return time.perf_counter() - begun
+
+        await callers(_WARM_UP_S)
+        times.clear()
+        spent = await callers(seconds)
     times.sort()
     return {
         "p50_us": times[len(times) // 2] * 1e6,
@@ -163,44 +213,90 @@ def in_process(call: Callable[[], object], seconds: float = 0.3) -> float:
     return sorted(times)[len(times) // 2] * 1e6
 
 
-def compare(
-    archive: Path, batches: list[int], concurrency: list[int], seconds: float, batching: BatchConfig
-) -> list[dict]:
-    """Every call, batch and concurrency: echo and ours in turn."""
-    predictor, rows = load(archive), []
-    with process(serve_echo) as (echo_port, _), process(serve_ours, str(archive), batching) as (port, said):
-        for batch in batches:
-            dense, kjt = request(batch)
-            lookup = predictor.lookup(kjt)
-            calls = {
-                "Lookup": (
-                    codec.encode_lookup_request(kjt),
-                    len(codec.encode_lookup_response(lookup.pooled, {}, batch, "1")),
-                    lambda k=kjt: predictor.lookup(k),
-                ),
-                "Predict": (
-                    codec.encode_predict_request(dense, kjt),
-                    len(codec.encode_predict_response(predictor.predict(dense, kjt), "1")),
-                    lambda d=dense, k=kjt: predictor.predict(d, k),
-                ),
-            }
-            for name, (data, size, alone) in calls.items():
-                local = in_process(alone)
-                echo_data = size.to_bytes(8, "little") + bytes(max(0, len(data) - 8))
-                for tasks in concurrency:
-                    echo = asyncio.run(drive(echo_port, "/echo.Echo/Echo", echo_data, tasks, seconds))
-                    ours = asyncio.run(drive(port, f"/{SERVICE_NAME}/{name}", data, tasks, seconds))
-                    row = {"call": name, "batch": batch, "concurrency": tasks, "in_process_us": local}
-                    rows.append(row | {"echo": echo, "ours": ours})
-                    print(
-                        f"{name:8} batch {batch:4} c {tasks:3}: in process {local:6.0f} us | echo p50 {echo['p50_us']:7.0f} us"
-                        f" {echo['rps']:6.0f}/s | ours p50 {ours['p50_us']:7.0f} p99 {ours['p99_us']:7.0f} us"
-                        f" {ours['rps']:6.0f}/s | {ours['rps'] / echo['rps']:.0%} of echo",
-                        flush=True,
-                    )
-    state = said["state"]
-    print(f"{state.requests} requests in {state.runs} runs")
+def requests_of(predictor: Predictor, batch: int) -> dict[str, tuple[bytes, int, Callable[[], object]]]:
+    """By call: the request's bytes, the answer's size, and the same call in process."""
+    dense, kjt = request(batch)
+    lookup, outputs = predictor.lookup(kjt), predictor.predict(dense, kjt)
+    return {
+        "Lookup": (
+            codec.encode_lookup_request(kjt),
+            len(codec.encode_lookup_response(lookup.pooled, {}, batch, "1")),
+            lambda: predictor.lookup(kjt),
+        ),
+        "Predict": (
+            codec.encode_predict_request(dense, kjt),
+            len(codec.encode_predict_response(outputs, "1")),
+            lambda: predictor.predict(dense, kjt),
+        ),
+    }
+
+
+def compare(predictor: Predictor, of: Callable[[str], dict[str, Contender]], options: argparse.Namespace) -> list[dict]:
+    """Every call, batch and concurrency: all contenders in turn."""
+    rows = []
+    for batch in options.batches:
+        for name, (data, size, alone) in requests_of(predictor, batch).items():
+            local = in_process(alone)
+            for tasks in options.concurrency:
+                contenders = of(name)
+                turns: dict[str, list[dict[str, float]]] = {who: [] for who in contenders}
+                for _ in range(_TURNS):
+                    for who, contender in contenders.items():
+                        sent = contender.send(data, size)
+                        turns[who].append(asyncio.run(drive(contender, sent, tasks, options.seconds / _TURNS)))
+                row = {"call": name, "batch": batch, "concurrency": tasks, "in_process_us": local}
+                rows.append(row | {who: _medians(each, turns["echo"]) for who, each in turns.items()})
+                _print(rows[-1], list(contenders))
     return rows
+
+
+def _medians(turns: list[dict[str, float]], echo: list[dict[str, float]]) -> dict[str, float]:
+    found = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+    return found | {"of_echo": statistics.median(a["rps"] / b["rps"] for a, b in zip(turns, echo, strict=True))}
+
+
+def _print(row: dict[str, Any], contenders: list[str]) -> None:
+    print(f"{row['call']} batch {row['batch']}, c {row['concurrency']}: in process {row['in_process_us']:.0f} us")
+    for who in contenders:
+        found = row[who]
+        print(
+            f"    {who:10} p50 {found['p50_us']:7.0f} us, p99 {found['p99_us']:7.0f} us, {found['rps']:6.0f}/s,"
+            f" {found['of_echo']:.0%} of the echo",
+            flush=True,
+        )
+
+
+async def overload(who: Contender, data: bytes, seconds: float) -> None:
+    """What 64 callers get; then three times as many requests a second as that, whatever becomes of them."""
+    peak = (await drive(who, data, 64, seconds))["rps"]
+    done: dict[str, list[float]] = {}
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{who.port}", options=_ANY_LENGTH) as channel:
+        call = channel.unary_unary(who.path)
+
+        async def ask() -> None:
+            start, code = time.perf_counter(), "OK"
+            try:
+                await call(data, timeout=1.0)
+            except grpc.aio.AioRpcError as error:
+                code = error.code().name
+            done.setdefault(code, []).append(time.perf_counter() - start)
+
+        begun, sent = time.perf_counter(), 0
+        tasks: set[asyncio.Task[None]] = set()
+        while (now := time.perf_counter() - begun) < seconds:
+            for _ in range(int(now * 3 * peak) - sent):
+                task = asyncio.create_task(ask())
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+                sent += 1
+            await asyncio.sleep(0.002)
+        in_time = len(done.get("OK", ()))
+        await asyncio.gather(*tasks)
+    print(f"overload: peak {peak:.0f}/s; sent {sent / seconds:.0f}/s, answered {in_time / seconds:.0f}/s")
+    for code, times in done.items():
+        times.sort()
+        p50, p99 = times[len(times) // 2] * 1e3, times[int(len(times) * 0.99)] * 1e3
+        print(f"    {code:18} {len(times):6} of {sent}: p50 {p50:.1f} ms, p99 {p99:.1f} ms")
 
 
 def compare_context(predictor: Predictor) -> None:
@@ -224,26 +320,78 @@ def compare_context(predictor: Predictor) -> None:
         )
 
 
+def run(archive: Path, folder: Path, options: argparse.Namespace) -> list[dict]:
+    """Start the servers and compare them."""
+    batching = BatchConfig(max_batch=options.max_batch, max_delay_us=options.max_delay_us)
+    found, states = [], {}
+    with ExitStack() as stack:
+
+        def start(name: str, target: Callable[..., None], *arguments: Any) -> int:
+            port, states[name] = stack.enter_context(process(target, *arguments))
+            return port
+
+        echo = start("echo", serve_echo, False)
+        ours = start("ours", serve_ours, str(archive), batching)
+        tuned = start("tuned echo", serve_echo, True) if options.tuned else 0
+        single = start("unbatched", serve_ours, str(archive), BatchConfig(max_batch=1)) if options.unbatched else 0
+        other = stack.enter_context(torchserve(archive, folder / "torchserve")) if options.torchserve else None
+
+        def contenders(call: str) -> dict[str, Contender]:
+            def payload(data: bytes, size: int) -> bytes:
+                return size.to_bytes(8, "little") + bytes(max(0, len(data) - 8))
+
+            def plain(data: bytes, _: int) -> bytes:
+                return data
+
+            path = f"/{SERVICE_NAME}/{call}"
+            all_of_them = {
+                "echo": Contender(echo, "/echo.Echo/Echo", payload),
+                "ours": Contender(ours, path, plain),
+                "tuned echo": Contender(tuned, "/echo.Echo/Echo", payload),
+                "unbatched": Contender(single, path, plain),
+            }
+            if other is not None:
+                key = (("protocol", "gRPC"), ("authorization", f"Bearer {other[1]}"))
+                asked = functools.partial(predictions_request, call)
+                all_of_them["torchserve"] = Contender(other[0], PREDICTIONS, lambda data, _: asked(data), key)
+            return {name: who for name, who in all_of_them.items() if who.port}
+
+        predictor = load(archive)
+        if options.overload:
+            who = contenders("Predict")["ours"]
+            asyncio.run(overload(who, requests_of(predictor, 1)["Predict"][0], options.seconds))
+        else:
+            found = compare(predictor, contenders, options)
+    for name, said in states.items():
+        if said["state"] is not None:
+            print(f"{name}: {said['state'].requests} requests in {said['state'].runs} runs")
+    return found
+
+
 def main() -> None:
     """Run and print; ``--out`` also writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each contender and line")
     parser.add_argument("--max-batch", type=int, default=1024, help="1: no merging")
-    parser.add_argument("--max-delay-us", type=int, default=0)
+    parser.add_argument("--max-delay-us", type=int, default=BatchConfig.max_delay_us)
     parser.add_argument("--over", type=int, nargs="+", default=[64, 1], help="layer sizes of the over arch")
+    parser.add_argument("--tuned", action="store_true", help="also an echo on our event loop and scheduling")
+    parser.add_argument("--unbatched", action="store_true", help="also our server with --max-batch 1")
+    parser.add_argument("--torchserve", action="store_true", help="also TorchServe")
     parser.add_argument("--context", action="store_true", help="only the saving of a context")
+    parser.add_argument("--overload", action="store_true", help="only an overload")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    batching = BatchConfig(max_batch=options.max_batch, max_delay_us=options.max_delay_us)
     with tempfile.TemporaryDirectory() as folder:
         archive = build(Path(folder), options.over)
-        compare_context(load(archive))
+        if not options.overload:
+            compare_context(load(archive))
         if options.context:
             return
-        rows = compare(archive, options.batches, options.concurrency, options.seconds, batching)
+        rows = run(archive, Path(folder), options)
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1))
 

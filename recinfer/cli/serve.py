@@ -51,7 +51,7 @@ def run(
     max_batch: Annotated[int, typer.Option(min=1, help="Samples that requests may share a run with.")] = 1024,
     max_delay_us: Annotated[
         int, typer.Option(min=0, help="Microseconds a request may wait for others while several come at a time.")
-    ] = 2000,
+    ] = 4000,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused at once.")] = 512,
     token_file: Annotated[
         Path | None, typer.Option(help="File with the bearer token of all calls; RECINFER_TOKEN does the same.")

@@ -24,8 +24,9 @@ __all__ = ["BatchConfig", "Batcher", "BatcherState", "Runnable"]
 _INLINE_BYTES = 32 << 10
 _INLINE_S = 1e-3
 _SMOOTHING = 0.2
+_GAP_S = 1e-3
 _MIN_PROBE, _MAX_PROBE = 8, 256
-_HITS_BEFORE_GROWTH, _HITS_AT_FIRST = 32, 2
+_HITS_BEFORE_GROWTH, _HITS_AT_FIRST = 8, 2
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,15 @@ class BatchConfig:
 
     Attributes:
         max_batch: samples in a merged run; a single request may have more, and then runs on its own.
-        max_delay_us: microseconds that a request may wait for others while requests come several at a time; 0: none
-            beyond what it waits anyway. While they come one by one, one in 256 waits, to see whether others come.
+        max_delay_us: microseconds that a request may wait for others while requests come several at a time, and at most
+            a millisecond for the next one; 0: no wait beyond the one for a run to end. While they come one by one, one
+            in 256 waits, to see whether others come.
         max_queue: requests that may wait; one more is refused at once.
         max_queue_bytes: bytes of the requests that may wait.
     """
 
     max_batch: int = 1024
-    max_delay_us: int = 2000
+    max_delay_us: int = 4000
     max_queue: int = 512
     max_queue_bytes: int = 256 << 20
 
@@ -148,10 +150,11 @@ class Batcher:
         self._waited = waited
         self._run, self._executor, self._threads = run, executor, threads
         self._lanes: OrderedDict[Any, deque[_Waiting]] = OrderedDict()
-        self._costs: dict[Any, float] = {}
+        self._costs: dict[tuple[Any, int], float] = {}
         self._waiting = self._waiting_elsewhere = self._waiting_bytes = self._running = 0
         self._flush_set: asyncio.Handle | None = None
         self._hold: asyncio.TimerHandle | None = None
+        self._latest = self._hold_until = 0.0
         self._pace = _Pace()
         self._seconds_a_request = 1e-3
         self._runs = self._requests = self._samples = self._expired = self._refused = 0
@@ -224,9 +227,8 @@ class Batcher:
             if self._flush_set is None and self._running < self._threads:
                 self._pace.reached()
             self._flush_soon()
-        elif self._hold is None and self._running < self._threads:
-            delay = self.config.max_delay_us / 1e6
-            self._hold = asyncio.get_running_loop().call_later(delay, self._waited_enough)
+        else:
+            self._wait_for_more(now)
         try:
             return await entry.future
         except asyncio.CancelledError:
@@ -235,21 +237,43 @@ class Batcher:
 
     def _straight(self, work: Runnable) -> Any:
         start = time.monotonic()
-        answer = self._run([work])[0]
-        self._done(work.lane, [work], time.monotonic() - start)
+        (answer,), cost = self._measured([work])
+        self._done(work.lane, [work], time.monotonic() - start, cost)
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
     def _is_short(self, work: Runnable) -> bool:
-        return work.bytes <= _INLINE_BYTES and self._costs.get(work.lane, 0.0) * work.samples <= _INLINE_S
+        return work.bytes <= _INLINE_BYTES and self._expected(work.lane, work.samples) <= _INLINE_S
+
+    def _expected(self, lane: Any, samples: int) -> float:
+        """Seconds of a run of that many samples, or of the most that were seen, or 0."""
+        for size in range(samples.bit_length(), 0, -1):
+            if (lane, size) in self._costs:
+                return self._costs[lane, size]
+        return 0.0
+
+    def _wait_for_more(self, now: float) -> None:
+        """Run what waits once nobody has come for a while; called when somebody came."""
+        self._latest = now
+        if self._hold is None and self._running < self._threads:
+            self._hold_until = now + self.config.max_delay_us / 1e6
+            self._hold_for(min(_GAP_S, self._hold_until - now))
+
+    def _hold_for(self, seconds: float) -> None:
+        self._hold = asyncio.get_running_loop().call_later(seconds, self._waited_enough)
 
     def _waited_enough(self) -> None:
         self._hold = None
-        if self._running < self._threads:  # else the end of a run is waited for
-            if self._flush_set is None:
-                self._pace.missed(self._waiting)
-            self._flush()
+        if self._running >= self._threads:  # the end of a run is waited for
+            return
+        left = min(self._latest + _GAP_S, self._hold_until) - time.monotonic()
+        if self._waiting and left > 0:
+            self._hold_for(left)
+            return
+        if self._flush_set is None:
+            self._pace.missed(self._waiting)
+        self._flush()
 
     def _flush_soon(self) -> None:
         if self._flush_set is None and self._running < self._threads:
@@ -302,26 +326,35 @@ class Batcher:
         for entry in batch:
             self._waited(start - entry.since)
         samples = sum(work.samples for work in works)
-        if sum(w.bytes for w in works) <= _INLINE_BYTES and self._costs.get(lane, 0.0) * samples <= _INLINE_S:
-            try:
-                answers: Sequence[Any] = self._run(works)
-            except Exception as error:
-                answers = [error] * len(works)
+        if sum(w.bytes for w in works) <= _INLINE_BYTES and self._expected(lane, samples) <= _INLINE_S:
+            answers, cost = self._measured(works)
             self._deliver(batch, answers)
-            self._done(lane, works, time.monotonic() - start)
+            self._done(lane, works, time.monotonic() - start, cost)
             return
         self._running += 1
-        running = asyncio.get_running_loop().run_in_executor(self._executor, self._run, works)
+        running = asyncio.get_running_loop().run_in_executor(self._executor, self._measured, works)
 
         def finished(future: asyncio.Future[Any]) -> None:
             self._running -= 1
-            error = asyncio.CancelledError() if future.cancelled() else future.exception()
-            self._deliver(batch, [error] * len(works) if error is not None else future.result())
-            self._done(lane, works, time.monotonic() - start)
+            if future.cancelled():  # the server stops
+                answers, cost = [asyncio.CancelledError()] * len(works), 0.0
+            else:
+                answers, cost = future.result()
+            self._deliver(batch, answers)
+            self._done(lane, works, time.monotonic() - start, cost)
             if self._waiting:
                 self._flush_soon()
 
         running.add_done_callback(finished)
+
+    def _measured(self, works: Sequence[Any]) -> tuple[Sequence[Any], float]:
+        """The answers, and this thread's own seconds: what others do on the machine makes no run a long one."""
+        start = time.thread_time()
+        try:
+            answers = self._run(works)
+        except Exception as error:
+            answers = [error] * len(works)
+        return answers, time.thread_time() - start
 
     def _deliver(self, batch: list[_Waiting], answers: Sequence[Any]) -> None:
         for entry, answer in zip(batch, answers, strict=True):
@@ -332,16 +365,17 @@ class Batcher:
             else:
                 entry.future.set_result(answer)
 
-    def _done(self, lane: Any, works: Sequence[Runnable], seconds: float) -> None:
+    def _done(self, lane: Any, works: Sequence[Runnable], seconds: float, cost: float) -> None:
         samples = sum(work.samples for work in works)
         self._runs += 1
         self._requests += len(works)
         self._samples += samples
         if len(self._costs) > 1024:  # lanes of models that are gone
             self._costs.clear()
-        before = self._costs.get(lane)
-        cost = seconds / samples
-        self._costs[lane] = cost if before is None else before + _SMOOTHING * (cost - before)
+        # By the power of two of its size: a run of many samples takes far less than as many of one.
+        key = lane, samples.bit_length()
+        before = self._costs.get(key, cost)
+        self._costs[key] = before + _SMOOTHING * (cost - before)
         self._seconds_a_request += _SMOOTHING * (seconds / len(works) - self._seconds_a_request)
 
     def _forget(self, entry: _Waiting) -> None:
