@@ -9,7 +9,7 @@ a piece that is cut gives its number to both parts.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,8 +84,12 @@ def keyed_optimizer(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]
         params = {names.get(id(p), ""): p for group in part.param_groups for p in group["params"]}
         if "" in params:
             raise CheckpointError(f"{type(part).__name__} optimizes parameters that are not the model's")
-        parts.append(KeyedOptimizerWrapper(params, lambda _, part=part: part))
+        parts.append(KeyedOptimizerWrapper(params, _given(part)))
     return parts[0] if len(parts) == 1 and isinstance(parts[0], KeyedOptimizer) else CombinedOptimizer(parts)
+
+
+def _given(optimizer: Optimizer) -> Callable[[Any], Optimizer]:
+    return lambda params: optimizer
 
 
 def own_names(model: nn.Module, optimizer: KeyedOptimizer) -> dict[str, str]:
@@ -182,7 +186,12 @@ def _state_plan(stored: StoredTensor, key: str, value: Any, parameter: Any, weig
     if not shape or len(weight.shape) < 2 or (shape == weight.shape and targets[0][0].dim() == len(shape)):
         if tuple(value.size()) != shape:
             raise CheckpointError(f"{key} has shape {shape}, the optimizer's state has {tuple(value.size())}")
-        return lambda: [read_rectangle(stored, key, target, offsets) for target, offsets in targets]
+
+        def copy() -> None:
+            for target, offsets in targets:
+                read_rectangle(stored, key, target, offsets)
+
+        return copy
     rows = weight.shape[0]
     spans = sorted({(c.offsets[1], c.offsets[1] + c.sizes[1]) for c in weight.chunks})
     if shape in ((rows,), (rows, 1)):  # one number a row: the whole row is one piece

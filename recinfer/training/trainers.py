@@ -258,7 +258,8 @@ def _sharding_plan(
             )
         made = plan.to_sharding_plan()
         return ShardingPlan(plan={f"model.{path}": of_module for path, of_module in made.plan.items()})
-    tables = [config.name for config in model.model.sparse_arch.embedding_bag_collection.embedding_bag_configs()]
+    core: Any = model.model
+    tables = [config.name for config in core.sparse_arch.embedding_bag_collection.embedding_bag_configs()]
     constraints = {}
     for table, kind in sharding.items():
         if kind not in {t.value for t in ShardingType}:
@@ -268,9 +269,9 @@ def _sharding_plan(
         if table != "*" and table not in tables:
             raise ConfigError(f"sharding: no table {table!r}; the model has {', '.join(tables)}")
     for table in tables:
-        kind = sharding.get(table, sharding.get("*"))
-        if kind is not None:
-            constraints[table] = ParameterConstraints(sharding_types=[kind])
+        chosen = sharding.get(table, sharding.get("*"))
+        if chosen is not None:
+            constraints[table] = ParameterConstraints(sharding_types=[chosen])
     topology = Topology(
         world_size=world_size,
         local_world_size=min(world_size, env.local_world_size(world_size)),
