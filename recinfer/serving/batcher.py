@@ -25,6 +25,7 @@ _INLINE_BYTES = 32 << 10
 _INLINE_S = 1e-3
 _SMOOTHING = 0.2
 _GAP_S = 1e-3
+_MARGIN = 1.5
 _MIN_PROBE, _MAX_PROBE = 8, 256
 _HITS_BEFORE_GROWTH, _HITS_AT_FIRST = 8, 2
 
@@ -179,12 +180,18 @@ class Batcher:
             return
         if not waiting:  # a single message longer than the queue: its own limit is the message's
             return
+        self._refuse("its limit")
+
+    def _refuse(self, why: str) -> None:
         self._refused += 1
-        seconds = max(0.001, waiting * self._seconds_a_request / self._threads)
+        waiting, seconds = self._waiting + self._waiting_elsewhere, max(0.001, self._expected_wait())
         raise OverloadedError(
-            f"the server has {waiting} requests waiting, its limit; try again in {seconds * 1e3:.0f} ms",
+            f"the server has {waiting} requests waiting, {why}; try again in {seconds * 1e3:.0f} ms",
             retry_after=seconds,
         )
+
+    def _expected_wait(self) -> float:
+        return (self._waiting + self._waiting_elsewhere) * self._seconds_a_request / self._threads
 
     @contextmanager
     def place(self, num_bytes: int) -> Iterator[None]:
@@ -205,7 +212,7 @@ class Batcher:
             deadline: ``time.monotonic()`` after which nobody waits for the answer: then it is not run.
 
         Raises:
-            OverloadedError: the queue is full.
+            OverloadedError: the queue is full, or so long that the deadline would pass first.
             DeadlineError: its deadline passed while it waited.
         """
         now = time.monotonic()
@@ -217,6 +224,9 @@ class Batcher:
         if alone and self._is_short(work):
             return self._straight(work)
         self.admit(work.bytes)
+        if self._waiting and now + _MARGIN * self._expected_wait() > deadline:
+            # Run, it would be answered when nobody waits any more, in the place of one that somebody waits for.
+            self._refuse("more than its deadline allows")
         entry = _Waiting(work, asyncio.get_running_loop().create_future(), deadline, now)
         self._lanes.setdefault(work.lane, deque()).append(entry)
         self._waiting += 1

@@ -338,7 +338,12 @@ class Server:
                 code = status.code
                 if code == "INTERNAL":
                     _log.exception("%s failed on a request of %d bytes", call, len(data))
-                await context.abort(grpc.StatusCode[code], status.message, retry_info(error, status.message))
+                try:
+                    await context.abort(grpc.StatusCode[code], status.message, retry_info(error, status.message))
+                except grpc.aio.AbortError:
+                    raise
+                except Exception:  # gRPC cannot send it: who asked is gone, and gRPC would log that as our error
+                    raise asyncio.CancelledError from None
                 raise  # not reached: abort raises
             finally:
                 spent = time.perf_counter() - start

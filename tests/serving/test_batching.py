@@ -143,6 +143,25 @@ def test_a_request_past_its_deadline_is_not_run():
     assert all(late not in batch for batch in drive(scenario).batches)
 
 
+def test_a_request_that_would_be_late_is_refused_at_once():
+    async def scenario(batcher: Batcher, runs: Runs) -> None:
+        first = await busy(batcher)
+        await asyncio.sleep(0.3)  # what a request takes, as far as the batcher knows then: a fifth of it
+        runs.gate.set()
+        await first
+        runs.gate.clear()
+        waiting = [await busy(batcher), *(asyncio.create_task(batcher.submit(Work())) for _ in range(4))]
+        await asyncio.sleep(0.01)
+        with pytest.raises(OverloadedError, match="4 requests waiting, more than its deadline allows"):
+            await batcher.submit(Work(), time.monotonic() + 0.05)
+        waiting.append(asyncio.create_task(batcher.submit(Work(), time.monotonic() + 20)))
+        await asyncio.sleep(0.01)
+        runs.gate.set()
+        await asyncio.gather(*waiting)
+
+    drive(scenario)
+
+
 def test_who_goes_away_frees_the_place():
     gone = Work(samples=7)
 
@@ -270,6 +289,28 @@ def test_overload_on_the_wire(predictor: Predictor, monkeypatch: pytest.MonkeyPa
         assert running.result()
         for answer in waiting:
             assert torch.equal(codec.decode_lookup_response(answer.result())[0].values(), expected)
+
+
+def test_a_caller_that_is_gone_is_no_error_of_ours(predictor: Predictor):
+    class Gone:
+        """A call whose client has gone: gRPC cannot send it a status."""
+
+        def time_remaining(self) -> float:
+            return -1.0
+
+        async def abort(self, *_: object) -> None:
+            raise grpc.aio.InternalError("nobody there")
+
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
+    async def too_late(data: bytes) -> bytes:
+        raise DeadlineError("the deadline had passed")
+
+    server = Server({"tiny": predictor})
+    with pytest.raises(asyncio.CancelledError):  # gRPC logs any other error with a traceback
+        asyncio.run(server._handler("Lookup", too_late)(b"", Gone()))
+    assert server.stats.requests() == {("Lookup", "DEADLINE_EXCEEDED"): 1}
 
 
 def until(condition: Callable[[], bool]) -> None:
