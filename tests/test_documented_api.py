@@ -20,26 +20,6 @@ import pytest
 TESTS = Path(__file__).parent
 DOCUMENTED: dict[str, dict[str, Any]] = json.loads((TESTS / "documented_api.json").read_text())
 
-# Names that are not built yet: what fails there is expected to. Empty when all 169 names are here.
-PENDING = {
-    f"recinfer.distributed.{name}"
-    for name in (
-        "embedding_lookup.InferGroupedEmbeddingsLookup",
-        "embedding_lookup.InferGroupedLookupMixin",
-        "embedding_lookup.InferGroupedPooledEmbeddingsLookup",
-        "embedding_lookup.MetaInferGroupedEmbeddingsLookup",
-        "embedding_lookup.MetaInferGroupedPooledEmbeddingsLookup",
-        "quant_embeddingbag.create_infer_embedding_bag_sharding",
-    )
-}
-
-
-@pytest.fixture(autouse=True)
-def pending(request: pytest.FixtureRequest) -> None:
-    name = request.node.callspec.params["name"] if hasattr(request.node, "callspec") else ""
-    if name in PENDING:
-        request.node.add_marker(pytest.mark.xfail(reason="not built yet", strict=True))
-
 
 def parameters(function: Any) -> list[inspect.Parameter]:
     return [p for p in inspect.signature(function).parameters.values() if p.name not in ("self", "cls")]

@@ -25,6 +25,13 @@ from recinfer.distributed.embedding_types import (
 )
 from recinfer.distributed.fused_optimizer import GroupFusedOptimizer, TablePiece, sharded_or_local
 from recinfer.distributed.fused_params import FusedSettings
+from recinfer.distributed.infer_lookup import (
+    InferGroupedEmbeddingsLookup,
+    InferGroupedLookupMixin,
+    InferGroupedPooledEmbeddingsLookup,
+    MetaInferGroupedEmbeddingsLookup,
+    MetaInferGroupedPooledEmbeddingsLookup,
+)
 from recinfer.distributed.replicas import Replicas
 from recinfer.distributed.table_group import DenseTableGroup, TableShape
 from recinfer.distributed.tbe import make_table_group
@@ -40,6 +47,11 @@ __all__ = [
     "CommOpGradientScaling",
     "GroupedEmbeddingsLookup",
     "GroupedPooledEmbeddingsLookup",
+    "InferGroupedEmbeddingsLookup",
+    "InferGroupedLookupMixin",
+    "InferGroupedPooledEmbeddingsLookup",
+    "MetaInferGroupedEmbeddingsLookup",
+    "MetaInferGroupedPooledEmbeddingsLookup",
     "embeddings_cat_empty_rank_handle",
     "fx_wrap_tensor_view2d",
 ]

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_types import BaseQuantEmbeddingSharder, ListOfKJTList
+from recinfer.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from recinfer.distributed.embedding_types import BaseQuantEmbeddingSharder, KJTList, ListOfKJTList
 from recinfer.distributed.quant_layout import PackedShard, mean_columns
 from recinfer.distributed.quant_state import Placed, ShardedQuantState, place_buffer, place_module
 from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardingEnv
@@ -22,7 +23,33 @@ from recinfer.quant.embedding_modules import EmbeddingBagCollection
 from recinfer.quant.lookup import PooledLookup
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["QuantEmbeddingBagCollectionSharder", "ShardedQuantEmbeddingBagCollection"]
+__all__ = [
+    "QuantEmbeddingBagCollectionSharder",
+    "ShardedQuantEmbeddingBagCollection",
+    "create_infer_embedding_bag_sharding",
+]
+
+
+def create_infer_embedding_bag_sharding(
+    sharding_type: str,
+    sharding_infos: list[EmbeddingShardingInfo],
+    env: ShardingEnv,
+    device: torch.device | None = None,
+) -> EmbeddingSharding[Any, KJTList, list[Tensor], Tensor]:
+    """The sharding of quantized pooled tables of one type over the devices of this process.
+
+    Args:
+        sharding_type: a ``ShardingType`` value, but for data_parallel.
+        sharding_infos: the tables; ``param`` holds packed rows, uint8 ``[rows, row_bytes]``, or is on meta.
+        env: ``ShardingEnv.from_local(world_size, 0)``.
+        device: its type says what the devices are; default CPU.
+
+    Raises:
+        ConfigError: a type that is not offered, or tables of another one.
+    """
+    from recinfer.distributed.infer_lookup import infer_sharding  # what training shares is imported when it is used
+
+    return infer_sharding(sharding_type, sharding_infos, env, device)
 
 
 class ShardedQuantEmbeddingBagCollection(ShardedQuantState[EmbeddingBagConfig]):

@@ -1,0 +1,441 @@
+"""Grouped lookups of packed shards on the devices of one process, and the sharding that feeds and joins them.
+
+TorchRec's names for what :mod:`recinfer.distributed.quant_embeddingbag` does at once: one lookup a device, each holding
+its rectangles' packed rows, between a copy of ids to the devices and a copy of vectors back. The layout is the one that
+training uses, the op is the one that serving uses.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from recinfer.distributed.dist_one import EmbeddingsAllToOne, KJTOneToAll
+from recinfer.distributed.embedding_sharding import (
+    BaseEmbeddingDist,
+    BaseSparseFeaturesDist,
+    EmbeddingSharding,
+    EmbeddingShardingInfo,
+)
+from recinfer.distributed.embedding_types import (
+    BaseEmbeddingLookup,
+    BaseGroupedFeatureProcessor,
+    GroupedEmbeddingConfig,
+    KJTList,
+    ShardedEmbeddingTable,
+)
+from recinfer.distributed.sharding.features import ShardFeaturesDist
+from recinfer.distributed.sharding.pooled import PooledContext, ShardPooledDist
+from recinfer.distributed.sharding.tables import PooledSharding
+from recinfer.distributed.types import ShardingEnv, ShardingType, rank_device
+from recinfer.errors import CheckpointError, ConfigError
+from recinfer.modules.embedding_configs import PoolingType
+from recinfer.quant.arranger import FeatureArranger
+from recinfer.quant.embedding_modules import row_alignment_for
+from recinfer.quant.packing import padded_dim, row_bytes, slice_packed_columns
+from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen, TableBatch, TableSlot
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = [
+    "InferGroupedEmbeddingsLookup",
+    "InferGroupedLookupMixin",
+    "InferGroupedPooledEmbeddingsLookup",
+    "InferPooledSharding",
+    "MetaInferGroupedEmbeddingsLookup",
+    "MetaInferGroupedPooledEmbeddingsLookup",
+    "infer_sharding",
+]
+
+_SLACK_BYTES = 64  # vectorised kernels may read past the last row
+_ALIGNMENT = 128
+
+
+class _PackedGroup:
+    """The shards of one grouped config: packed rows in one buffer, behind one op call."""
+
+    def __init__(self, config: GroupedEmbeddingConfig, pooling: PoolingType, device: torch.device) -> None:
+        self.config = config
+        self.alignment = row_alignment_for(device)
+        slots, starts, size = [], [], 0
+        for table in config.embedding_tables:
+            starts.append(size)
+            slots.append(TableSlot(table.name, table.local_rows, table.local_cols, table.data_type, size))
+            num_bytes = table.local_rows * row_bytes(table.local_cols, table.data_type, self.alignment)
+            size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        buffer = torch.zeros(size + _SLACK_BYTES, dtype=torch.uint8, device=device)
+        self.of_feature = [i for i, t in enumerate(config.embedding_tables) for _ in t.feature_names]
+        self.batch = TableBatch(slots, self.of_feature, pooling, buffer, row_alignment=self.alignment)
+        names = [f for t in config.embedding_tables for f in t.feature_names]
+        self.arranger = FeatureArranger(names, [slots[i].rows for i in self.of_feature])
+        self.rows = []  # uint8 [rows, bytes of a row] each, views of the buffer
+        for slot, start in zip(slots, starts):
+            width = row_bytes(slot.dim, slot.data_type, self.alignment)
+            self.rows.append(buffer[start : start + slot.rows * width].view(slot.rows, width))
+        dims = [(slots[i].dim, padded_dim(slots[i].dim, slots[i].data_type)) for i in self.of_feature]
+        ends = list(accumulate((padded for _, padded in dims), initial=0))
+        real = [at + c for at, (dim, _) in zip(ends, dims) for c in range(dim)]
+        self.real = None if len(real) == ends[-1] or pooling is PoolingType.NONE else torch.tensor(real, device=device)
+        self.dim = slots[0].dim if slots else 0
+
+    def __call__(self, features: KeyedJaggedTensor) -> Tensor:
+        self.arranger.check(features)
+        weights = features.weights_or_none() if self.config.is_weighted else None
+        out = self.batch(features.values(), features.offsets(), weights)
+        if self.batch.pooling is PoolingType.NONE:
+            return out[:, : self.dim]
+        return out if self.real is None else out.index_select(1, self.real)
+
+
+class InferGroupedLookupMixin(abc.ABC):
+    """State of lookups that hold packed rows: ``<table>.weight``, uint8 ``[rows, bytes of a row]``.
+
+    Packed rows are buffers: there is nothing to train. Where a device holds several pieces of a table, their names are
+    ``<table>.weight``, ``<table>.weight_1`` and so on.
+    """
+
+    @abc.abstractmethod
+    def _packed(self) -> list[tuple[str, Tensor]]:
+        """Name and packed rows of every piece."""
+
+    def state_dict(
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The packed rows, not copied."""
+        destination = OrderedDict() if destination is None else destination
+        for name, rows in self._packed():
+            destination[prefix + name] = rows
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> _IncompatibleKeys:
+        """Copy packed rows in.
+
+        Raises:
+            CheckpointError: rows of another size; with ``strict``, names that are missing or not expected.
+        """
+        own = dict(self._packed())
+        missing = [name for name in own if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in own]
+        wrong = [
+            f"{name} is {state_dict[name].dtype} {tuple(state_dict[name].shape)}, expected uint8 {tuple(rows.shape)}"
+            for name, rows in own.items()
+            if name in state_dict and (state_dict[name].shape != rows.shape or state_dict[name].dtype != torch.uint8)
+        ]
+        if wrong or (strict and (missing or unexpected)):
+            raise CheckpointError(
+                f"packed rows do not fit: missing {missing}, not expected {unexpected}{'; ' if wrong else ''}"
+                f"{'; '.join(wrong)}"
+            )
+        for name, rows in own.items():
+            if name in state_dict:
+                rows.copy_(state_dict[name])
+        return _IncompatibleKeys(missing, unexpected)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """None: packed rows are buffers."""
+        yield from ()
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Name and packed rows of every piece."""
+        for name, rows in self._packed():
+            yield f"{prefix}.{name}" if prefix else name, rows
+
+
+class _MetaLookup(InferGroupedLookupMixin, nn.Module):  # type: ignore[misc]
+    """One device's groups."""
+
+    def __init__(self, grouped_configs: Sequence[GroupedEmbeddingConfig], device: torch.device, pooled: bool) -> None:
+        nn.Module.__init__(self)
+        self.__dict__["_groups"] = [
+            _PackedGroup(c, c.pooling if pooled else PoolingType.NONE, torch.device(device)) for c in grouped_configs
+        ]
+        self._splits = [config.num_features() for config in grouped_configs]
+        self._device = torch.device(device)
+
+    @property
+    def pieces(self) -> list[tuple[ShardedEmbeddingTable, Tensor]]:
+        """Every piece and its packed rows."""
+        return [p for group in self.__dict__["_groups"] for p in zip(group.config.embedding_tables, group.rows)]
+
+    def _packed(self) -> list[tuple[str, Tensor]]:
+        seen: dict[str, int] = {}
+        result = []
+        for table, rows in self.pieces:
+            count = seen[table.name] = seen.get(table.name, -1) + 1
+            result.append((f"{table.name}.weight" + (f"_{count}" if count else ""), rows))
+        return result
+
+    def _parts(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        groups = self.__dict__["_groups"]
+        parts = [features] if len(groups) == 1 else features.split(self._splits)
+        return [group(part) for group, part in zip(groups, parts)]
+
+    def get_tbes_to_register(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
+        """FBGEMM's modules over the same bytes, and what they look up."""
+        return {group.batch.fbgemm_module(): group.config for group in self.__dict__["_groups"]}
+
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """None: packed rows are buffers."""
+        return InferGroupedLookupMixin.named_parameters(self, prefix, recurse)
+
+    def named_buffers(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Name and packed rows of every piece."""
+        return InferGroupedLookupMixin.named_buffers(self, prefix, recurse)
+
+
+class MetaInferGroupedPooledEmbeddingsLookup(_MetaLookup):
+    """Pooled vectors of one device's packed shards; rows are zero bytes until a state is loaded.
+
+    Args:
+        grouped_configs: the groups; features come in their order.
+        device: where the rows lie.
+        feature_processor: turns features into weighted features before the lookup.
+        fused_params: accepted; the op needs no settings.
+    """
+
+    def __init__(
+        self,
+        grouped_configs: list[GroupedEmbeddingConfig],
+        device: torch.device | None = None,
+        feature_processor: BaseGroupedFeatureProcessor | None = None,
+        fused_params: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(grouped_configs, device or torch.device("cpu"), pooled=True)
+        self._feature_processor = feature_processor
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """``[B, sum of the groups' columns]``.
+
+        Raises:
+            InputError: an id beyond a table's rows.
+        """
+        if self._feature_processor is not None:
+            sparse_features = self._feature_processor(sparse_features)
+        parts = self._parts(sparse_features)
+        return torch.cat(parts, dim=1) if parts else torch.empty(sparse_features.stride(), 0, device=self._device)
+
+
+class MetaInferGroupedEmbeddingsLookup(_MetaLookup):
+    """One row an id, of one device's packed shards of one width.
+
+    Args: as :class:`MetaInferGroupedPooledEmbeddingsLookup`, without a feature processor.
+    """
+
+    def __init__(
+        self,
+        grouped_configs: list[GroupedEmbeddingConfig],
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(grouped_configs, device or torch.device("cpu"), pooled=False)
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """``[N, D]``: rows of the ids in their order.
+
+        Raises:
+            InputError: an id beyond a table's rows.
+        """
+        parts = self._parts(sparse_features)
+        return torch.cat(parts) if parts else torch.empty(0, 0, device=self._device)
+
+
+class _InferLookup(InferGroupedLookupMixin, BaseEmbeddingLookup[KJTList, list[Tensor]]):  # type: ignore[misc]
+    """All devices' lookups."""
+
+    _one_device: type[_MetaLookup]
+
+    def __init__(
+        self,
+        grouped_configs_per_rank: list[list[GroupedEmbeddingConfig]],
+        world_size: int,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        if len(grouped_configs_per_rank) != world_size:
+            raise ConfigError(
+                f"{type(self).__name__}: got the groups of {len(grouped_configs_per_rank)} ranks; expected {world_size}"
+            )
+        kind = torch.device(device).type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+        make: Any = self._one_device
+        self._embedding_lookups_per_rank: list[_MetaLookup] = [
+            make(groups, device=rank_device(kind, rank), fused_params=fused_params)
+            for rank, groups in enumerate(grouped_configs_per_rank)
+        ]
+
+    @property
+    def lookups(self) -> list[_MetaLookup]:
+        """One a rank."""
+        return self._embedding_lookups_per_rank
+
+    def forward(self, sparse_features: KJTList) -> list[Tensor]:
+        """Every device's vectors, on that device."""
+        return [lookup(features) for lookup, features in zip(self.lookups, sparse_features)]
+
+    def _packed(self) -> list[tuple[str, Tensor]]:
+        # Pieces of one table on several devices are told apart as several pieces on one device are.
+        seen: dict[str, int] = {}
+        result = []
+        for table, rows in (piece for lookup in self.lookups for piece in lookup.pieces):
+            count = seen[table.name] = seen.get(table.name, -1) + 1
+            result.append((f"{table.name}.weight" + (f"_{count}" if count else ""), rows))
+        return result
+
+    def get_tbes_to_register(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
+        """FBGEMM's modules of all devices, and what they look up."""
+        return {tbe: config for lookup in self.lookups for tbe, config in lookup.get_tbes_to_register().items()}
+
+
+class InferGroupedPooledEmbeddingsLookup(_InferLookup):
+    """Pooled vectors of packed shards on several devices.
+
+    Args:
+        grouped_configs_per_rank: what each device looks up.
+        world_size: devices.
+        fused_params: accepted; the op needs no settings.
+        device: its type says what the devices are, as for KJTOneToAll.
+    """
+
+    _one_device = MetaInferGroupedPooledEmbeddingsLookup
+
+
+class InferGroupedEmbeddingsLookup(_InferLookup):
+    """One row an id, of packed shards on several devices. Args: as :class:`InferGroupedPooledEmbeddingsLookup`."""
+
+    _one_device = MetaInferGroupedEmbeddingsLookup
+
+
+# --------------------------------------------------------------------------------------------------- the sharding
+
+
+class _InferFeaturesDist(BaseSparseFeaturesDist[KJTList]):
+    def __init__(self, sharding: InferPooledSharding, device: torch.device | None) -> None:
+        super().__init__()
+        layout = sharding.layout
+        self._expand = ShardFeaturesDist(layout, None, torch.device("cpu"))
+        self._send = KJTOneToAll(layout.slots_per_rank, layout.world_size, device)
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> KJTList:
+        """Every device's ids, rebased to its rows."""
+        return self._send(self._expand(sparse_features).wait().wait())
+
+
+class _InferPooledDist(BaseEmbeddingDist[PooledContext, list[Tensor], Tensor]):
+    def __init__(self, sharding: InferPooledSharding, device: torch.device) -> None:
+        super().__init__()
+        self._bring = EmbeddingsAllToOne(device, sharding.layout.world_size, cat_dim=1)
+        self._combine = ShardPooledDist(sharding.layout, None, device)
+
+    @torch.no_grad()
+    def forward(self, local_embs: list[Tensor], sharding_ctx: PooledContext | None = None) -> Tensor:
+        """``[B, sum of dims]`` in module order."""
+        return self._combine(self._bring(local_embs), sharding_ctx).wait().detach()
+
+
+class InferPooledSharding(EmbeddingSharding[PooledContext, KJTList, list[Tensor], Tensor]):
+    """Quantized tables of bags on the devices of one process, sharded together.
+
+    Args:
+        sharding_infos: the tables in module order; ``param`` holds packed rows, uint8 ``[rows, row_bytes]`` at row
+            alignment 1, or is on meta (rows then come with a state).
+        env: ``ShardingEnv.from_local(world_size, 0)``.
+        device: its type says what the devices are.
+    """
+
+    def __init__(
+        self, sharding_infos: Sequence[EmbeddingShardingInfo], env: ShardingEnv, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self._device = torch.device(device) if device is not None else torch.device("cpu")
+        self._sharding = PooledSharding(sharding_infos, env, torch.device("cpu"))
+        self.layout = self._sharding.layout
+
+    def create_context(self, features: KeyedJaggedTensor) -> PooledContext:
+        """What the output step needs of ``features``: bag lengths, where a MEAN is divided after the sum."""
+        return self._sharding.create_context(features)
+
+    def create_input_dist(self, device: torch.device | None = None) -> BaseSparseFeaturesDist[KJTList]:
+        """The step that gives every device its ids."""
+        return _InferFeaturesDist(self, device or self._device)
+
+    def create_lookup(
+        self,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: BaseGroupedFeatureProcessor | None = None,
+    ) -> InferGroupedPooledEmbeddingsLookup:
+        """The step that looks up, holding the tables' rows where they are known."""
+        layout = self.layout
+        lookup = InferGroupedPooledEmbeddingsLookup(
+            layout.groups_per_rank, layout.world_size, fused_params, device or self._device
+        )
+        for of_rank, pieces in zip(lookup.lookups, layout.pieces_per_rank):
+            for piece, (table, rows) in zip(pieces, of_rank.pieces):
+                info = layout.infos[piece.table]
+                if info.param.is_meta:
+                    continue
+                packed = info.param[piece.row_start : piece.row_stop]
+                if piece.cols != info.embedding_config.embedding_dim:
+                    packed = slice_packed_columns(
+                        packed, info.embedding_config.embedding_dim, table.data_type, piece.col_start, piece.col_stop
+                    )
+                need = row_bytes(piece.cols, table.data_type)
+                rows[:, :need].copy_(packed[:, :need])
+        return lookup
+
+    def create_output_dist(
+        self, device: torch.device | None = None
+    ) -> BaseEmbeddingDist[PooledContext, list[Tensor], Tensor]:
+        """The step that brings vectors to ``device`` and puts columns and row pieces together."""
+        return _InferPooledDist(self, device or rank_device(self._device.type, 0))
+
+    def embedding_dims(self) -> list[int]:
+        """Columns of each output, in module order."""
+        return self._sharding.embedding_dims()
+
+    def embedding_shard_metadata(self) -> list[Any]:
+        """The rectangle of each name of :meth:`embedding_names_per_rank`."""
+        return self._sharding.embedding_shard_metadata()
+
+    def embedding_names(self) -> list[str]:
+        """Names of the outputs, in module order."""
+        return self._sharding.embedding_names()
+
+    def embedding_names_per_rank(self) -> list[list[str]]:
+        """Names of the outputs that each rank has a part of."""
+        return self._sharding.embedding_names_per_rank()
+
+    def feature_names(self) -> list[str]:
+        """The distinct features."""
+        return self._sharding.feature_names()
+
+    def feature_names_per_rank(self) -> list[list[str]]:
+        """The feature of each rectangle of each rank."""
+        return self._sharding.feature_names_per_rank()
+
+    def features_per_rank(self) -> list[int]:
+        """How many keys each rank receives."""
+        return self._sharding.features_per_rank()
+
+
+def infer_sharding(
+    sharding_type: str, sharding_infos: list[EmbeddingShardingInfo], env: ShardingEnv, device: torch.device | None
+) -> InferPooledSharding:
+    """See :func:`recinfer.distributed.quant_embeddingbag.create_infer_embedding_bag_sharding`."""
+    offered = {t.value for t in ShardingType} - {ShardingType.DATA_PARALLEL.value}
+    if sharding_type not in offered:
+        raise ConfigError(f"sharding_type: got {sharding_type!r}; expected one of {', '.join(sorted(offered))}")
+    other = {i.param_sharding.sharding_type for i in sharding_infos} - {sharding_type}
+    if other:
+        raise ConfigError(f"sharding_type {sharding_type!r}, but there are tables of {', '.join(sorted(other))}")
+    return InferPooledSharding(sharding_infos, env, device)
