@@ -122,7 +122,7 @@ class FusedSettings:
 
     @property
     def has_cpu_kernel(self) -> bool:
-        """Whether FBGEMM has a CPU kernel of this very update; it passes over weight decay and max_norm without a word."""
+        """Whether FBGEMM has a CPU operator of this very update; it passes over weight decay and max_norm without a word."""
         decays = self.weight_decay > 0 and self.weight_decay_mode is not WeightDecayMode.NONE
         cuts = self.max_norm > 0 and self.optimizer is OptimType.ROWWISE_ADAGRAD
         return self.optimizer in _CPU_KERNELS and not decays and not cuts

@@ -1,19 +1,18 @@
 """Tables that one kernel call looks up on CPU, and the optimizer that updates the touched rows in the backward.
 
-FBGEMM's training operators are called on one flat tensor of rows that we own, forward and backward apart: the backward
-of a lookup is a plain method (:meth:`TableGroup.update`), so a caller may also run it with ids and gradients that other
-ranks sent. What FBGEMM has no CPU kernel for runs by :mod:`recinfer.optim.row_updates`. CUDA:
-:mod:`recinfer.distributed.tbe`.
-
-Shapes: ``T`` features, ``B`` bags a feature, ``N`` ids, ``D`` columns of all features together.
+FBGEMM's operators are called on one flat tensor of rows that we own, forward and backward apart: the backward of a
+lookup is a plain method (:meth:`TableGroup.update`), so a caller may also run it with ids and gradients that other
+ranks sent. Where FBGEMM has no CPU operator, the touched rows are stepped by a formula of
+:mod:`recinfer.optim.row_updates`; their gradients are themselves a lookup, each row being a bag of the output gradients
+that it gets. CUDA: :mod:`recinfer.distributed.tbe`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -41,8 +40,9 @@ __all__ = ["DenseTableGroup", "TableGroup", "TableShape"]
 _POOLING = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
 _OUTPUT = {torch.float32: 0, torch.float16: 1}
 _WEIGHTS = (torch.float32, torch.float16)
+_CHUNK = 1 << 16  # elements of the rows that are stepped together
+_KERNELS = {OptimType.SGD: "sgd", OptimType.ADAGRAD: "adagrad", OptimType.ROWWISE_ADAGRAD: "rowwise_adagrad"}
 _OUTSIDE = "out of bounds"  # in the operators' message
-_OPS = {OptimType.SGD: "sgd", OptimType.ADAGRAD: "adagrad", OptimType.ROWWISE_ADAGRAD: "rowwise_adagrad"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,27 @@ class TableShape:
     rows: int
     dim: int
     num_features: int = 1
+
+
+class _Block:
+    """Neighbouring tables of one dim: their rows are one matrix, their features' columns lie next to each other."""
+
+    def __init__(self, group: TableGroup, tables: range, first_feature: int, first_column: int) -> None:
+        shapes = [group.shapes[t] for t in tables]
+        self.tables = tables
+        self.dim = shapes[0].dim
+        self.num_features = sum(s.num_features for s in shapes)
+        self.features = slice(first_feature, first_feature + self.num_features)
+        self.columns = slice(first_column, first_column + self.num_features * self.dim)
+        self.elements = slice(group._starts[tables[0]], group._starts[tables[-1] + 1])
+        self.rows = slice(group._row_starts[tables[0]], group._row_starts[tables[-1] + 1])
+        first = group._row_starts[tables[0]]
+        starts = [group._row_starts[t] - first for t in tables for _ in range(group.shapes[t].num_features)]
+        self.row_starts = torch.tensor(starts)
+
+    def matrix(self, flat: Tensor) -> Tensor:
+        """The block's rows of a flat tensor of all rows: a view ``[rows, dim]``."""
+        return flat[self.elements].view(-1, self.dim)
 
 
 class TableGroup(nn.Module):
@@ -125,14 +146,20 @@ class TableGroup(nn.Module):
         def tensor(data: list[int], kind: torch.dtype = torch.int64) -> Tensor:
             return torch.tensor(data, dtype=kind)
 
-        self._table_of_feature = tensor(of_feature)
         self._placements = torch.zeros(len(of_feature), dtype=torch.int32)
         self._weights_offsets = tensor([self._starts[t] for t in of_feature])
         self._row_offsets = tensor([self._row_starts[t] for t in of_feature])
         self._hash_sizes = tensor([*(self._row_starts[t] for t in of_feature), self._row_starts[-1]])
+        self._hash_bits = int(math.log2(self._row_starts[-1] or 1) + 1)
         self._dim_offsets = tensor([0, *accumulate(self.feature_dims)], torch.int32)
         self._rows_per_feature = tensor([shapes[t].rows for t in of_feature])
         self._warnings = torch.zeros(1, dtype=torch.int64)
+        self._blocks: list[_Block] = []
+        feature = column = 0
+        for _, members in groupby(range(len(shapes)), key=lambda t: shapes[t].dim):
+            block = _Block(self, range((tables := list(members))[0], tables[-1] + 1), feature, column)
+            self._blocks.append(block)
+            feature, column = block.features.stop, block.columns.stop
 
     # ------------------------------------------------------------------------------------------------- tables
 
@@ -268,92 +295,77 @@ class TableGroup(nn.Module):
             self._update_by_formula(call)
 
     def _update_by_kernel(self, call: LookupGradient) -> None:
-        settings = self.settings
-        name, rate = _OPS[settings.optimizer], torch.tensor(float(self.param_group["lr"]), dtype=torch.float32)
+        settings, ops = self.settings, torch.ops.fbgemm
+        name, rate = _KERNELS[settings.optimizer], torch.tensor(float(self.param_group["lr"]), dtype=torch.float32)
         state: tuple[Any, ...] = (rate,)
         if settings.optimizer is not OptimType.SGD:
-            rowwise = settings.optimizer is OptimType.ROWWISE_ADAGRAD
-            places = self._row_offsets if rowwise else self._weights_offsets
+            places = self._weights_offsets if settings.optimizer is OptimType.ADAGRAD else self._row_offsets
             state = (self._states["momentum1"], self._placements, places, rate, settings.eps)
         tables = (self.weights, self._placements, self._weights_offsets)
-        hashing = (self._hash_sizes, self._hash_bits(self._hash_sizes))
+        ids = (self._hash_sizes, self._hash_bits, call.indices, call.offsets)
+        rounding = settings.stochastic_rounding
         if self.pooling is PoolingType.NONE:
-            op = getattr(torch.ops.fbgemm, f"split_embedding_nobag_backward_codegen_{name}_cpu")
-            dims: tuple[Any, ...] = (self.shapes[0].dim,)
-            bags: tuple[Any, ...] = ()
-        else:
-            op = getattr(torch.ops.fbgemm, f"split_embedding_backward_codegen_{name}_cpu")
-            dims = (self._dim_offsets, max(self.feature_dims))
-            bags = (_POOLING[self.pooling], call.per_sample_weights)
-        ids = (call.indices, call.offsets)
-        op(call.grad_output, *tables, *dims, *hashing, *ids, *bags, settings.stochastic_rounding, *state)
-
-    @staticmethod
-    def _hash_bits(hash_sizes: Tensor) -> int:
-        return int(math.log2(max(int(hash_sizes[-1]), 1)) + 1)
+            op = getattr(ops, f"split_embedding_nobag_backward_codegen_{name}_cpu")
+            op(call.grad_output, *tables, self.shapes[0].dim, *ids, rounding, *state)
+            return
+        op = getattr(ops, f"split_embedding_backward_codegen_{name}_cpu")
+        dims, bags = (self._dim_offsets, max(self.feature_dims)), (_POOLING[self.pooling], call.per_sample_weights)
+        op(call.grad_output, *tables, *dims, *ids, *bags, rounding, *state)
 
     def _update_by_formula(self, call: LookupGradient) -> None:
-        step = UPDATES[self.settings.optimizer.value].step
+        update = UPDATES[self.settings.optimizer.value]
         hyper = self.settings.hyper(float(self.param_group["lr"]))
         count = int(self.steps) if self.steps is not None else 0
-        states, weights = self.table_states(), self.table_weights()
-        for table, (rows, grad) in enumerate(self.row_gradients(call)):
-            if not rows.numel():
+        for block, rows, grad in self._row_gradients(call):
+            tables = {
+                name: self._states[name][block.rows] if rowwise else block.matrix(self._states[name])
+                for name, rowwise in update.states.items()
+            }
+            touched = {name: _rows(table, rows) for name, table in tables.items()}
+            weights = block.matrix(self.weights)
+            new = update.step(_rows(weights, rows), grad, touched, hyper, count)
+            weights.index_copy_(0, rows, new.to(weights.dtype))
+            for name, table in tables.items():
+                table.index_copy_(0, rows, touched[name])
+
+    def _row_gradients(self, call: LookupGradient) -> Iterator[tuple[_Block, Tensor, Tensor]]:
+        """Blocks with touched rows (int64 ``[R]``, each once) and their gradients (float32 ``[R, dim]``), in chunks."""
+        num_bags = (call.offsets.numel() - 1) // len(self.feature_dims)
+        for block in self._blocks:
+            lengths = call.offsets[block.features.start * num_bags : block.features.stop * num_bags + 1].diff()
+            first = int(call.offsets[block.features.start * num_bags])
+            count = int(call.offsets[block.features.stop * num_bags]) - first
+            if not count:
                 continue
-            touched = {name: state[rows] for name, state in states[table].items()}
-            new = step(weights[table][rows].float(), grad, touched, hyper, count)
-            weights[table][rows] = new.to(self.weights.dtype)
-            for name, state in touched.items():
-                states[table][name][rows] = state
+            ids = slice(first, first + count)
+            starts = block.row_starts.repeat_interleave(num_bags).repeat_interleave(lengths, output_size=count)
+            rows, order = torch.sort(call.indices[ids] + starts, stable=True)
+            rows, counts = torch.unique_consecutive(rows, return_counts=True)
+            bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            gradients, source, scales = self._sources(block, call, ids, lengths, order)
+            # Chunks whose temporaries stay in the cache: fresh pages cost several times what is computed in them.
+            size = max(1, _CHUNK // block.dim)
+            for start in range(0, rows.numel(), size):
+                ends = bounds[start : start + size + 1]
+                part = slice(int(ends[0]), int(ends[-1]))
+                grad = _sums(gradients, source[part], ends - ends[0], None if scales is None else scales[part])
+                yield block, rows[start : start + size], grad
 
-    @torch.no_grad()
-    def row_gradients(self, call: LookupGradient) -> list[tuple[Tensor, Tensor]]:
-        """Each table's touched rows (int64 ``[R]``, ascending) and their gradients (float32 ``[R, dim]``)."""
-        feature_of_id = self._feature_of_id(call.indices, call.offsets)
-        unique, inverse = torch.unique(call.indices.long() + self._row_offsets[feature_of_id], return_inverse=True)
-        bounds = torch.searchsorted(unique, torch.tensor(self._row_starts))
-        within = inverse - bounds[self._table_of_feature[feature_of_id]]
-        compact = [max(n, 1) for n in bounds.diff().tolist()]  # as in _build: no table without rows
-        flat = self._flat_gradient(call._replace(indices=within, offsets=call.offsets.long()), compact)
-        starts = [0, *accumulate(rows * s.dim for rows, s in zip(compact, self.shapes))]
-        found = []
-        for t, (first, last) in enumerate(zip(bounds.tolist(), bounds.tolist()[1:])):
-            dim = self.shapes[t].dim
-            grad = flat[starts[t] : starts[t] + (last - first) * dim].view(last - first, dim)
-            found.append((unique[first:last] - self._row_starts[t], grad))
-        return found
-
-    def _feature_of_id(self, indices: Tensor, offsets: Tensor) -> Tensor:
-        num_features = len(self.feature_dims)
-        num_bags = (offsets.numel() - 1) // num_features
-        counts = offsets[::num_bags].diff() if num_bags else offsets.new_zeros(num_features)
-        return torch.repeat_interleave(torch.arange(num_features), counts.long(), output_size=indices.numel())
-
-    def _flat_gradient(self, call: LookupGradient, table_rows: Sequence[int]) -> Tensor:
-        """The dense gradient, float32, of tables with ``table_rows`` rows (at least 1 each), flat."""
-        starts = [0, *accumulate(rows * s.dim for rows, s in zip(table_rows, self.shapes))]
-        row_starts = torch.tensor([0, *accumulate(table_rows)])
-        zeros, grad = torch.zeros(starts[-1]), call.grad_output.float()
+    def _sources(
+        self, block: _Block, call: LookupGradient, ids: slice, lengths: Tensor, order: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A matrix of gradients; for each id, in ``order``, its row there; and what that row counts for."""
+        scales = None if call.per_sample_weights is None else call.per_sample_weights[ids]
         if self.pooling is PoolingType.NONE:
-            features = self._feature_of_id(call.indices, call.offsets)
-            rows = call.indices + row_starts[self._table_of_feature[features]].to(call.indices.dtype)
-            zeros.view(-1, self.shapes[0].dim).index_add_(0, rows, grad)
-            return zeros
-        hash_sizes = torch.cat([row_starts[self._table_of_feature], row_starts[-1:]])
-        out: Tensor = torch.ops.fbgemm.split_embedding_backward_codegen_dense_cpu(
-            grad,
-            zeros,
-            torch.tensor(starts)[self._table_of_feature],
-            self._dim_offsets,
-            max(self.feature_dims),
-            hash_sizes,
-            self._hash_bits(hash_sizes),
-            call.indices,
-            call.offsets,
-            _POOLING[self.pooling],
-            call.per_sample_weights,
-        )
-        return out
+            return call.grad_output[ids], order, None
+        # The gradient of bag b of feature f is row b * F + f of the block's columns.
+        gradients = call.grad_output[:, block.columns].contiguous().view(-1, block.dim)
+        bags = torch.arange(gradients.shape[0]).view(-1, block.num_features).t().reshape(-1)
+        if self.pooling is PoolingType.MEAN:
+            shares = lengths.float().reciprocal().repeat_interleave(lengths, output_size=order.numel())
+            scales = shares if scales is None else shares * scales
+        source = bags.repeat_interleave(lengths, output_size=order.numel())
+        return gradients, source[order], None if scales is None else scales[order]
 
     # ------------------------------------------------------------------------------------------------- caches
 
@@ -365,6 +377,30 @@ class TableGroup(nn.Module):
 
     def prefetch(self, indices: Tensor, offsets: Tensor, forward_stream: Any = None) -> None:
         """Bring rows into the cache; there is none here."""
+
+
+def _rows(table: Tensor, rows: Tensor) -> Tensor:
+    """``table[rows]`` in float32. FBGEMM's lookup asks for rows ahead of reading them; indexing waits for each one."""
+    if table.dim() == 1:
+        return table.index_select(0, rows)
+    return _sums(table, rows, torch.arange(rows.numel() + 1), None)
+
+
+def _sums(matrix: Tensor, rows: Tensor, bounds: Tensor, scales: Tensor | None) -> Tensor:
+    """Sums of rows of ``matrix``, each over one range of ``bounds``: FBGEMM's lookup, with the matrix as its table."""
+    out: Tensor = torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
+        matrix.reshape(-1),
+        torch.zeros(1, dtype=torch.int64),
+        torch.tensor([0, matrix.shape[1]], dtype=torch.int32),
+        matrix.shape[1],
+        torch.tensor([0, matrix.shape[0]]),
+        rows,
+        bounds,
+        _POOLING[PoolingType.SUM],
+        scales,
+        _OUTPUT[torch.float32],
+    )
+    return out
 
 
 class _FusedLookup(torch.autograd.Function):
@@ -406,7 +442,9 @@ class DenseTableGroup(TableGroup):
     @torch.no_grad()
     def table_gradients(self, call: LookupGradient) -> list[Tensor]:
         """The gradient ``[rows, dim]`` of every table."""
-        flat = self._flat_gradient(call, [max(s.rows, 1) for s in self.shapes]).to(self.weights.dtype)
+        flat = torch.zeros_like(self.weights)
+        for block, rows, grad in self._row_gradients(call):
+            block.matrix(flat).index_copy_(0, rows, grad.to(flat.dtype))
         return [flat[start : start + s.rows * s.dim].view(s.rows, s.dim) for s, start in zip(self.shapes, self._starts)]
 
 

@@ -209,14 +209,6 @@ class ModuleTableGroup(TableGroup):
         with torch.enable_grad():
             self.tbe(call.indices, call.offsets, call.per_sample_weights).backward(call.grad_output)
 
-    def row_gradients(self, call: LookupGradient) -> list[tuple[Tensor, Tensor]]:
-        """Not of this kernel.
-
-        Raises:
-            UnavailableError: always; the module keeps its row gradients to itself.
-        """
-        raise UnavailableError("FBGEMM's GPU modules give no row gradients; use a dense kernel")
-
     def flush(self) -> None:
         """Write cached rows back."""
         self.tbe.flush()
@@ -272,9 +264,11 @@ class ModuleDenseTableGroup(DenseTableGroup):
         """The gradient ``[N]`` of ``per_sample_weights``."""
         return ModuleTableGroup.per_sample_weight_gradient(self, grad_output, indices, offsets)  # type: ignore[arg-type]
 
-    def _flat_gradient(self, call: LookupGradient, table_rows: Sequence[int]) -> Tensor:
+    @torch.no_grad()
+    def table_gradients(self, call: LookupGradient) -> list[Tensor]:
+        """The gradient ``[rows, dim]`` of every table."""
         weights = None if call.per_sample_weights is None else call.per_sample_weights.detach()
         with torch.enable_grad():
             out = self._dense(call.indices, call.offsets, weights)
         (flat,) = torch.autograd.grad(out, self._dense.weights, call.grad_output)
-        return flat
+        return [flat[b : b + s.rows * s.dim].view(s.rows, s.dim) for s, b in zip(self.shapes, self._starts)]
