@@ -191,6 +191,7 @@ class Predictor:
         lock: bool = False,
         dense_threads: int = 1,
         dense_engine: Literal["onnx", "torch"] | None = None,
+        lookup_threads: int = 1,
     ) -> None:
         manifest = archive.manifest
         self.loaded_at = time.time()
@@ -198,6 +199,7 @@ class Predictor:
         self.device = torch.device(device)
         self.contract: FeatureContract | None = _contract(manifest)
         self._mapping: dict[str, Any] = {"preload": preload, "lock": lock}
+        self._lookup_threads = lookup_threads
         self._dense_options: dict[str, Any] = {"device": device, "num_threads": dense_threads, "engine": dense_engine}
         self.intake = FeatureIntake(manifest)
         self.mergeable = True
@@ -225,6 +227,10 @@ class Predictor:
             _part(manifest, info, self._mapped.module_shards, self._mapped.buffer, names, weights, str(self.device))
             for info in manifest.modules
         ]
+        for part in self.parts:
+            lookup = getattr(part.run, "__self__", None)
+            if isinstance(lookup, PooledLookup):
+                lookup.batch.use_threads(self._lookup_threads)
         self._engine: DenseEngine | None = None
         if manifest.dense is not None:
             self._engine = open_dense(archive, manifest.dense, **self._dense_options)
@@ -508,6 +514,7 @@ def load(
     check_hashes: bool = False,
     dense_threads: int = 1,
     dense_engine: Literal["onnx", "torch"] | None = None,
+    lookup_threads: int = 1,
 ) -> Predictor:
     """Open an archive for serving.
 
@@ -519,6 +526,8 @@ def load(
         check_hashes: hash the shards too (reads every byte); everything else is always hashed.
         dense_threads: threads that one call of the dense program uses; servers run many calls at once, so 1.
         dense_engine: ``"onnx"`` or ``"torch"`` instead of the manifest's choice.
+        lookup_threads: on CPU, threads that one large pooled lookup may use; each size of lookup is timed both ways and
+            split only where that was clearly faster.
 
     Raises:
         ArchiveError: the archive breaks a rule of FORMAT.md, or answers its first golden request wrongly.
@@ -531,7 +540,13 @@ def load(
     """
     archive = open_archive(path, check_hashes=check_hashes)
     predictor = Predictor(
-        archive, device=device, preload=preload, lock=lock, dense_threads=dense_threads, dense_engine=dense_engine
+        archive,
+        device=device,
+        preload=preload,
+        lock=lock,
+        dense_threads=dense_threads,
+        dense_engine=dense_engine,
+        lookup_threads=lookup_threads,
     )
     predictor.check_request(0)  # proves that this machine gives the stored answer, and warms every part up
     predictor.check_merging()

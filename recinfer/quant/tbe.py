@@ -8,7 +8,7 @@ shares the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.packing import QPARAM_BYTES, padded_dim, row_bytes
+from recinfer.quant.threads import SplitLookup
 
 try:
     import fbgemm_gpu  # noqa: F401  registers the ops
@@ -156,6 +157,7 @@ class TableBatch(nn.Module):
         self.row_alignment = row_alignment
         self.output_dtype = output_dtype
         self._through_cache: IntNBitTableBatchedEmbeddingBagsCodegen | None = None
+        self._split: SplitLookup | None = None
         self.register_buffer("weights", buffer, persistent=False)
         device = buffer.device
         used = [self.slots[i] for i in self.feature_slots]
@@ -163,6 +165,7 @@ class TableBatch(nn.Module):
         if pooling is PoolingType.NONE and len(set(widths)) > 1:
             raise ConfigError(f"unpooled tables of one batch must have one width; got {sorted(set(widths))}")
         column_offsets = [0, *accumulate(widths)]
+        self._widths = widths
         self.total_dim = widths[0] if pooling is PoolingType.NONE and widths else column_offsets[-1]
         near = all(slot.memory == "near" for slot in used)
         if managed is None and not near:
@@ -245,7 +248,43 @@ class TableBatch(nn.Module):
         """
         if self._through_cache is not None:
             return self._through_cache(indices, offsets, per_sample_weights)
+        if self._split is not None and self._split.wants(indices):
+            return self._split(self._alone, indices, offsets, per_sample_weights)
+        return self._alone(indices, offsets, per_sample_weights)
+
+    def _alone(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
         return self._op(*self._bounded, indices, offsets, self._pooling_mode, per_sample_weights, *self._tail)
+
+    def use_threads(self, threads: int) -> None:
+        """Let large pooled lookups on CPU run on up to ``threads`` threads, where that turns out faster; 1: never."""
+        on_host = self.weights.device.type == "cpu" and self.pooling is not PoolingType.NONE
+        self._split = None
+        if threads > 1 and on_host and len(self.feature_slots) > 1:
+            self._split = SplitLookup(threads, self._widths, self._part, self.output_dtype)
+
+    def _part(self, first: int, last: int) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+        """The op over features ``first:last`` alone; it takes all ids and the offsets of its bags."""
+        buffer, managed, locations, starts, types, columns, *_ = self._bounded
+        if self.knows_rows and last < len(self.feature_slots):
+            # Up to the next table, which the op would else not know of.
+            ahead = [int(start) for start in starts[last:] if start > starts[last - 1]]
+            buffer = buffer[: min(ahead, default=buffer.numel())]
+        mine = columns[first : last + 1] - columns[first]
+        head: tuple[Any, ...] = (
+            buffer,
+            managed,
+            locations[first:last],
+            starts[first:last],
+            types[first:last],
+            mine,
+            int(mine[-1]),
+            *self._bounded[7:],
+        )
+
+        def run(indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+            return self._op(*head, indices, offsets, self._pooling_mode, weights, *self._tail)
+
+        return run
 
     def traced(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """:meth:`forward` for torch.export, on the registered buffer itself: an exported program saves it once."""

@@ -1,0 +1,153 @@
+"""One lookup on several threads: which features go to which, and whether it pays, learned from the lookups themselves.
+
+FBGEMM's CPU op runs on one thread and lets the interpreter go while it does. It allocates its output, so each part is
+copied to its columns of the whole; that is why lookups of one id a bag seldom gain (their output is all there is to
+write) and bags of many ids do.
+
+Shape suffixes: F features, B batch, N ids, D output columns.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from recinfer.errors import ConfigError
+
+__all__ = ["SplitLookup", "Trial"]
+
+_LEAST_IDS = 16384
+"""Fewer ids take less than waking a thread and copying (65 to 95 us and 1 ns a byte measured): never split."""
+_TRIALS = 4  # of each way, before the faster one is kept
+_AGAIN = 128  # every so many lookups of a size the slower way gets another chance: the machine's load changes
+_CLEARLY = 0.9  # a split must win by this much, so that noise never makes a lookup slower
+_KEEP = 0.75  # of the running time of a way, the rest is the newest measurement
+
+
+class Trial:
+    """Which of two ways is faster, for every size of work: both are timed a few times, then the faster one is kept."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[object, list[float]] = {}  # size -> running seconds of (one thread, split)
+        self._calls: dict[object, int] = {}
+
+    def choose(self, size: object) -> bool:
+        """Whether to split a lookup of this ``size``."""
+        calls = self._calls.get(size, 0)
+        self._calls[size] = calls + 1
+        if calls < 2 * _TRIALS:
+            return calls % 2 == 1
+        one, split = self._seconds[size]
+        return (split < _CLEARLY * one) is (calls % _AGAIN != 0)
+
+    def record(self, size: object, split: bool, seconds: float) -> None:
+        """What a lookup took."""
+        known = self._seconds.setdefault(size, [0.0, 0.0])
+        # The first of each way warms it up: pages, threads.
+        fresh = self._calls.get(size, 0) <= 4
+        known[split] = seconds if fresh or not known[split] else _KEEP * known[split] + (1 - _KEEP) * seconds
+
+    def kept(self) -> dict[object, bool]:
+        """Size -> whether it is split now."""
+        return {size: split < _CLEARLY * one for size, (one, split) in self._seconds.items() if one and split}
+
+
+@lru_cache(maxsize=1)
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="recinfer-lookup")
+
+
+class SplitLookup:
+    """Runs an op over F features as runs of neighbouring features, one a thread.
+
+    Args:
+        threads: how many, the caller's own among them; 2 or more.
+        widths: output columns of each feature.
+        part: ``part(first, last)`` gives the op over features ``first:last``, which takes all ids and the offsets of its
+            features, and returns ``[B, sum of their widths]``.
+        dtype: of the output.
+        trial: where what is learned is kept; a new one by default.
+
+    Raises:
+        ConfigError: fewer than 2 threads.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        widths: Sequence[int],
+        part: Callable[[int, int], Callable[[Tensor, Tensor, Tensor | None], Tensor]],
+        dtype: torch.dtype,
+        trial: Trial | None = None,
+    ) -> None:
+        if threads < 2:
+            raise ConfigError(f"threads: got {threads}; a split lookup needs 2 or more")
+        self.threads = min(threads, len(widths))
+        self.trial = trial or Trial()
+        self._columns = [0]
+        for width in widths:
+            self._columns.append(self._columns[-1] + width)
+        self._part = lru_cache(maxsize=256)(part)
+        self._dtype = dtype
+
+    def wants(self, indices: Tensor) -> bool:
+        """Whether a lookup of these ids is large enough to think about it."""
+        return indices.numel() >= _LEAST_IDS and self.threads > 1
+
+    def __call__(
+        self,
+        whole: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+        indices: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+    ) -> Tensor:
+        """``whole(indices, offsets, weights)``, split when that has been faster for such sizes."""
+        batch = (offsets.numel() - 1) // (len(self._columns) - 1)
+        size = (indices.numel().bit_length(), batch.bit_length())
+        split = self.trial.choose(size)
+        start = time.perf_counter()
+        out_BD = self.split(indices, offsets, weights, batch) if split else whole(indices, offsets, weights)
+        self.trial.record(size, split, time.perf_counter() - start)
+        return out_BD
+
+    def split(self, indices: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
+        """On all threads, whatever is faster."""
+        cuts = self._cuts(offsets, batch)
+        out_BD = torch.empty((batch, self._columns[-1]), dtype=self._dtype)
+        inference = torch.is_inference_mode_enabled()  # each thread has its own
+
+        def run(first: int, last: int) -> None:
+            with torch.inference_mode(inference):
+                bags = offsets[first * batch : last * batch + 1]
+                found = self._part(first, last)(indices, bags, weights)
+                out_BD[:, self._columns[first] : self._columns[last]].copy_(found)
+
+        pool = _pool(os.getpid(), self.threads - 1)  # threads do not survive a fork
+        runs = list(pairwise(cuts))
+        others = [pool.submit(run, first, last) for first, last in runs[1:]]
+        try:
+            run(*runs[0])
+        finally:
+            errors = [error for error in (other.exception() for other in others) if error is not None]
+        if errors:
+            raise errors[0]
+        return out_BD
+
+    def _cuts(self, offsets: Tensor, batch: int) -> list[int]:
+        """Where to cut the features so that the runs have about as many bytes of ids' rows and output."""
+        ids_F = torch.diff(offsets[::batch]).tolist()
+        widths = [stop - start for start, stop in pairwise(self._columns)]
+        costs = [ids * (64 + width) + 4 * batch * width for ids, width in zip(ids_F, widths)]
+        total, done, cuts = sum(costs), 0, [0]
+        for feature, cost in enumerate(costs):
+            if done + cost / 2 >= total * len(cuts) / self.threads and feature > cuts[-1] and len(cuts) < self.threads:
+                cuts.append(feature)
+            done += cost
+        return [*cuts, len(costs)]
