@@ -26,6 +26,7 @@ _INLINE_S = 1e-3
 _SMOOTHING = 0.2
 _GAP_S = 1e-3
 _MARGIN = 1.5
+_LONGEST_RUN_S = 50e-3  # of a merged run: it is over before those behind it give up, and merging gains no more by then
 _MIN_PROBE, _MAX_PROBE = 8, 256
 _HITS_BEFORE_GROWTH, _HITS_AT_FIRST = 8, 2
 
@@ -309,7 +310,8 @@ class Batcher:
         samples, now = 0, time.monotonic()
         while lane:
             entry = lane[0]
-            if batch and samples + entry.work.samples > self.config.max_batch:
+            total = samples + entry.work.samples
+            if batch and (total > self.config.max_batch or self._expected(key, total) > _LONGEST_RUN_S):
                 break
             lane.popleft()
             self._waiting -= 1

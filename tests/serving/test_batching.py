@@ -162,6 +162,27 @@ def test_a_request_that_would_be_late_is_refused_at_once():
     drive(scenario)
 
 
+def test_merged_runs_stay_short():
+    class Burning(Runs):
+        def __call__(self, works: Sequence[Work]) -> list[Any]:
+            end = time.thread_time() + 0.02 * len(works)
+            while time.thread_time() < end:
+                pass
+            return super().__call__(works)
+
+    runs = Burning()
+    runs.gate.set()
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            batcher = Batcher(runs, pool, 1, BatchConfig(max_delay_us=0))
+            for _ in range(3):
+                await asyncio.gather(*(batcher.submit(Work()) for _ in range(8)))
+
+    asyncio.run(main())
+    assert max(len(batch) for batch in runs.batches[3:]) < 8  # 160 ms, once that is known
+
+
 def test_who_goes_away_frees_the_place():
     gone = Work(samples=7)
 
