@@ -63,7 +63,7 @@ class Replicas:
         sizes = mine.new_empty(world * 2)
         dist.all_gather_into_tensor(sizes, mine, group=self.pg)
         layouts = [_Layout(local, num_features, pooled, bags, ids) for bags, ids in sizes.view(world, 2).tolist()]
-        width = max(layout.num_bytes for layout in layouts)
+        width = max(8, *(layout.num_bytes for layout in layouts))
         sent = torch.empty(width, dtype=torch.uint8, device=local.indices.device)
         layouts[dist.get_rank(self.pg)].write(sent, local)
         received = sent.new_empty(world * width)
