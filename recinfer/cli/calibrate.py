@@ -21,7 +21,7 @@ EXAMPLE = "Example: recinfer calibrate --out hardware.json"
 def run(
     out: Annotated[Path, typer.Option("--out", help="Figures to write (JSON), for `recinfer plan --hardware`.")],
     device: Annotated[Device, typer.Option(help="What to measure.")] = Device.cpu,
-    seconds_per_point: Annotated[float, typer.Option(min=0.0005, help="Time for each of some 1,700 figures.")] = 0.005,
+    seconds_per_point: Annotated[float, typer.Option(min=0.0005, help="Time for each of some 2,000 figures.")] = 0.005,
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine: lookups by precision, row size and level of the memory, bandwidths, copies to devices.

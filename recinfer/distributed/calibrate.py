@@ -6,13 +6,14 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from recinfer.distributed.planner.calibration import FEATURES_PER_CALL, HardwareProfile, LookupGrid
+from recinfer.distributed.planner.calibration import FEATURES_PER_CALL, Company, HardwareProfile, LookupGrid
 from recinfer.distributed.planner.estimates import packed_row_bytes
 from recinfer.distributed.planner.inference import row_alignment
 from recinfer.errors import UnavailableError
@@ -24,9 +25,11 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 __all__ = ["Timings", "calibrate", "random_module", "random_request"]
 
 # Widths in pairs, one whose rows just fill memory lines and the next: the op prefetches whole lines of a row from its
-# start, so costs rise towards full lines and fall behind them.
+# start, so costs rise towards full lines and fall behind them. INT4's fill them less one step: rows of exactly 64 bytes
+# never lie across two lines, and would make all widths around them look cheap.
 _DIMS = (16, 32, 56, 64, 120, 128, 248, 256, 512)
-_SET_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
+_DIMS_OF = {DataType.INT4: (16, 32, 48, 64, 112, 128, 240, 256, 512)}
+_SET_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30)
 _PRECISIONS = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32)
 # Bags of two lengths at random, as no bag of a real model can be foretold; few of the long ones, as other work on the
 # machine hits fewer short calls.
@@ -37,6 +40,8 @@ _NARROW_DIM, _WIDE_DIM, _WIDE = (
     (1, 2, 4, 8),
 )  # features that write the wide vectors; 16 times as many the narrow
 _WRITTEN = [(_WIDE_DIM, n) for n in _WIDE] + [(_NARROW_DIM, 16 * n) for n in _WIDE]
+_FIRST_DIM, _FIRST_IDS = 120, (2, 8, 32, 128, 512)  # ids of a feature in short calls
+_MIXED = 16  # collections of random tables that the whole estimate is checked with
 _ROUNDS = 4
 _FILL = 0x3C  # a byte that reads as a sane number in every precision
 
@@ -159,10 +164,10 @@ def calibrate(
         if progress is not None:
             progress(f"round {turn + 1} of {_ROUNDS}")
         measure.round(precisions, seconds_per_point / _ROUNDS)
-    call_ms, feature_ms = measure.overheads()
     on_cpu = device == "cpu"
     copies = _copies(device, measure.synchronize)
-    return HardwareProfile(
+    call_ms, feature_ms = measure.overheads()
+    profile = HardwareProfile(
         device=device,
         name=torch.cuda.get_device_name() if device == "cuda" else _processor(),
         threads=torch.get_num_threads(),
@@ -176,6 +181,8 @@ def calibrate(
         write_ns=measure.writes(),
         notes={"torch": torch.__version__},
     )
+    profile = replace(profile, first_rows_ns=measure.first_rows(profile))
+    return replace(profile, mixed=measure.mixed(profile))
 
 
 class _Measure:
@@ -186,9 +193,12 @@ class _Measure:
         self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
         self._buffer = torch.full((max(sets) + SLACK_BYTES,), _FILL, dtype=torch.uint8, device=device)
         self._timings = Timings(self.synchronize, on_device=device != "cpu")
+        self._mixed: list[tuple[_Mixed, Call]] = []
+        self._first = _PRECISIONS[0]
 
     def round(self, precisions: Sequence[DataType], seconds: float) -> None:
         """Time everything once more."""
+        self._first = precisions[0]
         # Tables of different widths, as a model has: each width is a kernel of its own.
         for num in (1, 33):
             shapes = [(16, _DIMS[i % len(_DIMS)]) for i in range(num)]
@@ -198,12 +208,16 @@ class _Measure:
             self._timings.add({("call", num): (module, make)}, 5 * seconds)
         written = {(dim, num): self._call([64] * num, dim, DataType.INT8, 1, 512) for dim, num in _WRITTEN}
         self._timings.add(written, 4 * seconds)
+        if not self._mixed:
+            drawn = [_Mixed.draw(i, precisions, max(self.sets)) for i in range(_MIXED)]
+            self._mixed = [(mixed, mixed.call(self.device)) for mixed in drawn]
+        self._timings.add({mixed: call for mixed, call in self._mixed}, 4 * seconds, settle=0.05)
         for size in self.sets:  # outermost: all lookups of a set keep it where steady traffic keeps it
-            self._timings.add(
-                {"settle": self._call_of(_DIMS[3], precisions[0], size, *_IDS_AND_BAGS[-1])}, 0.0, settle=0.15
-            )
+            self._timings.add({"settle": self._call_of(64, precisions[0], size, *_IDS_AND_BAGS[-1])}, 0.0, settle=0.15)
+            first = {("first", size, n): self._call_of(_FIRST_DIM, precisions[0], size, 1.0, n) for n in _FIRST_IDS}
+            self._timings.add(first, 2 * seconds)
             for precision in precisions:
-                for dim in _DIMS:
+                for dim in _dims(precision):
                     points = {
                         (precision, dim, size, ids): self._call_of(dim, precision, size, ids, bags)
                         for ids, bags in _IDS_AND_BAGS
@@ -231,6 +245,37 @@ class _Measure:
             found.append((float(wide * 512 * _WIDE_DIM * 4), max(narrow_ns - a_byte * _NARROW_DIM * 4, 0.0), a_byte))
         return tuple(found)
 
+    def first_rows(self, profile: HardwareProfile) -> tuple[tuple[float, tuple[tuple[float, float], ...]], ...]:
+        """What short calls take beyond what ``profile`` makes of the figures of long ones, by set and ids of a feature."""
+        row = float(self._row_size(_FIRST_DIM, self._first))
+
+        def beyond_ns(size: int, ids: int) -> float:
+            each = np.full(FEATURES_PER_CALL, float(ids))
+            planned = profile.lookup_ms(
+                ids=each,
+                bags=each,
+                row_bytes=np.array(row),
+                bits=np.array(float(self._first.bits)),
+                rows=np.array(max(size // row, 8)),
+                features=np.array(1.0),
+                vector_bytes=np.array(_FIRST_DIM * 4.0),
+                company=Company.of_set(size, FEATURES_PER_CALL * ids * _FIRST_DIM * 4.0),
+            ).sum()
+            took = self._timings.ms(("first", size, ids)) - profile.call_ms
+            return max(float(took - planned), 0.0) / FEATURES_PER_CALL * 1e6
+
+        return tuple(
+            (float(size), tuple((float(ids), beyond_ns(size, ids)) for ids in _FIRST_IDS)) for size in self.sets
+        )
+
+    def mixed(self, profile: HardwareProfile) -> float:
+        """Median of measured over planned milliseconds of the random collections, beyond the call itself."""
+        found = []
+        for mixed, _ in self._mixed:
+            took = max(self._timings.ms(mixed) - profile.call_ms, 1e-6)
+            found.append(took / mixed.planned_ms(profile, row_alignment(self.device)))
+        return float(np.clip(statistics.median(found), 0.1, 10.0))
+
     def grid(self, precision: DataType) -> LookupGrid:
         """Bags over row sizes, sets and lengths."""
         call_ms, feature_ms = self.overheads()
@@ -240,11 +285,11 @@ class _Measure:
             took = self._timings.ms((precision, dim, size if ids else self.sets[0], ids))
             return max(took - overhead_ms, 1e-6) / (FEATURES_PER_CALL * bags) * 1e6
 
-        figures = np.array([[[ns(d, s, *pair) for pair in _IDS_AND_BAGS] for s in self.sets] for d in _DIMS])
+        figures = np.array([[[ns(d, s, *pair) for pair in _IDS_AND_BAGS] for s in self.sets] for d in _dims(precision)])
         for axis in (1, 2):  # farther rows and longer bags cost no less: what says otherwise was disturbed
             figures = np.flip(np.minimum.accumulate(np.flip(figures, axis), axis), axis)
         return LookupGrid(
-            row_bytes=tuple(float(self._row_size(dim, precision)) for dim in _DIMS),
+            row_bytes=tuple(float(self._row_size(dim, precision)) for dim in _dims(precision)),
             set_bytes=tuple(float(s) for s in self.sets),
             ids_per_bag=tuple(ids for ids, _ in _IDS_AND_BAGS),
             bags_per_call=tuple(float(FEATURES_PER_CALL * bags) for _, bags in _IDS_AND_BAGS),
@@ -269,6 +314,60 @@ class _Measure:
 
         pooling = [ids] * len(rows)
         return lookup, lambda seed: random_request(rows, pooling, bags, self.device, seed)
+
+
+@dataclass(frozen=True)
+class _Mixed:
+    """A collection of random tables, as a rank of a real plan has: of all widths, sizes and bag lengths."""
+
+    number: int
+    precision: DataType
+    batch: int
+    rows: tuple[int, ...]
+    dims: tuple[int, ...]
+    pooling: tuple[float, ...]
+
+    @classmethod
+    def draw(cls, number: int, precisions: Sequence[DataType], max_bytes: int) -> _Mixed:
+        """The same for the same number; at most ``max_bytes`` of rows."""
+        random = np.random.default_rng(number)
+        precision = precisions[number % len(precisions)]
+        batch = 16 << (number * 3 % 7)  # 16 to 1024
+        num = int(random.choice([2, 4, 8, 16, 24]))
+        dims = random.choice([16, 32, 48, 64, 96, 128, 192, 256], num)
+        pooling = np.round(np.exp(random.normal(random.uniform(0.0, 2.5), 0.7, num)).clip(1.0, 60.0), 1)
+        least = random.uniform(1.5, 4.0)
+        rows = 10 ** random.uniform(least, least + random.uniform(1.0, 2.5), num)
+        rows *= min(1.0, max_bytes / float((rows * dims * precision.bits / 8).sum()))
+        pooling = np.maximum(pooling * min(1.0, 40_000 / float(pooling.sum() * batch)), 1.0)
+        return cls(
+            number,
+            precision,
+            batch,
+            tuple(np.maximum(rows, 4).astype(int).tolist()),
+            tuple(dims.tolist()),
+            tuple(pooling.tolist()),
+        )
+
+    def call(self, device: str) -> Call:
+        """The module and its requests."""
+        module = random_module(list(zip(self.rows, self.dims)), self.precision, device)
+        return module, lambda seed: random_request(self.rows, self.pooling, self.batch, device, seed)
+
+    def planned_ms(self, profile: HardwareProfile, alignment: int) -> float:
+        """Of its lookups, without the call."""
+        rows, dims, pooling = (np.array(x, float) for x in (self.rows, self.dims, self.pooling))
+        bits = np.full(dims.shape, self.precision.bits)
+        row = packed_row_bytes(dims.astype(int), bits, alignment).astype(float)
+        ids, bags = pooling * self.batch, np.full(dims.shape, float(self.batch))
+        together = Company.of(rows, ids, row, bags * dims * 4)
+        each = {"ids": ids, "bags": bags, "row_bytes": row, "bits": bits.astype(float), "rows": rows}
+        features, vector = np.ones(dims.shape), dims * 4
+        return float(profile.lookup_ms(**each, features=features, vector_bytes=vector, company=together).sum())
+
+
+def _dims(precision: DataType) -> tuple[int, ...]:
+    return _DIMS_OF.get(precision, _DIMS)
 
 
 def _lengths(mean: float, num: int, generator: torch.Generator) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -453,6 +454,46 @@ def test_company_makes_a_small_table_dearer_and_repeats_make_it_cheaper() -> Non
     half = Company.of(np.array([1e6]), np.array([1e5]), np.array([64.0]), np.array([1e4]), share=0.5)
     assert half.between(np.array([1e9]))[0] == pytest.approx(32e6)
     assert (np.diff(big.between(np.array([1.0, 10.0, 1e3]))) > 0).all()
+
+
+def test_lone_rows_of_a_large_table_fill_whole_sectors_of_a_cache() -> None:
+    ids, out = np.array([1e3]), np.array([0.0])
+    lone = Company.of(np.array([1e7]), ids, np.array([68.0]), out)
+    assert lone.between(np.ones(1))[0] == pytest.approx(1e3 * (1 + 67 / 128) * 128, rel=0.01)
+    whole = Company.of(np.array([100.0]), np.array([1e5]), np.array([68.0]), out)
+    assert whole.between(np.ones(1))[0] == pytest.approx(6800, rel=0.01)  # side by side they share them
+    assert Company.of_set(1e6, 5.0).between(np.array([1.0, 50.0])) == pytest.approx((1 - np.exp(-1)) * 1e6)
+
+
+def test_the_first_rows_of_a_short_call_cost_more() -> None:
+    plain = hardware_of(bag_ns=5.0, far_ns=40.0)
+    figures = ((1e4, ((2.0, 0.0), (32.0, 0.0))), (1e8, ((2.0, 100.0), (32.0, 300.0))))
+    slow = replace(plain, first_rows_ns=figures)
+
+    def beyond_ns(ids: float, rows: float = 1e8 / 64, features: float = 1.0) -> float:
+        one = np.ones(1)
+        given = {"ids": one * ids, "bags": one * ids, "row_bytes": one * 64, "bits": one * 8, "rows": one * rows}
+        given |= {"features": one * features, "vector_bytes": one * 64}
+        return float(slow.lookup_ms(**given)[0] - plain.lookup_ms(**given)[0]) * 1e6
+
+    assert beyond_ns(1) == pytest.approx(50, rel=0.01)  # in proportion before the first figure
+    assert beyond_ns(8) == pytest.approx(200, rel=0.01)  # halfway in the logarithm
+    assert beyond_ns(5000) == pytest.approx(300, rel=0.01)  # and no more behind the last: long calls hide it
+    assert beyond_ns(16, features=2.0) == pytest.approx(400, rel=0.01)
+    assert beyond_ns(8, rows=1e4 / 64) == pytest.approx(0, abs=1)
+    assert HardwareProfile.from_json(slow.to_json()) == slow
+    for broken in (((1e4, ((2.0, 0.0), (1.0, 0.0))),), ((1e8, ((2.0, 0.0),)), (1e4, ((2.0, 0.0),)))):
+        with pytest.raises(ConfigError, match="ascending"):
+            replace(plain, first_rows_ns=broken)
+
+
+def test_planned_times_are_scaled_by_what_mixed_collections_showed() -> None:
+    plain, one = hardware_of(bag_ns=5.0, far_ns=40.0), np.ones(1)
+    given = {"ids": one * 8, "bags": one * 8, "row_bytes": one * 64, "bits": one * 8, "rows": one * 100}
+    given |= {"features": one, "vector_bytes": one * 64}
+    assert replace(plain, mixed=1.25).lookup_ms(**given) == pytest.approx(1.25 * plain.lookup_ms(**given))
+    with pytest.raises(ConfigError, match="mixed"):
+        replace(plain, mixed=float("nan"))
 
 
 def hardware_of(bag_ns: float, far_ns: float) -> HardwareProfile:

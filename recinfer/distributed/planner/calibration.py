@@ -102,9 +102,22 @@ def _locate(points: FloatN, x: FloatN, *, beyond: bool = False) -> tuple[npt.NDA
     return i, (at - points[i]) / (points[i + 1] - points[i])
 
 
+def _interpolate(x: FloatN, points: Sequence[tuple[float, float]]) -> FloatN:
+    """Linear in log ``x`` between the points, in proportion to ``x`` before the first."""
+    known, figures = np.array(points, float).T
+    inside = np.interp(np.log(np.maximum(x, known[0])), np.log(known), figures)
+    return inside * np.minimum(x / known[0], 1.0)
+
+
 def _unique(pool: FloatN, draws: FloatN) -> FloatN:
     """How many different ones of ``pool`` that many uniform draws touch."""
     return pool * -np.expm1(-draws / np.maximum(pool, 1.0))
+
+
+def _touched_bytes(rows: FloatN, ids: FloatN, row_bytes: FloatN) -> FloatN:
+    """Of the memory sectors that uniform ids touch: lone rows of a large table fill more of a cache than their bytes."""
+    sectors = np.maximum(rows * row_bytes / SECTOR_BYTES, 1.0)
+    return _unique(sectors, ids * (1 + (row_bytes - 1) / SECTOR_BYTES)) * SECTOR_BYTES
 
 
 def _tuples(value: Any) -> Any:
@@ -129,8 +142,13 @@ class Company:
     @classmethod
     def of(cls, rows: FloatN, ids: FloatN, row_bytes: FloatN, output_bytes: FloatN, share: float = 1.0) -> Company:
         """Of tables with ``rows`` rows that get ``ids`` ids a call; ``share`` of them, when a rank holds only that."""
-        touched = np.array([float((_unique(rows, calls * ids) * row_bytes).sum()) for calls in _CALLS])
+        touched = np.array([float(_touched_bytes(rows, calls * ids, row_bytes).sum()) for calls in _CALLS])
         return cls(touched * share, float(output_bytes.sum()) * share)
+
+    @classmethod
+    def of_set(cls, set_bytes: float, output_bytes: float) -> Company:
+        """Of features that all draw their rows from one set of memory."""
+        return cls(np.full(_CALLS.shape, set_bytes * -np.expm1(-1.0)), output_bytes)
 
     def between(self, calls: FloatN) -> FloatN:
         """Bytes touched [N] in as many calls."""
@@ -151,6 +169,9 @@ class HardwareProfile:
         memory_bytes_per_ms: sequential reading of host memory.
         device_memory_bytes_per_ms, host_to_device_bytes_per_ms, device_to_device_bytes_per_ms: 0 when not measured.
         write_ns: (bytes, ns a bag, ns a byte): what writing vectors takes when a call writes that many bytes.
+        first_rows_ns: (bytes of the set, ((ids, ns a feature), ...)): what a feature's few ids of a short call take
+            beyond the grid's figures, which are those of long calls, where one row's way hides behind another's.
+        mixed: measured over planned, of random collections; planned times are multiplied by it.
     """
 
     device: str
@@ -164,6 +185,8 @@ class HardwareProfile:
     host_to_device_bytes_per_ms: float = 0.0
     device_to_device_bytes_per_ms: float = 0.0
     write_ns: tuple[tuple[float, float, float], ...] = ((1.0, 0.0, 0.0),)
+    first_rows_ns: tuple[tuple[float, tuple[tuple[float, float], ...]], ...] = ()
+    mixed: float = 1.0
     notes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -172,6 +195,12 @@ class HardwareProfile:
         if not self.grids:
             raise ConfigError("a hardware profile needs lookup figures for at least one precision")
         _check_ascending("sizes of write_ns", [size for size, *_ in self.write_ns], least=1.0)
+        if self.first_rows_ns:
+            _check_ascending("sets of first_rows_ns", [size for size, _ in self.first_rows_ns], least=1.0)
+        for _, figures in self.first_rows_ns:
+            _check_ascending("ids of first_rows_ns", [ids for ids, _ in figures], least=1.0)
+        if not 0.1 <= self.mixed <= 10:
+            raise ConfigError(f"mixed is {self.mixed}; expected a ratio between 0.1 and 10")
 
     def lookup_ms(
         self,
@@ -200,7 +229,7 @@ class HardwareProfile:
         )
         rows, drawn = np.maximum(rows, 1.0), np.maximum(ids, 1e-9)
         table, length = rows * row, ids / np.maximum(bags, 1e-9)
-        own = _unique(rows, drawn) * row
+        own = _touched_bytes(rows, drawn, row)
         touches = drawn * (1 + (row - 1) / SECTOR_BYTES)
         new = _unique(np.maximum(table / SECTOR_BYTES, 1.0), touches) / touches
         if company is None:
@@ -223,7 +252,20 @@ class HardwareProfile:
             bags_there = np.interp(length[here], grid.ids_per_bag, grid.bags_per_call)
             there = np.minimum(self._write_ns(bags_there * vector[here], vector[here]), measured)
             out[here] = np.sqrt(measured**2 - there**2 + write[here] ** 2)
-        return bags * out * 1e-6 + np.asarray(features) * self.feature_ms
+        features = np.broadcast_to(np.asarray(features, float), shape)
+        first = features * self._first_rows_ns(whole, drawn * new / np.maximum(features, 1.0))
+        return ((bags * out + first) * 1e-6 + features * self.feature_ms) * self.mixed
+
+    def _first_rows_ns(self, set_bytes: FloatN, ids: FloatN) -> FloatN:
+        """Nanoseconds a feature [N] with that many ids a call from rows that come from such a set; linear in logarithms."""
+        if not self.first_rows_ns:
+            return np.zeros(set_bytes.shape)
+        at_sets = np.stack([_interpolate(ids, figures) for _, figures in self.first_rows_ns])
+        points = np.log([size for size, _ in self.first_rows_ns])
+        i, share = _locate(points, np.log(np.maximum(set_bytes, 1.0)))
+        above = np.minimum(i + 1, points.size - 1)
+        n = np.arange(set_bytes.size)
+        return (1 - share) * at_sets[i, n] + share * at_sets[above, n]
 
     def _write_ns(self, call_bytes: FloatN, vector_bytes: FloatN) -> FloatN:
         """Nanoseconds of writing one vector, by what the whole call writes."""
@@ -268,7 +310,7 @@ class HardwareProfile:
             raise ConfigError(f"the hardware profile has unknown keys {unknown}; expected {sorted(known)}")
         try:
             grids = {int(bits): LookupGrid(**_tuples(grid)) for bits, grid in data.pop("grids").items()}
-            data.update({"write_ns": _tuples(data["write_ns"])})
+            data.update({name: _tuples(data[name]) for name in ("write_ns", "first_rows_ns") if name in data})
             return cls(grids=grids, **data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, ConfigError):
