@@ -3,6 +3,7 @@
     RecinferError
     ├── InputError (ValueError)        a request or call with wrong data: shape, id, dtype, missing feature
     ├── NotFoundError (LookupError)    a model, table or version that is not there
+    │   └── NotPreparedError           a version that this shard server has not mapped, and can be told to
     ├── ConfigError (ValueError)       a config, plan or contract that does not hold together
     ├── CheckpointError (ValueError)   a checkpoint that cannot be read, or does not match the model
     ├── ArchiveError (ValueError)      an archive that breaks a rule of archive/FORMAT.md (``.rule`` names it)
@@ -23,6 +24,7 @@ __all__ = [
     "DeadlineError",
     "InputError",
     "NotFoundError",
+    "NotPreparedError",
     "OverloadedError",
     "RecinferError",
     "UnavailableError",
@@ -39,6 +41,10 @@ class InputError(RecinferError, ValueError):
 
 class NotFoundError(RecinferError, LookupError):
     """A named thing (model, version, table, feature) does not exist; the message lists what does."""
+
+
+class NotPreparedError(NotFoundError):
+    """A shard server was asked for a version that it has not mapped; it can be told to prepare it."""
 
 
 class ConfigError(RecinferError, ValueError):

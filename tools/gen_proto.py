@@ -17,9 +17,14 @@ import grpc_tools
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = (Path("recinfer/v1/inference.proto"), Path("recinfer/v1/admin.proto"), Path("inference/open_inference.proto"))
+SOURCES = (
+    Path("recinfer/v1/inference.proto"),
+    Path("recinfer/v1/admin.proto"),
+    Path("recinfer/v1/shards.proto"),
+    Path("inference/open_inference.proto"),
+)
 OWN_POOL = {"open_inference_pb2.py"}
-NOT_WRITTEN = {"open_inference_pb2_grpc.py"}  # the server answers bytes, and the protocol has clients enough
+NOT_WRITTEN = {"open_inference_pb2_grpc.py", "shards_pb2_grpc.py"}  # we speak bytes; the former has clients enough
 TARGET = ROOT / "recinfer" / "serving" / "proto"
 
 

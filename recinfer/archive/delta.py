@@ -80,6 +80,7 @@ class Delta:
         rows: per entry of ``info.tables``, int64 [n], ascending.
         packed: per entry, uint8 [n, row bytes].
         files: new contents by path.
+        path: the file it was read from; None while it is being written.
     """
 
     info: DeltaInfo
@@ -87,6 +88,7 @@ class Delta:
     rows: tuple[NDArray[np.int64], ...]
     packed: tuple[NDArray[np.uint8], ...]
     files: Mapping[str, bytes]
+    path: Path | None = None
 
     @property
     def num_rows(self) -> int:
@@ -139,7 +141,8 @@ def read_delta(path: str | os.PathLike[str]) -> Delta:
         raise ArchiveError(f"{path.name}: delta.json has {len(text)} bytes", rule="J1")
     if _sha256(text) != metadata["sha256"]:
         raise ArchiveError(f"{path.name}: delta.json is not what sha256 says; copy the delta again", rule="X2")
-    return _check_tensors(path.name, _read_info(text.tobytes()), str(metadata["sha256"]), tensors, header)
+    delta = _check_tensors(path.name, _read_info(text.tobytes()), str(metadata["sha256"]), tensors, header)
+    return replace(delta, path=path)
 
 
 def _read_info(text: bytes) -> DeltaInfo:
@@ -256,7 +259,7 @@ def patch_rows(mapped: MappedShards, manifest: Manifest, delta: Delta) -> None:
     tables = {(t.module, t.name): t for t in manifest.tables}
     for entry, rows, packed in zip(delta.info.tables, delta.rows, delta.packed):
         table = tables[entry.module, entry.table]
-        for shard in mapped.module_shards[entry.module]:
+        for shard in mapped.module_shards.get(entry.module, ()):  # none where other ranks have them
             if shard.table != entry.table:
                 continue
             width = row_bytes(shard.cols, table.data_type)

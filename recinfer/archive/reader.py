@@ -29,7 +29,7 @@ class Archive:
         root: its folder.
         manifest: what is inside.
         plan: where each rectangle is.
-        layouts: the checked shard files, one a rank.
+        layouts: the checked shard files, one a rank; those of the ranks it was opened for.
         manifest_sha256: of manifest.json, which lists the hashes of all else: what deltas name as their base.
         replaced: files that deltas have replaced, by path; the manifest is then the one after them.
     """
@@ -53,7 +53,7 @@ class Archive:
         """The packed tables of some or all ranks in one buffer.
 
         Args:
-            ranks: default all.
+            ranks: default all that it was opened for.
             preload: read all pages now.
             lock: keep them in memory.
             copy: use ordinary memory instead of file pages.
@@ -62,10 +62,13 @@ class Archive:
         Raises:
             InputError: a rank that the archive does not have.
         """
-        chosen = range(len(self.layouts)) if ranks is None else sorted(set(ranks))
-        if any(not 0 <= rank < len(self.layouts) for rank in chosen):
-            raise InputError(f"ranks {list(chosen)}; the archive has ranks 0 to {len(self.layouts) - 1}")
-        layouts = [self.layouts[rank] for rank in chosen]
+        here = {layout.rank: layout for layout in self.layouts}
+        chosen = sorted(here if ranks is None else set(ranks))
+        if any(rank not in here for rank in chosen):
+            raise InputError(
+                f"ranks {chosen}; the archive has ranks 0 to {self.manifest.world_size - 1}, open are {list(here)}"
+            )
+        layouts = [here[rank] for rank in chosen]
         return map_shards(self.root, layouts, preload=preload, lock=lock, copy=copy, edit=edit)
 
     def read(self, path: str) -> bytes:
@@ -95,12 +98,20 @@ class Archive:
         return sorted(set(found) - listed)
 
 
-def open_archive(path: str | os.PathLike[str], *, check_hashes: bool = False) -> Archive:
+def open_archive(
+    path: str | os.PathLike[str],
+    *,
+    check_hashes: bool = False,
+    ranks: Iterable[int] | None = None,
+    dense: bool = True,
+) -> Archive:
     """Open and check an archive.
 
     Args:
         path: the archive's folder.
         check_hashes: hash the shards too; reads every byte.
+        ranks: those whose shard files are wanted; the others' need not be in the folder. Default all.
+        dense: False for who wants shards alone: the dense part and the golden requests need not be in the folder.
 
     Raises:
         ArchiveError: the rule that is broken is in ``.rule``.
@@ -114,7 +125,11 @@ def open_archive(path: str | os.PathLike[str], *, check_hashes: bool = False) ->
     except ArchiveError as error:
         raise ArchiveError(f"{str(path)!r} is no archive: {error}", rule="F1") from None
     manifest = read_manifest(text)
-    for file in manifest.files:
+    chosen = _chosen(manifest, ranks)
+    shards = {shard_path(rank) for rank in range(manifest.world_size)}
+    mine = {"plan.json", *map(shard_path, chosen)}
+    wanted = [file for file in manifest.files if file.path in mine or (dense and file.path not in shards)]
+    for file in wanted:
         with open_inside(root, file.path) as opened:
             size = os.fstat(opened.fileno()).st_size
         if size != file.bytes:
@@ -123,11 +138,20 @@ def open_archive(path: str | os.PathLike[str], *, check_hashes: bool = False) ->
             )
     plan = _read_plan(root, manifest)
     digest = hashlib.sha256(text).hexdigest()
-    archive = Archive(root, manifest, plan, tuple(_read_layouts(root, manifest, plan)), digest)
+    archive = Archive(root, manifest, plan, tuple(_read_layouts(root, manifest, plan, chosen)), digest)
     if check_hashes:
-        for file in manifest.files:
+        for file in wanted:
             archive.check_hash(file)
     return archive
+
+
+def _chosen(manifest: Manifest, ranks: Iterable[int] | None) -> list[int]:
+    """The ranks wanted; raises InputError for one that the archive does not have."""
+    world = manifest.world_size
+    chosen = sorted(range(world) if ranks is None else set(ranks))
+    if any(not 0 <= rank < world for rank in chosen):
+        raise InputError(f"ranks {chosen}: the archive is cut for {world}, its ranks are 0 to {world - 1}")
+    return chosen
 
 
 def _compare_hash(file: FileInfo, digest: str) -> None:
@@ -215,11 +239,12 @@ def _compare_plan(plan: Plan, manifest: Manifest) -> None:
         raise ArchiveError(f"the manifest has {len(listed)} tables; plan.json has {len(planned)}", rule="P3")
 
 
-def _read_layouts(root: Path, manifest: Manifest, plan: Plan) -> list[RankLayout]:
+def _read_layouts(root: Path, manifest: Manifest, plan: Plan, ranks: Iterable[int]) -> list[RankLayout]:
     sizes = {file.path: file.bytes for file in manifest.files}
     layouts = []
-    for rank, pieces in enumerate(pieces_by_rank(plan)):
-        path = shard_path(rank)
+    pieces_of = pieces_by_rank(plan)
+    for rank in ranks:
+        path, pieces = shard_path(rank), pieces_of[rank]
         with open_inside(root, path) as file:
             layouts.append(read_rank_layout(file, sizes[path], pieces, rank, manifest.plan_hash))
     return layouts

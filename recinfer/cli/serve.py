@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import threading
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from recinfer import env
 from recinfer.cli.console import JsonOption, Output
 from recinfer.cli.options import Device
+from recinfer.cli.remote import parse_ranks, serve_ranks, set_serving_when_there, shard_fanout, unchecked
 from recinfer.cli.workers import supervise
 from recinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from recinfer.inference.predictor import Predictor
+    from recinfer.serving.registry import ServedModel
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
 NAME = "serve"
 EXAMPLE = "Example: recinfer serve movielens.rqa --port 8500"
+
+
+class MissingShards(StrEnum):
+    """What a ranker does without a rank."""
+
+    error = "error"
+    default_rows = "default-rows"
 
 
 def run(
@@ -61,6 +75,16 @@ def run(
     tls_client_ca: Annotated[
         Path | None, typer.Option(help="PEM file of the authority of clients' certificates (mutual TLS).")
     ] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Be a shard server: map and serve only these ranks, as in 0,1 or 0-3.")
+    ] = None,
+    shards: Annotated[
+        Path | None, typer.Option(help="Be a ranker: look up at the shard servers that this shards.json lists.")
+    ] = None,
+    missing_shards: Annotated[
+        MissingShards | None,
+        typer.Option(help="A ranker without a living replica of a rank: refuse, or answer with default rows, flagged."),
+    ] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="Listen beyond this machine without a token.")] = False,
     worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False,
     as_json: JsonOption = False,
@@ -81,6 +105,27 @@ def run(
         insecure=insecure,
     )
     security.check_host(host)
+    mine = None if ranks is None else parse_ranks(ranks)
+    _check_roles(mine, shards, missing_shards, http_port=http_port, workers=workers, admin=admin, device=device)
+    if mine is not None:
+        if log_json:
+            from recinfer.serving.observe import log_as_json
+
+            log_as_json()
+        serve_ranks(
+            mine,
+            archives or [],
+            delta or [],
+            model_store,
+            Output(as_json),
+            host=host,
+            port=port,
+            metrics_port=metrics_port,
+            security=security,
+            preload=preload,
+            lock=lock,
+        )
+        return
     if admin and model_store is None:
         raise ConfigError("admin: it loads versions from a model store; give --model-store DIR")
     if workers > 1 and not worker:
@@ -103,24 +148,42 @@ def run(
     link = WorkerLink() if worker else None
     state = None if link is None else link.restore
     output = Output(as_json)
-    store = None if model_store is None else ModelStore(model_store, device=device.value, preload=preload)
+    fanout = None
+    if shards is not None:
+        fanout = shard_fanout(shards, security, None if missing_shards is None else missing_shards.name)
+    store = None
+    if model_store is not None:
+        from recinfer.serving.remote.lookups import remote_lookups
+
+        lookups = None if fanout is None else remote_lookups(fanout, str(model_store))
+        store = ModelStore(model_store, device=device.value, preload=preload, lookups=lookups)
     models: list[ServedModel] = []
     for archive in archives or []:
-        predictor = load(archive, device=device.value, preload=preload, lock=lock)
+        if fanout is not None:
+            predictor = unchecked(archive, fanout, model_store, {"device": device.value})
+        else:
+            predictor = load(archive, device=device.value, preload=preload, lock=lock)
         models.append(ServedModel.of(predictor.manifest.model, predictor))
     if delta and len(models) != 1:
         raise ConfigError(f"delta: got {len(models)} archives; a delta goes with one archive")
     for path in delta or []:
         models[0].predictor.apply_delta(path)
-    if store is not None:
-        models = (
-            [*models, *(store.newest(n) for n in store.models())] if state is None else restore(state, models, store)
-        )
+    if store is not None and state is not None:
+        models = restore(state, models, store)
+    elif store is not None and fanout is not None:
+        for name in store.models():
+            version = store.newest_version(name)
+            path = store.folder / name / version
+            models.append(ServedModel.of(name, unchecked(path, fanout, model_store, {"device": device.value}), version))
+    elif store is not None:
+        models += [store.newest(name) for name in store.models()]
     if not models:
         raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
     first, registry = models[0], ModelRegistry(models)
     manager = None if store is None else StoreManager(registry, store, state)
     started: list[Server] = []
+
+    stopped = threading.Event()
 
     def start(server: Server) -> None:
         started.append(server)
@@ -128,6 +191,9 @@ def run(
             link.attach(server, manager)
 
     def ready(bound: int) -> None:
+        if fanout is not None:
+            predictors: list[Predictor] = [model.predictor for model in models]
+            set_serving_when_there(predictors, fanout, output, started[0].set_serving, stopped)
         output.show(
             f"[green]serving[/green] {', '.join(f'{m.name} {m.version}' for m in models)} on {host}:{bound}  (Ctrl-C stops)"
         )
@@ -149,6 +215,9 @@ def run(
 
     serve(
         registry,
+        shards=fanout,
+        serving=fanout is None,
+        on_hangup=None if fanout is None else fanout.pool.reload,
         host=host,
         port=port,
         http_port=http_port,
@@ -162,4 +231,40 @@ def run(
         on_ready=ready,
         on_start=start,
     )
+    stopped.set()
+    if fanout is not None:
+        fanout.pool.close()
     output.note("stopped")
+
+
+def _check_roles(
+    ranks: list[int] | None,
+    shards: Path | None,
+    missing: MissingShards | None,
+    *,
+    http_port: int | None,
+    workers: int,
+    admin: bool,
+    device: Device,
+) -> None:
+    """Raises ConfigError for options that do not go together."""
+    if ranks is not None and shards is not None:
+        raise ConfigError(
+            "got --ranks and --shards: a shard server has --ranks, a ranker --shards; start one of each kind"
+        )
+    if shards is None and missing is not None:
+        raise ConfigError("--missing-shards says what a ranker does: give --shards shards.json with it")
+    if shards is not None and device is not Device.cpu:
+        raise ConfigError(f"--device {device.value}: a ranker's rows are on its shards, and its dense part on the CPU")
+    odd = [
+        name
+        for name, given in (
+            ("--http-port", http_port is not None),
+            ("--workers", workers > 1),
+            ("--admin", admin),
+            ("--device cuda", device is not Device.cpu),
+        )
+        if given
+    ]
+    if ranks is not None and odd:
+        raise ConfigError(f"{', '.join(odd)}: a shard server answers rankers alone; give it to the ranker")

@@ -20,13 +20,22 @@ import torch
 from torch import Tensor
 
 from recinfer.errors import ConfigError
-from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, PoolingType
 from recinfer.quant.lookup import ColumnPiece
 from recinfer.quant.packing import join_packed_columns, padded_dim, row_bytes
 from recinfer.quant.tbe import Memory, TableBatch, TableSlot, managed_bytes
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["PackedShard", "RankInput", "RankLayout", "fused_pieces", "joined_pieces", "place_shards", "shard_name"]
+__all__ = [
+    "PackedShard",
+    "RankInput",
+    "RankLayout",
+    "RankOrder",
+    "fused_pieces",
+    "joined_pieces",
+    "place_shards",
+    "shard_name",
+]
 
 _SLACK_BYTES = 64  # vectorised kernels may read past the last row
 _ALIGNMENT = 128
@@ -189,6 +198,54 @@ class RankInput:
     positions: Tensor | None
 
 
+class RankOrder:
+    """Which (feature, shard) pairs a rank has and which output columns they give: what follows from the shards alone.
+
+    Args:
+        configs: all tables in module order.
+        shards: this rank's shards.
+
+    Attributes:
+        order: of the module's features, one a (feature, shard) pair.
+        shards: of each pair.
+        names: feature of each pair.
+        columns: the module's output columns of this rank's real columns, in order.
+        cuts_rows: whether a shard has not all rows of its table.
+        slots, feature_slots: this rank's tables as the op takes them, and each pair's among them.
+    """
+
+    def __init__(self, configs: Sequence[BaseEmbeddingConfig], shards: Sequence[PackedShard]) -> None:
+        self.order: list[int] = []
+        self.shards: list[PackedShard] = []
+        self.names: list[str] = []
+        self.slots: list[tuple[PackedShard, DataType]] = []
+        self.feature_slots: list[int] = []
+        self.columns: list[int] = []
+        self.real: list[int] = []  # this rank's op columns that are real
+        by_table: dict[str, list[PackedShard]] = {}
+        for shard in shards:
+            by_table.setdefault(shard.table, []).append(shard)
+        feature_index = op_column = column = 0
+        for config in configs:
+            first = len(self.slots)
+            mine = sorted(by_table.get(config.name, ()), key=lambda s: (s.col_start, s.row_start))
+            self.slots += [(shard, config.data_type) for shard in mine]
+            for feature in config.feature_names:
+                for k, shard in enumerate(mine):
+                    self.order.append(feature_index)
+                    self.shards.append(shard)
+                    self.names.append(feature)
+                    self.feature_slots.append(first + k)
+                    self.columns += range(column + shard.col_start, column + shard.col_stop)
+                    self.real += range(op_column, op_column + shard.cols)
+                    op_column += padded_dim(shard.cols, config.data_type)
+                feature_index += 1
+                column += config.embedding_dim
+        self.op_columns = op_column
+        rows = {config.name: config.num_embeddings for config in configs}
+        self.cuts_rows = any(s.rows != rows[s.table] for s in self.shards)
+
+
 class RankLayout:
     """One rank's shards as one or more op calls, and how its outputs join the whole.
 
@@ -196,9 +253,10 @@ class RankLayout:
         configs: all tables in module order.
         shards: this rank's shards, offsets into ``buffer``.
         buffer: packed rows on this rank's device.
-        pooled: bags (always summed here; MEAN is divided once, after all ranks are summed) or one row per id.
+        pooled: bags (summed, since MEAN is divided once, after all ranks are summed) or one row per id.
         row_alignment: of the rows in ``buffer``.
         managed: the buffer of the shards that are not ``"near"``.
+        pooling: MEAN where no other rank has rows of these tables, and all of them are MEAN.
     """
 
     def __init__(
@@ -210,61 +268,35 @@ class RankLayout:
         pooled: bool,
         row_alignment: int,
         managed: Tensor | None = None,
+        pooling: PoolingType = PoolingType.SUM,
     ) -> None:
         self.device = buffer.device
         self._rows = (buffer, managed, row_alignment)
-        self.order: list[int] = []  # of the module's features, one an (feature, shard) pair
-        self.shards: list[PackedShard] = []
-        names: list[str] = []
-        slots: list[TableSlot] = []
-        feature_slots: list[int] = []
-        by_table: dict[str, list[PackedShard]] = {}
-        for shard in shards:
-            by_table.setdefault(shard.table, []).append(shard)
-        feature_index = 0
-        columns: list[int] = []  # the module's output columns of this rank's real columns
-        real: list[int] = []  # this rank's op columns that are real
-        op_column = column = 0
-        for config in configs:
-            first = len(slots)
-            mine = sorted(by_table.get(config.name, ()), key=lambda s: (s.col_start, s.row_start))
-            slots += [
-                TableSlot(
-                    config.name, s.rows, s.cols, config.data_type, s.offset, s.memory if managed is not None else "near"
-                )
-                for s in mine
-            ]
-            for feature in config.feature_names:
-                for k, shard in enumerate(mine):
-                    self.order.append(feature_index)
-                    self.shards.append(shard)
-                    names.append(feature)
-                    feature_slots.append(first + k)
-                    columns += range(column + shard.col_start, column + shard.col_stop)
-                    real += range(op_column, op_column + shard.cols)
-                    op_column += padded_dim(shard.cols, config.data_type)
-                feature_index += 1
-                column += config.embedding_dim
-        self.names = names
-        rows = {config.name: config.num_embeddings for config in configs}
-        self.cuts_rows = any(s.rows != rows[s.table] for s in self.shards)
+        ranks = RankOrder(configs, shards)
+        self.order, self.shards, self.names, self.cuts_rows = ranks.order, ranks.shards, ranks.names, ranks.cuts_rows
+        slots = [
+            TableSlot(s.table, s.rows, s.cols, data_type, s.offset, s.memory if managed is not None else "near")
+            for s, data_type in ranks.slots
+        ]
+        feature_slots = ranks.feature_slots
         self._starts = torch.tensor([s.row_start for s in self.shards], device=self.device)
         self._stops = torch.tensor([s.row_stop for s in self.shards], device=self.device)
-        self.columns = torch.tensor(columns, dtype=torch.int64, device=self.device)
-        self._real = None if len(real) == op_column else torch.tensor(real, dtype=torch.int64, device=self.device)
+        self.columns = torch.tensor(ranks.columns, dtype=torch.int64, device=self.device)
+        whole = len(ranks.real) == ranks.op_columns
+        self.real = None if whole else torch.tensor(ranks.real, dtype=torch.int64, device=self.device)
         self.batches: list[TableBatch] = []
         # Unpooled batches must have one width each: (members among this rank's features, batch).
-        self._members: list[list[int] | None] = []
+        self.members: list[list[int] | None] = []
         if pooled:
-            self._add_batch(slots, feature_slots, PoolingType.SUM, None)
+            self._add_batch(slots, feature_slots, pooling, None)
         else:
             widths = [padded_dim(slots[i].dim, slots[i].data_type) for i in feature_slots]
             for width in dict.fromkeys(widths):
                 members = [i for i, w in enumerate(widths) if w == width]
                 chosen = sorted({feature_slots[i] for i in members})
                 remapped = [chosen.index(feature_slots[i]) for i in members]
-                whole = None if len(members) == len(widths) else members
-                self._add_batch([slots[i] for i in chosen], remapped, PoolingType.NONE, whole)
+                all_of_them = None if len(members) == len(widths) else members
+                self._add_batch([slots[i] for i in chosen], remapped, PoolingType.NONE, all_of_them)
 
     def _add_batch(
         self,
@@ -277,7 +309,7 @@ class RankLayout:
         if slots:
             batch = TableBatch(slots, feature_slots, pooling, buffer, row_alignment=alignment, managed=managed)
             self.batches.append(batch)
-            self._members.append(members)
+            self.members.append(members)
 
     def dist(self, arranged: KeyedJaggedTensor) -> RankInput | None:
         """This rank's ids from the module's (features in module order, all ids in range); None when it has no shard."""
@@ -312,13 +344,13 @@ class RankLayout:
         features = rank_input.features
         weights = features.weights() if is_weighted else None
         out_BD = self.batches[0](features.values(), features.offsets(), weights)
-        return out_BD if self._real is None else out_BD.index_select(1, self._real)
+        return out_BD if self.real is None else out_BD.index_select(1, self.real)
 
     def sequences(self, rank_input: RankInput) -> list[Tensor]:
         """Rows of every (feature, shard) pair, float32 [ids kept, cols]."""
         features = rank_input.features
         out: list[Tensor | None] = [None] * len(self.order)
-        for batch, members in zip(self.batches, self._members):
+        for batch, members in zip(self.batches, self.members):
             part = features if members is None else features.permute(members)
             rows = batch(part.values(), part.offsets())
             edges = part.offset_per_key()

@@ -13,36 +13,28 @@ import math
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from recinfer.archive.check import Answer, Request, compare_answers, read_requests
 from recinfer.archive.delta import Delta, patch_rows, read_delta, with_delta
 from recinfer.archive.dense import DenseEngine, open_dense
-from recinfer.archive.manifest import Manifest, ModuleInfo
+from recinfer.archive.manifest import Manifest
 from recinfer.archive.mapping import MappedShards
 from recinfer.archive.paths import read_inside
-from recinfer.archive.positions import PositionWeights, read_position_weights
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.distributed.planner.plan import Plan
-from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
-from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
-from recinfer.distributed.quant_layout import PackedShard
-from recinfer.errors import ArchiveError, InputError, NotFoundError, RecinferError
+from recinfer.errors import ArchiveError, InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.bags import Bags, Features, bags_of
 from recinfer.inference.intake import FeatureIntake
+from recinfer.inference.lookups import Ask, Found, LocalLookups, Lookups, LookupsOf, Part, Steps, output_names, run_now
 from recinfer.inference.stages import Stages
-from recinfer.inference.together import PredictInputs, lookup_many, predict_many, predict_with_context
-from recinfer.quant.lookup import PooledLookup
-from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from recinfer.inference.together import Outputs, PredictInputs, lookup_many, predict_many, predict_with_context
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
@@ -74,10 +66,12 @@ class LookupResult:
     Attributes:
         pooled: float32 [B, sum of dims], or None when no pooled feature was asked for.
         sequences: name -> values float32 [ids, dim] with their lengths.
+        missing: ranks whose hosts did not answer, so that vectors of their rows are zero.
     """
 
     pooled: KeyedTensor | None
     sequences: dict[str, JaggedTensor]
+    missing: tuple[int, ...] = ()
 
     def keys(self) -> list[str]:
         """All names: pooled ones first."""
@@ -90,67 +84,6 @@ class LookupResult:
         if self.pooled is not None and name in self.pooled.keys():  # noqa: SIM118 - not a dict
             return self.pooled[name]
         raise NotFoundError(f"no embedding {name!r} in this result; it has {', '.join(self.keys())}")
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One embedding module at work.
-
-    Attributes:
-        order: the features that it reads, in the order in which they cost least.
-        run: takes a KeyedJaggedTensor of them.
-    """
-
-    info: ModuleInfo
-    names: list[str]
-    dims: list[int]
-    run: Callable[[KeyedJaggedTensor], Any]
-    positions: PositionWeights | None
-    order: tuple[str, ...]
-    columns_of: Callable[[frozenset[str]], list[tuple[int, int]]]
-    """Of features, first and last column of their vectors in this pooled module's output, neighbours as one."""
-    rows: NDArray[np.uint64]
-    table_batch: Callable[..., Tensor] | None
-    """The op alone, where its output is the module's: ids ``[N]`` below ``rows``, offsets, weights to ``[B, D]``."""
-
-    @property
-    def needs_weights(self) -> bool:
-        """Whether each id needs a weight that the request brings."""
-        return self.info.is_weighted and self.positions is None
-
-    def __call__(self, bags: Bags) -> Tensor | list[JaggedTensor]:
-        """``[B, D]`` of a pooled module, else vectors by output; features that are not in ``bags`` are empty bags."""
-        arranged = bags.arranged(self.order)
-        if self.table_batch is not None and arranged.fits(self.rows):
-            # Only the op: each call on the way to it costs as much as its 26 lookups do.
-            weights = torch.from_numpy(arranged.weights) if self.needs_weights else None
-            return self.table_batch(torch.from_numpy(arranged.values), torch.from_numpy(arranged.offsets), weights)
-        features = KeyedJaggedTensor.from_parts_unchecked(
-            list(self.order),
-            torch.from_numpy(arranged.values),
-            None,
-            offsets=torch.from_numpy(arranged.offsets),
-            weights=None if arranged.weights is None else torch.from_numpy(arranged.weights),
-            stride=arranged.batch,
-        )
-        if self.positions is not None:
-            features = self.positions.apply(features)
-        found = self.run(features)
-        return found.values() if self.info.kind == "pooled" else list(found.values())
-
-
-def _columns_of(features: Sequence[str], dims: Sequence[int]) -> Callable[[frozenset[str]], list[tuple[int, int]]]:
-    @functools.lru_cache(maxsize=64)
-    def columns_of(wanted: frozenset[str]) -> list[tuple[int, int]]:
-        runs: list[tuple[int, int]] = []
-        for name, dim, end in zip(features, dims, accumulate(dims)):
-            if name in wanted and runs and runs[-1][1] == end - dim:
-                runs[-1] = (runs[-1][0], end)
-            elif name in wanted:
-                runs.append((end - dim, end))
-        return runs
-
-    return columns_of
 
 
 def _at_one_state(method: _Method) -> _Method:
@@ -192,6 +125,7 @@ class Predictor:
         dense_threads: int = 1,
         dense_engine: Literal["onnx", "torch"] | None = None,
         lookup_threads: int = 1,
+        lookups: LookupsOf | None = None,
     ) -> None:
         manifest = archive.manifest
         self.loaded_at = time.time()
@@ -200,10 +134,11 @@ class Predictor:
         self.contract: FeatureContract | None = _contract(manifest)
         self._mapping: dict[str, Any] = {"preload": preload, "lock": lock}
         self._lookup_threads = lookup_threads
+        self._lookups_of = lookups
         self._dense_options: dict[str, Any] = {"device": device, "num_threads": dense_threads, "engine": dense_engine}
         self.intake = FeatureIntake(manifest)
         self.mergeable = True
-        self.features = tuple(_specs(manifest, _output_names(manifest)))
+        self.features = tuple(_specs(manifest, output_names(manifest)))
         self.num_dense = 0 if manifest.dense is None else manifest.dense.num_dense
         self.output_names: list[str] = []
         if manifest.dense is not None:
@@ -220,17 +155,14 @@ class Predictor:
         """Map the tables and open the dense program of ``archive``."""
         manifest = archive.manifest
         self._archive = archive
-        self._mapped = archive.map_shards(**self._mapping, edit=edit)
-        weights = read_position_weights(archive)
-        names = _output_names(manifest)
-        self.parts = [
-            _part(manifest, info, self._mapped.module_shards, self._mapped.buffer, names, weights, str(self.device))
-            for info in manifest.modules
-        ]
-        for part in self.parts:
-            lookup = getattr(part.run, "__self__", None)
-            if isinstance(lookup, PooledLookup):
-                lookup.batch.use_threads(self._lookup_threads)
+        self.lookups: Lookups
+        if self._lookups_of is None:
+            mapped = archive.map_shards(**self._mapping, edit=edit)
+            self.lookups = LocalLookups(archive, mapped, device=str(self.device), threads=self._lookup_threads)
+        else:
+            self.lookups = self._lookups_of(archive, self._deltas)
+        self.parts = self.lookups.parts
+        self._mapped = self.lookups.mapped
         self._engine: DenseEngine | None = None
         if manifest.dense is not None:
             self._engine = open_dense(archive, manifest.dense, **self._dense_options)
@@ -339,15 +271,14 @@ class Predictor:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of table rows that are mapped into memory."""
-        return self._mapped.buffer.numel()
+        """Bytes of table rows that are mapped into this process's memory."""
+        return 0 if self._mapped is None else self._mapped.buffer.numel()
 
     @property
     def replaced_ids(self) -> int:
         """How many ids out of range became the default row, of features whose policy says so."""
         return self.intake.replaced_ids
 
-    @_at_one_state
     def lookup(self, features: Features) -> LookupResult:
         """Embeddings of the features given.
 
@@ -357,27 +288,42 @@ class Predictor:
         Raises:
             InputError: an unknown feature, an id out of range, missing weights; names the feature and the place.
         """
-        taken = self.intake.take(bags_of(features), need_all=False)
-        present, start = taken.present, time.perf_counter()
-        found = [
-            part(taken.features) if present is None or not present.isdisjoint(part.info.features) else None
-            for part in self.parts
-        ]
-        self.stages.add("lookup", time.perf_counter() - start)
-        return self.select(found, present)
+        return run_now(self.lookup_steps(features))
 
     @_at_one_state
+    def lookup_steps(self, features: Features) -> Steps[LookupResult]:
+        """:meth:`lookup` for who waits in another way (see recinfer.inference.lookups)."""
+        taken = self.intake.take(bags_of(features), need_all=False)
+        found = yield from self.find([taken.features], taken.present)
+        return self.select(found.parts, taken.present, found.missing)
+
     def lookup_many(self, requests: Sequence[Features]) -> list[LookupResult | Exception]:
         """:meth:`lookup` of each request, run together; an error stands in the place of its request's answer."""
+        return run_now(self.lookup_many_steps(requests))
+
+    @_at_one_state
+    def lookup_many_steps(self, requests: Sequence[Features]) -> Steps[list[LookupResult | Exception]]:
+        """:meth:`lookup_many` for who waits in another way."""
         return lookup_many(self, requests)
 
-    @_at_one_state
-    def predict_many(self, requests: Sequence[PredictInputs]) -> list[dict[str, Tensor] | Exception]:
+    def predict_many(self, requests: Sequence[PredictInputs]) -> list[Outputs | Exception]:
         """:meth:`predict` of each request, run together; an error stands in the place of its request's answer."""
-        return predict_many(self, requests)
+        return run_now(self.predict_many_steps(requests))
 
     @_at_one_state
-    def select(self, found: Sequence[Any], present: Set[str] | None) -> LookupResult:
+    def predict_many_steps(self, requests: Sequence[PredictInputs]) -> Steps[list[Outputs | Exception]]:
+        """:meth:`predict_many` for who waits in another way."""
+        return predict_many(self, requests)
+
+    def find(self, requests: Sequence[Bags], present: Set[str] | None = None) -> Steps[Found]:
+        """The vectors of checked requests, timed."""
+        start = time.perf_counter()
+        found = yield Ask(self.lookups, requests, present)
+        self.stages.add("lookup", time.perf_counter() - start)
+        return found
+
+    @_at_one_state
+    def select(self, found: Sequence[Any], present: Set[str] | None, missing: tuple[int, ...] = ()) -> LookupResult:
         """The embeddings of the features ``present`` (None: all), from what each module found (None: not asked)."""
         pooled: list[KeyedTensor] = []
         sequences: dict[str, JaggedTensor] = {}
@@ -390,10 +336,9 @@ class Predictor:
             else:
                 chosen = zip(part.names, given, wanted or [True] * len(part.names))
                 sequences.update({name: _on_cpu(sequence) for name, sequence, keep in chosen if keep})
-        return LookupResult(_join(pooled), sequences)
+        return LookupResult(_join(pooled), sequences, missing)
 
-    @_at_one_state
-    def predict(self, dense: Tensor | None, features: Features, context: Features | None = None) -> dict[str, Tensor]:
+    def predict(self, dense: Tensor | None, features: Features, context: Features | None = None) -> Outputs:
         """The model's outputs.
 
         Args:
@@ -409,19 +354,30 @@ class Predictor:
         Raises:
             InputError: as lookup, and: wrong shape or dtype, NaN or infinity in dense.
         """
+        return run_now(self.predict_steps(dense, features, context))
+
+    @_at_one_state
+    def predict_steps(
+        self, dense: Tensor | None, features: Features, context: Features | None = None
+    ) -> Steps[Outputs]:
+        """:meth:`predict` for who waits in another way."""
         self.check_has_dense()
         if context is not None:
-            return predict_with_context(self, PredictInputs(dense, features, context))
+            return (yield from predict_with_context(self, PredictInputs(dense, features, context)))
         taken = self.intake.take(bags_of(features), need_all=True).features
-        return dict(zip(self.output_names, self._run_dense(self.check_dense(dense, taken.batch), taken)))
+        dense = self.check_dense(dense, taken.batch)
+        found = yield from self.find([taken])
+        return Outputs(zip(self.output_names, self._run_dense(dense, found.parts)), missing=found.missing)
 
     @_at_one_state
     def replay(self, request: Request) -> Answer:
         """Answer a golden request: every embedding and output, module by module."""
         taken = self.intake.take(bags_of(request.features), need_all=True).features
-        found = [part(taken) for part in self.parts]
-        outputs = [] if self._engine is None else self._run_dense(request.dense, taken)
-        return Answer([t.cpu() for given in found for t in _tensors(given)], outputs)
+        found = run_now(self.find([taken]))
+        if found.missing:
+            raise UnavailableError(f"ranks {', '.join(map(str, found.missing))} do not answer")
+        outputs = [] if self._engine is None else self._run_dense(request.dense, found.parts)
+        return Answer([t.cpu() for given in found.parts for t in _tensors(given)], outputs)
 
     @_at_one_state
     def check_request(self, index: int) -> None:
@@ -475,12 +431,10 @@ class Predictor:
         if self._engine is None:
             raise InputError("this archive holds embeddings only, no dense part; call lookup")
 
-    def _run_dense(self, dense: Tensor | None, taken: Bags) -> list[Tensor]:
+    def _run_dense(self, dense: Tensor | None, found: Sequence[Any]) -> list[Tensor]:
         tensors = [dense] if dense is not None and self.num_dense else []
-        start = time.perf_counter()
-        for part in self.parts:
-            tensors += _tensors(part(taken), dense_input=True)
-        self.stages.add("lookup", time.perf_counter() - start)
+        for given in found:
+            tensors += _tensors(given, dense_input=True)
         return self.run_engine(tensors)
 
     def check_dense(self, dense: Tensor | None, batch: int) -> Tensor | None:
@@ -515,6 +469,7 @@ def load(
     dense_threads: int = 1,
     dense_engine: Literal["onnx", "torch"] | None = None,
     lookup_threads: int = 1,
+    lookups: LookupsOf | None = None,
 ) -> Predictor:
     """Open an archive for serving.
 
@@ -528,6 +483,7 @@ def load(
         dense_engine: ``"onnx"`` or ``"torch"`` instead of the manifest's choice.
         lookup_threads: on CPU, threads that one large pooled lookup may use; each size of lookup is timed both ways and
             split only where that was clearly faster.
+        lookups: who looks up instead of this process: no shard is opened then.
 
     Raises:
         ArchiveError: the archive breaks a rule of FORMAT.md, or answers its first golden request wrongly.
@@ -538,7 +494,7 @@ def load(
         predictor = recinfer.load("model.rqa")
         logits = predictor.predict(dense, features)["output"]
     """
-    archive = open_archive(path, check_hashes=check_hashes)
+    archive = open_archive(path, check_hashes=check_hashes, ranks=None if lookups is None else ())
     predictor = Predictor(
         archive,
         device=device,
@@ -547,6 +503,7 @@ def load(
         dense_threads=dense_threads,
         dense_engine=dense_engine,
         lookup_threads=lookup_threads,
+        lookups=lookups,
     )
     predictor.check_request(0)  # proves that this machine gives the stored answer, and warms every part up
     predictor.check_merging()
@@ -571,15 +528,6 @@ def _contract(manifest: Manifest) -> FeatureContract | None:
     return FeatureContract.from_dict(manifest.contract)
 
 
-def _output_names(manifest: Manifest) -> dict[str, list[str]]:
-    """Module path -> a name per output; a name that two modules have gets ``@<module path>`` behind it."""
-    count = Counter(name for module in manifest.modules for name in module.outputs)
-    return {
-        module.path: [f"{name}@{module.path}" if count[name] > 1 else name for name in module.outputs]
-        for module in manifest.modules
-    }
-
-
 def _specs(manifest: Manifest, names: dict[str, list[str]]) -> list[FeatureSpec]:
     specs = []
     for module in manifest.modules:
@@ -587,45 +535,6 @@ def _specs(manifest: Manifest, names: dict[str, list[str]]) -> list[FeatureSpec]
         for name, table in zip(names[module.path], tables):
             specs.append(FeatureSpec(name, table.name, table.rows, table.dim, module.kind == "pooled"))
     return specs
-
-
-def _part(
-    manifest: Manifest,
-    info: ModuleInfo,
-    shards: dict[str, tuple[PackedShard, ...]],
-    buffer: Tensor,
-    names: dict[str, list[str]],
-    weights: dict[str, PositionWeights],
-    device: str,
-) -> _Part:
-    tables = manifest.configs(info.path)
-    dims = [table.embedding_dim for table in tables for _ in table.feature_names]
-    common: dict[str, Any] = {"world_size": manifest.world_size, "device": device}
-    module: ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection
-    if info.kind == "pooled":
-        module = ShardedQuantEmbeddingBagCollection.from_packed(
-            tables, shards[info.path], buffer, is_weighted=info.is_weighted, **common
-        )
-    else:
-        module = ShardedQuantEmbeddingCollection.from_packed(tables, shards[info.path], buffer, **common)
-    fused, positions = module.fused_lookup, weights.get(info.path)
-    # Position weights are made by name, so names may not repeat there. Past nn.Module's call machinery, which costs as
-    # much as the op's dispatch.
-    direct = fused if isinstance(fused, PooledLookup) and positions is None else None
-    # MEAN columns beside SUM ones are scaled behind the op, and padded columns dropped.
-    finished = direct is not None and direct.batch.total_dim == sum(dims) and len({t.pooling for t in tables}) == 1
-    order = tuple(dict.fromkeys(info.features)) if direct is None else tuple(direct.arranger.features)
-    return _Part(
-        info,
-        names[info.path],
-        dims,
-        direct.forward if direct else module,
-        positions,
-        order,
-        _columns_of(info.features, dims),
-        np.array([] if direct is None else direct.arranger.rows, np.uint64),
-        direct.batch.forward if direct is not None and finished else None,
-    )
 
 
 def _tensors(found: Tensor | list[JaggedTensor], *, dense_input: bool = False) -> list[Tensor]:
@@ -637,7 +546,7 @@ def _tensors(found: Tensor | list[JaggedTensor], *, dense_input: bool = False) -
     return [tensor for sequence in found for tensor in (sequence.values(), sequence.lengths().long())]
 
 
-def _select(part: _Part, values: Tensor, wanted: Sequence[bool] | None) -> KeyedTensor:
+def _select(part: Part, values: Tensor, wanted: Sequence[bool] | None) -> KeyedTensor:
     if wanted is None or all(wanted):
         return KeyedTensor.from_parts_unchecked(part.names, part.dims, values.cpu())
     chosen = [i for i, keep in enumerate(wanted) if keep]

@@ -6,22 +6,36 @@ first candidate and their vectors written beside the others.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from recinfer.errors import InputError
-from recinfer.inference.bags import Bags, Features, bags_of, merge_bags
+from recinfer.errors import InputError, UnavailableError
+from recinfer.inference.bags import Bags, Features, bags_of
+from recinfer.inference.lookups import Steps
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import LookupResult, Predictor
 
-__all__ = ["PredictInputs", "lookup_many", "predict_many"]
+__all__ = ["Outputs", "PredictInputs", "lookup_many", "predict_many"]
+
+
+class Outputs(dict[str, Tensor]):
+    """The model's outputs by name.
+
+    Attributes:
+        missing: ranks whose hosts did not answer, so that vectors of their rows were zero.
+    """
+
+    missing: tuple[int, ...]
+
+    def __init__(self, *args: Any, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(*args)
+        self.missing = missing
 
 
 @dataclass(frozen=True)
@@ -43,10 +57,13 @@ class _Taken:
     shared: frozenset[str]
 
 
-def lookup_many(predictor: Predictor, requests: Sequence[Features]) -> list[LookupResult | Exception]:
+def lookup_many(predictor: Predictor, requests: Sequence[Features]) -> Steps[list[LookupResult | Exception]]:
     """``predictor.lookup`` of each, with one lookup a module for all of them."""
     if len(requests) == 1 or not predictor.mergeable:
-        return [_alone(predictor.lookup, request) for request in requests]
+        alone = []
+        for request in requests:
+            alone.append((yield from _alone(predictor.lookup_steps(request))))
+        return alone
     answers: list[Any] = [None] * len(requests)
     taken = []
     for at, request in enumerate(requests):
@@ -58,20 +75,27 @@ def lookup_many(predictor: Predictor, requests: Sequence[Features]) -> list[Look
         return answers
     batches = [mine.features.batch for _, mine in taken]
     try:
-        found = _embed(predictor, [mine.features for _, mine in taken])
+        found = yield from predictor.find([mine.features for _, mine in taken])
+    except UnavailableError as error:  # of none alone
+        for at, _ in taken:
+            answers[at] = error
+        return answers
     except Exception:  # one of them holds a bad id: each on its own says which
         for at, _ in taken:
-            answers[at] = _alone(predictor.lookup, requests[at])
+            answers[at] = yield from _alone(predictor.lookup_steps(requests[at]))
         return answers
-    for (at, mine), parts in zip(taken, _apart(found, batches)):
-        answers[at] = predictor.select(parts, mine.present)
+    for (at, mine), parts in zip(taken, _apart(found.parts, batches)):
+        answers[at] = predictor.select(parts, mine.present, found.missing)
     return answers
 
 
-def predict_many(predictor: Predictor, requests: Sequence[PredictInputs]) -> list[dict[str, Tensor] | Exception]:
+def predict_many(predictor: Predictor, requests: Sequence[PredictInputs]) -> Steps[list[Outputs | Exception]]:
     """``predictor.predict`` of each, with one lookup a module and one dense run for all of them."""
     if len(requests) == 1 or not predictor.mergeable:
-        return [_alone(predictor.predict, r.dense, r.features, r.context) for r in requests]
+        alone = []
+        for r in requests:
+            alone.append((yield from _alone(predictor.predict_steps(r.dense, r.features, r.context))))
+        return alone
     answers: list[Any] = [None] * len(requests)
     taken = []
     for at, request in enumerate(requests):
@@ -81,30 +105,35 @@ def predict_many(predictor: Predictor, requests: Sequence[PredictInputs]) -> lis
             answers[at] = error
     if not taken:
         return answers
+    outputs = None
     try:
-        outputs = _run(predictor, taken)
-    except Exception:
-        outputs = None
+        outputs = yield from _run(predictor, taken)
+    except UnavailableError as error:  # of none alone
+        for mine in taken:
+            answers[mine.at] = error
+        return answers
+    except Exception:  # one of them is wrong: each on its own says which
+        pass
     if outputs is None:
         for mine in taken:
             r = requests[mine.at]
-            answers[mine.at] = _alone(predictor.predict, r.dense, r.features, r.context)
+            answers[mine.at] = yield from _alone(predictor.predict_steps(r.dense, r.features, r.context))
         return answers
     for mine, mine_outputs in zip(taken, outputs):
         answers[mine.at] = mine_outputs
     return answers
 
 
-def predict_with_context(predictor: Predictor, request: PredictInputs) -> dict[str, Tensor]:
+def predict_with_context(predictor: Predictor, request: PredictInputs) -> Steps[Outputs]:
     """The outputs of one request that has a context; raises what predict raises."""
-    outputs = _run(predictor, [_take(predictor, 0, request)])
+    outputs = yield from _run(predictor, [_take(predictor, 0, request)])
     assert outputs is not None
     return outputs[0]
 
 
-def _alone(call: Callable[..., Any], *arguments: Any) -> Any:
+def _alone(steps: Steps[Any]) -> Steps[Any]:
     try:
-        return call(*arguments)
+        return (yield from steps)
     except Exception as error:
         return error
 
@@ -128,19 +157,6 @@ def _take(predictor: Predictor, at: int, request: PredictInputs) -> _Taken:
     return _Taken(at, predictor.check_dense(request.dense, features.batch), features.beside(own), shared)
 
 
-def _embed(predictor: Predictor, requests: Sequence[Bags]) -> list[Any]:
-    """What each module finds for all requests' samples, request after request."""
-    start = time.perf_counter()
-    found = []
-    for part in predictor.parts:
-        merged = requests[0]
-        if len(requests) > 1:
-            merged = merge_bags(requests, part.order, weighted=part.needs_weights)
-        found.append(part(merged))
-    predictor.stages.add("lookup", time.perf_counter() - start)
-    return found
-
-
 def _apart(found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:
     """Per request, what each module found for it: ``[B, D]`` of a pooled module, JaggedTensors by feature of another."""
     columns: list[Sequence[Any]] = []
@@ -158,17 +174,17 @@ def _apart(found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:
     return [list(row) for row in zip(*columns)]
 
 
-def _run(predictor: Predictor, taken: Sequence[_Taken]) -> list[dict[str, Tensor]] | None:
+def _run(predictor: Predictor, taken: Sequence[_Taken]) -> Steps[list[Outputs] | None]:
     """The outputs of each; None when an output is not one row a sample, so that it cannot be split."""
     batches = [mine.features.batch for mine in taken]
     total = sum(batches)
-    found = _embed(predictor, [mine.features for mine in taken])
+    found = yield from predictor.find([mine.features for mine in taken])
     tensors = []
     if predictor.num_dense:
         given = [mine.dense for mine in taken if mine.dense is not None]
         tensors.append(given[0] if len(given) == 1 else torch.cat(given))
     contexts = any(mine.shared for mine in taken)
-    for part, vectors in zip(predictor.parts, found):
+    for part, vectors in zip(predictor.parts, found.parts):
         if isinstance(vectors, Tensor):
             if contexts:
                 _broadcast(part, vectors, taken)
@@ -179,11 +195,11 @@ def _run(predictor: Predictor, taken: Sequence[_Taken]) -> list[dict[str, Tensor
             tensors += [t for s in vectors for t in (s.values(), s.lengths().long())]
     outputs = predictor.run_engine(tensors)
     if len(taken) == 1:
-        return [dict(zip(predictor.output_names, outputs))]
+        return [Outputs(zip(predictor.output_names, outputs), missing=found.missing)]
     if any(output.dim() == 0 or output.shape[0] != total for output in outputs):
         return None
     split = [output.split(batches) for output in outputs]
-    return [dict(zip(predictor.output_names, row)) for row in zip(*split)]
+    return [Outputs(zip(predictor.output_names, row), missing=found.missing) for row in zip(*split)]
 
 
 def _broadcast(part: Any, found: Tensor, taken: Sequence[_Taken]) -> None:

@@ -9,9 +9,10 @@ Everything but the runs themselves happens on one event loop, so nothing here ne
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -29,6 +30,7 @@ _MARGIN = 1.5
 _LONGEST_RUN_S = 50e-3  # of a merged run: it is over before those behind it give up, and merging gains no more by then
 _MIN_PROBE, _MAX_PROBE = 8, 256
 _HITS_BEFORE_GROWTH, _HITS_AT_FIRST = 8, 2
+_RUNS_AWAY = 64  # that wait for other hosts at a time
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ class Batcher:
         executor: threads for long runs; ``threads`` of them at a time.
         config: the bounds.
         waited: told the seconds that each request of a run had waited for it.
+        run_later: used instead of ``run`` where runs wait for other hosts: takes works, the ``time.monotonic()`` after
+            which none of them is waited for, and whether they compute long. Many such runs are under way at a time.
     """
 
     def __init__(
@@ -147,10 +151,14 @@ class Batcher:
         threads: int,
         config: BatchConfig | None = None,
         waited: Callable[[float], None] = lambda seconds: None,
+        run_later: Callable[..., Awaitable[Sequence[Any]]] | None = None,
     ) -> None:
         self.config = config or BatchConfig()
         self._waited = waited
         self._run, self._executor, self._threads = run, executor, threads
+        self._run_later = run_later
+        if run_later is not None:
+            self._threads = _RUNS_AWAY
         self._lanes: OrderedDict[Any, deque[_Waiting]] = OrderedDict()
         self._costs: dict[tuple[Any, int], float] = {}
         self._waiting = self._waiting_elsewhere = self._waiting_bytes = self._running = 0
@@ -255,7 +263,11 @@ class Batcher:
         return answer
 
     def _is_short(self, work: Runnable) -> bool:
-        return work.bytes <= _INLINE_BYTES and self._expected(work.lane, work.samples) <= _INLINE_S
+        return (
+            self._run_later is None
+            and work.bytes <= _INLINE_BYTES
+            and self._expected(work.lane, work.samples) <= _INLINE_S
+        )
 
     def _expected(self, lane: Any, samples: int) -> float:
         """Seconds of a run of that many samples, or of the most that were seen, or 0."""
@@ -337,8 +349,14 @@ class Batcher:
         lane, start = works[0].lane, time.monotonic()
         for entry in batch:
             self._waited(start - entry.since)
-        samples = sum(work.samples for work in works)
-        if sum(w.bytes for w in works) <= _INLINE_BYTES and self._expected(lane, samples) <= _INLINE_S:
+        samples, num_bytes = sum(work.samples for work in works), sum(work.bytes for work in works)
+        if self._run_later is not None:
+            self._running += 1
+            until = max(entry.deadline for entry in batch)
+            away = asyncio.ensure_future(self._run_later(works, until, long=num_bytes > _INLINE_BYTES))
+            away.add_done_callback(functools.partial(self._came_back, batch, works, start))
+            return
+        if num_bytes <= _INLINE_BYTES and self._expected(lane, samples) <= _INLINE_S:
             answers, cost = self._measured(works)
             self._deliver(batch, answers)
             self._done(lane, works, time.monotonic() - start, cost)
@@ -358,6 +376,20 @@ class Batcher:
                 self._flush_soon()
 
         running.add_done_callback(finished)
+
+    def _came_back(
+        self, batch: list[_Waiting], works: Sequence[Runnable], start: float, away: asyncio.Future[Sequence[Any]]
+    ) -> None:
+        self._running -= 1
+        if away.cancelled():  # the server stops
+            answers: Sequence[Any] = [asyncio.CancelledError()] * len(works)
+        else:
+            error = away.exception()
+            answers = away.result() if error is None else [error] * len(works)
+        self._deliver(batch, answers)
+        self._done(works[0].lane, works, time.monotonic() - start, 0.0)
+        if self._waiting:
+            self._flush_soon()
 
     def _measured(self, works: Sequence[Any]) -> tuple[Sequence[Any], float]:
         """The answers, and this thread's own seconds: what others do on the machine makes no run a long one."""

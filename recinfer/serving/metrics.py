@@ -30,7 +30,7 @@ from recinfer.serving.stats import RequestStats
 if TYPE_CHECKING:
     from recinfer.distributed.planner.plan import Plan
 
-__all__ = ["ServerMetrics", "Status", "merge_statuses", "only_counts"]
+__all__ = ["ServerMetrics", "Status", "merge_statuses", "only_counts", "plain_histogram"]
 
 Status = dict[str, Any]
 _NONE: dict[str, Any] = {"bounds": [], "counts": [0], "total": 0.0}
@@ -44,12 +44,18 @@ class ServerMetrics:
         stats: requests and their stages.
         registry: the models.
         queue: gives the state of the queue of requests; None where there is none (yet).
+        shards: gives the figures of the remote shards that are asked (see recinfer.serving.remote.fanout); None: none are.
     """
 
     def __init__(
-        self, stats: RequestStats, registry: ModelRegistry, queue: Callable[[], BatcherState | None] = lambda: None
+        self,
+        stats: RequestStats,
+        registry: ModelRegistry,
+        queue: Callable[[], BatcherState | None] = lambda: None,
+        *,
+        shards: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
-        self._stats, self._registry, self._queue = stats, registry, queue
+        self._stats, self._registry, self._queue, self._shards = stats, registry, queue, shards
         self._started = time.monotonic()
         self._stages_of: dict[int, Stages] = {}  # of the models seen last time
         self._past: list[dict[str, HistogramState]] = []  # of models that are gone, summed: at most one entry
@@ -61,11 +67,12 @@ class ServerMetrics:
             "uptime": time.monotonic() - self._started,
             "workers": 1,
             "requests": _requests(self._stats.requests()),
-            "latency": {call: _plain(state) for call, state in sorted(self._stats.latency().items())},
-            "stages": {stage: _plain(state) for stage, state in self._stages().items()},
-            "samples": _plain(self._stats.batch.state()),
+            "latency": {call: plain_histogram(state) for call, state in sorted(self._stats.latency().items())},
+            "stages": {stage: plain_histogram(state) for stage, state in self._stages().items()},
+            "samples": plain_histogram(self._stats.batch.state()),
             "queue": None if queue is None else asdict(queue),
             "models": [_described(model, weight) for model, weight in self._models()],
+            "shards": None if self._shards is None else self._shards(),
         }
 
     def _stages(self) -> dict[str, HistogramState]:
@@ -208,7 +215,8 @@ def _ranks(plan: Plan) -> list[dict[str, Any]]:
     return ranks
 
 
-def _plain(state: HistogramState) -> dict[str, Any]:
+def plain_histogram(state: HistogramState) -> dict[str, Any]:
+    """A histogram as JSON."""
     return {"bounds": list(state.bounds), "counts": list(state.counts), "total": state.total}
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 import os
-import signal
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import grpc
@@ -22,8 +18,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from recinfer.errors import ConfigError, InputError, UnavailableError
+from recinfer.inference.lookups import run_later
 from recinfer.serving.address import check_address
 from recinfer.serving.batcher import BatchConfig, Batcher, BatcherState
+from recinfer.serving.handling import Answer, connection_options, deadline, generic_handler, until_signalled
 from recinfer.serving.limits import Limits
 from recinfer.serving.loop import run_on_loop
 from recinfer.serving.metrics import ServerMetrics, Status
@@ -33,10 +31,8 @@ from recinfer.serving.open_inference_grpc import OpenInference
 from recinfer.serving.proto import admin_pb2, open_inference_pb2
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.registry import ModelRegistry, ServedModel
-from recinfer.serving.retry import retry_info
 from recinfer.serving.security import Security, TokenInterceptor
 from recinfer.serving.service import Call, InferenceService, Message
-from recinfer.serving.status import status_of
 from recinfer.serving.store import ModelStore, StoreManager
 from recinfer.serving.tuning import tune_process
 
@@ -44,6 +40,7 @@ if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
     from recinfer.serving.metrics_http import MetricsDoor
     from recinfer.serving.open_inference_http import HttpDoor
+    from recinfer.serving.remote.fanout import Fanout
 
 __all__ = ["SERVICE_NAME", "Server", "serve"]
 
@@ -56,14 +53,6 @@ _log = logging.getLogger(__name__)
 # than running it. A larger one goes to the pool, so that the loop stays free for the small ones and for health.
 _INLINE_BYTES = 32 << 10
 _STOP_SLACK_S = 5.0
-_SIGNAL_POLL_S = 0.05
-_HANDSHAKE_MS, _KEEPALIVE_MS = 10_000, 60_000
-_AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
-# time.monotonic() after which the caller of this task's call does not wait any more; every call is a task of its own.
-_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
-
-_Answer = Callable[[bytes], Awaitable[bytes]]
-_Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
 
 
 class Server:
@@ -85,6 +74,8 @@ class Server:
             is no such service.
         admin_through: makes an admin call (its name, the serialized request) in all processes that share the port, this
             one among them by its ``admin_calls``; needed for the service with ``share_port``.
+        shards: what the predictors' lookups go through, where their rows are on other hosts.
+        serving: what health says once the server answers; see :meth:`set_serving`.
 
     >>> server = Server({"movies": recinfer.load("movies.rqa")}).start()    # doctest: +SKIP
     >>> InferenceClient(f"127.0.0.1:{server.port}").lookup(features)        # doctest: +SKIP
@@ -106,6 +97,8 @@ class Server:
         share_port: bool = False,
         admin: ModelStore | StoreManager | None = None,
         admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
+        shards: Fanout | None = None,
+        serving: bool = True,
     ) -> None:
         if not 0 <= port <= 65535:
             raise InputError(f"port: got {port}, expected 0 to 65535")
@@ -128,7 +121,7 @@ class Server:
         self.open_inference = OpenInference(
             self.service.registry, self.service.limits, self._ask, lambda: self._server is not None
         )
-        self.admin_calls: dict[str, _Answer] = {}
+        self.admin_calls: dict[str, Answer] = {}
         self._admin_through = admin_through
         if admin is not None:
             if share_port and admin_through is None:
@@ -139,7 +132,9 @@ class Server:
             self.admin_calls = {k: self._announced(call) for k, call in AdminService(manager).calls().items()}
         self._http: HttpDoor | None = None
         self.http_port = http_port
-        self.status = ServerMetrics(self.stats, self.service.registry, self._queue_state).status
+        self._shards, self._serving = shards, serving
+        shown = None if shards is None else shards.status
+        self.status = ServerMetrics(self.stats, self.service.registry, self._queue_state, shards=shown).status
         self._metrics: MetricsDoor | None = None
         self.metrics_port = metrics_port
 
@@ -186,6 +181,7 @@ class Server:
             self._threads,
             self._batching,
             waited=functools.partial(self.stats.stages.add, "queue"),
+            run_later=None if self._shards is None else self._run_later,
         )
         server = grpc.aio.server(
             interceptors=[TokenInterceptor(self._security)] if self._security.token is not None else [],
@@ -194,14 +190,7 @@ class Server:
                 ("grpc.max_send_message_length", -1),  # bounded by max_response_bytes, before anything is computed
                 ("grpc.so_reuseport", int(self._share_port)),  # else a second server on a taken port must fail
                 ("grpc.max_concurrent_streams", limits.max_concurrent),
-                # Clients that are slow to say hello, or gone without a word.
-                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-                ("grpc.keepalive_timeout_ms", _HANDSHAKE_MS),
-                # Calls that are opened and never sent. They take no place of others', since there is no bound on all
-                # connections' calls together but the queue's; this ends them. Other callers move on unnoticed.
-                ("grpc.max_connection_age_ms", _AGE_MS),
-                ("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS),
+                *connection_options(),
             ],
         )
         server.add_generic_rpc_handlers(self._handlers())
@@ -226,9 +215,27 @@ class Server:
             await self._start_http(self.http_port, server)
         if self.metrics_port is not None:
             await self._start_metrics(self.metrics_port)
-        for name in ("", SERVICE_NAME, OPEN_INFERENCE, *self.service.registry.names()):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._server = server
+        await self._show_health()
+
+    def set_serving(self, serving: bool) -> None:
+        """What health says of this server from now on."""
+        self._serving = serving
+        if self._server is not None:
+            run_on_loop(self._show_health())
+
+    async def _show_health(self) -> None:
+        assert self._health is not None
+        status = health_pb2.HealthCheckResponse.SERVING if self._serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE_NAME, OPEN_INFERENCE, *self.service.registry.names()):
+            await self._health.set(name, status)
+
+    async def _run_later(self, works: Sequence[Call | Message], until: float, *, long: bool) -> list[bytes | Exception]:
+        """Run works whose rows are on other hosts; what computes long does so beside the loop."""
+        beside = None
+        if long:
+            beside = functools.partial(asyncio.get_running_loop().run_in_executor, self._pool)
+        return await run_later(self.service.run_steps(works, self._batching.max_batch), until, beside)
 
     async def _stop(self, grace: float) -> None:
         server, self._server = self._server, None
@@ -287,16 +294,11 @@ class Server:
         else:
             with self.batcher.place(len(data)):
                 work = await asyncio.get_running_loop().run_in_executor(self._decode_pool, decode, data)
-        return await self.batcher.submit(work, _deadline.get())
+        return await self.batcher.submit(work, deadline.get())
 
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        # Bytes in, bytes out: parsing happens in the service, so that its errors get a code and a message of ours.
-        def handlers(service: str, calls: Mapping[str, _Answer]) -> grpc.GenericRpcHandler:
-            methods = {
-                call: grpc.unary_unary_rpc_method_handler(self._handler(call, answer))  # type: ignore[arg-type]
-                for call, answer in calls.items()
-            }
-            return grpc.method_handlers_generic_handler(service, methods)
+        def handlers(service: str, calls: Mapping[str, Answer]) -> grpc.GenericRpcHandler:
+            return generic_handler(service, calls, self.observer)
 
         ours = {call: functools.partial(self._ask, call) for call in (*self._decoders, "GetModel")}
         found = [handlers(SERVICE_NAME, ours), handlers(OPEN_INFERENCE, self.open_inference.calls())]
@@ -308,7 +310,7 @@ class Server:
             found.append(handlers(_ADMIN_NAME, calls))
         return tuple(found)
 
-    def _announced(self, change: _Answer) -> _Answer:
+    def _announced(self, change: Answer) -> Answer:
         async def answer(data: bytes) -> bytes:
             """A change of the models, and then health as it is after it."""
             before = set(self.service.registry.names())
@@ -321,35 +323,6 @@ class Server:
             return response
 
         return answer
-
-    def _handler(self, call: str, answer: _Answer) -> _Handler:
-        async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-            start = time.perf_counter()
-            code = "CANCELLED"
-            left = context.time_remaining()
-            if left is not None:
-                _deadline.set(time.monotonic() + left)
-            try:
-                response = await answer(data)
-                code = "OK"
-                return response
-            except Exception as error:
-                status = status_of(error)
-                code = status.code
-                if code == "INTERNAL":
-                    _log.exception("%s failed on a request of %d bytes", call, len(data))
-                try:
-                    await context.abort(grpc.StatusCode[code], status.message, retry_info(error, status.message))
-                except grpc.aio.AbortError:
-                    raise
-                except Exception:  # gRPC cannot send it: who asked is gone, and gRPC would log that as our error
-                    raise asyncio.CancelledError from None
-                raise  # not reached: abort raises
-            finally:
-                spent = time.perf_counter() - start
-                self.observer.answered(call, code, spent, headers=context.invocation_metadata, num_bytes=len(data))
-
-        return handle
 
 
 def _pool_of_everything() -> DescriptorPool:
@@ -379,28 +352,25 @@ def serve(
     share_port: bool = False,
     admin: ModelStore | StoreManager | None = None,
     admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
+    shards: Fanout | None = None,
+    serving: bool = True,
     grace: float = 10.0,
     on_ready: Callable[[int], None] | None = None,
     on_start: Callable[[Server], None] | None = None,
+    on_hangup: Callable[[], None] | None = None,
     stop: threading.Event | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT (Ctrl-C), then drain for up to ``grace`` seconds. Call from the main thread.
 
     Args:
-        http_port, metrics_port, batching, security, share_port, admin, admin_through: as :class:`Server` has them.
+        http_port, metrics_port, batching, security, share_port, admin, admin_through, shards, serving: as
+            :class:`Server` has them.
         stop: set by someone else to end serving, as a signal does.
         on_ready: called with the bound port once requests are accepted.
         on_start: called with the server before that, when its models are in place.
+        on_hangup: called at each SIGHUP, which ends the process when this is None.
     """
     tune_process()
-    wanted = stop or threading.Event()
-    # The handler runs in this thread, between any two steps of it: were it to set an Event that this thread is about to
-    # wait for, it could find the Event's lock taken by its own thread, for ever. Appending takes no lock.
-    signalled: list[int] = []
-    before = {
-        number: signal.signal(number, lambda got, _: signalled.append(got))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
     server = Server(
         predictors,
         host,
@@ -413,16 +383,15 @@ def serve(
         share_port=share_port,
         admin=admin,
         admin_through=admin_through,
+        shards=shards,
+        serving=serving,
     )
-    try:
+
+    def start() -> None:
         if on_start is not None:
             on_start(server)
         server.start()
         if on_ready is not None:
             on_ready(server.port)
-        while not (signalled or wanted.is_set()):
-            time.sleep(_SIGNAL_POLL_S)
-    finally:
-        server.stop(grace)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+    until_signalled(start, lambda: server.stop(grace), wanted=stop, on_hangup=on_hangup)

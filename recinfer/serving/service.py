@@ -12,6 +12,7 @@ from torch import Tensor
 
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, bags_of
+from recinfer.inference.lookups import Steps, run_now
 from recinfer.inference.together import PredictInputs
 from recinfer.serving import codec
 from recinfer.serving.limits import Limits
@@ -102,7 +103,7 @@ class InferenceService:
     def predict(self, data: bytes) -> bytes:
         """PredictRequest -> PredictResponse."""
         call = self.decode_predict(data)
-        return _predict_response(call, _predict(call))
+        return _predict_response(call, run_now(_predict_steps(call)))
 
     def decode_lookup(self, data: bytes) -> Call:
         """A serialized LookupRequest as a call."""
@@ -150,6 +151,10 @@ class InferenceService:
         Args:
             max_batch: messages whose samples are more than this together are run in turn.
         """
+        return run_now(self.run_steps(works, max_batch))
+
+    def run_steps(self, works: Sequence[Call | Message], max_batch: int = 1 << 31) -> Steps[list[bytes | Exception]]:
+        """:meth:`run` for who waits for lookups in another way (see recinfer.inference.lookups)."""
         answers: list[Any] = [None] * len(works)
         groups: dict[Any, list[list[tuple[int, Call]]]] = {}
         for at, work in enumerate(works):
@@ -163,26 +168,30 @@ class InferenceService:
                 runs.append([])
             runs[-1].append((at, call))
         for group in (run for runs in groups.values() for run in runs):
-            for (at, _), answer in zip(group, self._run([call for _, call in group]), strict=True):
+            given = yield from self._run([call for _, call in group])
+            for (at, _), answer in zip(group, given, strict=True):
                 answers[at] = answer
         return answers
 
     def _decoded(self, message: Message) -> Call:
         return (self.decode_lookup if message.kind == "Lookup" else self.decode_predict)(message.data)
 
-    def _run(self, calls: Sequence[Call]) -> list[bytes | Exception]:
+    def _run(self, calls: Sequence[Call]) -> Steps[list[bytes | Exception]]:
         predictor, kind = calls[0].model.predictor, calls[0].kind
         answers: Sequence[Any]
         if len(calls) == 1:
             try:
                 call = calls[0]
-                answers = [predictor.lookup(call.features) if kind == "Lookup" else _predict(call)]
+                steps = predictor.lookup_steps(call.features) if kind == "Lookup" else _predict_steps(call)
+                answers = [(yield from steps)]
             except Exception as error:
                 return [error]
         elif kind == "Lookup":
-            answers = predictor.lookup_many([call.features for call in calls])
+            answers = yield from predictor.lookup_many_steps([call.features for call in calls])
         else:
-            answers = predictor.predict_many([PredictInputs(c.dense, c.features, c.context) for c in calls])
+            answers = yield from predictor.predict_many_steps(
+                [PredictInputs(c.dense, c.features, c.context) for c in calls]
+            )
         encode = _lookup_response if kind == "Lookup" else _predict_response
         start = time.perf_counter()
         encoded = [a if isinstance(a, Exception) else encode(call, a) for call, a in zip(calls, answers, strict=True)]
@@ -238,11 +247,8 @@ class InferenceService:
             )
 
 
-def _predict(call: Call) -> dict[str, Tensor]:
-    predict = call.model.predictor.predict
-    return (
-        predict(call.dense, call.features) if call.context is None else predict(call.dense, call.features, call.context)
-    )
+def _predict_steps(call: Call) -> Steps[Any]:
+    return call.model.predictor.predict_steps(call.dense, call.features, call.context)
 
 
 def _lookup_response(call: Call, result: Any) -> bytes:

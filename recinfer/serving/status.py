@@ -11,6 +11,7 @@ from recinfer.errors import (
     DeadlineError,
     InputError,
     NotFoundError,
+    NotPreparedError,
     OverloadedError,
     RecinferError,
     UnavailableError,
@@ -37,6 +38,7 @@ class Status:
 # First match wins. ConfigError and its like mean that the server's side is broken: nothing the caller sent is wrong.
 _TABLE: tuple[tuple[type[BaseException], str, int], ...] = (
     (InputError, "INVALID_ARGUMENT", 400),
+    (NotPreparedError, "FAILED_PRECONDITION", 412),
     (NotFoundError, "NOT_FOUND", 404),
     (OverloadedError, "RESOURCE_EXHAUSTED", 429),
     (DeadlineError, "DEADLINE_EXCEEDED", 504),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, RecinferError
+from recinfer.inference.lookups import LookupsOf
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.registry import ModelRegistry, ServedModel
 
@@ -23,16 +24,18 @@ class ModelStore:
 
     Args:
         folder: holds ``<model>/<version>/manifest.json``.
-        device, preload: as recinfer.inference.predictor.load has them.
+        device, preload, lookups: as recinfer.inference.predictor.load has them.
 
     Raises:
         ConfigError: it is no folder.
     """
 
-    def __init__(self, folder: Path, *, device: str = "cpu", preload: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, device: str = "cpu", preload: bool = False, lookups: LookupsOf | None = None
+    ) -> None:
         if not folder.is_dir():
             raise ConfigError(f"model store {folder} is not a folder")
-        self.folder, self._device, self._preload = folder, device, preload
+        self.folder, self._device, self._preload, self._lookups = folder, device, preload, lookups
 
     def models(self) -> list[str]:
         """Names of the models that have a version."""
@@ -57,7 +60,7 @@ class ModelStore:
             known = ", ".join(self.versions(model)) or "none"
             raise NotFoundError(f"version: the store has no {version[:80]!r} of model {model[:80]!r}; it has {known}")
         path = self._inside(self._inside(self.folder, model), version)
-        predictor = load(path, device=self._device, preload=self._preload, check_hashes=True)
+        predictor = load(path, device=self._device, preload=self._preload, check_hashes=True, lookups=self._lookups)
         for index in range(predictor.manifest.check.num_requests):
             predictor.check_request(index)
         return predictor
@@ -69,6 +72,13 @@ class ModelStore:
             found = ", ".join(sorted(file.name for file in path.parent.glob("*.rqd"))) or "none"
             raise NotFoundError(f"delta: the store has no {name[:80]!r} of model {model[:80]!r}; it has {found}")
         return path
+
+    def newest_version(self, model: str) -> str:
+        """The newest version of a model; raises NotFoundError."""
+        versions = self.versions(model)
+        if not versions:
+            raise NotFoundError(f"model: the store has no version of {model[:80]!r}")
+        return versions[0]
 
     def newest(self, model: str) -> ServedModel:
         """The newest version that is sound; a broken one is logged and passed over. Raises ArchiveError, NotFoundError."""

@@ -19,6 +19,7 @@ from recinfer.inference.predictor import Predictor
 from recinfer.serving import codec
 from recinfer.serving.batcher import BatchConfig, Batcher
 from recinfer.serving.client import InferenceClient
+from recinfer.serving.handling import handler
 from recinfer.serving.server import SERVICE_NAME, Server
 from tests.serving.conftest import make_request
 
@@ -269,14 +270,14 @@ def test_bounds_are_checked():
 def hold(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """The first run of the real predictor waits; returns (set when it has begun, set to let it go on)."""
     begun, go_on = threading.Event(), threading.Event()
-    real = type(predictor).lookup
+    real = type(predictor).lookup_steps
 
     def lookup(self: Predictor, kjt: Any) -> Any:
         begun.set()
         assert go_on.wait(20)
         return real(self, kjt)
 
-    monkeypatch.setattr(type(predictor), "lookup", lookup)
+    monkeypatch.setattr(type(predictor), "lookup_steps", lookup)
     return begun, go_on
 
 
@@ -330,7 +331,7 @@ def test_a_caller_that_is_gone_is_no_error_of_ours(predictor: Predictor):
 
     server = Server({"tiny": predictor})
     with pytest.raises(asyncio.CancelledError):  # gRPC logs any other error with a traceback
-        asyncio.run(server._handler("Lookup", too_late)(b"", Gone()))
+        asyncio.run(handler("Lookup", too_late, server.observer)(b"", Gone()))
     assert server.stats.requests() == {("Lookup", "DEADLINE_EXCEEDED"): 1}
 
 

@@ -427,14 +427,14 @@ def seconds_until_closed(port: int, data: bytes) -> float:
 
 
 def test_half_a_greeting_is_not_waited_for(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("recinfer.serving.server._HANDSHAKE_MS", 500)
+    monkeypatch.setattr("recinfer.serving.handling._HANDSHAKE_MS", 500)
     with Server({"tiny": predictor}) as server:
         assert seconds_until_closed(server.port, b"PRI * HTTP/2.0\r\n") < 10
         answers_well(server.target, predictor)
 
 
 def test_connections_that_get_old_are_changed_without_a_failure(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("recinfer.serving.server._AGE_MS", 300)
+    monkeypatch.setattr("recinfer.serving.handling._AGE_MS", 300)
     with Server({"tiny": predictor}) as server:
         with Load(server.target, 3) as load:
             end = time.monotonic() + 3

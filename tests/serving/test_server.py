@@ -168,7 +168,7 @@ def test_a_bug_of_ours_is_logged_and_shows_nothing(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("secret of the server")
 
-    monkeypatch.setattr(type(predictor), "predict", broken)
+    monkeypatch.setattr(type(predictor), "predict_steps", broken)
     with Server({"tiny": predictor}) as server, InferenceClient(server.target) as client:
         with caplog.at_level(logging.ERROR), pytest.raises(RecinferError) as caught:
             client.predict(*make_request(0, 1))
@@ -224,14 +224,14 @@ def test_client_says_when_nobody_is_there():
 def slowly(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Make lookups of the real predictor wait; returns (set when one has begun, set to let it go on)."""
     begun, go_on = threading.Event(), threading.Event()
-    real = type(predictor).lookup
+    real = type(predictor).lookup_steps
 
     def lookup(self: Predictor, kjt: KeyedJaggedTensor) -> object:
         begun.set()
         assert go_on.wait(20)
         return real(self, kjt)
 
-    monkeypatch.setattr(type(predictor), "lookup", lookup)
+    monkeypatch.setattr(type(predictor), "lookup_steps", lookup)
     return begun, go_on
 
 

@@ -1,0 +1,151 @@
+"""``recinfer serve`` over several hosts: shard servers (``--ranks``) and rankers (``--shards``)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recinfer.cli.console import Output
+from recinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from recinfer.inference.predictor import Predictor
+    from recinfer.serving.remote.fanout import Fanout
+    from recinfer.serving.security import Security
+
+__all__ = ["parse_ranks", "serve_ranks", "set_serving_when_there", "shard_fanout", "unchecked"]
+
+_log = logging.getLogger(__name__)
+
+
+def parse_ranks(text: str) -> list[int]:
+    """``"0,1"`` or ``"0-3"`` as ranks; raises ConfigError."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise ConfigError(f"ranks: got {text[:80]!r}, expected numbers, as in 0,1 or 0-3")
+        ranks += range(int(first), int(last if dash else first) + 1)
+    return sorted(set(ranks))
+
+
+def serve_ranks(
+    ranks: list[int],
+    archives: list[Path],
+    deltas: list[Path],
+    store: Path | None,
+    output: Output,
+    *,
+    host: str,
+    port: int,
+    metrics_port: int | None,
+    security: Security,
+    preload: bool,
+    lock: bool,
+) -> None:
+    """Run a shard server until it is told to stop."""
+    from recinfer.serving.remote.server import ShardServer, serve_shards
+    from recinfer.serving.remote.tables import ShardTables
+    from recinfer.serving.store import ModelStore
+
+    if not archives and store is None:
+        raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
+    tables = ShardTables(ranks, store, preload=preload, lock=lock)
+    paths = list(archives)
+    if store is not None:
+        known = ModelStore(store)
+        paths += [store / name / known.versions(name)[0] for name in known.models()] if not archives else []
+    if deltas and len(paths) != 1:
+        raise ConfigError(f"delta: got {len(paths)} archives; a delta goes with one archive")
+    for path in paths:
+        tables.add(path)
+    if deltas:
+        tables.add(paths[0], deltas)
+
+    def ready(server: ShardServer) -> None:
+        listed = ", ".join(map(str, tables.ranks))
+        held = ", ".join(f"{m.manifest.model} {m.manifest.version}" for m in tables.models()) or "no version yet"
+        output.show(f"[green]serving[/green] ranks {listed} of {held} on {host}:{server.port}  (Ctrl-C stops)")
+        if server.metrics_port is not None:
+            output.show(f"status page on http://{host}:{server.metrics_port}/")
+        output.finish(
+            {
+                "ranks": list(tables.ranks),
+                "versions": tables.keys(),
+                "host": host,
+                "port": server.port,
+                "metrics_port": server.metrics_port,
+            }
+        )
+
+    serve_shards(tables, host, port, metrics_port=metrics_port, security=security, on_ready=ready)
+    output.note("stopped")
+
+
+def shard_fanout(path: Path, security: Security, missing: str | None) -> Fanout:
+    """Who asks the shards of shards.json; raises ConfigError."""
+    from recinfer.serving.remote.fanout import Fanout
+    from recinfer.serving.remote.pool import ReplicaPool
+
+    return Fanout(ReplicaPool(path, token=security.token), missing=missing)
+
+
+def unchecked(path: Path, fanout: Fanout, store: Path | None, options: dict[str, Any]) -> Predictor:
+    """A ranker's predictor, whose golden requests wait until its shards are there.
+
+    Raises:
+        ArchiveError: manifest or dense part break a rule.
+        ConfigError: shards.json does not list the ranks that the archive is cut for.
+    """
+    from recinfer.archive.reader import open_archive
+    from recinfer.inference.predictor import Predictor
+    from recinfer.serving.remote.lookups import remote_lookups
+
+    archive = open_archive(path, ranks=())
+    listed, world = fanout.pool.config.ranks, archive.manifest.world_size
+    if sorted(listed) != list(range(world)):
+        raise ConfigError(
+            f"shards: it lists ranks {', '.join(map(str, listed))}; {path} is cut for {world}, expected 0 to {world - 1}"
+        )
+    lookups = remote_lookups(fanout, None if store is None else str(store), wait=False)
+    return Predictor(archive, lookups=lookups, **options)
+
+
+def set_serving_when_there(
+    predictors: list[Predictor], fanout: Fanout, output: Output, set_serving: Any, stopped: threading.Event
+) -> None:
+    """In a thread: wait for the shards, replay the golden requests through them, then let health say SERVING."""
+    from recinfer.errors import RecinferError
+    from recinfer.serving.loop import start_on_loop
+
+    def check() -> None:
+        for predictor in predictors:
+            lookups: Any = predictor.lookups
+            lost: list[int] | None = None
+            while True:
+                missing = fanout.pool.unreachable(lookups.ranks, lookups.spec.key)
+                if not missing:
+                    break
+                if missing != lost:
+                    lost = missing
+                    where = "; ".join(f"rank {rank}: {fanout.pool.addresses(rank)}" for rank in missing)
+                    output.note(f"not serving yet, waiting for shards: {where}")
+                if stopped.wait(0.1):
+                    return
+            start_on_loop(fanout.pool.wait_for(lookups.ranks, lookups.spec.key)).result()
+            predictor.check_request(0)
+            predictor.check_merging()
+        set_serving(True)
+        output.note("all shards are there: serving")
+
+    def run() -> None:
+        while not stopped.is_set():
+            try:
+                return check()
+            except RecinferError as error:
+                output.note(f"not serving: {error}")
+                stopped.wait(2.0)
+
+    threading.Thread(target=run, name="recinfer-shards", daemon=True).start()

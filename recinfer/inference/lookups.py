@@ -1,0 +1,297 @@
+"""Where embeddings come from: the seam between a predictor and its tables, with the tables of this process behind it.
+
+A predictor says what it wants (:class:`Ask`) and goes on with what was found, so the same steps run where the rows are
+mapped here (:func:`run_now`) and where they are on other hosts and have to be waited for (:func:`run_later`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recinfer.archive.manifest import Manifest, ModuleInfo
+from recinfer.archive.mapping import MappedShards
+from recinfer.archive.positions import PositionWeights, read_position_weights
+from recinfer.archive.reader import Archive
+from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
+from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
+from recinfer.inference.bags import Bags, merge_bags
+from recinfer.quant.lookup import PooledLookup
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+__all__ = [
+    "Ask",
+    "Found",
+    "LocalLookups",
+    "Lookups",
+    "LookupsOf",
+    "Part",
+    "Steps",
+    "output_names",
+    "run_later",
+    "run_now",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Found:
+    """What lookups gave.
+
+    Attributes:
+        parts: per module ``[B, D]`` when pooled, else JaggedTensors by output; None for a module that was not asked.
+        missing: ranks that did not answer, so that their rows are the default rows.
+    """
+
+    parts: list[Any]
+    missing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One embedding module.
+
+    Attributes:
+        names, dims: of its outputs.
+        positions: weights that ids get by their place in the bag.
+        order: the features that it reads, in the order in which they cost least.
+        columns_of: of features, first and last column of their vectors in this pooled module's output, neighbours as one.
+    """
+
+    info: ModuleInfo
+    names: list[str]
+    dims: list[int]
+    positions: PositionWeights | None
+    order: tuple[str, ...]
+    columns_of: Callable[[frozenset[str]], list[tuple[int, int]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns_of", _columns_of(self.info.features, self.dims))
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether each id needs a weight that the request brings."""
+        return self.info.is_weighted and self.positions is None
+
+
+class Lookups(Protocol):
+    """The tables of an archive, wherever they are. ``parts`` in the manifest's order."""
+
+    @property
+    def parts(self) -> Sequence[Part]: ...
+    @property
+    def mapped(self) -> MappedShards | None:
+        """The rows that are in this process; None without any."""
+        ...
+
+    def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
+        """Vectors of the samples of all requests, request after request.
+
+        Args:
+            requests: with whatever features; those that are absent are empty bags.
+            present: features that are wanted; modules without any of them are left out. None: all.
+        """
+        ...
+
+    async def find_later(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float) -> Found:
+        """:meth:`find` for an event loop; ``deadline`` is of ``time.monotonic()``."""
+        ...
+
+
+LookupsOf = Callable[..., Lookups]
+"""Makes the lookups of (archive, deltas applied)."""
+
+
+@dataclass(slots=True)
+class Ask:
+    """What a predictor's steps want next."""
+
+    lookups: Lookups
+    requests: Sequence[Bags]
+    present: Set[str] | None = None
+
+
+Steps = Generator[Ask, Found, T]
+
+
+def run_now(steps: Steps[T]) -> T:
+    """Run steps to their end in this thread."""
+    try:
+        ask = next(steps)
+        while True:
+            try:
+                found = ask.lookups.find(ask.requests, ask.present)
+            except Exception as error:
+                ask = steps.throw(error)
+            else:
+                ask = steps.send(found)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+
+
+async def run_later(
+    steps: Steps[T], deadline: float, beside: Callable[[Callable[[], Any]], Awaitable[Any]] | None = None
+) -> T:
+    """Run steps to their end on an event loop that does other work while lookups are waited for.
+
+    Args:
+        deadline: ``time.monotonic()`` after which nobody waits for the result.
+        beside: runs what computes beside the loop, for steps that compute long; None: on the loop.
+    """
+
+    def step(advance: Callable[[], Ask]) -> tuple[Ask | None, Any]:
+        try:
+            return advance(), None
+        except StopIteration as stop:
+            return None, stop.value
+
+    advance: Callable[[], Ask] = functools.partial(next, steps)
+    while True:
+        ask, result = step(advance) if beside is None else await beside(functools.partial(step, advance))
+        if ask is None:
+            return result  # type: ignore[no-any-return]
+        try:
+            found = await ask.lookups.find_later(ask.requests, ask.present, deadline)
+        except Exception as error:
+            advance = functools.partial(steps.throw, error)
+        else:
+            advance = functools.partial(steps.send, found)
+
+
+@dataclass(frozen=True, eq=False)
+class _LocalPart(Part):
+    """A module whose rows are here. ``run`` takes a KeyedJaggedTensor of ``order``."""
+
+    run: Callable[[KeyedJaggedTensor], Any]
+    rows: NDArray[np.uint64]
+    table_batch: Callable[..., Tensor] | None
+    """The op alone, where its output is the module's: ids ``[N]`` below ``rows``, offsets, weights to ``[B, D]``."""
+
+    def __call__(self, bags: Bags) -> Tensor | list[JaggedTensor]:
+        """``[B, D]`` of a pooled module, else vectors by output; features that are not in ``bags`` are empty bags."""
+        arranged = bags.arranged(self.order)
+        if self.table_batch is not None and arranged.fits(self.rows):
+            # Only the op: each call on the way to it costs as much as its 26 lookups do.
+            weights = torch.from_numpy(arranged.weights) if self.needs_weights else None
+            return self.table_batch(torch.from_numpy(arranged.values), torch.from_numpy(arranged.offsets), weights)
+        features = KeyedJaggedTensor.from_parts_unchecked(
+            list(self.order),
+            torch.from_numpy(arranged.values),
+            None,
+            offsets=torch.from_numpy(arranged.offsets),
+            weights=None if arranged.weights is None else torch.from_numpy(arranged.weights),
+            stride=arranged.batch,
+        )
+        if self.positions is not None:
+            features = self.positions.apply(features)
+        found = self.run(features)
+        return found.values() if self.info.kind == "pooled" else list(found.values())
+
+
+class LocalLookups:
+    """The tables of an archive mapped into this process.
+
+    Args:
+        archive: opened for all ranks.
+        mapped: its rows.
+        device: ``"cpu"``, or ``"cuda"``: rank r's rows go to GPU r.
+        threads: on CPU, threads that one large pooled lookup may use.
+    """
+
+    def __init__(self, archive: Archive, mapped: MappedShards, *, device: str = "cpu", threads: int = 1) -> None:
+        manifest = archive.manifest
+        self.mapped: MappedShards | None = mapped
+        weights, names = read_position_weights(archive), output_names(manifest)
+        self.parts: list[_LocalPart] = [
+            _part(manifest, info, mapped, names, weights, device) for info in manifest.modules
+        ]
+        for part in self.parts:
+            lookup = getattr(part.run, "__self__", None)
+            if isinstance(lookup, PooledLookup):
+                lookup.batch.use_threads(threads)
+
+    def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
+        """See :class:`Lookups`."""
+        if len(requests) > 1:
+            return Found([part(merge_bags(requests, part.order, weighted=part.needs_weights)) for part in self.parts])
+        bags = requests[0]
+        if present is None:
+            return Found([part(bags) for part in self.parts])
+        return Found([None if present.isdisjoint(part.info.features) else part(bags) for part in self.parts])
+
+    async def find_later(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float) -> Found:
+        """See :class:`Lookups`."""
+        return self.find(requests, present)
+
+
+def output_names(manifest: Manifest) -> dict[str, list[str]]:
+    """Module path -> a name per output; a name that two modules have gets ``@<module path>`` behind it."""
+    count: dict[str, int] = {}
+    for module in manifest.modules:
+        for name in module.outputs:
+            count[name] = count.get(name, 0) + 1
+    return {
+        module.path: [f"{name}@{module.path}" if count[name] > 1 else name for name in module.outputs]
+        for module in manifest.modules
+    }
+
+
+def _columns_of(features: Sequence[str], dims: Sequence[int]) -> Callable[[frozenset[str]], list[tuple[int, int]]]:
+    @functools.lru_cache(maxsize=64)
+    def columns_of(wanted: frozenset[str]) -> list[tuple[int, int]]:
+        runs: list[tuple[int, int]] = []
+        for name, dim, end in zip(features, dims, accumulate(dims)):
+            if name in wanted and runs and runs[-1][1] == end - dim:
+                runs[-1] = (runs[-1][0], end)
+            elif name in wanted:
+                runs.append((end - dim, end))
+        return runs
+
+    return columns_of
+
+
+def _part(
+    manifest: Manifest,
+    info: ModuleInfo,
+    mapped: MappedShards,
+    names: Mapping[str, list[str]],
+    weights: Mapping[str, PositionWeights],
+    device: str,
+) -> _LocalPart:
+    tables = manifest.configs(info.path)
+    dims = [table.embedding_dim for table in tables for _ in table.feature_names]
+    common: dict[str, Any] = {"world_size": manifest.world_size, "device": device}
+    shards = mapped.module_shards[info.path]
+    module: ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection
+    if info.kind == "pooled":
+        module = ShardedQuantEmbeddingBagCollection.from_packed(
+            tables, shards, mapped.buffer, is_weighted=info.is_weighted, **common
+        )
+    else:
+        module = ShardedQuantEmbeddingCollection.from_packed(tables, shards, mapped.buffer, **common)
+    fused, positions = module.fused_lookup, weights.get(info.path)
+    # Position weights are made by name, so names may not repeat there. Past nn.Module's call machinery, which costs as
+    # much as the op's dispatch.
+    direct = fused if isinstance(fused, PooledLookup) and positions is None else None
+    # MEAN columns beside SUM ones are scaled behind the op, and padded columns dropped.
+    finished = direct is not None and direct.batch.total_dim == sum(dims) and len({t.pooling for t in tables}) == 1
+    order = tuple(dict.fromkeys(info.features)) if direct is None else tuple(direct.arranger.features)
+    return _LocalPart(
+        info,
+        names[info.path],
+        dims,
+        positions,
+        order,
+        direct.forward if direct else module,
+        np.array([] if direct is None else direct.arranger.rows, np.uint64),
+        direct.batch.forward if direct is not None and finished else None,
+    )

@@ -1,0 +1,118 @@
+"""What every gRPC server of ours does with a call: bytes in, bytes out, errors of ours as statuses; and how long it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+
+import grpc
+import grpc.aio
+
+from recinfer.serving.observe import Observer
+from recinfer.serving.retry import retry_info
+from recinfer.serving.status import status_of
+
+__all__ = ["Answer", "connection_options", "deadline", "generic_handler", "handler", "until_signalled"]
+
+_log = logging.getLogger("recinfer.serving.server")
+_SIGNAL_POLL_S = 0.05
+_HANDSHAKE_MS, _KEEPALIVE_MS = 10_000, 60_000
+_AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
+
+# time.monotonic() after which the caller of this task's call does not wait any more; every call is a task of its own.
+deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
+
+Answer = Callable[[bytes], Awaitable[bytes]]
+_Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
+
+
+def connection_options() -> list[tuple[str, int]]:
+    """How a server of ours treats connections."""
+    return [
+        # Clients that are slow to say hello, or gone without a word.
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _HANDSHAKE_MS),
+        # Calls that are opened and never sent. They take no place of others', since there is no bound on all
+        # connections' calls together but the queue's; this ends them. Other callers move on unnoticed.
+        ("grpc.max_connection_age_ms", _AGE_MS),
+        ("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS),
+    ]
+
+
+def generic_handler(service: str, calls: Mapping[str, Answer], observer: Observer) -> grpc.GenericRpcHandler:
+    """The methods of ``service``. Bytes in, bytes out: parsing is theirs, so that its errors get a code and our message."""
+    methods = {
+        call: grpc.unary_unary_rpc_method_handler(handler(call, answer, observer))  # type: ignore[arg-type]
+        for call, answer in calls.items()
+    }
+    return grpc.method_handlers_generic_handler(service, methods)
+
+
+def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
+    """What gRPC calls for the method ``call``: deadline, status and counting around ``answer``."""
+
+    async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        start = time.perf_counter()
+        code = "CANCELLED"
+        left = context.time_remaining()
+        if left is not None:
+            deadline.set(time.monotonic() + left)
+        try:
+            response = await answer(data)
+            code = "OK"
+            return response
+        except Exception as error:
+            status = status_of(error)
+            code = status.code
+            if code == "INTERNAL":
+                _log.exception("%s failed on a request of %d bytes", call, len(data))
+            try:
+                await context.abort(grpc.StatusCode[code], status.message, retry_info(error, status.message))
+            except grpc.aio.AbortError:
+                raise
+            except Exception:  # gRPC cannot send it: who asked is gone, and gRPC would log that as our error
+                raise asyncio.CancelledError from None
+            raise  # not reached: abort raises
+        finally:
+            spent = time.perf_counter() - start
+            observer.answered(call, code, spent, headers=context.invocation_metadata, num_bytes=len(data))
+
+    return handle
+
+
+def until_signalled(
+    start: Callable[[], None],
+    stop: Callable[[], None],
+    *,
+    wanted: threading.Event | None = None,
+    on_hangup: Callable[[], None] | None = None,
+) -> None:
+    """``start``, wait for SIGTERM, SIGINT (Ctrl-C) or ``wanted``, ``stop``. Call from the main thread.
+
+    Args:
+        on_hangup: called at each SIGHUP, which ends the process when this is None.
+    """
+    # The handler runs in this thread, between any two steps of it: were it to set an Event that this thread is about to
+    # wait for, it could find the Event's lock taken by its own thread, for ever. Appending takes no lock.
+    signalled: list[int] = []
+    before = {
+        number: signal.signal(number, lambda got, _: signalled.append(got))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    if on_hangup is not None:
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: on_hangup())
+    try:
+        start()
+        while not (signalled or (wanted is not None and wanted.is_set())):
+            time.sleep(_SIGNAL_POLL_S)
+    finally:
+        stop()
+        for number, handler in before.items():
+            signal.signal(number, handler)

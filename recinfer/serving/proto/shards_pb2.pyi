@@ -1,0 +1,67 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ShardPart(_message.Message):
+    __slots__ = ("rank", "module", "lengths", "length_bytes", "ids", "ids_int64", "weights")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    MODULE_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    IDS_INT64_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    module: int
+    lengths: bytes
+    length_bytes: int
+    ids: bytes
+    ids_int64: bytes
+    weights: bytes
+    def __init__(self, rank: _Optional[int] = ..., module: _Optional[int] = ..., lengths: _Optional[bytes] = ..., length_bytes: _Optional[int] = ..., ids: _Optional[bytes] = ..., ids_int64: _Optional[bytes] = ..., weights: _Optional[bytes] = ...) -> None: ...
+
+class ShardRequest(_message.Message):
+    __slots__ = ("version", "batch_size", "parts", "half")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    HALF_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    batch_size: int
+    parts: _containers.RepeatedCompositeFieldContainer[ShardPart]
+    half: bool
+    def __init__(self, version: _Optional[str] = ..., batch_size: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[ShardPart, _Mapping]]] = ..., half: _Optional[bool] = ...) -> None: ...
+
+class ShardResponse(_message.Message):
+    __slots__ = ("values", "fill")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    FILL_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[bytes]
+    fill: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, values: _Optional[_Iterable[bytes]] = ..., fill: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class PrepareRequest(_message.Message):
+    __slots__ = ("version", "folder", "deltas")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    folder: str
+    deltas: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., folder: _Optional[str] = ..., deltas: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StateRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ShardState(_message.Message):
+    __slots__ = ("ranks", "versions")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    versions: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -1,0 +1,127 @@
+"""``shards.json``: which addresses hold which ranks, and how a ranker asks them; read strictly.
+
+{"format": "recinfer.shards", "version": 1,
+ "ranks": {"0": ["10.0.0.1:50051", "10.0.0.2:50051"], "1": ["dns:///shard-1.recinfer:50051"]},
+ "settings": {"hedge_budget": 0.1}}
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from recinfer.archive.strict_json import loads
+from recinfer.errors import ArchiveError, ConfigError
+
+__all__ = ["ShardsConfig", "ShardsSettings", "read_shards"]
+
+FORMAT, VERSION = "recinfer.shards", 1
+_ADDRESS = re.compile(r"(dns:///)?(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
+
+
+@dataclass(frozen=True)
+class ShardsSettings:
+    """How a ranker asks shards. All of ``settings`` of shards.json.
+
+    Attributes:
+        hedge: send a request that takes longer than 95 % of the others to a second replica too.
+        hedge_budget: at most this share of the requests is sent twice.
+        timeout_seconds: of a request whose caller set no deadline.
+        prepare_seconds: how long mapping and checking a version may take.
+        missing: what a rank without a living replica means: ``"error"``, or ``"default_rows"``: its vectors are zero, and
+            the answer says so.
+        half: have vectors sent as float16: half the bytes, three decimal digits.
+        token_file: file with the bearer token of the shards; None: this ranker's own token.
+        tls_ca, tls_cert, tls_key: PEM files of the shards' authority, and of this ranker's certificate for mutual TLS.
+        tls_name: name in the shards' certificates, where it is not their address.
+    """
+
+    hedge: bool = True
+    hedge_budget: float = 0.1
+    timeout_seconds: float = 5.0
+    prepare_seconds: float = 600.0
+    missing: str = "error"
+    half: bool = False
+    token_file: str | None = None
+    tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_name: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("hedge_budget", 0.0, 1.0),
+            ("timeout_seconds", 0.001, 86_400.0),
+            ("prepare_seconds", 1.0, 86_400.0),
+        ):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not low <= value <= high:
+                raise ConfigError(f"shards: {name}: got {value!r}, expected a number from {low:g} to {high:g}")
+        for name in ("hedge", "half"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"shards: {name}: got {getattr(self, name)!r}, expected true or false")
+        if self.missing not in ("error", "default_rows"):
+            raise ConfigError(f"shards: missing: got {self.missing!r}, expected 'error' or 'default_rows'")
+        for name in ("token_file", "tls_ca", "tls_cert", "tls_key", "tls_name"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
+                raise ConfigError(f"shards: {name}: got {getattr(self, name)!r}, expected text")
+
+
+@dataclass(frozen=True)
+class ShardsConfig:
+    """Rank -> addresses (``host:port``, or ``dns:///name:port``: each address of the name is a replica)."""
+
+    ranks: dict[int, tuple[str, ...]]
+    settings: ShardsSettings = field(default_factory=ShardsSettings)
+
+
+def read_shards(path: Path) -> ShardsConfig:
+    """Read shards.json.
+
+    Raises:
+        ConfigError: it is not there, or not what the format says; names what came and what was expected.
+    """
+    try:
+        raw = loads(path.read_bytes(), path.name)
+    except OSError as error:
+        raise ConfigError(f"shards: cannot read {str(path)!r}: {error.strerror}") from None
+    except ArchiveError as error:
+        raise ConfigError(f"shards: {error}") from None
+    unknown = sorted(raw.keys() - {"format", "version", "ranks", "settings"})
+    if (raw.get("format"), raw.get("version")) != (FORMAT, VERSION):
+        came = f"{str(raw.get('format'))[:40]!r}, version {str(raw.get('version'))[:40]}"
+        raise ConfigError(f"{path}: format {came}; expected {FORMAT!r}, version {VERSION}")
+    if unknown:
+        raise ConfigError(f"{path}: unknown entries {', '.join(unknown)}; expected ranks and settings")
+    return ShardsConfig(_ranks(path, raw.get("ranks")), _settings(path, raw.get("settings", {})))
+
+
+def _ranks(path: Path, raw: Any) -> dict[int, tuple[str, ...]]:
+    if not isinstance(raw, dict) or not raw:
+        raise ConfigError(f"{path}: ranks: expected an object of rank to list of addresses")
+    ranks: dict[int, tuple[str, ...]] = {}
+    for name, addresses in raw.items():
+        if not name.isdecimal() or str(int(name)) != name:
+            raise ConfigError(f"{path}: ranks: got {name[:40]!r}, expected a number from 0")
+        if not isinstance(addresses, list) or not addresses:
+            raise ConfigError(f"{path}: rank {name}: expected a list of at least one address")
+        for address in addresses:
+            found = _ADDRESS.match(address) if isinstance(address, str) else None
+            if found is None or not 0 < int(found[3]) < 65536:
+                raise ConfigError(
+                    f"{path}: rank {name}: got {str(address)[:80]!r}, expected host:port or dns:///name:port"
+                )
+        if len(set(addresses)) != len(addresses):
+            raise ConfigError(f"{path}: rank {name}: an address stands there twice")
+        ranks[int(name)] = tuple(addresses)
+    return dict(sorted(ranks.items()))
+
+
+def _settings(path: Path, raw: Any) -> ShardsSettings:
+    known = {item.name for item in fields(ShardsSettings)}
+    if not isinstance(raw, dict) or not raw.keys() <= known:
+        odd = sorted(raw.keys() - known) if isinstance(raw, dict) else raw
+        raise ConfigError(f"{path}: settings: unknown {odd}; expected some of {', '.join(sorted(known))}")
+    return ShardsSettings(**raw)

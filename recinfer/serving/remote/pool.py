@@ -1,0 +1,211 @@
+"""All replicas of all ranks, as shards.json lists them: kept up to date with the file and with DNS, and with the versions
+that the ranker serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from recinfer.errors import ConfigError, InputError, UnavailableError
+from recinfer.serving.client import credentials_of
+from recinfer.serving.loop import run_on_loop
+from recinfer.serving.remote.config import read_shards
+from recinfer.serving.remote.replica import Replica
+from recinfer.serving.remote.versions import VersionSpec
+from recinfer.serving.security import read_token
+
+__all__ = ["ReplicaPool"]
+
+_LOOK_S, _RESOLVE_S = 0.5, 5.0
+_log = logging.getLogger(__name__)
+
+
+class ReplicaPool:
+    """Replicas by rank. Made and closed from any thread; everything else happens on the serving loop.
+
+    Args:
+        path: shards.json; read again when it changes.
+        token: bearer token of the shards, unless the file names another one.
+
+    Raises:
+        ConfigError: the file is not what its format says.
+    """
+
+    def __init__(self, path: Path, *, token: str | None = None) -> None:
+        self._path, self._token = path, token
+        self.config = read_shards(path)
+        self._seen = _stamp(path)
+        self._read_again = False
+        self._replicas: dict[str, Replica] = {}
+        self._by_rank: dict[int, tuple[Replica, ...]] = {}
+        self._wanted: weakref.WeakValueDictionary[str, VersionSpec] = weakref.WeakValueDictionary()
+        self._resolved: dict[str, tuple[float, tuple[str, ...]]] = {}
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        run_on_loop(self._start())
+
+    def close(self) -> None:
+        """Close all channels."""
+        run_on_loop(self._stop(), timeout=10.0)
+
+    def reload(self) -> None:
+        """Read the file again soon, whether it looks changed or not; takes no lock, so a signal handler may call it."""
+        self._read_again = True
+
+    def replicas(self, rank: int) -> tuple[Replica, ...]:
+        """Those of a rank; none when the file does not list it."""
+        return self._by_rank.get(rank, ())
+
+    def everyone(self) -> list[Replica]:
+        """Each replica once."""
+        return list(self._replicas.values())
+
+    def addresses(self, rank: int) -> str:
+        """A rank's replicas and what is wrong with them, for messages."""
+        found = [f"{replica.target} ({replica.why})" for replica in self.replicas(rank)]
+        listed = self.config.ranks.get(rank)
+        return "; ".join(found) or (f"{', '.join(listed)} (no address)" if listed else "none listed in shards.json")
+
+    def unreachable(self, ranks: Iterable[int], version: str) -> list[int]:
+        """Those of ``ranks`` that nobody can be asked for."""
+        return [rank for rank in ranks if not any(r.usable(version) for r in self.replicas(rank))]
+
+    # -- versions ----------------------------------------------------------------------------------------------------
+
+    def want(self, spec: VersionSpec) -> VersionSpec:
+        """Replicas that come from now on prepare ``spec``, for as long as somebody holds what this returns."""
+        return self._wanted.setdefault(spec.key, spec)
+
+    def wanted(self) -> list[VersionSpec]:
+        """What replicas should have."""
+        return list(self._wanted.values())
+
+    async def prepare(self, spec: VersionSpec, ranks: Sequence[int]) -> None:
+        """Have every replica that is up map and check a version.
+
+        Raises:
+            InputError: one of them cannot; names it and says why.
+            UnavailableError: a rank has no replica that is up.
+        """
+        up = [replica for replica in self.everyone() if replica.up]
+        outcomes = await asyncio.gather(*(replica.prepare(spec) for replica in up), return_exceptions=True)
+        for replica, outcome in zip(up, outcomes):
+            if isinstance(outcome, grpc.aio.AioRpcError):
+                if outcome.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                    continue  # it went away, and prepares when it is back
+                raise InputError(f"shard {replica.target} did not prepare version {spec.key}: {outcome.details()}")
+            if isinstance(outcome, BaseException):
+                raise outcome
+        missing = self.unreachable(ranks, spec.key)
+        if missing:
+            where = "; ".join(f"rank {rank}: {self.addresses(rank)}" for rank in missing)
+            raise UnavailableError(f"version {spec.key} is not prepared, no replica of some ranks is there: {where}")
+
+    async def wait_for(self, ranks: Sequence[int], version: str) -> None:
+        """Return once every rank can be asked for ``version``."""
+        while self.unreachable(ranks, version):
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), _LOOK_S)
+            except TimeoutError:
+                continue
+
+    # -- the list of replicas ----------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        await self._list()
+        self._task = asyncio.get_running_loop().create_task(self._follow())
+
+    async def _stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                stamp = _stamp(self._path)
+                if self._read_again or stamp != self._seen:
+                    self._read_again, self._seen = False, stamp
+                    self.config = read_shards(self._path)
+                    _log.info("%s was read again", self._path)
+                await self._list()
+            except ConfigError as error:
+                _log.error("the shards stay as they were: %s", error)
+            except Exception:
+                _log.exception("following %s failed", self._path)
+
+    async def _list(self) -> None:
+        """Replicas for what the file and DNS say now; the others are closed."""
+        by_rank: dict[int, tuple[Replica, ...]] = {}
+        used: dict[str, Replica] = {}
+        for rank, addresses in self.config.ranks.items():
+            mine = []
+            for address in addresses:
+                for target, name in await self._targets(address):
+                    if target not in used:
+                        used[target] = self._replicas.get(target) or self._new(target, name)
+                    if used[target] not in mine:
+                        mine.append(used[target])
+            by_rank[rank] = tuple(mine)
+        gone = [replica for target, replica in self._replicas.items() if target not in used]
+        self._replicas, self._by_rank = used, by_rank
+        for replica in gone:
+            _log.info("shard %s is not listed any more", replica.target)
+            asyncio.get_running_loop().create_task(replica.close())
+
+    async def _targets(self, address: str) -> list[tuple[str, str | None]]:
+        """Addresses behind ``address``, with the name that TLS is to check."""
+        if not address.startswith("dns:///"):
+            return [(address, None)]
+        # Every address is a replica of its own, since versions are prepared on each: so names are resolved here.
+        host, _, port = address.removeprefix("dns:///").rpartition(":")
+        until, known = self._resolved.get(address, (0.0, ()))
+        if time.monotonic() >= until:
+            try:
+                loop = asyncio.get_running_loop()
+                found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+                known = tuple(sorted({_join(str(entry[4][0]), port) for entry in found}))
+            except OSError as error:  # the last addresses stay: a name server that is away moves no server
+                _log.warning("cannot resolve %s: %s", address, error)
+            self._resolved[address] = (time.monotonic() + _RESOLVE_S, known)
+        return [(target, host) for target in known]
+
+    def _new(self, target: str, name: str | None) -> Replica:
+        settings = self.config.settings
+        paths = [
+            None if path is None else Path(path) for path in (settings.tls_ca, settings.tls_cert, settings.tls_key)
+        ]
+        token = self._token if settings.token_file is None else read_token(Path(settings.token_file))
+        replica = Replica(
+            target,
+            credentials=credentials_of(*paths),
+            name=settings.tls_name or (name if paths[0] is not None else None),
+            metadata=(("authorization", f"Bearer {token}"),) if token else (),
+            wanted=self.wanted,
+            prepare_seconds=settings.prepare_seconds,
+            changed=self._changed.set,
+        )
+        replica.start()
+        return replica
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _join(host: str, port: str) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

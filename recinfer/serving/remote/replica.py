@@ -1,0 +1,234 @@
+"""One shard server as a ranker sees it: its channel, whether it is up, which versions it has, how fast it answers.
+
+gRPC resolves, connects, reconnects and keeps connections alive; its health service says whether a server wants requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+
+from recinfer.serving.proto import shards_pb2 as pb
+from recinfer.serving.remote.versions import VersionSpec
+
+__all__ = ["SERVICE_NAME", "Replica"]
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Shards"].full_name
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_STATE_S = 5.0
+_AGAIN_S, _MISSING_S = 0.2, 2.0
+_SMOOTHING = 0.2
+_STRIKES = 3
+_OUT_S, _MAX_OUT_S = 1.0, 8.0
+_log = logging.getLogger(__name__)
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # A host that has gone without a word is found out in three seconds; one that is back is found in one.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 1_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Each replica has a connection of its own, also where two names lead to one address.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class Replica:
+    """Use it on one event loop.
+
+    Args:
+        target: ``host:port``.
+        credentials: TLS; None: none.
+        name: in the server's certificate, where it is not the target.
+        metadata: of every call.
+        wanted: the versions that it should have.
+        changed: called when it has become usable, or is not any more.
+
+    Attributes:
+        up: it answers, and takes requests.
+        versions: those that it has.
+        outstanding: requests that it has not answered.
+        why: what the last failure was, for messages.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        name: str | None = None,
+        metadata: tuple[tuple[str, str], ...] = (),
+        wanted: Callable[[], Iterable[VersionSpec]] = tuple,
+        prepare_seconds: float = 600.0,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.target = target
+        options: list[tuple[str, int | str]] = list(OPTIONS)
+        if name is not None:
+            options.append(("grpc.ssl_target_name_override", name))
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+        self.metadata, self._wanted, self._changed = metadata, wanted, changed
+        self._prepare_seconds = prepare_seconds
+        self.find = self._channel.unary_unary(f"/{SERVICE_NAME}/Find")
+        self._prepare = self._channel.unary_unary(f"/{SERVICE_NAME}/Prepare")
+        self._state = self._channel.unary_unary(f"/{SERVICE_NAME}/State")
+        self._health = self._channel.unary_stream(f"/{_HEALTH}/Watch")
+        self.up = False
+        self.versions: set[str] = set()
+        self.ranks: tuple[int, ...] = ()
+        self.outstanding = 0
+        self.why = "not connected yet"
+        self._seconds = 0.0  # smoothed time of an answer
+        self._strikes = 0
+        self._out_until = 0.0
+        self._out_seconds = _OUT_S
+        self._task: asyncio.Task[None] | None = None
+        self._told: dict[str, str] = {}
+        self._checking = False
+        self._check: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Connect, and stay connected."""
+        self._task = asyncio.get_running_loop().create_task(self._watch())
+
+    async def close(self) -> None:
+        """End, and cancel what is under way."""
+        for task in (self._task, self._check):
+            if task is not None:
+                task.cancel()
+        self.up = False
+        await self._channel.close()
+
+    # -- which replica to ask ----------------------------------------------------------------------------------------
+
+    def usable(self, version: str) -> bool:
+        """Whether it can be asked for ``version``."""
+        return self.up and version in self.versions
+
+    def load(self, now: float) -> tuple[bool, int, int]:
+        """The replica where this is least is asked: not put aside, least outstanding, then the faster by factors of two."""
+        aside = now < self._out_until or (self._strikes >= _STRIKES and self.outstanding > 0)
+        return aside, self.outstanding, math.frexp(self._seconds)[1] if self._seconds else -64
+
+    def answered(self, seconds: float) -> None:
+        """It answered in time."""
+        self._seconds += _SMOOTHING * (seconds - self._seconds) if self._seconds else seconds
+        self._strikes, self._out_seconds = 0, _OUT_S
+
+    def was_slow(self, seconds: float) -> None:
+        """Another one answered first, or nobody waits any more. A third time in a row it is put aside for a while."""
+        self._seconds = max(self._seconds, seconds)
+        self._strikes += 1
+        if self._strikes >= _STRIKES:
+            self._out_until = time.monotonic() + self._out_seconds
+            self._out_seconds = min(_MAX_OUT_S, 2 * self._out_seconds)
+
+    def failed(self, why: str) -> None:
+        """A call found nobody: it is not asked before it has said how it is."""
+        self.why = why
+        self._set_up(False)
+        self._check_soon(_AGAIN_S)
+
+    def lacks(self, version: str) -> None:
+        """It said that it does not have ``version`` any more."""
+        self.versions.discard(version)
+        self._check_soon(0.0)
+
+    # -- versions ----------------------------------------------------------------------------------------------------
+
+    async def prepare(self, spec: VersionSpec) -> None:
+        """Have it map and check a version; raises grpc.aio.AioRpcError."""
+        request = pb.PrepareRequest(version=spec.key, folder=spec.folder, deltas=spec.deltas).SerializeToString()
+        answer = await self._prepare(request, timeout=self._prepare_seconds, metadata=self.metadata)
+        self.versions = set(pb.ShardState.FromString(answer).versions)
+
+    async def _sync(self) -> bool:
+        """Learn which versions it has, and have it prepare those that it lacks; whether it has all now."""
+        answer = await self._state(b"", timeout=_STATE_S, metadata=self.metadata)
+        state = pb.ShardState.FromString(answer)
+        self.ranks, self.versions = tuple(state.ranks), set(state.versions)
+        whole = True
+        for spec in self._wanted():
+            if spec.key in self.versions:
+                continue
+            try:
+                await self.prepare(spec)
+                _log.info("shard %s has prepared version %s", self.target, spec.key)
+            except grpc.aio.AioRpcError as error:
+                whole = False
+                self.why = f"lacks version {spec.key}: {error.details()}"
+                if self._told.get(spec.key) != self.why:
+                    self._told[spec.key] = self.why
+                    _log.warning("shard %s %s", self.target, self.why)
+        return whole
+
+    def _set_up(self, up: bool) -> None:
+        if up != self.up:
+            self.up = up
+            self._changed()
+
+    async def _watch(self) -> None:
+        """Follow its health for as long as the replica is listed."""
+        request = health_pb2.HealthCheckRequest(service=SERVICE_NAME).SerializeToString()
+        while True:
+            try:
+                call = self._health(request, wait_for_ready=True)
+                async for answer in call:
+                    status = health_pb2.HealthCheckResponse.FromString(answer).status
+                    if status == health_pb2.HealthCheckResponse.SERVING:
+                        await self._follow()
+                    else:
+                        self.why = "it takes no requests: it starts or stops"
+                        self._set_up(False)
+            except grpc.aio.AioRpcError as error:
+                self.why = _short(error)
+            except asyncio.CancelledError:
+                raise
+            except Exception:
+                _log.exception("shard %s: watching it failed", self.target)
+            self._set_up(False)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _follow(self) -> None:
+        whole = await self._sync()
+        self._strikes, self._out_until, self._out_seconds = 0, 0.0, _OUT_S
+        self._set_up(True)
+        self._changed()
+        if not whole:
+            self._check_soon(_MISSING_S)
+
+    def _check_soon(self, seconds: float) -> None:
+        """Look again, since nothing of its health may change: it lacks a version, or a call alone was lost."""
+        if self._checking or self._task is None or self._task.done():
+            return
+        self._checking = True
+
+        async def check() -> None:
+            await asyncio.sleep(seconds)
+            self._checking = False
+            try:
+                await self._follow()
+            except grpc.aio.AioRpcError as error:
+                self.why = _short(error)
+                self._check_soon(_MISSING_S)  # or its health says so before
+
+        self._check = asyncio.get_running_loop().create_task(check())
+
+
+def _short(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {(error.details() or '')[:200]}"

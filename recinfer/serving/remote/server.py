@@ -1,0 +1,266 @@
+"""A shard server: looks up in the ranks that it has, for rankers; health, metrics and a graceful stop as any server of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from recinfer.errors import ArchiveError, InputError, OverloadedError, UnavailableError
+from recinfer.inference.stages import Stages
+from recinfer.serving import codec
+from recinfer.serving.address import check_address
+from recinfer.serving.handling import connection_options, generic_handler, until_signalled
+from recinfer.serving.limits import Limits
+from recinfer.serving.loop import run_on_loop
+from recinfer.serving.metrics import Status, plain_histogram
+from recinfer.serving.observe import Observer
+from recinfer.serving.proto import shards_pb2 as pb
+from recinfer.serving.remote.replica import SERVICE_NAME
+from recinfer.serving.remote.tables import ShardTables
+from recinfer.serving.security import Security, TokenInterceptor
+from recinfer.serving.stats import RequestStats
+from recinfer.serving.tuning import tune_process
+
+if TYPE_CHECKING:
+    from recinfer.serving.metrics_http import MetricsDoor
+
+__all__ = ["ShardServer", "serve_shards"]
+
+_INLINE_BYTES = 32 << 10  # as recinfer.serving.server has it, for the same reason
+_MAX_RUNNING = 512
+_STOP_SLACK_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class ShardServer:
+    """Serves the ranks of ``tables`` over gRPC from the serving loop.
+
+    Args:
+        tables: the ranks, in each version that is mapped.
+        host, port, metrics_port, security, limits: as recinfer.serving.server.Server has them.
+        threads: for long requests; None: one a core, at most 4.
+        max_running: requests at a time; one more is refused.
+    """
+
+    def __init__(
+        self,
+        tables: ShardTables,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        metrics_port: int | None = None,
+        security: Security | None = None,
+        limits: Limits | None = None,
+        threads: int | None = None,
+        max_running: int = _MAX_RUNNING,
+    ) -> None:
+        if not 0 <= port <= 65535:
+            raise InputError(f"port: got {port}, expected 0 to 65535")
+        self._security = security or Security()
+        self._security.check_host(host)
+        self.tables, self.host, self.port = tables, host, port
+        self._limits = limits or Limits()
+        self.metrics_port = metrics_port
+        self._threads = threads or min(4, os.cpu_count() or 1)
+        self._max_running = max_running
+        self._running = self._refused = 0
+        self.stats, self._stages = RequestStats(), Stages("lookup")
+        self._observer = Observer(self.stats)
+        self._started = time.monotonic()
+        self._server: grpc.aio.Server | None = None
+        self._metrics: MetricsDoor | None = None
+
+    @property
+    def target(self) -> str:
+        """What a ranker connects to."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def start(self) -> ShardServer:
+        """Bind and accept requests; raises UnavailableError when the address cannot be bound."""
+        run_on_loop(self._start())
+        return self
+
+    def stop(self, grace: float = 10.0) -> None:
+        """Say so to the rankers, let requests that run end for up to ``grace`` seconds, then close."""
+        if self._server is not None:
+            run_on_loop(self._stop(grace), timeout=grace + _STOP_SLACK_S)
+
+    def __enter__(self) -> ShardServer:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def status(self) -> Status:
+        """The status of this process, as recinfer.serving.metrics has it; ``held`` says what it has mapped."""
+        return {
+            "uptime": time.monotonic() - self._started,
+            "workers": 1,
+            "requests": [
+                {"method": call, "code": code, "count": count}
+                for (call, code), count in sorted(self.stats.requests().items())
+            ],
+            "latency": {call: plain_histogram(state) for call, state in sorted(self.stats.latency().items())},
+            "stages": {stage: plain_histogram(state) for stage, state in self._stages.state().items()},
+            "samples": plain_histogram(self.stats.batch.state()),
+            "queue": None,
+            "models": [],
+            "shards": None,
+            "held": {
+                "ranks": list(self.tables.ranks),
+                "running": self._running,
+                "refused": self._refused,
+                "versions": [
+                    {
+                        "key": model.key,
+                        "model": model.manifest.model,
+                        "version": model.manifest.version,
+                        "deltas": model.deltas,
+                        "mapped": model.mapped_bytes,
+                    }
+                    for model in self.tables.models()
+                ],
+            },
+        }
+
+    async def _start(self) -> None:
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="recinfer-shard")
+        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="recinfer-prepare")
+        server = grpc.aio.server(
+            interceptors=[TokenInterceptor(self._security)] if self._security.token is not None else [],
+            options=[
+                ("grpc.max_receive_message_length", self._limits.max_message_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_concurrent_streams", self._limits.max_concurrent),
+                *connection_options(),
+                # Rankers look often whether this host is still there: see recinfer.serving.remote.replica.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
+        )
+        calls = {"Find": self._find, "Prepare": self._prepare, "State": self._state}
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = [SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, server, _descriptors())
+        server.add_generic_rpc_handlers((generic_handler(SERVICE_NAME, calls, self._observer),))
+        check_address(self.host, self.port)
+        credentials = self._security.credentials()
+        try:
+            if credentials is None:
+                self.port = server.add_insecure_port(self.target)
+            else:
+                self.port = server.add_secure_port(self.target, credentials)
+        except RuntimeError as error:  # taken since the check
+            raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
+        await server.start()
+        if self.metrics_port is not None:
+            await self._start_metrics(self.metrics_port)
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._server = server
+
+    async def _stop(self, grace: float) -> None:
+        server, self._server = self._server, None
+        if server is None:
+            return
+        await self._health.enter_graceful_shutdown()
+        await server.stop(grace)
+        if self._metrics is not None:
+            await self._metrics.stop()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+
+    async def _start_metrics(self, port: int) -> None:
+        from recinfer.serving.metrics_http import MetricsDoor
+
+        async def status() -> Status:
+            return self.status()
+
+        check_address(self.host, port)
+        self._metrics = MetricsDoor(
+            status, self.host, port, allows=self._security.allows, tls=self._security.tls_context()
+        )
+        await self._metrics.start()
+        self.metrics_port = self._metrics.port
+
+    # -- the calls ---------------------------------------------------------------------------------------------------
+
+    async def _find(self, data: bytes) -> bytes:
+        if self._running >= self._max_running:
+            self._refused += 1
+            raise OverloadedError(f"the shard has {self._running} requests under way, its limit", retry_after=0.01)
+        self._running += 1
+        start = time.perf_counter()
+        try:
+            if len(data) <= _INLINE_BYTES:
+                return self.tables.find(data, self._limits)
+            run = functools.partial(self.tables.find, data, self._limits)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+        finally:
+            self._running -= 1
+            self._stages.add("lookup", time.perf_counter() - start)
+
+    async def _prepare(self, data: bytes) -> bytes:
+        request = codec.parse(pb.PrepareRequest, data)
+
+        def prepare() -> None:
+            try:
+                self.tables.prepare(request.version, request.folder, list(request.deltas))
+            except ArchiveError as error:
+                raise InputError(f"version: {request.folder!r} of this host's store is not sound: {error}") from None
+
+        await asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
+        return self._here()
+
+    async def _state(self, data: bytes) -> bytes:
+        return self._here()
+
+    def _here(self) -> bytes:
+        return pb.ShardState(ranks=self.tables.ranks, versions=self.tables.keys()).SerializeToString()
+
+
+def _descriptors() -> DescriptorPool:
+    pool = DescriptorPool()
+    for file in (pb.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+        pool.AddSerializedFile(file.serialized_pb)
+    return pool
+
+
+def serve_shards(
+    tables: ShardTables,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    metrics_port: int | None = None,
+    security: Security | None = None,
+    grace: float = 10.0,
+    on_ready: Callable[[ShardServer], Any] | None = None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain for up to ``grace`` seconds. Call from the main thread."""
+    tune_process()
+    server = ShardServer(tables, host, port, metrics_port=metrics_port, security=security)
+
+    def start() -> None:
+        server.start()
+        if on_ready is not None:
+            on_ready(server)
+
+    until_signalled(start, lambda: server.stop(grace), wanted=stop)

@@ -1,0 +1,207 @@
+"""Splits a request's ids by rank and joins what the ranks found: the ranker's side of the layout.
+
+Shapes: F features, S streams of a rank, B samples, N ids, D columns. Loops run over features and ranks, never over ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recinfer.inference.bags import Bags, offsets_of
+from recinfer.modules.embedding_configs import PoolingType
+from recinfer.serving.remote.layout import ModuleLayout, RankModule
+from recinfer.serving.remote.messages import encode_part
+from recinfer.serving.wire import Buffer
+from recinfer.sparse.jagged_tensor import JaggedTensor
+
+__all__ = ["ModuleSplit", "Section"]
+
+_INT32_ROWS = 1 << 31
+
+
+@dataclass(slots=True, eq=False)
+class Section:
+    """One rank's part of a request for one module.
+
+    Attributes:
+        parts: of the message.
+        offsets: ``[S * B + 1]`` of the ids that are sent.
+        positions: where each stood in its stream's ids of the whole request; None when all were sent.
+    """
+
+    parts: list[Buffer]
+    offsets: NDArray[Any]
+    positions: NDArray[np.intp] | None
+
+
+class _RankSplit:
+    """One rank's streams, as arrays."""
+
+    def __init__(self, number: int, mine: RankModule) -> None:
+        self.rank, self._number, self.mine = mine.rank, number, mine
+        self.names = tuple(stream.feature for stream in mine.streams)
+        self._starts = np.array([stream.row_start for stream in mine.streams], np.int64)
+        self._rows = np.array([stream.rows for stream in mine.streams], np.int64)
+        narrow = max(stream.rows for stream in mine.streams) <= _INT32_ROWS
+        self._type = np.dtype(np.int32 if narrow else np.int64)
+        self.runs = _runs(mine)
+
+    def section(self, bags: Bags, keep_positions: bool) -> Section | None:
+        """Its part; None without any id. All ids are in range."""
+        mine = bags.arranged(self.names)
+        if not mine.values.size:
+            return None
+        if not self.mine.cuts_rows:
+            lengths_SB = mine.lengths_FB
+            ids = mine.values.astype(self._type, copy=False)
+            parts = encode_part(self.rank, self._number, lengths_SB, ids, mine.weights)
+            return Section(parts, mine.offsets, None)
+        batch, values_N = mine.batch, mine.values
+        edges = mine.offsets[::batch]
+        counts_S = edges[1:] - edges[:-1]
+        local_N = values_N - np.repeat(self._starts.astype(values_N.dtype), counts_S)
+        # Unsigned, a row before the first one is huge.
+        unsigned = np.uint64 if local_N.dtype == np.int64 else np.uint32
+        keep_N = local_N.view(unsigned) < np.repeat(self._rows.astype(unsigned), counts_S)
+        before = offsets_of(keep_N, mine.offsets.dtype)
+        offsets = before[mine.offsets]
+        if not offsets[-1]:
+            return None
+        lengths_SB = offsets[1:] - offsets[:-1]
+        ids = local_N[keep_N].astype(self._type, copy=False)
+        weights = None if mine.weights is None else mine.weights[keep_N]
+        positions = None
+        if keep_positions:
+            positions = np.flatnonzero(keep_N)
+            positions -= np.repeat(edges[:-1], offsets[::batch][1:] - offsets[::batch][:-1])
+        return Section(encode_part(self.rank, self._number, lengths_SB, ids, weights), offsets, positions)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring columns: ``to`` of the module's output, ``at`` of the rank's; ``adds`` where others add to them."""
+
+    at: slice
+    to: slice
+    adds: bool
+
+
+def _runs(mine: RankModule) -> list[_Run]:
+    runs: list[_Run] = []
+    at = 0
+    columns = mine.order.columns
+    for shard, stream in zip(mine.order.shards, mine.stream_of):
+        to, adds = columns[at], not mine.streams[stream].whole
+        last = runs[-1] if runs else None
+        if last is not None and last.to.stop == to and last.adds == adds:
+            runs[-1] = _Run(slice(last.at.start, at + shard.cols), slice(last.to.start, to + shard.cols), adds)
+        else:
+            runs.append(_Run(slice(at, at + shard.cols), slice(to, to + shard.cols), adds))
+        at += shard.cols
+    return runs
+
+
+class ModuleSplit:
+    """One embedding module, as the ranker splits and joins it."""
+
+    def __init__(self, number: int, layout: ModuleLayout) -> None:
+        self.layout, self.number = layout, number
+        self.ranks = [_RankSplit(number, mine) for mine in layout.ranks.values()]
+        self._features = tuple(f for config in layout.configs for f in config.feature_names)
+        self._dims = [config.embedding_dim for config in layout.configs for _ in config.feature_names]
+        self._columns = sum(self._dims)
+        self._mean = self._mean_spans()
+
+    def _mean_spans(self) -> list[tuple[int, int, int]]:
+        """(feature, first column, last column) of what is summed by ranks and divided here; neighbours stay apart."""
+        starts = [0, *accumulate(self._dims)]
+        spans: dict[tuple[int, int], tuple[int, int, int]] = {}
+        for rank in self.ranks:
+            if rank.mine.pooling is not PoolingType.SUM:
+                continue
+            for feature, shard in zip(rank.mine.order.order, rank.mine.order.shards):
+                if self._pooling(feature) is PoolingType.MEAN:
+                    first = starts[feature] + shard.col_start
+                    spans[first, shard.cols] = (feature, first, first + shard.cols)
+        return sorted(spans.values())
+
+    def _pooling(self, feature: int) -> PoolingType | None:
+        flat = [config for config in self.layout.configs for _ in config.feature_names]
+        return getattr(flat[feature], "pooling", None)
+
+    def split(self, bags: Bags) -> dict[int, Section]:
+        """Each rank's part of ``bags``, whose ids are in range and which hold weights only where the module has them."""
+        sections = {}
+        for rank in self.ranks:
+            section = rank.section(bags, not self.layout.pooled)
+            if section is not None:
+                sections[rank.rank] = section
+        return sections
+
+    def join(
+        self, bags: Bags, sections: Mapping[int, Section], found: Mapping[int, NDArray[Any]]
+    ) -> Tensor | list[JaggedTensor]:
+        """The module's vectors: ``[B, D]``, or of each output. Ranks without an answer give rows of zeros."""
+        return self._join_pooled(bags, found) if self.layout.pooled else self._join_rows(bags, sections, found)
+
+    def _join_pooled(self, bags: Bags, found: Mapping[int, NDArray[Any]]) -> Tensor:
+        batch = bags.batch
+        out_BD = np.zeros((batch, self._columns), np.float32)
+        for rank in self.ranks:
+            flat = found.get(rank.rank)
+            if flat is None:
+                continue
+            mine = flat.reshape(batch, -1)
+            for run in rank.runs:
+                if run.adds:
+                    out_BD[:, run.to] += mine[:, run.at]
+                else:
+                    out_BD[:, run.to] = mine[:, run.at]
+        if self._mean:
+            lengths_FB = bags.arranged(self._features).lengths_FB
+            scale_FB = np.float32(1) / np.maximum(lengths_FB, 1).astype(np.float32)
+            for feature, first, last in self._mean:
+                out_BD[:, first:last] *= scale_FB[feature][:, None]
+        return torch.from_numpy(out_BD)
+
+    def _join_rows(
+        self, bags: Bags, sections: Mapping[int, Section], found: Mapping[int, NDArray[Any]]
+    ) -> list[JaggedTensor]:
+        arranged = bags.arranged(self._features)
+        lengths_FB = arranged.lengths_FB
+        counts = lengths_FB.sum(1).tolist()
+        rows = [np.zeros((count, dim), np.float32) for count, dim in zip(counts, self._dims)]
+        for rank in self.ranks:
+            flat = found.get(rank.rank)
+            if flat is not None:
+                _place_rows(rank.mine, bags.batch, sections[rank.rank], flat, rows)
+        return [
+            JaggedTensor.from_parts_unchecked(torch.from_numpy(mine), None, torch.from_numpy(lengths))
+            for mine, lengths in zip(rows, lengths_FB)
+        ]
+
+
+def _place_rows(
+    mine: RankModule, batch: int, section: Section, flat: NDArray[Any], rows: Sequence[NDArray[np.float32]]
+) -> None:
+    """Write one rank's rows where their ids and columns stand."""
+    edges = section.offsets[::batch].tolist()
+    at = 0
+    for feature, shard, stream in zip(mine.order.order, mine.order.shards, mine.stream_of):
+        first, last = edges[stream], edges[stream + 1]
+        size = (last - first) * shard.cols
+        values = flat[at : at + size].reshape(last - first, shard.cols)
+        at += size
+        target = rows[feature][:, shard.col_start : shard.col_stop]
+        if section.positions is None:
+            target[:] = values
+        else:
+            target[section.positions[first:last]] = values

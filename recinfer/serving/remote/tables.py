@@ -1,0 +1,260 @@
+"""A shard server's rows: the versions that it has mapped, and the lookup of one request in them.
+
+Shapes: S streams, B samples, N ids.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recinfer.archive.delta import Delta, patch_rows, read_delta, with_delta
+from recinfer.archive.manifest import Manifest
+from recinfer.archive.mapping import MappedShards
+from recinfer.archive.reader import Archive, open_archive
+from recinfer.distributed.quant_layout import PackedShard, RankLayout
+from recinfer.errors import InputError, NotFoundError, NotPreparedError
+from recinfer.inference.bags import Bags, offsets_of
+from recinfer.serving.limits import Limits
+from recinfer.serving.remote.layout import ModuleLayout, RankModule, module_layouts
+from recinfer.serving.remote.messages import RequestPart, decode_part, decode_request, encode_response
+from recinfer.serving.remote.versions import base_of, version_key
+
+__all__ = ["MAX_VERSIONS", "ShardModel", "ShardTables"]
+
+MAX_VERSIONS = 4
+"""Versions that stay mapped: the one in use, the next, the one to go back to, and one a delta is made on."""
+_log = logging.getLogger(__name__)
+
+
+class _RankTables:
+    """The op calls of one rank's part of one module."""
+
+    def __init__(self, layout: ModuleLayout, mine: RankModule, mapped: MappedShards) -> None:
+        self._pooled, self._streams = layout.pooled, len(mine.streams)
+        self._stream_of = None if mine.stream_of == tuple(range(self._streams)) else mine.stream_of
+        shards = list(dict.fromkeys(mine.order.shards))
+        here = {_place(s): s.offset for s in mapped.module_shards[layout.info.path]}
+        placed = [replace(shard, offset=here[_place(shard)]) for shard in shards]
+        self._layout = RankLayout(
+            layout.configs, placed, mapped.buffer, pooled=layout.pooled, row_alignment=1, pooling=mine.pooling
+        )
+        self._cols = [shard.cols for shard in mine.order.shards]
+        self._rows = np.array([stream.rows for stream in mine.streams], np.uint64)
+        self._weighted = layout.info.is_weighted
+
+    @property
+    def num_streams(self) -> int:
+        """S."""
+        return self._streams
+
+    def find(self, part: RequestPart, batch: int) -> list[NDArray[Any]]:
+        """Arrays that follow one another: ``[B, columns]`` when pooled, else ``[ids, columns]`` of each pair."""
+        bags = Bags(tuple(map(str, range(self._streams))), batch, part.offsets, part.ids, part.weights)
+        if not bags.fits(self._rows):
+            raise InputError("ids: one is beyond the rows of this rank; ranker and shard must have the same plan")
+        if self._weighted != (part.weights is not None) and part.ids.size:
+            raise InputError(f"weights: {'expected' if self._weighted else 'got'} weights for this module")
+        if self._stream_of is not None:
+            bags = _taken(bags, self._stream_of)
+        return [self._sums(bags)] if self._pooled else self._sequences(bags)
+
+    def _sums(self, bags: Bags) -> NDArray[Any]:
+        weights = None if bags.weights is None else torch.from_numpy(bags.weights)
+        if self._weighted and weights is None:
+            weights = torch.empty(0)
+        layout = self._layout
+        out_BD = layout.batches[0](torch.from_numpy(bags.values), torch.from_numpy(bags.offsets), weights)
+        found: NDArray[Any] = (out_BD if layout.real is None else out_BD.index_select(1, layout.real)).numpy()
+        return found
+
+    def _sequences(self, bags: Bags) -> list[NDArray[Any]]:
+        layout = self._layout
+        out: list[Any] = [None] * len(self._cols)
+        for table_batch, members in zip(layout.batches, layout.members):
+            chosen = range(len(self._cols)) if members is None else members
+            mine = bags if members is None else _taken(bags, members)
+            rows = table_batch(torch.from_numpy(mine.values), torch.from_numpy(mine.offsets)).numpy()
+            edges = mine.offsets[:: mine.batch].tolist()
+            for place, pair in enumerate(chosen):
+                out[pair] = rows[edges[place] : edges[place + 1], : self._cols[pair]]
+        return out
+
+
+def _place(shard: PackedShard) -> tuple[str, int, int]:
+    return shard.table, shard.row_start, shard.col_start
+
+
+def _taken(bags: Bags, chosen: Sequence[int]) -> Bags:
+    """Streams by number, also several times."""
+    at = list(chosen)
+    edges = bags.offsets[:: bags.batch].tolist()
+    pieces = [slice(edges[i], edges[i + 1]) for i in at]
+    values = np.concatenate([bags.values[piece] for piece in pieces])
+    weights = None if bags.weights is None else np.concatenate([bags.weights[piece] for piece in pieces])
+    offsets = offsets_of(bags.lengths_FB[at], values.dtype)
+    return Bags(tuple(map(str, range(len(at)))), bags.batch, offsets, values, weights)
+
+
+class _Version:
+    """One mapped version."""
+
+    def __init__(
+        self, key: str, archive: Archive, ranks: Sequence[int], deltas: Sequence[Delta], **mapping: bool
+    ) -> None:
+        self.key, self.archive, self.deltas = key, archive, tuple(deltas)
+        manifest = archive.manifest
+
+        def edit(mapped: MappedShards) -> None:
+            for delta in deltas:
+                patch_rows(mapped, manifest, delta)
+
+        self.mapped = archive.map_shards(ranks, edit=edit if deltas else None, **mapping)
+        self.tables = {
+            (rank, number): _RankTables(layout, layout.ranks[rank], self.mapped)
+            for number, layout in enumerate(module_layouts(manifest, archive.plan))
+            for rank in ranks
+            if rank in layout.ranks
+        }
+
+
+@dataclass(frozen=True)
+class ShardModel:
+    """What a shard server shows of a version."""
+
+    key: str
+    manifest: Manifest
+    mapped_bytes: int
+    deltas: int
+
+
+class ShardTables:
+    """The ranks that this process serves, in every version that it has. Thread-safe.
+
+    Args:
+        ranks: which.
+        store: folder that versions may be prepared from; None: only what :meth:`add` brought.
+        preload, lock: as recinfer.inference.predictor.load has them.
+
+    Raises:
+        InputError: no rank.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], store: Path | None = None, *, preload: bool = False, lock: bool = False
+    ) -> None:
+        self.ranks = tuple(sorted(set(ranks)))
+        if not self.ranks:
+            raise InputError("ranks: got none, expected at least one")
+        self._store = store
+        self._mapping = {"preload": preload, "lock": lock}
+        self._versions: dict[str, _Version] = {}  # the one used last at the end
+        self._lock = threading.Lock()
+        self._preparing = threading.Lock()
+
+    def add(self, path: Path, deltas: Sequence[Path] = ()) -> str:
+        """Map an archive, with deltas applied; its key. Raises ArchiveError, InputError."""
+        archive = open_archive(path, ranks=self.ranks, dense=False)
+        return self._add(archive, [read_delta(delta) for delta in deltas]).key
+
+    def keys(self) -> list[str]:
+        """The versions that are here."""
+        with self._lock:
+            return list(self._versions)
+
+    def models(self) -> list[ShardModel]:
+        """The same for people."""
+        with self._lock:
+            versions = list(self._versions.values())
+        return [ShardModel(v.key, v.archive.manifest, v.mapped.buffer.numel(), len(v.deltas)) for v in versions]
+
+    def prepare(self, key: str, folder: str, deltas: Sequence[str] = ()) -> None:
+        """Map and check a version; nothing happens when it is here.
+
+        Raises:
+            NotFoundError: the store has no such folder or file, or another content under that name.
+            InputError: a name that leads out of the store.
+            ArchiveError: a file is not what the manifest or the delta says; its hash is checked too.
+        """
+        with self._preparing:
+            if self._get(key) is not None:
+                return
+            archive = self._base(key, folder)
+            found = [read_delta(self._inside(name)) for name in deltas]
+            if version_key(archive.manifest_sha256, found) != key:
+                raise NotFoundError(f"version: {folder} {list(deltas)} of this host's store is not {key}; copy it here")
+            self._add(archive, found)
+
+    def find(self, data: bytes, limits: Limits) -> bytes:
+        """Answer a serialized ShardRequest.
+
+        Raises:
+            InputError: it does not fit the plan.
+            NotPreparedError: its version is not here.
+        """
+        request = decode_request(data, limits)
+        version = self._get(request.version)
+        if version is None:
+            raise NotPreparedError(f"version: {request.version} is not mapped here; here are {', '.join(self.keys())}")
+        values = []
+        for part in request.parts:
+            tables = version.tables.get((part.rank, part.module))
+            if tables is None:
+                raise InputError(f"rank {part.rank}: this server has ranks {', '.join(map(str, self.ranks))}")
+            arrays = tables.find(decode_part(part, tables.num_streams, request.batch), request.batch)
+            values.append([a.astype(np.float16) for a in arrays] if request.half else arrays)
+        return encode_response(values)
+
+    def _base(self, key: str, folder: str) -> Archive:
+        with self._lock:
+            for version in self._versions.values():
+                if not version.deltas and version.key == base_of(key):
+                    return version.archive
+        archive = open_archive(self._inside(folder), ranks=self.ranks, dense=False)
+        if version_key(archive.manifest_sha256) != base_of(key):
+            raise NotFoundError(f"version: {folder} of this host's store is not {base_of(key)}; copy it here")
+        return open_archive(archive.root, ranks=self.ranks, dense=False, check_hashes=True)
+
+    def _inside(self, name: str) -> Path:
+        if self._store is None:
+            raise NotFoundError("version: this server has no store to prepare versions from; start it with one")
+        parts = PurePosixPath(name).parts
+        if not parts or any(part in ("..", "/") or "\0" in part for part in parts):
+            raise InputError(f"folder: got {name[:80]!r}, expected a path inside the store")
+        path = self._store.joinpath(*parts)
+        if not path.resolve().is_relative_to(self._store.resolve()):
+            raise InputError(f"folder: {name[:80]!r} leads out of the store")
+        if not path.exists():
+            raise NotFoundError(f"version: the store of this host has no {name[:80]!r}; copy it here")
+        return path
+
+    def _get(self, key: str) -> _Version | None:
+        versions = self._versions
+        version = versions.get(key)
+        if version is not None and next(reversed(versions)) != key:
+            with self._lock:
+                if key in versions:
+                    versions[key] = versions.pop(key)
+        return version
+
+    def _add(self, base: Archive, deltas: Sequence[Delta]) -> _Version:
+        archive = base
+        for count, delta in enumerate(deltas):
+            archive = with_delta(archive, delta, tuple(deltas[:count]))
+        key = version_key(base.manifest_sha256, deltas)
+        version = _Version(key, archive, self.ranks, deltas, **self._mapping)
+        with self._lock:
+            self._versions[key] = version
+            while len(self._versions) > MAX_VERSIONS:
+                gone = next(iter(self._versions))
+                del self._versions[gone]
+                _log.info("version %s is not mapped any more: %d others were used later", gone, MAX_VERSIONS)
+        return version

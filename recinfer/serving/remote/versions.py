@@ -1,0 +1,56 @@
+"""What a version is to ranker and shards: its content, not its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from recinfer.archive.delta import Delta
+from recinfer.archive.reader import Archive
+
+__all__ = ["VersionSpec", "base_of", "version_key"]
+
+_DIGITS = 32
+
+
+def version_key(manifest_sha256: str, deltas: Sequence[Delta] = ()) -> str:
+    """Name of a content: the start of the manifest's SHA-256, and behind a delta its sequence number and SHA-256.
+
+    The manifest lists the hashes of all files, and a delta names what it follows, so equal keys are equal rows.
+    """
+    base = manifest_sha256[:_DIGITS]
+    return f"{base}+{len(deltas)}:{deltas[-1].sha256[:_DIGITS]}" if deltas else base
+
+
+def base_of(key: str) -> str:
+    """The key of the archive that the deltas of ``key`` were applied to."""
+    return key.partition("+")[0]
+
+
+@dataclass(frozen=True)
+class VersionSpec:
+    """A version and where a shard server finds it.
+
+    Attributes:
+        key: see :func:`version_key`.
+        folder: of the archive, below the server's store.
+        deltas: files below the store, in their order.
+    """
+
+    key: str
+    folder: str
+    deltas: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, archive: Archive, deltas: Sequence[Delta], store: str | None = None) -> VersionSpec:
+        """The version that ``archive`` is after ``deltas``; paths below ``store`` are named from there, others by name."""
+        from pathlib import Path
+
+        root = None if store is None else Path(store).resolve()
+
+        def name(path: Path) -> str:
+            whole = path.resolve()
+            return whole.relative_to(root).as_posix() if root and whole.is_relative_to(root) else whole.name
+
+        files = tuple(name(delta.path) for delta in deltas if delta.path is not None)
+        return cls(version_key(archive.manifest_sha256, deltas), name(archive.root), files)
