@@ -19,6 +19,9 @@ from recinfer.distributed.planner.problem import Bound, Problem, cheapest, first
 __all__ = ["SearchReport", "search"]
 
 
+_STARTS_BY_MEMORY = 8
+
+
 @dataclass
 class SearchReport:
     """How good the plan is, and what finding it took."""
@@ -76,7 +79,7 @@ def search(
     for choice in starts or []:
         consider(choice, problem.option_perf)
     if any(bound.prices):  # memory binds: choices around the price at which the sums just fit
-        for scale in (0.8, 0.95, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0):
+        for scale in (0.8, 0.95, 1.0, 1.03, 1.07, 1.1, 1.15, 1.25, 1.5, 2.0, 3.0):
             prices = (bound.prices[0] * scale, bound.prices[1] * scale)
             cost, least = cheapest(problem, bound.value * 1.05, prices)
             if np.isfinite(least).all() and (time.monotonic() < deadline or not seeds):
@@ -101,11 +104,17 @@ def search(
     local = LocalSearch(problem, placer, deadline, max_moves)
     seeds.sort(key=lambda s: s.worst)
     best = seeds[0]
-    for seed in seeds[:3]:
+    memory_binds = any(bound.prices) and max_moves > 0
+    # Where memory binds, what a start is worth shows only after its search: a balanced one may hold the wrong replicas.
+    for seed in seeds[: _STARTS_BY_MEMORY if memory_binds else 3]:
         improved = seed.copy()
-        if any(bound.prices) and max_moves:
-            improved = local.spend_memory(improved)
-        improved = local.run(improved, bound.value)
+        for _ in range(2 if memory_binds else 1):
+            before = improved.copy()
+            if memory_binds:
+                improved = local.spend_memory(improved)
+            improved = local.run(improved, bound.value)
+            if improved.worst > before.worst:
+                improved = before
         if improved.worst < best.worst:
             best = improved
         if best.worst <= bound.value * GOOD or time.monotonic() > deadline:
