@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -52,6 +52,15 @@ def run(
     ] = False,
     preload: Annotated[bool, typer.Option("--preload", help="Read all pages before the first request.")] = False,
     lock: Annotated[bool, typer.Option("--lock", help="Also keep them in memory (mlock).")] = False,
+    lookup_threads: Annotated[
+        int, typer.Option(min=1, max=64, help="Threads that one large lookup may use where that is faster.")
+    ] = 1,
+    join_columns: Annotated[
+        bool, typer.Option("--join-columns", help="Copy tables cut by columns into whole rows: faster, not shared.")
+    ] = False,
+    reuse_outputs: Annotated[
+        bool, typer.Option("--reuse-outputs", help="Keep the memory of answers above 32 MiB for the next ones.")
+    ] = False,
     delta: Annotated[
         list[Path] | None, typer.Option("--delta", help="Delta to apply first; repeatable, in order.")
     ] = None,
@@ -67,6 +76,20 @@ def run(
         int, typer.Option(min=0, help="Microseconds a request may wait for others while several come at a time.")
     ] = 4000,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused at once.")] = 512,
+    max_samples: Annotated[int, typer.Option(min=1, help="Samples in one request.", rich_help_panel="Limits")] = 16_384,
+    max_ids: Annotated[int, typer.Option(min=1, help="Ids in one request.", rich_help_panel="Limits")] = 4_194_304,
+    max_features: Annotated[
+        int, typer.Option(min=1, help="Features in one request.", rich_help_panel="Limits")
+    ] = 4_096,
+    max_message_mib: Annotated[
+        int, typer.Option(min=1, max=2047, help="MiB of one request.", rich_help_panel="Limits")
+    ] = 64,
+    max_response_mib: Annotated[
+        int, typer.Option(min=1, max=2047, help="MiB of one answer's vectors.", rich_help_panel="Limits")
+    ] = 256,
+    max_streams: Annotated[
+        int, typer.Option(min=1, help="Open calls of one connection.", rich_help_panel="Limits")
+    ] = 4_096,
     token_file: Annotated[
         Path | None, typer.Option(help="File with the bearer token of all calls; RECINFER_TOKEN does the same.")
     ] = None,
@@ -136,6 +159,7 @@ def run(
         return
     from recinfer.inference.predictor import load
     from recinfer.serving.batcher import BatchConfig
+    from recinfer.serving.limits import Limits
     from recinfer.serving.observe import log_as_json
     from recinfer.serving.registry import ModelRegistry, ServedModel
     from recinfer.serving.server import Server, serve
@@ -151,18 +175,33 @@ def run(
     fanout = None
     if shards is not None:
         fanout = shard_fanout(shards, security, None if missing_shards is None else missing_shards.name)
+    limits = Limits(
+        max_message_bytes=max_message_mib << 20,
+        max_batch=max_samples,
+        max_ids=max_ids,
+        max_keys=max_features,
+        max_response_bytes=max_response_mib << 20,
+        max_concurrent=max_streams,
+    )
+    options: dict[str, Any] = {
+        "device": device.value,
+        "preload": preload,
+        "lookup_threads": lookup_threads,
+        "join_columns": join_columns,
+        "reuse_outputs": reuse_outputs,
+    }
     store = None
     if model_store is not None:
         from recinfer.serving.remote.lookups import remote_lookups
 
         lookups = None if fanout is None else remote_lookups(fanout, str(model_store))
-        store = ModelStore(model_store, device=device.value, preload=preload, lookups=lookups)
+        store = ModelStore(model_store, lookups=lookups, **options)
     models: list[ServedModel] = []
     for archive in archives or []:
         if fanout is not None:
             predictor = unchecked(archive, fanout, model_store, {"device": device.value})
         else:
-            predictor = load(archive, device=device.value, preload=preload, lock=lock)
+            predictor = load(archive, lock=lock, **options)
         models.append(ServedModel.of(predictor.manifest.model, predictor))
     if delta and len(models) != 1:
         raise ConfigError(f"delta: got {len(models)} archives; a delta goes with one archive")
@@ -220,6 +259,7 @@ def run(
         on_hangup=None if fanout is None else fanout.pool.reload,
         host=host,
         port=port,
+        limits=limits,
         http_port=http_port,
         batching=BatchConfig(max_batch=max_batch, max_delay_us=max_delay_us, max_queue=max_queue),
         security=security,

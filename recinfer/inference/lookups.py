@@ -205,14 +205,23 @@ class LocalLookups:
         mapped: its rows.
         device: ``"cpu"``, or ``"cuda"``: rank r's rows go to GPU r.
         threads: on CPU, threads that one large pooled lookup may use.
+        join_columns: on CPU, copy tables that are cut by columns into whole rows.
     """
 
-    def __init__(self, archive: Archive, mapped: MappedShards, *, device: str = "cpu", threads: int = 1) -> None:
+    def __init__(
+        self,
+        archive: Archive,
+        mapped: MappedShards,
+        *,
+        device: str = "cpu",
+        threads: int = 1,
+        join_columns: bool = False,
+    ) -> None:
         manifest = archive.manifest
         self.mapped: MappedShards | None = mapped
         weights, names = read_position_weights(archive), output_names(manifest)
         self.parts: list[_LocalPart] = [
-            _part(manifest, info, mapped, names, weights, device) for info in manifest.modules
+            _part(manifest, info, mapped, names, weights, device, join_columns) for info in manifest.modules
         ]
         for part in self.parts:
             lookup = getattr(part.run, "__self__", None)
@@ -266,10 +275,11 @@ def _part(
     names: Mapping[str, list[str]],
     weights: Mapping[str, PositionWeights],
     device: str,
+    join_columns: bool,
 ) -> _LocalPart:
     tables = manifest.configs(info.path)
     dims = [table.embedding_dim for table in tables for _ in table.feature_names]
-    common: dict[str, Any] = {"world_size": manifest.world_size, "device": device}
+    common: dict[str, Any] = {"world_size": manifest.world_size, "device": device, "join_columns": join_columns}
     shards = mapped.module_shards[info.path]
     module: ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection
     if info.kind == "pooled":

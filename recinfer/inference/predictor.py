@@ -34,6 +34,7 @@ from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.lookups import Ask, Found, LocalLookups, Lookups, LookupsOf, Part, Steps, output_names, run_now
 from recinfer.inference.stages import Stages
 from recinfer.inference.together import Outputs, PredictInputs, lookup_many, predict_many, predict_with_context
+from recinfer.quant.outputs import keep_outputs
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class Predictor:
         dense_threads: int = 1,
         dense_engine: Literal["onnx", "torch"] | None = None,
         lookup_threads: int = 1,
+        join_columns: bool = False,
         lookups: LookupsOf | None = None,
     ) -> None:
         manifest = archive.manifest
@@ -133,7 +135,7 @@ class Predictor:
         self.device = torch.device(device)
         self.contract: FeatureContract | None = _contract(manifest)
         self._mapping: dict[str, Any] = {"preload": preload, "lock": lock}
-        self._lookup_threads = lookup_threads
+        self._lookup_options: dict[str, Any] = {"threads": lookup_threads, "join_columns": join_columns}
         self._lookups_of = lookups
         self._dense_options: dict[str, Any] = {"device": device, "num_threads": dense_threads, "engine": dense_engine}
         self.intake = FeatureIntake(manifest)
@@ -158,7 +160,7 @@ class Predictor:
         self.lookups: Lookups
         if self._lookups_of is None:
             mapped = archive.map_shards(**self._mapping, edit=edit)
-            self.lookups = LocalLookups(archive, mapped, device=str(self.device), threads=self._lookup_threads)
+            self.lookups = LocalLookups(archive, mapped, device=str(self.device), **self._lookup_options)
         else:
             self.lookups = self._lookups_of(archive, self._deltas)
         self.parts = self.lookups.parts
@@ -469,6 +471,8 @@ def load(
     dense_threads: int = 1,
     dense_engine: Literal["onnx", "torch"] | None = None,
     lookup_threads: int = 1,
+    join_columns: bool = False,
+    reuse_outputs: bool = False,
     lookups: LookupsOf | None = None,
 ) -> Predictor:
     """Open an archive for serving.
@@ -483,6 +487,10 @@ def load(
         dense_engine: ``"onnx"`` or ``"torch"`` instead of the manifest's choice.
         lookup_threads: on CPU, threads that one large pooled lookup may use; each size of lookup is timed both ways and
             split only where that was clearly faster.
+        join_columns: on CPU, put tables that are cut by columns together again, in memory of this process: one row to
+            read instead of one a piece, for a copy of these tables that other processes do not share.
+        reuse_outputs: keep the memory of freed outputs for the next ones, in the whole process: outputs above 32 MiB
+            come in about half the time (:func:`recinfer.quant.outputs.keep_outputs`).
         lookups: who looks up instead of this process: no shard is opened then.
 
     Raises:
@@ -494,6 +502,8 @@ def load(
         predictor = recinfer.load("model.rqa")
         logits = predictor.predict(dense, features)["output"]
     """
+    if reuse_outputs:
+        keep_outputs()
     archive = open_archive(path, check_hashes=check_hashes, ranks=None if lookups is None else ())
     predictor = Predictor(
         archive,
@@ -503,6 +513,7 @@ def load(
         dense_threads=dense_threads,
         dense_engine=dense_engine,
         lookup_threads=lookup_threads,
+        join_columns=join_columns,
         lookups=lookups,
     )
     predictor.check_request(0)  # proves that this machine gives the stored answer, and warms every part up

@@ -56,11 +56,13 @@ class Embeddings:
             features were asked for.
         sequences: one vector an id, for each unpooled feature.
         model_version: the version that answered.
+        missing_ranks: ranks of a model on several hosts that did not answer, so that vectors of their rows are zero.
     """
 
     pooled: KeyedTensor | None
     sequences: dict[str, JaggedTensor]
     model_version: str
+    missing_ranks: tuple[int, ...] = ()
 
     def keys(self) -> list[str]:
         """Names of all embeddings, the pooled ones first."""
@@ -351,8 +353,7 @@ def _wait_before_retry(error: Any, tried: int, left: float) -> float | None:
 
 
 def _embeddings(answer: bytes) -> Embeddings:
-    pooled, sequences, version = codec.decode_lookup_response(answer)
-    return Embeddings(pooled, sequences, version)
+    return Embeddings(*codec.decode_lookup_answer(answer))
 
 
 def _description(answer: bytes) -> ModelDescription:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, offsets_of
+from recinfer.inference.together import Outputs
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.status import Status, error_of, status_of
@@ -30,6 +31,7 @@ __all__ = [
     "decode_bags",
     "decode_dense",
     "decode_features",
+    "decode_lookup_answer",
     "decode_lookup_response",
     "decode_predict_response",
     "encode_lookup_request",
@@ -191,15 +193,22 @@ def decode_dense(raw: bytes, batch: int, num_dense: int) -> Tensor:
 
 
 def encode_lookup_response(
-    pooled: KeyedTensor | None, sequences: dict[str, JaggedTensor], batch: int, version: str
+    pooled: KeyedTensor | None,
+    sequences: dict[str, JaggedTensor],
+    batch: int,
+    version: str,
+    missing: tuple[int, ...] = (),
 ) -> bytes:
-    """A serialized LookupResponse of pooled embeddings ``[B, sum(D)]`` and unpooled ones ``{feature: [n, D]}``."""
+    """A serialized LookupResponse of pooled embeddings ``[B, sum(D)]`` and unpooled ones ``{feature: [n, D]}``.
+
+    ``missing``: ranks whose rows are zero in it.
+    """
     parts: list[Buffer] = []
     if pooled is None:
-        parts.append(_lookup_head((), (), batch, version))
+        parts.append(_lookup_head((), (), batch, version, missing))
     else:
         # Equal for most answers of a model, so written once; the dims and names alone are a third of a small answer.
-        head = _lookup_head(tuple(pooled.keys()), tuple(pooled.length_per_key()), batch, version)
+        head = _lookup_head(tuple(pooled.keys()), tuple(pooled.length_per_key()), batch, version, missing)
         parts += [head, *bytes_field(4, tensor_bytes(pooled.values(), _FLOAT32))]
     for key, sequence in sequences.items():
         values = sequence.values()
@@ -209,8 +218,12 @@ def encode_lookup_response(
 
 
 @lru_cache(maxsize=256)
-def _lookup_head(keys: tuple[str, ...], dims: tuple[int, ...], batch: int, version: str) -> bytes:
-    return pb.LookupResponse(keys=keys, dims=dims, batch_size=batch, model_version=version).SerializeToString()
+def _lookup_head(
+    keys: tuple[str, ...], dims: tuple[int, ...], batch: int, version: str, missing: tuple[int, ...]
+) -> bytes:
+    return pb.LookupResponse(
+        keys=keys, dims=dims, batch_size=batch, model_version=version, missing_ranks=missing
+    ).SerializeToString()
 
 
 @lru_cache(maxsize=256)
@@ -219,13 +232,13 @@ def _tensor_head(name: str, shape: tuple[int, ...]) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _predict_head(version: str) -> bytes:
-    return pb.PredictResponse(model_version=version).SerializeToString()
+def _predict_head(version: str, missing: tuple[int, ...]) -> bytes:
+    return pb.PredictResponse(model_version=version, missing_ranks=missing).SerializeToString()
 
 
-def encode_predict_response(outputs: dict[str, Tensor], version: str) -> bytes:
-    """A serialized PredictResponse of float32 tensors by name."""
-    parts: list[Buffer] = [_predict_head(version)]
+def encode_predict_response(outputs: dict[str, Tensor], version: str, missing: tuple[int, ...] = ()) -> bytes:
+    """A serialized PredictResponse of float32 tensors by name; ``missing``: ranks whose rows were zero."""
+    parts: list[Buffer] = [_predict_head(version, missing)]
     for name, tensor in outputs.items():
         small = _tensor_head(name, tuple(tensor.shape))
         parts += bytes_field(1, small, *bytes_field(3, tensor_bytes(tensor, _FLOAT32)))
@@ -286,6 +299,11 @@ def encode_predict_request(
 
 def decode_lookup_response(data: bytes) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], str]:
     """Pooled embeddings, unpooled ones and the model's version, out of a serialized LookupResponse."""
+    return decode_lookup_answer(data)[:3]
+
+
+def decode_lookup_answer(data: bytes) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], str, tuple[int, ...]]:
+    """:func:`decode_lookup_response`, and the ranks whose rows are zero in it because they did not answer."""
     message = parse(pb.LookupResponse, data)
     batch, dims = message.batch_size, list(message.dims)
     pooled = None
@@ -297,13 +315,13 @@ def decode_lookup_response(data: bytes) -> tuple[KeyedTensor | None, dict[str, J
         lengths = _view(f"sequences[{item.key!r}].lengths", item.lengths, _INT32, batch, "batch_size")
         values = _view(f"sequences[{item.key!r}].values", item.values, _FLOAT32, None, "")
         sequences[item.key] = JaggedTensor(values.view(-1, item.dim), lengths=lengths)
-    return pooled, sequences, message.model_version
+    return pooled, sequences, message.model_version, tuple(message.missing_ranks)
 
 
-def decode_predict_response(data: bytes) -> tuple[dict[str, Tensor], str]:
+def decode_predict_response(data: bytes) -> tuple[Outputs, str]:
     """The output tensors by name and the model's version, out of a serialized PredictResponse."""
     message = parse(pb.PredictResponse, data)
-    outputs = {}
+    outputs = Outputs(missing=tuple(message.missing_ranks))
     for item in message.outputs:
         shape = list(item.shape)
         outputs[item.name] = _view(

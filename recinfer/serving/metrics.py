@@ -117,7 +117,27 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
         "samples": _merge_histograms([{"": _NONE}, *({"": status["samples"]} for status in everything)])[""],
         "queue": {name: sum(queue[name] for queue in queues) for name in queues[0]} if queues else None,
         "models": _merge_models(running, everything),
+        "shards": _merge_shards(running, everything),
     }
+
+
+def _merge_shards(running: Sequence[Status], everything: Sequence[Status]) -> dict[str, Any] | None:
+    """Counts of all, and the replicas as the processes that run see them: up where one of them says so."""
+    asked = [status["shards"] for status in everything if status.get("shards") is not None]
+    if not asked:
+        return None
+    calls: Counter[str] = Counter()
+    missing: Counter[str] = Counter()
+    for shards in asked:
+        calls.update(shards["calls"])
+        missing.update(shards["default_rows"])
+    replicas: dict[tuple[int, str], dict[str, Any]] = {}
+    for status in running:
+        for replica in (status.get("shards") or {"replicas": []})["replicas"]:
+            have = replicas.setdefault((replica["rank"], replica["address"]), replica | {"up": False, "outstanding": 0})
+            have["up"] |= replica["up"]
+            have["outstanding"] += replica["outstanding"]
+    return {"calls": dict(calls), "default_rows": dict(missing), "replicas": list(replicas.values())}
 
 
 def only_counts(status: Status) -> Status:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EXTENSIONS",
     "PLATFORM",
+    "InferAnswer",
     "InferRequest",
     "InputTensor",
     "OutputTensor",
@@ -75,6 +76,20 @@ class OutputTensor:
     datatype: str
     shape: tuple[int, ...]
     data: Buffer
+
+
+@dataclass(frozen=True)
+class InferAnswer:
+    """What a ModelInfer gave. ``missing``: ranks that did not answer, so that their rows are zero."""
+
+    version: str
+    outputs: list[OutputTensor]
+    missing: tuple[int, ...] = ()
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """What either form adds to its answer: ``missing_ranks``, as in ``"0,2"``."""
+        return {"missing_ranks": ",".join(map(str, self.missing))} if self.missing else {}
 
 
 @dataclass(frozen=True)
@@ -285,26 +300,27 @@ def _raw(array: np.ndarray) -> memoryview:
 # -- the answer ----------------------------------------------------------------------------------------------------
 
 
-def read_answer(call: Call, data: bytes, wanted: Sequence[str] = ()) -> tuple[str, list[OutputTensor]]:
-    """The model's version and the outputs, those ``wanted`` in that order, of the answer of ours to ``call``.
+def read_answer(call: Call, data: bytes, wanted: Sequence[str] = ()) -> InferAnswer:
+    """The answer of ours to ``call``, with the outputs ``wanted`` in that order.
 
     Raises:
         InputError: an output is wanted whose feature the request did not bring.
     """
     if call == "Predict":
         answer = codec.parse(pb.PredictResponse, data)
-        version = answer.model_version
+        version, missing = answer.model_version, tuple(answer.missing_ranks)
         outputs = [OutputTensor(item.name, "FP32", tuple(item.shape), item.values) for item in answer.outputs]
     else:
         lookup = codec.parse(pb.LookupResponse, data)
-        version, outputs = lookup.model_version, [*_pooled(lookup), *_sequences(lookup)]
+        version, missing = lookup.model_version, tuple(lookup.missing_ranks)
+        outputs = [*_pooled(lookup), *_sequences(lookup)]
     if not wanted:
-        return version, outputs
+        return InferAnswer(version, outputs, missing)
     by_name = {output.name: output for output in outputs}
-    missing = [name for name in wanted if name not in by_name]
-    if missing:
-        raise InputError(f"outputs: got {missing[0]!r}, whose feature is not among the inputs")
-    return version, [by_name[name] for name in wanted]
+    unknown = [name for name in wanted if name not in by_name]
+    if unknown:
+        raise InputError(f"outputs: got {unknown[0]!r}, whose feature is not among the inputs")
+    return InferAnswer(version, [by_name[name] for name in wanted], missing)
 
 
 def _pooled(answer: pb.LookupResponse) -> Iterable[OutputTensor]:

@@ -63,7 +63,7 @@ class OpenInference:
             return False
         return self.is_ready()
 
-    async def infer(self, request: oip.InferRequest) -> tuple[str, list[oip.OutputTensor]]:
+    async def infer(self, request: oip.InferRequest) -> oip.InferAnswer:
         """The version that answered, and the outputs."""
         size = sum(tensor.data.nbytes for tensor in request.inputs)
         call, message = await off_loop(size, oip.to_call, request, self.registry, self.limits)
@@ -93,8 +93,8 @@ class OpenInference:
 
     async def _model_infer(self, data: bytes) -> bytes:
         request = await off_loop(len(data), _read, data)
-        version, outputs = await self.infer(request)
-        return _write(request.model or self.registry.names()[0], version, request.id, outputs)
+        answer = await self.infer(request)
+        return _write(request.model or self.registry.names()[0], request.id, answer)
 
 
 async def off_loop(size: int, work: Callable[..., T], *args: object) -> T:
@@ -145,14 +145,17 @@ def _typed(tensor: pb.ModelInferRequest.InferInputTensor) -> np.ndarray:
     return np.array(getattr(tensor.contents, field), dtype)
 
 
-def _write(model: str, version: str, request_id: str, outputs: list[oip.OutputTensor]) -> bytes:
+def _write(model: str, request_id: str, answer: oip.InferAnswer) -> bytes:
     head: Message = pb.ModelInferResponse(
         model_name=model,
-        model_version=version,
+        model_version=answer.version,
         id=request_id,
-        outputs=[{"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape} for tensor in outputs],
+        outputs=[
+            {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape} for tensor in answer.outputs
+        ],
+        parameters={name: {"string_param": text} for name, text in answer.parameters.items()},
     )
     parts: list[Buffer] = [head.SerializeToString()]
-    for tensor in outputs:
+    for tensor in answer.outputs:
         parts += bytes_field(6, tensor.data)
     return b"".join(parts)

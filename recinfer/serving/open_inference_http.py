@@ -152,10 +152,12 @@ class HttpDoor:
         name, version = _model_of(request)
         header = request.headers.get(_HEADER_LENGTH)
         read, form = await off_loop(len(body), _read, body, header, name, version)
-        answered, outputs = await self._answers.infer(read)
-        head = {"model_name": name, "model_version": answered, **({"id": read.id} if read.id else {})}
-        size = sum(len(output.data) for output in outputs)
-        return await off_loop(size, _write, head, outputs, form)
+        answer = await self._answers.infer(read)
+        head = {"model_name": name, "model_version": answer.version, **({"id": read.id} if read.id else {})}
+        if answer.parameters:
+            head["parameters"] = answer.parameters
+        size = sum(len(output.data) for output in answer.outputs)
+        return await off_loop(size, _write, head, answer.outputs, form)
 
 
 def _model_of(request: web.Request) -> tuple[str, str]:

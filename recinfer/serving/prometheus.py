@@ -50,6 +50,10 @@ class _Families:
         if status["queue"] is not None:
             yield from _queue_metrics(status["queue"])
         yield from _model_metrics(status["models"])
+        if status.get("shards") is not None:
+            yield from _ranker_metrics(status["shards"])
+        if status.get("held") is not None:
+            yield from _shard_metrics(status["held"])
 
 
 def _queue_metrics(queue: dict[str, int]) -> Iterator[Metric]:
@@ -87,6 +91,38 @@ def _model_metrics(models: list[dict[str, Any]]) -> Iterator[Metric]:
             for feature, count in counts.items():
                 family.add_metric([*own, feature], count)
     yield from (info, mapped, age, weight, deltas, replaced, missing)
+
+
+def _ranker_metrics(shards: dict[str, Any]) -> Iterator[Metric]:
+    calls = CounterMetricFamily("recinfer_shard_calls", "Calls to shards, by what became of them.", labels=["outcome"])
+    for outcome, count in shards["calls"].items():
+        calls.add_metric([outcome], count)
+    missing = CounterMetricFamily(
+        "recinfer_default_rows", "Requests answered without a rank, its rows being default rows.", labels=["rank"]
+    )
+    for rank, count in shards["default_rows"].items():
+        missing.add_metric([rank], count)
+    labels = ["rank", "address"]
+    up = GaugeMetricFamily("recinfer_shard_up", "1 where a replica takes requests.", labels=labels)
+    outstanding = GaugeMetricFamily(
+        "recinfer_shard_outstanding", "Calls that a replica has not answered.", labels=labels
+    )
+    for replica in shards["replicas"]:
+        own = [str(replica["rank"]), replica["address"]]
+        up.add_metric(own, int(replica["up"]))
+        outstanding.add_metric(own, replica["outstanding"])
+    yield from (calls, missing, up, outstanding)
+
+
+def _shard_metrics(held: dict[str, Any]) -> Iterator[Metric]:
+    yield GaugeMetricFamily("recinfer_shard_running", "Requests under way.", value=held["running"])
+    yield CounterMetricFamily("recinfer_shard_refused", "Requests refused, too many at a time.", value=held["refused"])
+    labels = ["model", "version", "key", "ranks"]
+    mapped = GaugeMetricFamily("recinfer_shard_mapped_bytes", "Bytes of table rows mapped.", labels=labels)
+    for version in held["versions"]:
+        ranks = ",".join(map(str, held["ranks"]))
+        mapped.add_metric([version["model"], version["version"], version["key"], ranks], version["mapped"])
+    yield mapped
 
 
 def _histograms(

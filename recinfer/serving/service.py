@@ -13,7 +13,7 @@ from torch import Tensor
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, bags_of
 from recinfer.inference.lookups import Steps, run_now
-from recinfer.inference.together import PredictInputs
+from recinfer.inference.together import Outputs, PredictInputs
 from recinfer.serving import codec
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import inference_pb2 as pb
@@ -252,8 +252,10 @@ def _predict_steps(call: Call) -> Steps[Any]:
 
 
 def _lookup_response(call: Call, result: Any) -> bytes:
-    return codec.encode_lookup_response(result.pooled, result.sequences, call.samples, call.model.version)
+    return codec.encode_lookup_response(
+        result.pooled, result.sequences, call.samples, call.model.version, result.missing
+    )
 
 
-def _predict_response(call: Call, outputs: dict[str, Tensor]) -> bytes:
-    return codec.encode_predict_response(outputs, call.model.version)
+def _predict_response(call: Call, outputs: Outputs) -> bytes:
+    return codec.encode_predict_response(outputs, call.model.version, outputs.missing)

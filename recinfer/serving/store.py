@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, RecinferError
-from recinfer.inference.lookups import LookupsOf
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.registry import ModelRegistry, ServedModel
 
@@ -24,18 +23,16 @@ class ModelStore:
 
     Args:
         folder: holds ``<model>/<version>/manifest.json``.
-        device, preload, lookups: as recinfer.inference.predictor.load has them.
+        load_options: as recinfer.inference.predictor.load has them (``device``, ``preload``, ``lookups`` ...).
 
     Raises:
         ConfigError: it is no folder.
     """
 
-    def __init__(
-        self, folder: Path, *, device: str = "cpu", preload: bool = False, lookups: LookupsOf | None = None
-    ) -> None:
+    def __init__(self, folder: Path, **load_options: Any) -> None:
         if not folder.is_dir():
             raise ConfigError(f"model store {folder} is not a folder")
-        self.folder, self._device, self._preload, self._lookups = folder, device, preload, lookups
+        self.folder, self._load_options = folder, load_options
 
     def models(self) -> list[str]:
         """Names of the models that have a version."""
@@ -60,7 +57,7 @@ class ModelStore:
             known = ", ".join(self.versions(model)) or "none"
             raise NotFoundError(f"version: the store has no {version[:80]!r} of model {model[:80]!r}; it has {known}")
         path = self._inside(self._inside(self.folder, model), version)
-        predictor = load(path, device=self._device, preload=self._preload, check_hashes=True, lookups=self._lookups)
+        predictor = load(path, check_hashes=True, **self._load_options)
         for index in range(predictor.manifest.check.num_requests):
             predictor.check_request(index)
         return predictor

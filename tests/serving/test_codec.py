@@ -47,11 +47,12 @@ def test_field_numbers_are_the_wire_contract():
         "LookupRequest": {"model": 1, "version": 2, "features": 3},
         "LookupResponse": {
             "keys": 1, "dims": 2, "batch_size": 3, "values": 4, "model_version": 5, "sequences": 6,
+            "missing_ranks": 7,
         },
         "SequenceOutput": {"key": 1, "dim": 2, "lengths": 3, "values": 4},
         "PredictRequest": {"model": 1, "version": 2, "features": 3, "dense": 4, "context": 5, "raw": 6},
         "NamedTensor": {"name": 1, "shape": 2, "values": 3},
-        "PredictResponse": {"outputs": 1, "model_version": 2},
+        "PredictResponse": {"outputs": 1, "model_version": 2, "missing_ranks": 3},
         "GetModelRequest": {"model": 1, "version": 2},
         "FeatureInfo": {"name": 1, "table": 2, "rows": 3, "dim": 4, "pooled": 5},
         "ModelInfo": {

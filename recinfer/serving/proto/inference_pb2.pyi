@@ -33,20 +33,22 @@ class LookupRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("keys", "dims", "batch_size", "values", "model_version", "sequences")
+    __slots__ = ("keys", "dims", "batch_size", "values", "model_version", "sequences", "missing_ranks")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     DIMS_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[str]
     dims: _containers.RepeatedScalarFieldContainer[int]
     batch_size: int
     values: bytes
     model_version: str
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
-    def __init__(self, keys: _Optional[_Iterable[str]] = ..., dims: _Optional[_Iterable[int]] = ..., batch_size: _Optional[int] = ..., values: _Optional[bytes] = ..., model_version: _Optional[str] = ..., sequences: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
+    missing_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., dims: _Optional[_Iterable[int]] = ..., batch_size: _Optional[int] = ..., values: _Optional[bytes] = ..., model_version: _Optional[str] = ..., sequences: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., missing_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
     __slots__ = ("key", "dim", "lengths", "values")
@@ -87,12 +89,14 @@ class NamedTensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class PredictResponse(_message.Message):
-    __slots__ = ("outputs", "model_version")
+    __slots__ = ("outputs", "model_version", "missing_ranks")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MISSING_RANKS_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[NamedTensor]
     model_version: str
-    def __init__(self, outputs: _Optional[_Iterable[_Union[NamedTensor, _Mapping]]] = ..., model_version: _Optional[str] = ...) -> None: ...
+    missing_ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[NamedTensor, _Mapping]]] = ..., model_version: _Optional[str] = ..., missing_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ("model", "version")

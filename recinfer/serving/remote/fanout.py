@@ -70,7 +70,7 @@ class Fanout:
         self._tokens = _BURST
 
     async def find(
-        self, version: str, batch: int, parts: Mapping[int, Parts], deadline: float
+        self, version: str, batch: int, parts: Mapping[int, Parts], deadline: float, *, exact: bool = False
     ) -> tuple[Answers, tuple[int, ...]]:
         """The arrays that each rank gives for its parts, and the ranks that nobody answered for.
 
@@ -78,13 +78,15 @@ class Fanout:
             version: key of the version that all of them are asked for.
             parts: rank -> its parts of the message.
             deadline: of ``time.monotonic()``; infinite: the settings' timeout counts.
+            exact: float32 whatever the settings say, for golden requests.
 
         Raises:
             UnavailableError: a rank has no living replica, and the settings do not say that default rows will do.
             DeadlineError: the deadline passed.
         """
         limit = time.monotonic() + self.pool.config.settings.timeout_seconds
-        fan = _Fan(self, version, batch, parts, min(deadline, limit))
+        half = self.pool.config.settings.half and not exact
+        fan = _Fan(self, version, batch, parts, min(deadline, limit), half)
         try:
             await fan.run()
         finally:
@@ -151,10 +153,12 @@ class _Try:
 class _Fan:
     """The calls of one request."""
 
-    def __init__(self, fanout: Fanout, version: str, batch: int, parts: Mapping[int, Parts], deadline: float) -> None:
+    def __init__(
+        self, fanout: Fanout, version: str, batch: int, parts: Mapping[int, Parts], deadline: float, half: bool
+    ) -> None:
         self._fanout, self._pool = fanout, fanout.pool
         self._version, self._batch, self._parts, self._deadline = version, batch, parts, deadline
-        self._half = fanout.pool.config.settings.half
+        self._half = half
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._tries: list[_Try] = []

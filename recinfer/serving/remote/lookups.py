@@ -54,10 +54,15 @@ class RemoteLookups:
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """See :class:`recinfer.inference.lookups.Lookups`; not on the serving loop itself."""
-        return start_on_loop(self.find_later(requests, present, float("inf"))).result()
+        return start_on_loop(self._find(requests, present, float("inf"), exact=True)).result()
 
     async def find_later(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float) -> Found:
         """See :class:`recinfer.inference.lookups.Lookups`."""
+        return await self._find(requests, present, deadline)
+
+    async def _find(
+        self, requests: Sequence[Bags], present: Set[str] | None, deadline: float, *, exact: bool = False
+    ) -> Found:
         bags = requests[0]
         if len(requests) > 1:
             bags = merge_bags(requests, self._features, weighted=self._weighted)
@@ -76,7 +81,7 @@ class RemoteLookups:
         missing: tuple[int, ...] = ()
         answers: dict[int, list[NDArray[Any]]] = {}
         if parts:
-            answers, missing = await self._fanout.find(self.spec.key, bags.batch, parts, deadline)
+            answers, missing = await self._fanout.find(self.spec.key, bags.batch, parts, deadline, exact=exact)
         return Found(_joined(asked, answers), missing)
 
     def _check(self, bags: Bags) -> None:

@@ -59,7 +59,7 @@ class Replica:
     Attributes:
         up: it answers, and takes requests.
         versions: those that it has.
-        outstanding: requests that it has not answered.
+        outstanding: requests that it has not answered; ``answers``: how many it has.
         why: what the last failure was, for messages.
     """
 
@@ -91,7 +91,7 @@ class Replica:
         self.up = False
         self.versions: set[str] = set()
         self.ranks: tuple[int, ...] = ()
-        self.outstanding = 0
+        self.outstanding = self.answers = 0
         self.why = "not connected yet"
         self._seconds = 0.0  # smoothed time of an answer
         self._strikes = 0
@@ -127,6 +127,7 @@ class Replica:
 
     def answered(self, seconds: float) -> None:
         """It answered in time."""
+        self.answers += 1
         self._seconds += _SMOOTHING * (seconds - self._seconds) if self._seconds else seconds
         self._strikes, self._out_seconds = 0, _OUT_S
 

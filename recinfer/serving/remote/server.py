@@ -42,6 +42,7 @@ __all__ = ["ShardServer", "serve_shards"]
 _INLINE_BYTES = 32 << 10  # as recinfer.serving.server has it, for the same reason
 _MAX_RUNNING = 512
 _STOP_SLACK_S = 5.0
+_NOTICED_S = 0.1  # after which rankers know that this server takes no more requests
 _log = logging.getLogger(__name__)
 
 
@@ -181,7 +182,12 @@ class ShardServer:
         if server is None:
             return
         await self._health.enter_graceful_shutdown()
-        await server.stop(grace)
+        # Rankers watch health in calls that do not end by themselves: gRPC's own grace would wait for those.
+        end = time.monotonic() + grace
+        await asyncio.sleep(min(grace, _NOTICED_S))
+        while self._running and time.monotonic() < end:
+            await asyncio.sleep(_NOTICED_S)
+        await server.stop(min(grace, _NOTICED_S))
         if self._metrics is not None:
             await self._metrics.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)

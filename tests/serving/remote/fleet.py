@@ -1,0 +1,109 @@
+"""Shard servers and rankers for tests: in this process, or as processes of their own that can be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from recinfer import env
+from recinfer.inference.predictor import Predictor, load
+from recinfer.serving.remote.fanout import Fanout
+from recinfer.serving.remote.lookups import remote_lookups
+from recinfer.serving.remote.pool import ReplicaPool
+from recinfer.serving.remote.server import ShardServer
+from recinfer.serving.remote.tables import ShardTables
+
+
+def write_shards(path: Path, ranks: Mapping[int, Sequence[str]], **settings: Any) -> Path:
+    """shards.json at ``path``."""
+    document = {"format": "recinfer.shards", "version": 1, "ranks": {str(r): list(a) for r, a in ranks.items()}}
+    path.write_text(json.dumps({**document, "settings": settings}))
+    return path
+
+
+@contextmanager
+def shard(archive: Path | None, ranks: Sequence[int], host: str = "127.0.0.1", **options: Any) -> Iterator[ShardServer]:
+    """A shard server in this process."""
+    tables = ShardTables(ranks, options.pop("store", None))
+    if archive is not None:
+        tables.add(archive)
+    with ShardServer(tables, host, **options) as server:
+        yield server
+
+
+@contextmanager
+def asking(path: Path, **options: Any) -> Iterator[Fanout]:
+    """A fan-out to what ``path`` lists."""
+    fanout = Fanout(ReplicaPool(path), **options)
+    try:
+        yield fanout
+    finally:
+        fanout.pool.close()
+
+
+@contextmanager
+def remote(archive: Path, groups: Sequence[Sequence[int]], folder: Path, **settings: Any) -> Iterator[Predictor]:
+    """``archive`` through shard servers in this process, one for each group of ranks."""
+    with ExitStack() as stack:
+        ranks: dict[int, list[str]] = {}
+        for number, group in enumerate(groups):
+            server = stack.enter_context(shard(archive, group, f"127.0.0.{number + 1}"))
+            for rank in group:
+                ranks.setdefault(rank, []).append(server.target)
+        fanout = stack.enter_context(asking(write_shards(folder / "shards.json", ranks, **settings)))
+        yield load(archive, lookups=remote_lookups(fanout))
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as taken:
+        taken.bind((host, 0))
+        return int(taken.getsockname()[1])
+
+
+class Process:
+    """``recinfer serve`` with some arguments, as a process of its own; its output is kept."""
+
+    def __init__(self, *arguments: str | Path, log: Path) -> None:
+        self.log = log
+        self._file = log.open("ab")
+        command = [sys.executable, "-m", "recinfer", "serve", *map(str, arguments)]
+        self.process = subprocess.Popen(
+            command, stdout=self._file, stderr=self._file, env=env.child_environment(OMP_NUM_THREADS="1")
+        )
+
+    @property
+    def said(self) -> str:
+        """What it has printed."""
+        return self.log.read_text()
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal; after SIGKILL and SIGTERM wait for its end."""
+        self.process.send_signal(number)
+        if number in (signal.SIGKILL, signal.SIGTERM):
+            self.process.wait(20)
+
+    def close(self) -> None:
+        """End it, however it is."""
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGCONT)
+            self.process.kill()
+            self.process.wait(20)
+        self._file.close()
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Wait for something to become true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)

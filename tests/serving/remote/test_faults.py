@@ -1,0 +1,205 @@
+"""Replicas that die, stop, are slow and come back: real processes on 127.0.0.x, a ranker that nobody restarts."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from recinfer.errors import UnavailableError
+from recinfer.inference.predictor import Predictor, load
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.registry import ServedModel
+from recinfer.serving.remote.fanout import Fanout
+from recinfer.serving.remote.lookups import remote_lookups
+from recinfer.serving.server import Server
+from tests.serving.conftest import make_request
+from tests.serving.remote.fleet import Process, asking, free_port, until, write_shards
+
+
+@dataclass
+class Fleet:
+    """Two replicas of each of two ranks, and a ranker in this process. ``shards[rank][number]``."""
+
+    folder: Path
+    archive: Path
+    addresses: dict[int, list[str]]
+    shards: dict[int, list[Process]]
+    fanout: Fanout | None = None
+    here: Predictor | None = None
+
+    def begin(self, rank: int, number: int) -> Process:
+        """Start a replica where it stands in shards.json."""
+        host, _, port = self.addresses[rank][number].rpartition(":")
+        log = self.folder / f"shard-{rank}-{number}.log"
+        return Process(self.archive, "--ranks", str(rank), "--host", host, "--port", port, log=log)
+
+    def up(self, rank: int) -> int:
+        """How many replicas of a rank the ranker takes for up."""
+        return sum(replica.up for replica in self.fanout.pool.replicas(rank))
+
+
+@pytest.fixture(scope="module")
+def fleet(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    addresses = {
+        rank: [f"127.0.0.{1 + 2 * rank + n}:{free_port(f'127.0.0.{1 + 2 * rank + n}')}" for n in range(2)]
+        for rank in range(2)
+    }
+    fleet = Fleet(folder, archive, addresses, {})
+    with ExitStack() as stack:
+        for rank in range(2):
+            fleet.shards[rank] = [fleet.begin(rank, number) for number in range(2)]
+        stack.callback(lambda: [process.close() for mine in fleet.shards.values() for process in mine])
+        fleet.fanout = stack.enter_context(asking(write_shards(folder / "shards.json", addresses)))
+        until(lambda: fleet.up(0) == fleet.up(1) == 2, 60)
+        fleet.here = load(archive, lookups=remote_lookups(fleet.fanout))
+        yield fleet
+
+
+@pytest.fixture
+def client(fleet: Fleet) -> Iterator[InferenceClient]:
+    """A client, which never tries again, of the ranker."""
+    with (
+        Server([ServedModel.of("tiny", fleet.here)], shards=fleet.fanout) as server,
+        InferenceClient(server.target, retries=0) as client,
+    ):
+        yield client
+
+
+@dataclass
+class Load:
+    """Callers that look up all the time, and compare."""
+
+    client: InferenceClient
+    expected: Predictor
+    callers: int = 3
+    seconds: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Load:
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._call, args=(n,)) for n in range(self.callers)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _call(self, number: int) -> None:
+        request = make_request(number, 3)[1]
+        wanted = self.expected.lookup(request).pooled.values()
+        while not self._stop.is_set():
+            start = time.monotonic()
+            try:
+                got = self.client.lookup(request, timeout=5)
+                if not torch.equal(got.pooled.values(), wanted):
+                    self.failed.append("another answer")
+            except Exception as error:
+                self.failed.append(str(error))
+            self.seconds.append(time.monotonic() - start)
+
+    def done(self, count: int) -> None:
+        """Wait for so many more answers."""
+        goal = len(self.seconds) + count
+        until(lambda: len(self.seconds) >= goal or bool(self.failed))
+
+
+def test_a_killed_replica_fails_nothing_and_comes_back(fleet: Fleet, client: InferenceClient, predictor: Predictor):
+    with Load(client, predictor) as load:
+        load.done(100)
+        fleet.shards[0][0].kill()
+        load.done(200)
+        assert fleet.up(0) == 1
+        fleet.shards[0][0] = fleet.begin(0, 0)
+        until(lambda: fleet.up(0) == 2)
+        load.done(100)
+    assert load.failed == []
+
+
+def test_no_replica_is_an_error_that_says_which_and_it_recovers(fleet: Fleet, client: InferenceClient):
+    request = make_request(5, 4)[1]
+    for process in fleet.shards[1]:
+        process.kill()
+    until(lambda: fleet.up(1) == 0)
+    with pytest.raises(UnavailableError, match="rank 1 has no living replica") as caught:
+        client.lookup(request)
+    assert all(re.search(re.escape(address), str(caught.value)) for address in fleet.addresses[1])
+    fleet.fanout._missing = "default_rows"
+    try:
+        got = client.lookup(request)
+        assert got.missing_ranks == (1,) and fleet.fanout.default_rows[1] > 0
+    finally:
+        fleet.fanout._missing = None
+    fleet.shards[1] = [fleet.begin(1, number) for number in range(2)]
+    until(lambda: fleet.up(1) > 0)
+    back = time.monotonic()
+    assert client.lookup(request).missing_ranks == ()
+    assert time.monotonic() - back < 2
+    until(lambda: fleet.up(1) == 2)
+
+
+def test_a_stopped_replica_is_hedged(fleet: Fleet, client: InferenceClient, predictor: Predictor):
+    with Load(client, predictor) as load:
+        load.done(200)  # so that it knows how long answers take
+        load.seconds.clear()
+        fleet.shards[0][1].kill(signal.SIGSTOP)
+        load.done(300)
+        fleet.shards[0][1].kill(signal.SIGCONT)
+        load.done(100)
+    assert load.failed == []
+    assert sorted(load.seconds)[int(0.99 * len(load.seconds))] < 1.0  # its connection is given up after three seconds
+    until(lambda: fleet.up(0) == 2)
+
+
+def test_a_stopping_replica_drains(fleet: Fleet, client: InferenceClient, predictor: Predictor):
+    with Load(client, predictor) as load:
+        load.done(50)
+        fleet.shards[1][1].kill(signal.SIGTERM)
+        load.done(50)
+    assert load.failed == []
+    assert fleet.shards[1][1].process.returncode == 0
+    fleet.shards[1][1] = fleet.begin(1, 1)
+    until(lambda: fleet.up(1) == 2)
+
+
+def test_replicas_are_added_without_a_restart(fleet: Fleet, client: InferenceClient):
+    path = fleet.folder / "shards.json"
+    fewer = {0: fleet.addresses[0][:1], 1: fleet.addresses[1]}
+    write_shards(path, fewer)
+    until(lambda: len(fleet.fanout.pool.replicas(0)) == 1)
+    client.lookup(make_request(1, 1)[1])
+    path.write_text("no JSON")  # the last list that made sense stays
+    fleet.fanout.pool.reload()
+    time.sleep(1.0)
+    client.lookup(make_request(1, 1)[1])
+    write_shards(path, fleet.addresses)
+    until(lambda: fleet.up(0) == 2)
+
+
+def test_each_shard_maps_only_its_ranks(fleet: Fleet):
+    for rank, processes in fleet.shards.items():
+        maps = Path(f"/proc/{processes[0].process.pid}/maps").read_text()
+        mapped = set(re.findall(r"rank-0*(\d+)\.safetensors", maps))
+        assert mapped <= {str(rank)}
+    assert any("safetensors" in Path(f"/proc/{p[0].process.pid}/maps").read_text() for p in fleet.shards.values())
+
+
+def test_replicas_share_the_requests(fleet: Fleet, client: InferenceClient, predictor: Predictor):
+    with Load(client, predictor, callers=8) as load:
+        load.done(400)
+    for rank in range(2):
+        counts = [replica.answers for replica in fleet.fanout.pool.replicas(rank)]
+        assert min(counts) > 0
+    assert load.failed == []

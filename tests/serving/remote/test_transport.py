@@ -1,0 +1,145 @@
+"""Remote shards give what one process gives: every sharding type, pooling, precision and shape of request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recinfer.errors import InputError
+from recinfer.inference.lookups import run_later
+from recinfer.inference.predictor import LookupResult, Predictor, load
+from recinfer.modules.embedding_configs import DataType
+from recinfer.serving.loop import start_on_loop
+from recinfer.serving.remote.lookups import remote_lookups
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.archive.models import EVERYTHING_ROWS, Everything
+from tests.archive.models import make_archive as make_everything
+from tests.archive.models import make_request as make_other
+from tests.serving.remote.fleet import asking, remote, shard, write_shards
+from tests.serving.remote.models import KINDS, make_archive, make_request
+
+EXACT = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
+GROUPS = ((0,), (1, 2))
+
+
+def same(got: LookupResult, expected: LookupResult, *, exact: bool) -> None:
+    assert got.keys() == expected.keys()
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-6}
+    if expected.pooled is not None:
+        torch.testing.assert_close(got.pooled.values(), expected.pooled.values(), **tolerance)
+    for name, sequence in expected.sequences.items():  # one row is on one rank: exact, however it is cut
+        assert torch.equal(got.sequences[name].values(), sequence.values()), name
+        assert torch.equal(got.sequences[name].lengths().long(), sequence.lengths().long()), name
+
+
+def compare(here: Predictor, there: Predictor, is_weighted: bool, *, exact: bool) -> None:
+    requests = [
+        make_request(1, 1, is_weighted=is_weighted),
+        make_request(7, 2, is_weighted=is_weighted, dtype=torch.int32),
+        make_request(64, 3, is_weighted=is_weighted, longest=1),
+        make_request(33, 4, is_weighted=is_weighted, longest=9),
+        make_request(3, 5, is_weighted=is_weighted, keys=("d", "b")),
+        make_request(2, 6, is_weighted=is_weighted, longest=300),
+    ]
+    for request in requests:
+        same(there.lookup(request), here.lookup(request), exact=exact)
+    for got, alone in zip(there.lookup_many(requests), requests, strict=True):
+        same(got, here.lookup(alone), exact=exact)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sharding_type(tmp_path: Path, kind: str, is_weighted: bool):
+    archive = make_archive(tmp_path, kind, is_weighted=is_weighted)
+    with remote(archive, GROUPS, tmp_path) as there:
+        assert there.mapped_bytes == 0
+        compare(load(archive), there, is_weighted, exact=kind in EXACT)
+
+
+@pytest.mark.parametrize("precision", [DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32])
+def test_every_precision(tmp_path: Path, precision: DataType):
+    archive = make_archive(tmp_path, "grid_shard", precision=precision)
+    with remote(archive, GROUPS, tmp_path) as there:
+        compare(load(archive), there, False, exact=False)
+
+
+def test_no_ids_at_all(tmp_path: Path):
+    archive = make_archive(tmp_path, "row_wise")
+    nothing = KeyedJaggedTensor(
+        ["a", "f"], torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(6, dtype=torch.int32)
+    )
+    with remote(archive, GROUPS, tmp_path) as there:
+        before = there.lookups._fanout.calls["sent"]
+        same(there.lookup(nothing), load(archive).lookup(nothing), exact=True)
+        assert there.lookups._fanout.calls["sent"] == before  # nobody needs to be asked
+
+
+def test_a_replica_of_several_ranks_gets_one_request(tmp_path: Path):
+    archive = make_archive(tmp_path, "row_wise")
+    with remote(archive, [(0, 1, 2)], tmp_path) as there:
+        calls = there.lookups._fanout.calls
+        before = calls["sent"]
+        there.lookup(make_request(16))
+        assert calls["sent"] == before + 1
+
+
+def test_half_precision_on_the_wire(tmp_path: Path):
+    archive = make_archive(tmp_path, "row_wise")
+    request = make_request(20)
+    expected = load(archive).lookup(request).pooled.values()
+    with remote(archive, GROUPS, tmp_path, half=True) as there:
+        assert not torch.equal(expected, expected.half().float())
+        got = start_on_loop(run_later(there.lookup_steps(request), float("inf"))).result().pooled.values()
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+    assert not torch.equal(got, expected)
+
+
+def test_bad_ids_are_named_as_ever(tmp_path: Path):
+    archive = make_archive(tmp_path, "row_wise")
+    here = load(archive)
+    bad = make_request(3, keys=("a", "b"), longest=1)
+    bad.values()[4] = 301
+    with remote(archive, GROUPS, tmp_path) as there:
+        for predictor in (here, there):
+            with pytest.raises(InputError, match="feature 'b', sample 1: id 301 is out of range"):
+                predictor.lookup(bad)
+        good = make_request(2)
+        got = there.lookup_many([bad, good])
+        assert isinstance(got[0], InputError)
+        same(got[1], here.lookup(good), exact=False)
+
+
+def test_dense_part_and_position_weights(tmp_path: Path):
+    torch.manual_seed(3)
+    make_everything(
+        tmp_path, model=Everything(), ranks=2, precision=DataType.INT8, kinds=("row_wise", "column_wise"), num_dense=2
+    )
+    archive = tmp_path / "small.rqa"
+    here = load(archive)
+    with remote(archive, [(0,), (1,)], tmp_path) as there:
+        for batch in (1, 5):
+            features, dense = make_other(EVERYTHING_ROWS, batch, longest=4), torch.randn(batch, 2)
+            for name, expected in here.predict(dense, features).items():
+                torch.testing.assert_close(there.predict(dense, features)[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_shard_hosts_need_only_their_files(tmp_path: Path):
+    archive = make_archive(tmp_path, "grid_shard")
+    here = load(archive)
+    request = make_request(9)
+    expected = here.lookup(request)
+    for rank in (1, 2):
+        (archive / "shards" / f"rank-0000{rank}.safetensors").rename(tmp_path / f"rank-{rank}")
+    with shard(archive, (0,)) as first:
+        for rank in (1, 2):
+            (tmp_path / f"rank-{rank}").rename(archive / "shards" / f"rank-0000{rank}.safetensors")
+        (archive / "shards" / "rank-00000.safetensors").unlink()
+        with (
+            shard(archive, (1, 2)) as second,
+            asking(
+                write_shards(tmp_path / "s.json", {0: [first.target], 1: [second.target], 2: [second.target]})
+            ) as ask,
+        ):
+            same(load(archive, lookups=remote_lookups(ask)).lookup(request), expected, exact=False)

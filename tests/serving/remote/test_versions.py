@@ -1,0 +1,213 @@
+"""A request is answered from one version on all shards, also while versions and deltas roll out."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from recinfer.checkpoint import CheckpointReader
+from recinfer.errors import InputError, NotFoundError, NotPreparedError
+from recinfer.inference.delta import make_delta
+from recinfer.inference.predictor import load
+from recinfer.serving.admin_client import AdminClient
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.limits import Limits
+from recinfer.serving.registry import ModelRegistry
+from recinfer.serving.remote.lookups import remote_lookups
+from recinfer.serving.remote.messages import join_request
+from recinfer.serving.remote.server import ShardServer
+from recinfer.serving.remote.tables import MAX_VERSIONS, ShardTables
+from recinfer.serving.server import Server
+from recinfer.serving.store import ModelStore, StoreManager
+from tests.serving.remote.fleet import asking, shard, until, write_shards
+from tests.serving.remote.models import Mixed, make_archive, make_request
+
+MODEL = "mixed"
+
+
+@dataclass
+class Roll:
+    """A ranker with its store and two replicas of ranks 0 and 1 + 2, each host with a store of its own."""
+
+    store: Path
+    hosts: list[Path]
+    servers: list[ShardServer]
+    admin: AdminClient
+    client: InferenceClient
+    server: Server
+
+    def bring(self, archive: Path, version: str, hosts: list[Path] | None = None) -> None:
+        """Copy an archive to the ranker and to hosts (all of them)."""
+        for folder in [self.store, *(self.hosts if hosts is None else hosts)]:
+            shutil.copytree(archive, folder / MODEL / version)
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two versions of one model, other rows each, cut by rows over three ranks."""
+    folder = tmp_path_factory.mktemp("versions")
+    return {v: make_archive(folder / v, "row_wise", version=v, seed=int(v)) for v in ("1", "2")}
+
+
+@contextmanager
+def rolling(archives: dict[str, Path], folder: Path) -> Iterator[Roll]:
+    store, hosts = folder / "store", [folder / f"host-{n}" for n in range(4)]
+    for place in [store, *hosts]:
+        shutil.copytree(archives["1"], place / MODEL / "1")
+    with ExitStack() as stack:
+        servers = []
+        for number, host in enumerate(hosts):
+            ranks = (0,) if number < 2 else (1, 2)
+            servers.append(stack.enter_context(shard(host / MODEL / "1", ranks, f"127.0.0.{number + 1}", store=host)))
+        first, second = [s.target for s in servers[:2]], [s.target for s in servers[2:]]
+        fanout = stack.enter_context(asking(write_shards(folder / "s.json", {0: first, 1: second, 2: second})))
+        models = ModelStore(store, lookups=remote_lookups(fanout, str(store)))
+        registry = ModelRegistry([models.newest(MODEL)])
+        server = stack.enter_context(Server(registry, admin=StoreManager(registry, models), shards=fanout))
+        admin = stack.enter_context(AdminClient(server.target))
+        client = stack.enter_context(InferenceClient(server.target, retries=0))
+        yield Roll(store, hosts, servers, admin, client, server)
+
+
+@contextmanager
+def under_load(client: InferenceClient, expected: dict[str, Tensor]) -> Iterator[dict[str, int]]:
+    """Callers that look up all the time; counts which version's answer each got: any other is ``"mixed"``."""
+    seen: dict[str, int] = {}
+    stop = threading.Event()
+
+    def call() -> None:
+        request = make_request(6, 3)
+        while not stop.is_set():
+            try:
+                got = client.lookup(request, timeout=10)
+                found = [k for k, wanted in expected.items() if torch.allclose(got.pooled.values(), wanted, atol=1e-5)]
+                name = found[0] if len(found) == 1 else "mixed"
+            except Exception as error:
+                name = f"failed: {error}"
+            seen[name] = seen.get(name, 0) + 1
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def answer(archive: Path) -> Tensor:
+    return load(archive).lookup(make_request(6, 3)).pooled.values()
+
+
+def test_a_version_rolls_out_whole_and_back_at_once(archives: dict[str, Path], tmp_path: Path):
+    expected = {version: answer(path) for version, path in archives.items()}
+    with rolling(archives, tmp_path) as roll:
+        roll.bring(archives["2"], "2")
+        with under_load(roll.client, expected) as seen:
+            until(lambda: seen.get("1", 0) > 50)
+            roll.admin.load(MODEL, "2", activate=True)
+            until(lambda: seen.get("2", 0) > 50)
+            old = seen["1"]
+            roll.admin.rollback(MODEL)
+            until(lambda: seen["1"] > old + 50)
+        assert seen.keys() == {"1", "2"}, seen
+        assert all(len(server.tables.keys()) == 2 for server in roll.servers)
+
+
+def test_nothing_switches_while_a_shard_cannot(archives: dict[str, Path], tmp_path: Path):
+    with rolling(archives, tmp_path) as roll:
+        roll.bring(archives["2"], "2", roll.hosts[:3])
+        with pytest.raises(InputError, match=r"127\.0\.0\.4:\d+ did not prepare version .* copy it here"):
+            roll.admin.load(MODEL, "2", activate=True)
+        broken = roll.hosts[3] / MODEL / "2"
+        shutil.copytree(archives["2"], broken)
+        damaged = broken / "shards" / "rank-00001.safetensors"
+        data = bytearray(damaged.read_bytes())
+        data[-1] ^= 1
+        damaged.write_bytes(data)
+        with pytest.raises(InputError, match=r"127\.0\.0\.4:\d+ did not prepare .* SHA-256"):
+            roll.admin.load(MODEL, "2", activate=True)
+        assert torch.allclose(roll.client.lookup(make_request(6, 3)).pooled.values(), answer(archives["1"]), atol=1e-5)
+        shutil.rmtree(broken)
+        shutil.copytree(archives["2"], broken)
+        roll.admin.load(MODEL, "2", activate=True)
+        assert roll.client.lookup(make_request(6, 3)).model_version == "2"
+
+
+def test_a_delta_rolls_the_same_way(archives: dict[str, Path], tmp_path: Path):
+    torch.manual_seed(11)
+    changed = Mixed()
+    torch.save(changed.state_dict(), tmp_path / "later.pt")
+    on_meta = Mixed().to("meta")
+    delta = tmp_path / "1.rqd"
+    make_delta(archives["1"], on_meta, CheckpointReader(tmp_path / "later.pt"), delta, progress=False)
+    after = load(archives["1"])
+    after.apply_delta(delta)
+    expected = {"1": answer(archives["1"]), "1+1": after.lookup(make_request(6, 3)).pooled.values()}
+    with rolling(archives, tmp_path) as roll:
+        for place in (roll.store, *roll.hosts[:3]):
+            shutil.copy(delta, place / MODEL / "1.rqd")
+        with pytest.raises(InputError, match="did not prepare"):
+            roll.admin.apply_delta(MODEL, "1.rqd")
+        shutil.copy(delta, roll.hosts[3] / MODEL / "1.rqd")
+        with under_load(roll.client, expected) as seen:
+            until(lambda: seen.get("1", 0) > 30)
+            roll.admin.apply_delta(MODEL, "1.rqd")
+            until(lambda: seen.get("1+1", 0) > 30)
+            old = seen["1"]
+            roll.admin.undo_delta(MODEL)
+            until(lambda: seen["1"] > old + 30)
+        assert seen.keys() == {"1", "1+1"}, seen
+
+
+def test_a_replica_that_lost_a_version_gets_it_before_it_is_asked(archives: dict[str, Path], tmp_path: Path):
+    expected = {version: answer(path) for version, path in archives.items()}
+    with rolling(archives, tmp_path) as roll:
+        roll.bring(archives["2"], "2")
+        roll.admin.load(MODEL, "2", activate=True)
+        with under_load(roll.client, expected) as seen:
+            until(lambda: seen.get("2", 0) > 30)
+            gone = roll.servers[0]
+            gone.stop(1.0)
+            count = seen["2"]
+            until(lambda: seen["2"] > count + 30)
+            again = ShardTables((0,), roll.hosts[0])
+            again.add(roll.hosts[0] / MODEL / "1")  # as its command line says
+            with ShardServer(again, gone.host, gone.port):
+                until(lambda: len(again.keys()) == 2)
+                count = seen["2"]
+                until(lambda: seen["2"] > count + 30)
+        assert seen.keys() == {"2"}, seen
+
+
+def test_only_the_store_is_read_and_few_versions_stay(archives: dict[str, Path], tmp_path: Path):
+    store = tmp_path / "store"
+    shutil.copytree(archives["1"], store / MODEL / "1")
+    shutil.copytree(archives["2"], tmp_path / "elsewhere")
+    (store / "link").symlink_to(tmp_path / "elsewhere")
+    tables = ShardTables((0,), store)
+    first, second = (ShardTables((0,)).add(archives[version]) for version in ("1", "2"))
+    for folder in ("../elsewhere", str(tmp_path / "elsewhere"), "link", ""):
+        with pytest.raises(InputError, match="store"):
+            tables.prepare(second, folder)
+    with pytest.raises(NotFoundError, match="is not"):
+        tables.prepare(second, f"{MODEL}/1")
+    with pytest.raises(NotFoundError, match="no store"):
+        ShardTables((0,)).prepare(first, f"{MODEL}/1")
+    tables.prepare(first, f"{MODEL}/1")
+    with pytest.raises(NotPreparedError, match=second):
+        tables.find(join_request(second, 1, []), Limits())
+    for number in range(3, 3 + MAX_VERSIONS):
+        tables.add(make_archive(tmp_path / str(number), "table_wise", version=str(number), seed=number))
+    held = set(tables.keys())
+    assert len(held) == MAX_VERSIONS and first not in held
