@@ -207,6 +207,28 @@ def test_a_server_stops_cleanly(made: Made, signal_number: int) -> None:
     assert "Traceback" not in err
 
 
+def test_a_server_keeps_the_limits_it_is_given(made: Made) -> None:
+    limits = ["--max-samples", "2", "--max-ids", "5", "--max-features", "3", "--reuse-outputs", "--join-columns"]
+    command = [sys.executable, "-m", "recinfer", "serve", str(made.archive), "--port", "0", "--json", *limits]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    target = f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+    try:
+        assert run_json("lookup", "--target", target, "--feature", "C1=1,2,3;4,5")["batch_size"] == 2
+        for feature, said in (
+            (["C1=1;2;3"], "batch_size: got 3"),
+            (["C1=1,2,3,4,5,6"], "6"),
+            (["C1=1", "C2=1", "C3=1", "C4=1"], "4"),
+        ):
+            given = [word for one in feature for word in ("--feature", one)]
+            error = run_json("lookup", "--target", target, *given, code=2)["error"]
+            assert said in error["message"], error
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
 def test_export_plans_by_itself(made: Made, tmp_path: Path) -> None:
     archive = tmp_path / "small.rqa"
     options = ["--world-size", 3, "--precision", "fp16", "--table-precision", "t_C3=int4", "--name", "small"]
