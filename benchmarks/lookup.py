@@ -2,6 +2,7 @@
 
     python -m benchmarks.lookup                  # 26 Criteo-shaped tables, INT8, dim 64, pooling 1
     python -m benchmarks.lookup --full           # and 200 tables of 20,000 rows, dim 128, pooling 20, INT4
+    python -m benchmarks.lookup --full --cases "200 tables, dim 128, pooling 20, int4" --reuse-outputs
     python -m benchmarks.lookup --out lookup.json
 
 One thread, one process; every column is timed in turn within one run, and the table shows the bare op's microseconds
@@ -23,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from benchmarks import lookup_torchrec
 from benchmarks.measure import side_by_side
 from recinfer.distributed.planner.types import ParameterConstraints
 from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
@@ -30,6 +32,7 @@ from recinfer.distributed.quant_layout import PackedShard
 from recinfer.inference.modules import shard_quant_model
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
+from recinfer.quant.outputs import keep_outputs
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 CRITEO_ROWS = (
@@ -79,7 +82,11 @@ def sharded(module: EmbeddingBagCollection, kind: str, ranks: int) -> ShardedQua
 
 
 def mapped(
-    module: EmbeddingBagCollection, shards: ShardedQuantEmbeddingBagCollection, ranks: int
+    module: EmbeddingBagCollection,
+    shards: ShardedQuantEmbeddingBagCollection,
+    ranks: int,
+    *,
+    join_columns: bool = False,
 ) -> ShardedQuantEmbeddingBagCollection:
     """The same shards as an archive holds them: every piece packed on its own, in one buffer."""
     order = {c.name: i for i, c in enumerate(module.embedding_bag_configs())}
@@ -91,40 +98,19 @@ def mapped(
         at += packed.numel()
     buffer = torch.cat([*parts, torch.zeros(64, dtype=torch.uint8)])
     return ShardedQuantEmbeddingBagCollection.from_packed(
-        module.embedding_bag_configs(), pieces, buffer, world_size=ranks
+        module.embedding_bag_configs(), pieces, buffer, world_size=ranks, join_columns=join_columns
     )
 
 
-def torchrec_contenders(rows: list[int], dim: int, precision: DataType) -> dict[str, Callable[[Any], object]]:
-    """TorchRec's quantized collection on the same shapes, eager; empty when it is not installed."""
-    try:
-        from torchrec.modules.embedding_configs import DataType as TheirType
-        from torchrec.modules.embedding_configs import EmbeddingBagConfig as TheirConfig
-        from torchrec.quant.embedding_modules import EmbeddingBagCollection as Theirs
-    except ImportError:
-        return {}
-    tables = [
-        TheirConfig(
-            num_embeddings=n,
-            embedding_dim=dim,
-            name=f"t{i}",
-            feature_names=[f"f{i}"],
-            data_type=TheirType(precision.value),
-        )
-        for i, n in enumerate(rows)
-    ]
-    module = Theirs(tables=tables, is_weighted=False, device=torch.device("cpu"), row_alignment=16)
-    return {"torchrec eager": module}
-
-
-def their_features(keys: list[str], values: torch.Tensor, lengths: torch.Tensor) -> Any:
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor as Theirs
-
-    return Theirs(keys=keys, values=values, lengths=lengths)
-
-
 def run_case(
-    name: str, rows: list[int], dim: int, pooling: int, precision: DataType, batches: list[int], seconds: float
+    name: str,
+    rows: list[int],
+    dim: int,
+    pooling: int,
+    precision: DataType,
+    batches: list[int],
+    seconds: float,
+    torchrec: bool = True,
 ) -> list[dict[str, Any]]:
     """One model at all batch sizes."""
     module = build(rows, dim, precision)
@@ -135,7 +121,8 @@ def run_case(
         ours[kind.replace("_", "-")] = shards
         if kind == "column_wise":
             ours["column-wise mapped"] = mapped(module, shards, 2)
-    peers = torchrec_contenders(rows, dim, precision)
+            ours["column-wise mapped, joined"] = mapped(module, shards, 2, join_columns=True)
+    peers = lookup_torchrec.contenders(rows, dim, precision.value) if torchrec else {}
     results = []
     for batch in batches:
         generator = torch.Generator().manual_seed(batch)
@@ -155,9 +142,12 @@ def run_case(
         contenders |= {title: ready(collection) for title, collection in ours.items()}
         contenders["unsharded + build KJT"] = built(module)
         for title, collection in peers.items():
-            given = their_features(keys, values, lengths)
+            given = lookup_torchrec.features(keys, values, lengths)
             contenders[title] = ready(collection, given)
         with torch.inference_mode():
+            for call in contenders.values():  # TorchScript compiles in its first calls of a size
+                for _ in range(20 if peers else 1):
+                    call()
             times = side_by_side(contenders, seconds=seconds)
         results.append(
             {"case": name, "dim": dim, "pooling": pooling, "precision": precision.value, "batch": batch, "us": times}
@@ -189,9 +179,14 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="all shapes, dims, poolings and precisions")
     parser.add_argument("--rows", type=int, default=5_000_000, help="rows of the Criteo-shaped tables in all")
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each batch size of each case")
+    parser.add_argument("--cases", default="", help="only cases whose title has this text, as in '200 tables, int4'")
+    parser.add_argument("--reuse-outputs", action="store_true", help="keep outputs' memory, for all contenders")
+    parser.add_argument("--no-torchrec", action="store_true", help="leave TorchRec out, where it is installed")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.reuse_outputs:
+        keep_outputs()
     shapes = {"26 Criteo-shaped tables": criteo_rows(args.rows)}
     dims, poolings, precisions = [64], [1], [DataType.INT8]
     if args.full:
@@ -199,7 +194,12 @@ def main() -> None:
         dims, poolings, precisions = [64, 128], [1, 20], [DataType.INT8, DataType.INT4]
     results = []
     for (name, rows), precision, dim, pooling in itertools.product(shapes.items(), precisions, dims, poolings):
-        found = run_case(name, rows, dim, pooling, precision, [1, 32, 256, 2048], args.seconds)
+        title = f"{name}, {precision.value}, dim {dim}, pooling {pooling}".lower()
+        if any(word.strip().lower() not in title for word in args.cases.split(",")):
+            continue
+        found = run_case(
+            name, rows, dim, pooling, precision, [1, 32, 256, 2048], args.seconds, torchrec=not args.no_torchrec
+        )
         show(found)
         results += found
     if args.out:

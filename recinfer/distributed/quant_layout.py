@@ -111,40 +111,53 @@ _JOIN_BYTES = 8 << 20  # of whole rows a step: temporary memory stays bounded
 
 def joined_pieces(
     configs: Sequence[BaseEmbeddingConfig], pieces: Mapping[str, Sequence[ColumnPiece]], buffer: Tensor
-) -> tuple[dict[str, tuple[ColumnPiece, ...]], Tensor | None]:
-    """Tables that are cut by columns put together again, whole rows in a second buffer; the others stay where they are.
+) -> tuple[dict[str, tuple[ColumnPiece, ...]], Tensor, Tensor | None]:
+    """Tables that are cut by columns put together again.
 
     A cut table costs a row's cache misses once a piece, and its ids once more for the op to read. Whole rows cost
-    their bytes a second time, in memory that no other process shares.
+    their bytes a second time, in memory that no other process shares. Where the uncut tables are no more than the cut
+    ones, all move: the op checks ids itself only where all tables lie in one buffer, in order.
 
     Args:
         pieces: table -> its pieces in ``buffer`` (row alignment 1).
 
     Returns:
-        the pieces, and the second buffer (None when no table was cut).
+        the pieces, their buffer, and a second one that joined tables lie in (None: all lie in the first).
     """
+    sizes = {c.name: c.num_embeddings * row_bytes(c.embedding_dim, c.data_type) for c in configs}
     cut = [c for c in configs if len(pieces[c.name]) > 1]
-    whole = dict(pieces)
+    whole = {name: tuple(parts) for name, parts in pieces.items()}
     if not cut:
-        return {name: tuple(parts) for name, parts in whole.items()}, None
-    sizes = [c.num_embeddings * row_bytes(c.embedding_dim, c.data_type) for c in cut]
-    managed = torch.zeros(sum(sizes) + _SLACK_BYTES, dtype=torch.uint8)
+        return whole, buffer, None
+    cut_bytes = sum(sizes[c.name] for c in cut)
+    moved = list(configs) if sum(sizes.values()) <= 2 * cut_bytes else cut
+    new = torch.zeros(sum(sizes[c.name] for c in moved) + _SLACK_BYTES, dtype=torch.uint8)
     at = 0
-    for config, size in zip(cut, sizes):
-        dim, data_type, rows = config.embedding_dim, config.data_type, config.num_embeddings
-        out_RP = managed[at : at + size].view(rows, -1)
-        step = max(1, _JOIN_BYTES // out_RP.shape[1])
-        for first in range(0, rows, step):
-            last = min(first + step, rows)
-            parts = []
-            for piece in pieces[config.name]:
-                width = row_bytes(piece.col_stop - piece.col_start, data_type)
-                span = buffer[piece.offset + first * width : piece.offset + last * width]
-                parts.append((piece.col_start, piece.col_stop, span.view(last - first, width)))
-            out_RP[first:last] = join_packed_columns(parts, dim, data_type, table=config.name, first_row=first)
-        whole[config.name] = (ColumnPiece(0, dim, at, "managed"),)
+    for config in moved:
+        size = sizes[config.name]
+        _join(config, pieces[config.name], buffer, new[at : at + size].view(config.num_embeddings, -1))
+        where = ColumnPiece(0, config.embedding_dim, at)
+        whole[config.name] = (where if moved is not cut else replace(where, memory="managed"),)
         at += size
-    return {name: tuple(parts) for name, parts in whole.items()}, managed
+    return (whole, buffer, new) if moved is cut else (whole, new, None)
+
+
+def _join(config: BaseEmbeddingConfig, pieces: Sequence[ColumnPiece], buffer: Tensor, out_RP: Tensor) -> None:
+    """Packed rows from their pieces, some at a time."""
+    step = max(1, _JOIN_BYTES // out_RP.shape[1])
+    for first in range(0, config.num_embeddings, step):
+        last = min(first + step, config.num_embeddings)
+        parts = []
+        for piece in pieces:
+            width = row_bytes(piece.col_stop - piece.col_start, config.data_type)
+            span = buffer[piece.offset + first * width : piece.offset + last * width]
+            parts.append((piece.col_start, piece.col_stop, span.view(last - first, width)))
+        if len(parts) == 1:
+            out_RP[first:last] = parts[0][2]
+            continue
+        out_RP[first:last] = join_packed_columns(
+            parts, config.embedding_dim, config.data_type, table=config.name, first_row=first
+        )
 
 
 def place_shards(

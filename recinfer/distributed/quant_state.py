@@ -120,7 +120,7 @@ def place_buffer(
     pieces = fused_pieces(tables, shards) if kind == "cpu" and fused is not False else None
     managed = None
     if pieces is not None and join_columns:
-        pieces, managed = joined_pieces(tables, pieces, buffer)
+        pieces, buffer, managed = joined_pieces(tables, pieces, buffer)
     return Placed(source, pieces, buffer, managed, 1, devices)
 
 

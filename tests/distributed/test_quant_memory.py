@@ -36,6 +36,8 @@ def test_joined_columns_are_whole_tables_again(types: dict[str, DataType], kind:
     joined = packed_twin(module, shared, world_size=3, join_columns=True)
     apart = packed_twin(module, shared, world_size=3)
     assert len(joined.fused_lookup.batch.slots) == 4 <= len(apart.fused_lookup.batch.slots)
+    if kind == "column_wise":  # every table is whole again, in one buffer and in order: the op checks the ids
+        assert joined.fused_lookup.batch.knows_rows
     for batch in (0, 1, 17):
         features = random_features(module.embedding_bag_configs(), batch, seed=batch)
         want = module(features).values()
