@@ -230,6 +230,8 @@ class Batcher:
             raise DeadlineError("the deadline had passed when the request arrived; it was not run")
         found_idle = not self._waiting and not self._running
         alone = found_idle and (not self.config.max_delay_us or self._pace.goes_alone())
+        if alone and self._run_later is not None:
+            return await self._straight_later(work, deadline, now)
         if alone and self._is_short(work):
             return self._straight(work)
         self.admit(work.bytes)
@@ -258,6 +260,20 @@ class Batcher:
         start = time.monotonic()
         (answer,), cost = self._measured([work])
         self._done(work.lane, [work], time.monotonic() - start, cost)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    async def _straight_later(self, work: Runnable, deadline: float, start: float) -> Any:
+        assert self._run_later is not None
+        self._running += 1
+        try:
+            (answer,) = await self._run_later([work], deadline, long=work.bytes > _INLINE_BYTES)
+        finally:
+            self._running -= 1
+            self._done(work.lane, [work], time.monotonic() - start, 0.0)
+            if self._waiting:
+                self._flush_soon()
         if isinstance(answer, BaseException):
             raise answer
         return answer

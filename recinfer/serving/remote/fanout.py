@@ -170,15 +170,7 @@ class _Fan:
     async def run(self) -> None:
         """Return once every rank has answered, or is missing by permission."""
         self._ask(tuple(self._parts))
-        if not self._done.done():
-            left = self._deadline - time.monotonic()
-            timer = self._loop.call_later(max(0.0, left), self._too_late)
-            try:
-                await self._done
-            finally:
-                timer.cancel()
-        else:
-            self._done.result()
+        await self._done  # each call has the deadline, and gRPC ends it then
 
     def cancel(self) -> None:
         """End what is still under way."""

@@ -30,6 +30,7 @@ __all__ = [
     "encode_part",
     "encode_response",
     "join_request",
+    "ones",
 ]
 
 _NO_LENGTHS, _BYTE, _INT = 0, 1, 4
@@ -43,27 +44,23 @@ Parts = list[list[Buffer]]
 def encode_part(
     rank: int,
     module: int,
-    lengths_SB: NDArray[Any],
+    lengths_SB: NDArray[Any] | None,
     ids: NDArray[Any],
     weights: NDArray[np.float32] | None,
 ) -> list[Buffer]:
     """Parts of a ``ShardPart`` field of a request.
 
     Args:
-        lengths_SB: ids of each stream and sample, of any integer type.
+        lengths_SB: ids of each stream and sample, of any integer type; None: each has one.
         ids: int32 or int64, counted from the rank's first row.
     """
-    flat = lengths_SB.reshape(-1)
-    width = _BYTE
-    if flat.dtype != np.uint8:
-        most = int(flat.max()) if flat.size else 0
-        width = _BYTE if most < 256 else _INT
-    elif flat.dtype == bool:
-        flat = flat.view(np.uint8)
-    if len(ids) == flat.size and flat.size and int(flat.min()) == 1:
-        width = _NO_LENGTHS
+    width, flat = _NO_LENGTHS, None
+    if lengths_SB is not None:
+        flat = lengths_SB.reshape(-1)
+        if len(ids) != flat.size or int(flat.min()) != 1:
+            width = _BYTE if flat.dtype == np.uint8 or int(flat.max()) < 256 else _INT
     parts: list[Buffer] = [_part_head(rank, module, width)]
-    if width:
+    if width and flat is not None:
         parts += bytes_field(3, _data(flat.astype(np.uint8 if width == _BYTE else np.uint32, copy=False)))
     parts += bytes_field(5 if ids.dtype == np.int32 else 6, _data(ids))
     if weights is not None:
@@ -126,7 +123,7 @@ def decode_part(part: pb.ShardPart, streams: int, batch: int) -> RequestPart:
     if not part.length_bytes:
         if len(ids) != bags:
             raise InputError(f"ids: got {len(ids)}, expected one for each of {bags} bags")
-        offsets = np.arange(bags + 1, dtype=ids.dtype)
+        offsets = ones(bags, ids.dtype)
     else:
         if part.length_bytes not in (_BYTE, _INT) or len(raw) != bags * part.length_bytes:
             raise InputError(f"lengths: got {len(raw)} bytes of {part.length_bytes}, expected those of {bags} bags")
@@ -138,6 +135,12 @@ def decode_part(part: pb.ShardPart, streams: int, batch: int) -> RequestPart:
     if weights is not None and len(weights) != len(ids):
         raise InputError(f"weights: got {len(weights)}, expected one for each of {len(ids)} ids")
     return RequestPart(part.rank, part.module, offsets, ids, weights)
+
+
+@lru_cache(maxsize=64)
+def ones(bags: int, dtype: Any) -> NDArray[Any]:
+    """Offsets of that many bags of one id each; not to be written."""
+    return np.arange(bags + 1, dtype=dtype)
 
 
 def encode_response(values: Sequence[Sequence[NDArray[Any]]]) -> bytes:

@@ -18,13 +18,15 @@ from torch import Tensor
 from recinfer.inference.bags import Bags, offsets_of
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.serving.remote.layout import ModuleLayout, RankModule
-from recinfer.serving.remote.messages import encode_part
+from recinfer.serving.remote.messages import encode_part, ones
 from recinfer.serving.wire import Buffer
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
 __all__ = ["ModuleSplit", "Section"]
 
 _INT32_ROWS = 1 << 31
+_MAX_ORDERS = 64  # orders of keys that are remembered
+_FEW = 4  # samples for which one scattered copy is faster than a copy for each run of columns
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +55,32 @@ class _RankSplit:
         narrow = max(stream.rows for stream in mine.streams) <= _INT32_ROWS
         self._type = np.dtype(np.int32 if narrow else np.int64)
         self.runs = _runs(mine)
+        self.columns = None if mine.cuts_rows else np.array(mine.order.columns, np.intp)
+        self._places: dict[tuple[str, ...], NDArray[np.intp]] = {}
+
+    def section_of_ones(self, bags: Bags) -> Section | None:
+        """:meth:`section` of bags of one id each, all of whose features are there, for a pooled module."""
+        at = self._places.get(bags.keys)
+        if at is None:
+            place = {key: i for i, key in enumerate(bags.keys)}
+            at = np.array([place[name] for name in self.names], np.intp)
+            if len(self._places) < _MAX_ORDERS:
+                self._places[bags.keys] = at
+        ids_SB = bags.values.reshape(-1, bags.batch)[at]
+        weights_SB = None if bags.weights is None else bags.weights.reshape(-1, bags.batch)[at]
+        if not self.mine.cuts_rows:
+            weights = None if weights_SB is None else weights_SB.reshape(-1)
+            ids = ids_SB.reshape(-1).astype(self._type, copy=False)
+            return Section(encode_part(self.rank, self._number, None, ids, weights), bags.offsets, None)
+        ids_SB -= self._starts.astype(ids_SB.dtype)[:, None]
+        unsigned = np.uint64 if ids_SB.dtype == np.int64 else np.uint32
+        keep_SB = ids_SB.view(unsigned) < self._rows.astype(unsigned)[:, None]
+        ids = ids_SB[keep_SB].astype(self._type, copy=False)
+        if not ids.size:
+            return None
+        weights = None if weights_SB is None else weights_SB[keep_SB]
+        parts = encode_part(self.rank, self._number, keep_SB.view(np.uint8), ids, weights)
+        return Section(parts, bags.offsets, None)
 
     def section(self, bags: Bags, keep_positions: bool) -> Section | None:
         """Its part; None without any id. All ids are in range."""
@@ -118,6 +146,7 @@ class ModuleSplit:
         self._features = tuple(f for config in layout.configs for f in config.feature_names)
         self._dims = [config.embedding_dim for config in layout.configs for _ in config.feature_names]
         self._columns = sum(self._dims)
+        self._names = frozenset(self._features)
         self._mean = self._mean_spans()
 
     def _mean_spans(self) -> list[tuple[int, int, int]]:
@@ -140,11 +169,19 @@ class ModuleSplit:
     def split(self, bags: Bags) -> dict[int, Section]:
         """Each rank's part of ``bags``, whose ids are in range and which hold weights only where the module has them."""
         sections = {}
+        single = self.layout.pooled and self._is_ones(bags)
         for rank in self.ranks:
-            section = rank.section(bags, not self.layout.pooled)
+            section = rank.section_of_ones(bags) if single else rank.section(bags, not self.layout.pooled)
             if section is not None:
                 sections[rank.rank] = section
         return sections
+
+    def _is_ones(self, bags: Bags) -> bool:
+        """Whether each feature is there and each bag holds one id."""
+        size = bags.values.size
+        if size != len(bags.offsets) - 1 or not size or not self._names.issubset(bags.keys):
+            return False
+        return bool((bags.offsets == ones(size, bags.offsets.dtype)).all())
 
     def join(
         self, bags: Bags, sections: Mapping[int, Section], found: Mapping[int, NDArray[Any]]
@@ -160,6 +197,9 @@ class ModuleSplit:
             if flat is None:
                 continue
             mine = flat.reshape(batch, -1)
+            if batch <= _FEW and rank.columns is not None:
+                out_BD[:, rank.columns] = mine
+                continue
             for run in rank.runs:
                 if run.adds:
                     out_BD[:, run.to] += mine[:, run.at]

@@ -49,7 +49,13 @@ class _RankTables:
         )
         self._cols = [shard.cols for shard in mine.order.shards]
         self._rows = np.array([stream.rows for stream in mine.streams], np.uint64)
+        self._least = int(self._rows.min())
         self._weighted = layout.info.is_weighted
+        self._names = tuple(map(str, range(self._streams)))
+        # Past nn.Module's call machinery; where the op refuses ids beyond the rows by itself, only that is needed (it
+        # takes -1 for a row that was pruned away: no bag gets anything of it).
+        self._op = self._layout.batches[0].forward
+        self._op_checks = layout.pooled and self._layout.batches[0].knows_rows
 
     @property
     def num_streams(self) -> int:
@@ -58,8 +64,8 @@ class _RankTables:
 
     def find(self, part: RequestPart, batch: int) -> list[NDArray[Any]]:
         """Arrays that follow one another: ``[B, columns]`` when pooled, else ``[ids, columns]`` of each pair."""
-        bags = Bags(tuple(map(str, range(self._streams))), batch, part.offsets, part.ids, part.weights)
-        if not bags.fits(self._rows):
+        bags = Bags(self._names, batch, part.offsets, part.ids, part.weights)
+        if not self._op_checks and not self._are_low(part.ids) and not bags.fits(self._rows):
             raise InputError("ids: one is beyond the rows of this rank; ranker and shard must have the same plan")
         if self._weighted != (part.weights is not None) and part.ids.size:
             raise InputError(f"weights: {'expected' if self._weighted else 'got'} weights for this module")
@@ -67,12 +73,17 @@ class _RankTables:
             bags = _taken(bags, self._stream_of)
         return [self._sums(bags)] if self._pooled else self._sequences(bags)
 
+    def _are_low(self, ids: NDArray[Any]) -> bool:
+        """Whether all ids are below every table's rows: one pass that mostly settles it for tables of one height."""
+        unsigned = np.uint64 if ids.dtype == np.int64 else np.uint32
+        return not ids.size or int(ids.view(unsigned).max()) < self._least
+
     def _sums(self, bags: Bags) -> NDArray[Any]:
         weights = None if bags.weights is None else torch.from_numpy(bags.weights)
         if self._weighted and weights is None:
             weights = torch.empty(0)
         layout = self._layout
-        out_BD = layout.batches[0](torch.from_numpy(bags.values), torch.from_numpy(bags.offsets), weights)
+        out_BD = self._op(torch.from_numpy(bags.values), torch.from_numpy(bags.offsets), weights)
         found: NDArray[Any] = (out_BD if layout.real is None else out_BD.index_select(1, layout.real)).numpy()
         return found
 

@@ -1,0 +1,209 @@
+"""A ranker with shard servers over loopback beside one process that has it all, in the same run.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.scaleout                    # about a minute and a half on two cores
+    OMP_NUM_THREADS=1 python -m benchmarks.scaleout --dim 64           # wider tables: more bytes on the wire
+    OMP_NUM_THREADS=1 python -m benchmarks.scaleout --sharding row_wise
+    OMP_NUM_THREADS=1 python -m benchmarks.scaleout --half             # vectors as float16
+
+A DLRM of 26 features (INT8, 13 dense columns) with random weights, cut for two ranks. Four servers stand at a time: the
+single process, two shard servers, a ranker that asks them, and a ranker that asks one shard server with both ranks. The
+clients are one more process with one channel each. All take turns; figures are medians over the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import grpc.aio
+import torch
+
+from recinfer.checkpoint import CheckpointReader, save_checkpoint
+from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan, embedding_tables
+from recinfer.inference.export import export_archive
+from recinfer.models.dlrm import DLRM
+from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
+from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from recinfer.serving import codec
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.server import SERVICE_NAME
+from recinfer.serving.tuning import new_loop
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+FEATURES, DENSE, ROWS = 26, 13, 20_000
+_ANY_LENGTH = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+_GOAL_MS = 1.2
+
+
+def build(folder: Path, dim: int, sharding: str) -> Path:
+    """The archive, for two ranks."""
+    torch.manual_seed(0)
+
+    def model(device: str) -> DLRM:
+        tables = [EmbeddingBagConfig(ROWS, dim, f"t{i}", feature_names=[f"f{i}"]) for i in range(FEATURES)]
+        collection = EmbeddingBagCollection(tables=tables, device=torch.device(device))
+        return DLRM(collection, DENSE, [64, dim], [64, 1], dense_device=torch.device(device))
+
+    checkpoint = save_checkpoint(folder / "checkpoint", model("cpu"), model_name="bench", model_version="1")
+    tables = []
+    for path, _, configs, _ in embedding_tables(model("meta")):
+        for number, config in enumerate(configs):
+            half = ROWS // 2
+            whole = (ShardRect(number % 2, 0, ROWS, 0, dim),)
+            rows = (ShardRect(0, 0, half, 0, dim), ShardRect(1, half, ROWS, 0, dim))
+            shards = rows if sharding == "row_wise" else whole
+            tables.append(TablePlan(path, config.name, sharding, "quant", DataType.INT8, ROWS, dim, shards))
+    out = folder / "bench.rqa"
+    export_archive(
+        model("meta"),
+        CheckpointReader(checkpoint),
+        Plan(2, "cpu", tuple(tables)),
+        out,
+        name="bench",
+        version="1",
+        num_dense=DENSE,
+        progress=False,
+    )
+    return out
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody has."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@contextmanager
+def serving(*arguments: object) -> Iterator[int]:
+    """``recinfer serve`` with some arguments; its port."""
+    port = free_port()
+    command = [sys.executable, "-m", "recinfer", "serve", *map(str, arguments), "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield port
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def request(batch: int) -> tuple[torch.Tensor, KeyedJaggedTensor]:
+    """Dense columns, and one id a bag."""
+    random = torch.Generator().manual_seed(batch)
+    names = [f"f{i}" for i in range(FEATURES)]
+    ids = torch.randint(0, ROWS, (FEATURES * batch,), generator=random)
+    lengths = torch.ones(FEATURES * batch, dtype=torch.int32)
+    return torch.randn(batch, DENSE, generator=random), KeyedJaggedTensor(names, ids, lengths=lengths)
+
+
+async def calls(port: int, method: str, data: bytes, seconds: float, callers: int) -> list[float]:
+    """Seconds of each call while ``callers`` call all the time."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=_ANY_LENGTH) as channel:
+        call = channel.unary_unary(f"/{SERVICE_NAME}/{method}")
+        for _ in range(20):
+            await call(data, timeout=10)
+        end = time.perf_counter() + seconds
+        found: list[float] = []
+
+        async def caller() -> None:
+            while (start := time.perf_counter()) < end:
+                await call(data, timeout=10)
+                found.append(time.perf_counter() - start)
+
+        await asyncio.gather(*(caller() for _ in range(callers)))
+        return found
+
+
+def measure(ports: dict[str, int], options: argparse.Namespace) -> dict[str, Any]:
+    """Medians over turns: p50 in ms at one caller, and answers a second at many."""
+    loop = new_loop()
+    result: dict[str, Any] = {"p50_ms": {}, "per_second": {}}
+    for method in ("Predict", "Lookup"):
+        for batch in options.batches:
+            dense, features = request(batch)
+            data = codec.encode_lookup_request(features)
+            if method == "Predict":
+                data = codec.encode_predict_request(dense, features)
+            alone: dict[str, list[float]] = {name: [] for name in ports}
+            for _ in range(options.turns):
+                for name, port in ports.items():
+                    found = loop.run_until_complete(calls(port, method, data, options.seconds, 1))
+                    alone[name].append(statistics.median(found) * 1e3)
+            result["p50_ms"][f"{method} {batch}"] = {name: statistics.median(p) for name, p in alone.items()}
+    dense, features = request(32)
+    data = codec.encode_predict_request(dense, features)
+    many: dict[str, list[float]] = {name: [] for name in ports}
+    for _ in range(options.turns):
+        for name, port in ports.items():
+            found = loop.run_until_complete(calls(port, "Predict", data, options.seconds, options.callers))
+            many[name].append(len(found) / options.seconds)
+    result["per_second"] = {name: statistics.median(rates) for name, rates in many.items()}
+    return result
+
+
+def show(result: dict[str, Any], options: argparse.Namespace) -> None:
+    """The table for people."""
+    print(f"dim {options.dim}, {options.sharding}, {'float16' if options.half else 'float32'} on the wire")
+    print(f"{'p50, one caller':22s}{'single':>10s}{'2 shards':>10s}{'added':>10s}{'1 shard':>10s}{'added':>10s}  ms")
+    for name, row in result["p50_ms"].items():
+        single, two, one = row["single"], row["two shards"], row["one shard"]
+        met = "met" if two - single < _GOAL_MS else "missed"
+        print(f"{name:22s}{single:10.2f}{two:10.2f}{two - single:10.2f}{one:10.2f}{one - single:10.2f}  goal {met}")
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in result["per_second"].items())
+    print(f"Predict of 32, {options.callers} callers, answers a second: {rates}")
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--sharding", choices=["table_wise", "row_wise"], default="table_wise")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 256])
+    parser.add_argument("--seconds", type=float, default=0.6, help="of one turn")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--callers", type=int, default=16)
+    parser.add_argument("--half", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        archive = build(folder, options.dim, options.sharding)
+
+        def shards(file: str, ranks: dict[int, int]) -> Path:
+            listed = {str(rank): [f"127.0.0.1:{port}"] for rank, port in ranks.items()}
+            document = {"format": "recinfer.shards", "version": 1, "ranks": listed, "settings": {"half": options.half}}
+            (folder / file).write_text(json.dumps(document))
+            return folder / file
+
+        first = stack.enter_context(serving(archive, "--ranks", "0"))
+        second = stack.enter_context(serving(archive, "--ranks", "1"))
+        both = stack.enter_context(serving(archive, "--ranks", "0,1"))
+        ports = {
+            "single": stack.enter_context(serving(archive)),
+            "two shards": stack.enter_context(serving(archive, "--shards", shards("two.json", {0: first, 1: second}))),
+            "one shard": stack.enter_context(serving(archive, "--shards", shards("one.json", {0: both, 1: both}))),
+        }
+        for port in ports.values():
+            with InferenceClient(f"127.0.0.1:{port}") as client:
+                client.wait_until_ready(60)
+        result = measure(ports, options)
+    print(json.dumps(result)) if options.json else show(result, options)
+
+
+if __name__ == "__main__":
+    main()
