@@ -36,7 +36,8 @@ ALLOWED: dict[str, set[str]] = {
     "inference": RUNTIME | {"models", "data", "checkpoint", "archive"},
     "training": RUNTIME | {"models", "data", "checkpoint"},
     "serving": RUNTIME | {"models", "data", "checkpoint", "archive", "inference"},
-    "cli": RUNTIME | {"models", "data", "checkpoint", "archive", "inference", "training", "serving"},
+    "sizing": RUNTIME | {"models", "data", "checkpoint", "archive", "inference", "serving"},
+    "cli": RUNTIME | {"models", "data", "checkpoint", "archive", "inference", "training", "serving", "sizing"},
 }
 
 # What points up all the same, each with its reason. All of them stand inside a function, so nothing is imported by them

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output
 from recinfer.cli.options import Device
+from recinfer.errors import ConfigError
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -19,18 +20,56 @@ EXAMPLE = "Example: recinfer calibrate --out hardware.json"
 
 
 def run(
-    out: Annotated[Path, typer.Option("--out", help="Figures to write (JSON), for `recinfer plan --hardware`.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Figures to write (JSON), for `recinfer plan --hardware`.")
+    ] = None,
+    serving: Annotated[
+        Path | None, typer.Option("--serving", help="Also, or only, measure calls; for `recinfer size --serving`.")
+    ] = None,
     device: Annotated[Device, typer.Option(help="What to measure.")] = Device.cpu,
     seconds_per_point: Annotated[float, typer.Option(min=0.0005, help="Time for each of some 2,000 figures.")] = 0.005,
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine: lookups by precision, row size and level of the memory, bandwidths, copies to devices.
 
+    With --serving also what calls cost: real servers on loopback, one caller and many, about a minute.
+
     Run it where the model will be served, with nothing else running.
     """
+    output = Output(as_json)
+    if out is None and serving is None:
+        raise ConfigError("--out, --serving: give the file of one of them, or of both")
+    payload: dict[str, Any] = {}
+    if out is not None:
+        payload |= _lookups(output, out, device, seconds_per_point)
+    if serving is not None:
+        payload |= _calls(output, serving)
+    output.finish(payload)
+
+
+def _calls(output: Output, path: Path) -> dict[str, Any]:
+    import torch
+
+    from recinfer.sizing.measure import measure_serving
+
+    torch.set_num_threads(1)
+    costs = measure_serving(progress=output.note)
+    costs.save(path)
+    table = Table("microseconds a call", "event loop", "gRPC's threads", title="CPU of calls", title_justify="left")
+    for name, end in (("server", costs.server), ("caller", costs.client)):
+        table.add_row(f"{name}, one behind another", f"{end.loop_s * 1e6:.0f}", f"{end.io_s * 1e6:.0f}")
+        table.add_row(f"{name}, when it was asleep, more", f"{end.loop_cold_s * 1e6:.0f}", f"{end.io_cold_s * 1e6:.0f}")
+    table.add_row("a run", f"{costs.run.base_s * 1e6:.0f}", "")
+    table.add_row("a run, each request more", f"{costs.run.request_s * 1e6:.0f}", "")
+    table.add_row("a shard's run", f"{costs.shard.base_s * 1e6:.0f}", "")
+    table.add_row("asking a shard", f"{costs.fan.call_s * 1e6:.0f}", "")
+    output.show(table, f"[green]wrote[/green] {path}")
+    return {"serving": str(path), "serving_costs": asdict(costs)}
+
+
+def _lookups(output: Output, out: Path, device: Device, seconds_per_point: float) -> dict[str, Any]:
     from recinfer.distributed.calibrate import calibrate
 
-    output = Output(as_json)
     profile = calibrate(device.value, seconds_per_point=seconds_per_point, progress=output.note)
     profile.save(out)
     smallest = min(profile.grids.values(), key=lambda grid: grid.set_bytes[0])
@@ -46,7 +85,7 @@ def run(
         )
     overheads = f"a call {profile.call_ms * 1e3:.1f} us, a feature {profile.feature_ms * 1e3:.2f} us"
     output.show(table, overheads, f"[green]wrote[/green] {out}  {profile.name}, {profile.threads} threads")
-    output.finish({"hardware": str(out), **asdict(profile)})
+    return {"hardware": str(out), **asdict(profile)}
 
 
 def _size(num_bytes: float) -> str:

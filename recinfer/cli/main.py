@@ -20,6 +20,7 @@ from recinfer.cli import (
     predict,
     reshard,
     serve,
+    size,
     train,
     verify,
 )
@@ -38,7 +39,22 @@ app = typer.Typer(
 )
 
 # In the order of the pipeline, which is the order `recinfer --help` lists them in.
-for _module in (train, plan, export, inspect, verify, reshard, delta, serve, lookup, predict, mar, demo, calibrate):
+for _module in (
+    train,
+    plan,
+    export,
+    inspect,
+    verify,
+    reshard,
+    delta,
+    serve,
+    lookup,
+    predict,
+    mar,
+    demo,
+    calibrate,
+    size,
+):
     app.command(name=_module.NAME, epilog=_module.EXAMPLE)(verb(_module.run))
 app.add_typer(bench.app, name=bench.NAME, epilog=bench.EXAMPLE)
 

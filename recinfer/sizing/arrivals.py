@@ -1,0 +1,216 @@
+"""When requests come and how large they are: traces read from files, and made-up ones."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.errors import InputError, NotFoundError
+
+__all__ = ["Trace", "poisson", "read_trace", "write_trace"]
+
+_COLUMNS = ("time", "batch", "ids")
+_MAX_LINE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in the order in which they came.
+
+    Attributes:
+        times: seconds, float64 ``[N]``, ascending from 0.
+        batches: samples of each, int64 ``[N]``.
+        ids: ids of each over all features, int64 ``[N]``.
+        ids_by_feature: mean ids a sample of single features, where the file says so.
+    """
+
+    times: NDArray[np.float64]
+    batches: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    ids_by_feature: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        times = self.times
+        if not times.size or len(self.batches) != times.size or len(self.ids) != times.size:
+            raise InputError(f"trace: {times.size} times, {len(self.batches)} batches and {len(self.ids)} ids")
+        if not np.isfinite(times).all() or (np.diff(times) < 0).any():
+            raise InputError("trace: expected finite, ascending times")
+        if (self.batches < 1).any() or (self.ids < 0).any():
+            raise InputError("trace: expected batches of at least 1 and ids of at least 0")
+
+    def __len__(self) -> int:
+        return self.times.size
+
+    @property
+    def qps(self) -> float:
+        """Requests a second."""
+        return self.times.size / self.duration
+
+    @property
+    def duration(self) -> float:
+        """Seconds to the end of the last request's turn."""
+        last = float(self.times[-1] - self.times[0])
+        return last * self.times.size / max(self.times.size - 1, 1) or 1.0
+
+    @property
+    def ids_per_sample(self) -> float:
+        """Mean over all samples."""
+        return float(self.ids.sum() / self.batches.sum())
+
+    def at_rate(self, qps: float, count: int, seed: int = 0) -> Trace:
+        """About ``count`` requests of this trace's sizes and pattern, ``qps`` a second.
+
+        Times are stretched; a trace that is too short is continued by itself, each time from another place in it.
+        """
+        if not 0 < qps < math.inf or count < 1:
+            raise InputError(f"trace: got {qps} requests a second and {count} requests, expected more than 0")
+        random, size = np.random.default_rng(seed), self.times.size
+        gaps = np.diff(self.times)
+        gaps = np.append(gaps, gaps.mean() if gaps.size else 0.0)
+        if count <= size:
+            order = (np.arange(count) + random.integers(size - count + 1)) % size
+        else:
+            turns = -(-count // size)
+            order = np.concatenate([(np.arange(size) + random.integers(size)) % size for _ in range(turns)])[:count]
+        steps = gaps[order]
+        mean = float(steps.mean())
+        steps = steps / (mean * qps) if mean > 0 else np.full(order.size, 1 / qps)
+        times = np.concatenate(([0.0], np.cumsum(steps)[:-1]))
+        return Trace(times, self.batches[order], self.ids[order], self.ids_by_feature)
+
+
+def poisson(
+    qps: float, count: int, *, batch: int = 1, ids_per_sample: float = 1.0, seed: int = 0, spread_ids: bool = True
+) -> Trace:
+    """Requests that come independently of each other, all of one batch.
+
+    Args:
+        spread_ids: a request's ids vary as a sum of geometric bags does; else each has the mean.
+    """
+    if not 0 < qps < math.inf or count < 1 or batch < 1 or not 0 <= ids_per_sample < math.inf:
+        raise InputError(
+            f"got {qps} requests a second, {count} requests of {batch} samples and {ids_per_sample} ids a sample; "
+            "expected more than 0"
+        )
+    random = np.random.default_rng(seed)
+    times = np.cumsum(random.exponential(1 / qps, count))
+    mean = batch * ids_per_sample
+    ids = np.full(count, round(mean), np.int64)
+    if spread_ids and mean > 0:
+        ids = random.poisson(mean, count)
+    return Trace(times - times[0], np.full(count, batch, np.int64), ids, {})
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace, JSON lines or CSV; docs/sizing.md has the format.
+
+    Raises:
+        NotFoundError: no such file.
+        InputError: what a line holds, what was expected, and which line.
+    """
+    rows = _json_lines if path.suffix.lower() in (".jsonl", ".json", ".ndjson") else _csv_lines
+    times: list[float] = []
+    batches: list[int] = []
+    ids: list[int] = []
+    by_feature: dict[str, float] = {}
+    try:
+        for number, row in rows(path):
+            where = f"{path}, line {number}"
+            time = _number(row.get("time"), where, "time", low=-math.inf)
+            batch = int(_number(row.get("batch", 1), where, "batch", low=1, whole=True))
+            mine = row.get("ids", 0)
+            if isinstance(mine, dict):
+                counts = {str(k): _number(v, where, f"ids of {k!r}", whole=True) for k, v in mine.items()}
+                for name, value in counts.items():
+                    by_feature[name] = by_feature.get(name, 0.0) + value
+                total = int(sum(counts.values()))
+            else:
+                total = int(_number(mine, where, "ids", whole=True))
+            if times and time < times[-1]:
+                raise InputError(f"{where}: time {time:g} is before the line above ({times[-1]:g}); sort the trace")
+            times.append(time)
+            batches.append(batch)
+            ids.append(total)
+    except FileNotFoundError:
+        raise NotFoundError(f"no trace {str(path)!r}; docs/sizing.md says what one looks like") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: expected text in UTF-8: {error}") from None
+    if not times:
+        raise InputError(f"{path}: no requests in it; expected one a line")
+    samples = float(sum(batches))
+    begin = np.array(times)
+    means = {name: total / samples for name, total in sorted(by_feature.items())}
+    return Trace(begin - begin[0], np.array(batches, np.int64), np.array(ids, np.int64), means)
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Write JSON lines, or CSV where ``path`` ends so."""
+    with path.open("w", encoding="utf-8") as file:
+        if path.suffix.lower() == ".csv":
+            file.write(",".join(_COLUMNS) + "\n")
+        for time, batch, ids in zip(trace.times.tolist(), trace.batches.tolist(), trace.ids.tolist()):
+            if path.suffix.lower() == ".csv":
+                file.write(f"{time:.6f},{batch},{ids}\n")
+            else:
+                file.write(json.dumps({"time": round(time, 6), "batch": batch, "ids": ids}) + "\n")
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line[:_MAX_LINE])
+            except ValueError as error:
+                raise InputError(f"{path}, line {number}: not JSON: {error}") from None
+            if not isinstance(row, dict) or not row.keys() <= set(_COLUMNS):
+                raise InputError(f"{path}, line {number}: expected an object of time, batch and ids")
+            yield number, row
+
+
+def _csv_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.reader(file)
+        header = next(reader, None)
+        names = [name.strip() for name in header or []]
+        if "time" not in names or len(set(names)) != len(names) or not all(_known(name) for name in names):
+            raise InputError(
+                f"{path}, line 1: got the columns {names[:10]}; expected time, batch, and ids or ids.<feature> columns"
+            )
+        for number, cells in enumerate(reader, 2):
+            if not cells:
+                continue
+            if len(cells) != len(names):
+                raise InputError(f"{path}, line {number}: got {len(cells)} cells, expected {len(names)}")
+            row: dict[str, Any] = {}
+            for name, cell in zip(names, cells):
+                if name.startswith("ids."):
+                    row.setdefault("ids", {})[name[4:]] = cell
+                else:
+                    row[name] = cell
+            yield number, row
+
+
+def _known(name: str) -> bool:
+    return name in _COLUMNS or (name.startswith("ids.") and len(name) > 4)
+
+
+def _number(value: Any, where: str, what: str, low: float = 0.0, whole: bool = False) -> float:
+    try:
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number < low or (whole and number != int(number)):
+        kind = "a whole number" if whole else "a number"
+        least = "" if low == -math.inf else f" of at least {low:g}"
+        raise InputError(f"{where}: {what}: got {value!r}, expected {kind}{least}")
+    return number

@@ -1,0 +1,161 @@
+"""What a call costs around the lookup, as data: measured by ``recinfer calibrate --serving``, used by the simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recinfer.errors import ConfigError, NotFoundError
+
+__all__ = ["FORMAT", "EndCosts", "FanCosts", "RunCosts", "ServingCosts"]
+
+FORMAT = "recinfer.serving/1"
+
+
+@dataclass(frozen=True)
+class EndCosts:
+    """CPU of one end of a call, apart from what is run for it. The work is done by two threads of the process:
+    the event loop's, and one that stands for gRPC's own, which moves the bytes.
+
+    Attributes:
+        loop_s, io_s: seconds a call of either thread when calls come one behind another.
+        loop_cold_s, io_cold_s: seconds more when the thread had been asleep.
+        loop_byte_s, io_byte_s: seconds more a byte of request and answer.
+    """
+
+    loop_s: float
+    io_s: float
+    loop_cold_s: float
+    io_cold_s: float
+    loop_byte_s: float
+    io_byte_s: float
+
+
+@dataclass(frozen=True)
+class RunCosts:
+    """CPU of a run of the server beyond the lookup op and the dense program: decoding, checks, encoding.
+
+    Attributes:
+        base_s: seconds a run.
+        request_s: seconds for each request of it.
+        byte_s: seconds a byte of requests and answers.
+    """
+
+    base_s: float
+    request_s: float
+    byte_s: float
+
+
+@dataclass(frozen=True)
+class FanCosts:
+    """CPU of a ranker for asking shards, apart from the calls' own ends.
+
+    Attributes:
+        run_s: seconds a run.
+        call_s: seconds for each shard that it asks.
+        byte_s: seconds a byte of the vectors that come back.
+    """
+
+    run_s: float
+    call_s: float
+    byte_s: float
+
+
+@dataclass(frozen=True)
+class ServingCosts:
+    """Measured costs of one machine.
+
+    Attributes:
+        server, client: the two ends of a call.
+        run: of what a server runs for its calls.
+        shard: of what a shard server runs for them.
+        fan: of what a ranker does to ask shards.
+        wire_s: seconds that a lone call takes beyond the CPU on its way, there and back, over loopback.
+        spread: a lone call's seconds over their mean: the means of equal parts of many calls, ascending.
+        stalls_per_s: how often a host stood still for a moment, a second.
+        stall_s: for how long: the seconds of each time that it was seen.
+        notes: machine and versions, for people.
+    """
+
+    server: EndCosts
+    client: EndCosts
+    run: RunCosts
+    shard: RunCosts
+    fan: FanCosts
+    wire_s: float
+    spread: tuple[float, ...]
+    stalls_per_s: float
+    stall_s: tuple[float, ...]
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        figures: dict[str, float] = {"wire_s": self.wire_s, "stalls_per_s": self.stalls_per_s}
+        for name in ("server", "client", "run", "shard", "fan"):
+            figures |= {f"{name}.{key}": value for key, value in dataclasses.asdict(getattr(self, name)).items()}
+        for name, value in figures.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ConfigError(f"serving costs: {name} is {value!r}; expected seconds, 0 or more")
+        if len(self.spread) < 2 or any(not 0 < a <= b < math.inf for a, b in zip(self.spread, self.spread[1:])):
+            raise ConfigError("serving costs: spread: expected at least two ascending figures above 0")
+        if any(not 0 <= s < math.inf for s in self.stall_s) or (self.stalls_per_s and not self.stall_s):
+            raise ConfigError("serving costs: stall_s: expected the seconds of each stall")
+
+    @property
+    def parts(self) -> float:
+        """As how many equal parts the jobs on a lone call's way vary, when each varies by itself."""
+        server, client = self.server, self.client
+        loop, io = (server.loop_s + server.loop_cold_s) / 3, (server.io_s + server.io_cold_s) / 4
+        jobs = [loop, loop, io, io, io, client.loop_s / 2, client.io_s / 2]
+        jobs += [client.loop_s / 2 + client.loop_cold_s, client.io_s / 2 + client.io_cold_s]
+        jobs.append(self.run.base_s + self.run.request_s)
+        return sum(jobs) ** 2 / max(sum(job**2 for job in jobs), 1e-30) if any(jobs) else 1.0
+
+    def to_json(self) -> str:
+        """Deterministic text."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ServingCosts:
+        """Read :meth:`to_json`'s text; raises ConfigError on anything else."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"the serving costs are not JSON: {error}") from None
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise ConfigError(
+                f"not serving costs of format {FORMAT!r}; write them with recinfer calibrate --serving FILE"
+            )
+        try:
+            for name, kind in (
+                ("server", EndCosts),
+                ("client", EndCosts),
+                ("run", RunCosts),
+                ("shard", RunCosts),
+                ("fan", FanCosts),
+            ):
+                data[name] = kind(**data[name])
+            return cls(spread=tuple(data.pop("spread")), stall_s=tuple(data.pop("stall_s")), **data)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"the serving costs are incomplete or have unknown keys: {error!r}; run recinfer calibrate --serving again"
+            ) from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ServingCosts:
+        """Read the JSON; raises NotFoundError when there is no such file."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise NotFoundError(
+                f"no serving costs {str(path)!r}; write them with recinfer calibrate --serving FILE"
+            ) from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"cannot read the serving costs {str(path)!r}: {error}") from None

@@ -1,0 +1,317 @@
+"""Measures what a call costs on this machine around its lookup: a real server in a process of its own, under known loads."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from recinfer.checkpoint import CheckpointReader, save_checkpoint
+from recinfer.distributed.planner.inference import plan_inference
+from recinfer.errors import UnavailableError
+from recinfer.inference.export import export_archive
+from recinfer.inference.predictor import Predictor, load
+from recinfer.models.dlrm import DLRM
+from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
+from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from recinfer.serving import codec
+from recinfer.serving.batcher import BatchConfig
+from recinfer.serving.limits import Limits
+from recinfer.serving.registry import ModelRegistry
+from recinfer.serving.service import InferenceService, Message
+from recinfer.sizing.costs import EndCosts, FanCosts, RunCosts, ServingCosts
+from recinfer.sizing.probe import Load, ServerProcess, closed_loop
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["LOOKUP", "lookup_requests", "measure_serving", "write_sample_archive"]
+
+LOOKUP = "/recinfer.v1.Inference/Lookup"
+_FEATURES, _DIM, _ROWS, _DENSE = 26, 16, 20_000, 13
+_SMALL, _LARGE = 1, 256  # samples a request
+_FEW, _MANY = 16, 32  # requests of a merged run in process; callers that keep a server busy
+_BUSY_LARGE = 8
+_TURNS, _WARM_UP_S = 3, 0.4
+_PARTS = 400
+_STALL = 3.0  # times the median: a lone call that takes longer was held up
+
+
+def measure_serving(*, seconds: float = 1.0, progress: Callable[[str], None] | None = None) -> ServingCosts:
+    """Measure servers of a sample model over loopback: alone and busy, with small and large requests, and with shards.
+
+    With one caller every thread sleeps between calls; with many, none does, and what a run costs is shared by those that
+    are merged into it. Run it with nothing else running.
+
+    Args:
+        seconds: of each of some thirty stretches of load.
+        progress: told what is done.
+
+    Raises:
+        UnavailableError: a server did not start, or did not answer.
+    """
+    say = progress or (lambda text: None)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        say("making a sample model")
+        archive = write_sample_archive(folder, world_size=2)
+        predictor = load(archive)
+        requests = {batch: lookup_requests(predictor, batch) for batch in (_SMALL, _LARGE)}
+        say("runs in process")
+        in_process = _InProcess(predictor, requests)
+        bench = _Bench(archive, requests, seconds, say)
+        with ServerProcess(archive) as server:
+            bench.load("whole", server, (_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1), (_LARGE, _BUSY_LARGE))
+        # The same without merging: what each request costs that is run by itself while others wait.
+        with ServerProcess(archive, BatchConfig(max_delay_us=0)) as server:
+            bench.load("single", server, (_SMALL, _MANY))
+        for shards in (1, 2):
+            bench.load_ranker(folder, shards)
+    means = {kind: _Means(turns) for kind, turns in bench.loads.items()}
+    return _fit(means, in_process)
+
+
+Kind = tuple[str, int, int]
+"""Which server, samples a request, callers."""
+
+
+class _Bench:
+    """Stretches of load on servers of one archive, in turns."""
+
+    def __init__(
+        self, archive: Path, requests: dict[int, list[bytes]], seconds: float, say: Callable[[str], None]
+    ) -> None:
+        self._archive, self._requests, self._seconds, self._say = archive, requests, seconds, say
+        self.loads: dict[Kind, list[Load]] = {}
+
+    def load(
+        self, name: str, server: ServerProcess, *kinds: tuple[int, int], beside: Sequence[ServerProcess] = ()
+    ) -> None:
+        """Measure ``server`` under each kind of load, three times in turn; ``beside`` are what its own CPU is told of."""
+        for batch, callers in kinds:
+            closed_loop(server, LOOKUP, self._requests[batch], callers, _WARM_UP_S)
+        for turn in range(_TURNS):
+            for batch, callers in kinds:
+                self._say(f"{name}, round {turn + 1} of {_TURNS}: requests of {batch}, {callers} at a time")
+                before = [shard.spent() for shard in beside]
+                load_ = closed_loop(server, LOOKUP, self._requests[batch], callers, self._seconds)
+                if not load_.answered:
+                    raise UnavailableError("the measured server answered no request; see stderr")
+                self.loads.setdefault((name, batch, callers), []).append(load_)
+                for shard, (spent, runs, handled) in zip(beside, before):
+                    after, runs_after, handled_after = shard.spent()
+                    mine = replace(load_, server=after - spent, runs=runs_after - runs, handled=handled_after - handled)
+                    self.loads.setdefault((f"{name}'s shard", batch, callers), []).append(mine)
+
+    def load_ranker(self, folder: Path, num: int) -> None:
+        """A ranker that asks ``num`` shard servers for the two ranks of the archive."""
+        with ExitStack() as stack:
+            ranks = [(0, 1)] if num == 1 else [(0,), (1,)]
+            shards = [stack.enter_context(ServerProcess(self._archive, ranks=mine)) for mine in ranks]
+            listed = {str(rank): [shards[min(rank, num - 1)].target] for rank in (0, 1)}
+            path = folder / f"shards-{num}.json"
+            path.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}))
+            ranker = stack.enter_context(ServerProcess(self._archive, shards=path))
+            kinds = ((_SMALL, 1), (_LARGE, 1)) if num == 1 else ((_SMALL, 1),)
+            self.load(f"ranker of {num}", ranker, *kinds, beside=shards[:1])
+
+
+class _Means:
+    """Seconds a request: medians over turns."""
+
+    def __init__(self, turns: Sequence[Load]) -> None:
+        def median(of: Callable[[Load], float]) -> float:
+            return statistics.median(of(turn) for turn in turns)
+
+        self.loop = median(lambda t: t.server.loop / t.answered)
+        self.io = median(lambda t: t.server.other / t.answered)
+        self.client_loop = median(lambda t: t.client.loop / t.answered)
+        self.client_io = median(lambda t: t.client.other / t.answered)
+        self.runs = median(lambda t: t.runs / t.answered)
+        self.cycle = median(lambda t: t.seconds / t.answered)
+        self.handled = median(lambda t: t.handled / t.answered)
+        self.latency = median(lambda t: float(np.nanmedian(t.latencies)))
+        all_of = np.sort(np.concatenate([t.latencies[np.isfinite(t.latencies)] for t in turns]))
+        usual = all_of[all_of <= _STALL * np.median(all_of)]
+        self.spread = tuple(float(p.mean() / usual.mean()) for p in np.array_split(usual, min(_PARTS, usual.size)))
+        self.stalls = tuple(float(s) for s in all_of[usual.size :] - np.median(all_of))
+        self.seconds = sum(t.seconds for t in turns)
+        self.usual = float(usual.mean())
+
+
+class _InProcess:
+    """Thread seconds of runs in a tight loop, and of the op alone in them."""
+
+    def __init__(self, predictor: Predictor, requests: dict[int, list[bytes]]) -> None:
+        service = InferenceService(ModelRegistry({"model": predictor}), Limits())
+        small, large = requests[_SMALL], requests[_LARGE]
+
+        def run_of(data: Sequence[bytes]) -> Callable[[int], object]:
+            return lambda turn: service.run([Message("Lookup", data[(turn + i) % len(data)]) for i in range(len(data))])
+
+        answer = service.run([Message("Lookup", small[0])])[0], service.run([Message("Lookup", large[0])])[0]
+        self.bytes = {
+            batch: len(requests[batch][0]) + len(found)  # type: ignore[arg-type]
+            for batch, found in zip((_SMALL, _LARGE), answer)
+        }
+        self.one = _seconds(lambda turn: service.run([Message("Lookup", small[turn % len(small)])]))
+        self.few = _seconds(run_of(small[:_FEW]))
+        self.large = _seconds(lambda turn: service.run([Message("Lookup", large[turn % len(large)])]))
+        self.op_one, self.op_few, self.op_large = (_op_seconds(predictor, n) for n in (_SMALL, _FEW, _LARGE))
+
+
+def _seconds(call: Callable[[int], object], least: float = 0.3) -> float:
+    times: list[float] = []
+    end = time.perf_counter() + least
+    while time.perf_counter() < end or len(times) < 20:
+        begin = time.thread_time()
+        call(len(times))
+        times.append(time.thread_time() - begin)
+    return statistics.median(times)
+
+
+def _op_seconds(predictor: Predictor, batch: int) -> float:
+    """Of the lookup op alone, as the planner's calibration measures it, on tables of the same shape."""
+    from recinfer.distributed.calibrate import random_module, random_request
+
+    tables = predictor.manifest.tables
+    module = random_module([(t.rows, t.dim) for t in tables], tables[0].data_type)
+    asked = [random_request([t.rows for t in tables], [1.0] * len(tables), batch, seed=i) for i in range(32)]
+    return _seconds(lambda turn: module(asked[turn % len(asked)]))
+
+
+def _fit(loads: dict[Kind, _Means], run: _InProcess) -> ServingCosts:
+    """Costs from measured means; docs/sizing.md has the reasoning."""
+    alone, busy = loads["whole", _SMALL, 1], loads["whole", _SMALL, _MANY]
+    large_alone, large_busy = loads["whole", _LARGE, 1], loads["whole", _LARGE, _BUSY_LARGE]
+    more_bytes = run.bytes[_LARGE] - run.bytes[_SMALL]
+
+    # Of many requests one more in a run takes what it takes in a tight loop; what a run takes by itself, with the visits of
+    # the loop that it slows down, follows from the same load merged and not merged: two equations.
+    request_s = max((run.few - run.op_few) - (run.one - run.op_one), 0.0) / (_FEW - 1)
+    single = loads["single", _SMALL, _MANY]
+    run_s = max(single.cycle - busy.loop, 0.0) / (1 - busy.runs)
+    base_s = max(run_s - run.op_one, 0.0)
+    loop_s = max(busy.loop - busy.runs * run_s - request_s, 0.0)
+    byte_s = max(large_alone.handled - run.op_large - (alone.handled - run.op_one), 0.0) / more_bytes
+    large_loop = max(large_busy.loop, loop_s)  # large runs are on other threads
+    large_io = max(large_busy.io - large_alone.handled, busy.io)
+    loop_cold = max(alone.loop - loop_s - run_s - request_s, 0.0)
+    server = EndCosts(
+        loop_s=loop_s,
+        io_s=busy.io,
+        loop_cold_s=loop_cold,
+        io_cold_s=max(alone.io - busy.io, 0.0),
+        loop_byte_s=(large_loop - loop_s) / more_bytes,
+        io_byte_s=(large_io - busy.io) / more_bytes,
+    )
+    client = EndCosts(
+        loop_s=busy.client_loop,
+        io_s=busy.client_io,
+        loop_cold_s=max(alone.client_loop - busy.client_loop, 0.0),
+        io_cold_s=max(alone.client_io - busy.client_io, 0.0),
+        loop_byte_s=max(large_busy.client_loop - busy.client_loop, 0.0) / more_bytes,
+        io_byte_s=max(large_busy.client_io - busy.client_io, 0.0) / more_bytes,
+    )
+    # On the way of a lone call lie all parts but the last visit of the server's loop, which comes after its answer.
+    after = (loop_s + loop_cold) / 3 + alone.io / 4
+    on_the_way = alone.loop + alone.io + alone.client_loop + alone.client_io - after
+    run_costs = RunCosts(base_s, request_s, byte_s)
+    shard, fan = _fit_remote(loads, run, server, client, run_costs)
+    return ServingCosts(
+        server=server,
+        client=client,
+        run=run_costs,
+        shard=shard,
+        fan=fan,
+        wire_s=max(alone.usual - on_the_way, 0.0),
+        spread=alone.spread,
+        stalls_per_s=len(alone.stalls) / alone.seconds,
+        stall_s=alone.stalls,
+        notes={"machine": platform.machine(), "torch": torch.__version__, "measured": _told(loads, run)},
+    )
+
+
+def _fit_remote(
+    loads: dict[Kind, _Means], run: _InProcess, server: EndCosts, client: EndCosts, whole: RunCosts
+) -> tuple[RunCosts, FanCosts]:
+    """Of shard servers and rankers: what is left of a lone call when its two ends and its run are taken off."""
+    more_bytes = run.bytes[_LARGE] - run.bytes[_SMALL]
+    small, large = loads["ranker of 1's shard", _SMALL, 1], loads["ranker of 1's shard", _LARGE, 1]
+    shard = RunCosts(
+        base_s=max(small.handled - run.op_one, 0.0),
+        request_s=0.0,
+        byte_s=max(large.handled - run.op_large - (small.handled - run.op_one), 0.0) / more_bytes,
+    )
+    one, two = loads["ranker of 1", _SMALL, 1], loads["ranker of 2", _SMALL, 1]
+    ends = server.loop_s + server.loop_cold_s + client.loop_s + client.loop_cold_s
+    fan_s = max(one.loop - ends - whole.base_s - whole.request_s, 0.0)
+    call_s = min(max(two.loop - one.loop - client.loop_s, 0.0), fan_s)
+    # Of more bytes, the process of the ranker does more than a whole server's end and a client's end would.
+    wide = loads["ranker of 1", _LARGE, 1]
+    more = (wide.loop + wide.io) - (one.loop + one.io)
+    known = server.loop_byte_s + server.io_byte_s + client.loop_byte_s + client.io_byte_s + whole.byte_s
+    return shard, FanCosts(fan_s - call_s, call_s, max(more / more_bytes - known, 0.0))
+
+
+def _told(loads: dict[Kind, _Means], run: _InProcess) -> dict[str, Any]:
+    """What was measured, microseconds a request, for people."""
+    names = ("latency", "cycle", "loop", "io", "handled", "client_loop", "client_io")
+    found: dict[str, Any] = {
+        f"{name}, batch {batch}, {callers} callers": {each: round(getattr(means, each) * 1e6, 1) for each in names}
+        | {"runs": round(means.runs, 3)}
+        for (name, batch, callers), means in loads.items()
+    }
+    parts = ("one", "few", "large", "op_one", "op_few", "op_large")
+    found["in process"] = {name: round(getattr(run, name) * 1e6, 1) for name in parts}
+    return found
+
+
+def lookup_requests(predictor: Predictor, batch: int, ids: int = 1, count: int = 64, seed: int = 0) -> list[bytes]:
+    """Serialized LookupRequests of all features, ``ids`` uniform ids a feature and sample."""
+    random = torch.Generator().manual_seed(seed)
+    rows: dict[str, int] = {}
+    for feature in predictor.features:
+        name = feature.name.split("@")[0]
+        rows[name] = min(feature.rows, rows.get(name, feature.rows))
+    lengths = torch.full((len(rows) * batch,), ids, dtype=torch.int32)
+    found = []
+    for _ in range(count):
+        values = torch.cat([torch.randint(limit, (batch * ids,), generator=random) for limit in rows.values()])
+        found.append(codec.encode_lookup_request(KeyedJaggedTensor(list(rows), values, lengths=lengths)))
+    return found
+
+
+def write_sample_archive(
+    folder: Path,
+    *,
+    tables: Sequence[tuple[int, int]] = ((_ROWS, _DIM),) * _FEATURES,
+    world_size: int = 1,
+    over: Sequence[int] = (64, 1),
+    name: str = "sample",
+) -> Path:
+    """An archive of a DLRM with random weights, INT8 tables of (rows, dim) with a feature each; returns its folder."""
+    dim = tables[0][1]
+
+    def model(device: str) -> DLRM:
+        configs = [
+            EmbeddingBagConfig(num_embeddings=rows, embedding_dim=width, name=f"t{i}", feature_names=[f"f{i}"])
+            for i, (rows, width) in enumerate(tables)
+        ]
+        collection = EmbeddingBagCollection(tables=configs, device=torch.device(device))
+        return DLRM(collection, _DENSE, [16, dim], list(over), dense_device=torch.device(device))
+
+    checkpoint = save_checkpoint(folder / "checkpoint", model("cpu"), model_name=name, model_version="1")
+    plan = plan_inference(model("meta"), world_size=world_size, precision=DataType.INT8)
+    out = folder / f"{name}.rqa"
+    reader = CheckpointReader(checkpoint)
+    export_archive(model("meta"), reader, plan, out, name=name, version="1", num_dense=_DENSE, progress=False)
+    return out

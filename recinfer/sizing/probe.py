@@ -1,0 +1,268 @@
+"""A server in a process of its own, and load on it: what is measured of both, CPU time of their threads included."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.errors import UnavailableError
+from recinfer.serving.batcher import BatchConfig
+from recinfer.serving.loop import run_on_loop
+
+__all__ = ["Load", "ServerProcess", "Spent", "closed_loop", "open_loop"]
+
+_OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+_START_S = 120.0
+
+
+@dataclass(frozen=True)
+class Spent:
+    """CPU seconds of a process: of the thread that its event loop runs on, and of all its other threads."""
+
+    loop: float
+    other: float
+
+    def __sub__(self, before: Spent) -> Spent:
+        return Spent(self.loop - before.loop, self.other - before.other)
+
+    def __truediv__(self, calls: float) -> Spent:
+        return Spent(self.loop / calls, self.other / calls)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one stretch of load gave.
+
+    Attributes:
+        seconds: how long it went on.
+        arrivals: seconds from its start at which requests became due, ascending.
+        latencies: seconds of each request of ``arrivals``; nan where it was refused.
+        client, server: CPU of all of it.
+        runs: of the server, for all these requests; 0 where it has no batcher.
+        handled: seconds that the server's handlers took for all of them, waiting for a run included.
+    """
+
+    seconds: float
+    arrivals: NDArray[np.float64]
+    latencies: NDArray[np.float64]
+    client: Spent
+    server: Spent
+    runs: int
+    handled: float
+
+    @property
+    def answered(self) -> int:
+        """Requests that were answered."""
+        return int(np.isfinite(self.latencies).sum())
+
+    def percentile(self, percent: float) -> float:
+        """Seconds within which ``percent`` of the answered requests were answered."""
+        return float(np.nanpercentile(self.latencies, percent))
+
+
+def spent_here() -> Spent:
+    """Of this process; its event loop is the one that recinfer's servers and clients share."""
+
+    async def now() -> float:
+        return time.thread_time()
+
+    loop = run_on_loop(now())
+    return Spent(loop, time.process_time() - loop)
+
+
+class ServerProcess:
+    """A server of an archive in a process of its own, set up as ``recinfer serve`` sets one up, on loopback.
+
+    Args:
+        ranks: it is a shard server of these ranks.
+        shards: it is a ranker of this shards.json.
+    """
+
+    def __init__(
+        self,
+        archive: Path,
+        batching: BatchConfig | None = None,
+        *,
+        ranks: Sequence[int] = (),
+        shards: Path | None = None,
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        arguments = (archive, batching or BatchConfig(), tuple(ranks), shards, there)
+        self._child = context.Process(target=_serve, args=arguments, daemon=True)
+
+    def __enter__(self) -> ServerProcess:
+        self._child.start()
+        self.target = f"127.0.0.1:{self._ask(None)}"
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with suppress(OSError):  # it is gone already
+            self._pipe.send("stop")
+        self._child.join(10)
+        if self._child.is_alive():
+            self._child.kill()
+
+    def spent(self) -> tuple[Spent, int, float]:
+        """CPU so far, runs of the batcher, and seconds in handlers."""
+        loop, other, runs, handled = self._ask("spent")
+        return Spent(loop, other), runs, handled
+
+    def _ask(self, what: str | None) -> Any:
+        if what is not None:
+            self._pipe.send(what)
+        try:
+            if not self._pipe.poll(_START_S):
+                raise EOFError
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            raise UnavailableError("the server that was to be measured did not start or is gone; see stderr") from None
+
+
+def _serve(archive: Path, batching: BatchConfig, ranks: Sequence[int], shards: Path | None, pipe: Connection) -> None:
+    import signal
+
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends this process
+    torch.set_num_threads(1)
+    server = _shard_server(archive, ranks) if ranks else _server(archive, batching, shards)
+    pipe.send(server.port)
+    try:
+        while pipe.recv() == "spent":
+            now = spent_here()
+            batcher = getattr(server, "batcher", None)
+            pipe.send((now.loop, now.other, batcher.state.runs if batcher else 0, sum(server.stats.seconds().values())))
+    except EOFError:  # the parent is gone
+        pass
+    server.stop()
+
+
+def _shard_server(archive: Path, ranks: Sequence[int]) -> Any:
+    from recinfer.serving.remote.server import ShardServer
+    from recinfer.serving.remote.tables import ShardTables
+    from recinfer.serving.tuning import tune_process
+
+    tables = ShardTables(ranks)
+    tables.add(archive)
+    tune_process()
+    return ShardServer(tables).start()
+
+
+def _server(archive: Path, batching: BatchConfig, shards: Path | None) -> Any:
+    from recinfer.inference.predictor import load
+    from recinfer.serving.server import Server
+    from recinfer.serving.tuning import tune_process
+
+    if shards is None:
+        predictor, fanout = load(archive), None
+    else:
+        from recinfer.archive.reader import open_archive
+        from recinfer.inference.predictor import Predictor
+        from recinfer.serving.remote.fanout import Fanout
+        from recinfer.serving.remote.lookups import remote_lookups
+        from recinfer.serving.remote.pool import ReplicaPool
+
+        fanout = Fanout(ReplicaPool(shards))
+        predictor = Predictor(open_archive(archive, ranks=()), lookups=remote_lookups(fanout, wait=False))
+        lookups: Any = predictor.lookups
+        run_on_loop(fanout.pool.wait_for(lookups.ranks, lookups.spec.key), timeout=_START_S)
+        predictor.check_merging()
+    tune_process()
+    return Server({predictor.manifest.model: predictor}, batching=batching, shards=fanout).start()
+
+
+async def _ask(call: Any, data: bytes) -> float:
+    """When it was answered, or nan."""
+    import grpc
+
+    try:
+        await call(data, timeout=10.0)
+    except grpc.aio.AioRpcError:
+        return float("nan")
+    return time.perf_counter()
+
+
+def _measured(server: ServerProcess, path: str, drive: Any) -> Load:
+    import grpc.aio
+
+    async def run() -> tuple[list[float], list[float], float, float]:
+        async with grpc.aio.insecure_channel(server.target, options=_OPTIONS) as channel:
+            return await drive(channel.unary_unary(path))
+
+    before_there, runs, handled = server.spent()
+    before = spent_here()
+    arrivals, ends, begin, end = run_on_loop(run())
+    here, (there, runs_after, handled_after) = spent_here() - before, server.spent()
+    at = np.array(arrivals)
+    return Load(
+        end - begin,
+        at - begin,
+        np.array(ends) - at,
+        here,
+        there - before_there,
+        runs_after - runs,
+        handled_after - handled,
+    )
+
+
+def closed_loop(server: ServerProcess, path: str, requests: Sequence[bytes], callers: int, seconds: float) -> Load:
+    """``callers`` that each ask again as soon as they are answered, taking turns with ``requests``."""
+
+    async def drive(call: Any) -> tuple[list[float], list[float], float, float]:
+        found: list[tuple[float, float]] = []
+        begin = time.perf_counter()
+
+        async def caller(at: int) -> None:
+            while (start := time.perf_counter()) < begin + seconds:
+                found.append((start, await _ask(call, requests[at % len(requests)])))
+                at += 1
+
+        await asyncio.gather(*(caller(7 * i) for i in range(callers)))
+        end = time.perf_counter()
+        found.sort()
+        return [a for a, _ in found], [b for _, b in found], begin, end
+
+    return _measured(server, path, drive)
+
+
+def open_loop(server: ServerProcess, path: str, requests: Sequence[bytes], due: Sequence[float]) -> Load:
+    """Requests at the times ``due`` (seconds, ascending), whatever becomes of those before.
+
+    An event loop's timers are a millisecond apart. So a request counts from the moment the loop woke up for it, before
+    anything was done for it, and these moments are what ``Load.arrivals`` says.
+    """
+
+    async def drive(call: Any) -> tuple[list[float], list[float], float, float]:
+        ends = [float("nan")] * len(due)
+        arrivals = [0.0] * len(due)
+        tasks = []
+        begin = time.perf_counter()
+
+        async def ask(i: int) -> None:
+            ends[i] = await _ask(call, requests[i % len(requests)])
+
+        at = 0
+        while at < len(due):
+            now = time.perf_counter()
+            while at < len(due) and begin + due[at] <= now:
+                arrivals[at] = now
+                tasks.append(asyncio.ensure_future(ask(at)))
+                at += 1
+            if at < len(due):
+                await asyncio.sleep(max(0.0, begin + due[at] - time.perf_counter()))
+        await asyncio.gather(*tasks)
+        return arrivals, ends, begin, time.perf_counter()
+
+    return _measured(server, path, drive)

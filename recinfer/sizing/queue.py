@@ -1,0 +1,297 @@
+"""The server's queue in simulated time: the rules of recinfer.serving.batcher, with its own constants and learning."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from recinfer.serving import batcher as rules
+from recinfer.serving.batcher import BatchConfig
+from recinfer.sizing.clock import Clock, Cpu, Thread
+
+__all__ = ["Queue", "Work"]
+
+
+class Work:
+    """One request at one server.
+
+    Attributes:
+        samples: of its batch.
+        num_bytes: of its message.
+        answered: called with the work once its answer (or None: it was refused) is there, on the loop.
+        tag: whatever the caller needs then.
+        deadline: simulated time after which nobody waits.
+        refused: why there is no answer: ``"full"``, ``"late"`` or ``"expired"``; empty when there is one.
+        straight: whether it was run at once, in the turn of the loop that it came in.
+    """
+
+    __slots__ = ("answered", "counts_as", "deadline", "num_bytes", "refused", "samples", "straight", "tag")
+
+    def __init__(
+        self,
+        samples: int,
+        num_bytes: float,
+        answered: Callable[[Work], object],
+        tag: Any = None,
+        deadline: float = math.inf,
+    ) -> None:
+        self.samples, self.num_bytes = samples, num_bytes
+        self.answered, self.tag, self.deadline = answered, tag, deadline
+        self.refused = ""
+        self.straight = False
+        # A small message is not decoded before its run, so the queue takes it for one sample.
+        self.counts_as = samples if num_bytes > rules._INLINE_BYTES else 1
+
+
+class Queue:
+    """Works to runs: ``submit`` is called on the loop, runs are on it when short and on threads of their own when not.
+
+    It follows :class:`recinfer.serving.batcher.Batcher` rule by rule for one lane, the usual case: a server of one model
+    and one kind of call.
+
+    Args:
+        cost: CPU seconds of a run of these works.
+        threads: runs at a time.
+        away: does a run instead, where runs wait for other hosts: takes the works, and what to call on the loop once it is over.
+    """
+
+    __slots__ = (
+        "_away",
+        "_cost",
+        "_costs",
+        "_cpu",
+        "_ended",
+        "_flush_set",
+        "_hold",
+        "_hold_until",
+        "_latest",
+        "_loop",
+        "_lost",
+        "_pace",
+        "_running",
+        "_seconds_a_request",
+        "_threads",
+        "_waiting",
+        "_waiting_bytes",
+        "_waiting_elsewhere",
+        "clock",
+        "config",
+        "refused",
+        "requests",
+        "runs",
+    )
+
+    def __init__(
+        self,
+        clock: Clock,
+        cpu: Cpu,
+        loop: Thread,
+        config: BatchConfig,
+        cost: Callable[[Sequence[Work]], float],
+        threads: int = 1,
+        away: Callable[[list[Work], Callable[[], None]], None] | None = None,
+    ) -> None:
+        self.clock, self.config, self._away = clock, config, away
+        self._cpu, self._loop, self._cost, self._threads = cpu, loop, cost, threads
+        self._waiting: deque[Work] = deque()
+        self._waiting_bytes = 0.0
+        self._waiting_elsewhere = 0
+        self._running = 0
+        self._pace = rules._Pace()
+        self._costs: dict[int, float] = {}
+        self._seconds_a_request = 1e-3
+        self._ended: list[Work] = []
+        self._flush_set = False
+        self._hold = 0  # number of the timer that counts; those set before it do not
+        self._lost = 0
+        self._latest = self._hold_until = 0.0
+        self.runs = self.requests = self.refused = 0
+
+    # ------------------------------------------------------------- coming in
+
+    def admits(self, num_bytes: float) -> bool:
+        """Whether there is room for a message."""
+        config, waiting = self.config, len(self._waiting) + self._waiting_elsewhere
+        return not waiting or (waiting < config.max_queue and self._waiting_bytes + num_bytes <= config.max_queue_bytes)
+
+    def take_place(self, num_bytes: float) -> bool:
+        """A place for a message that is decoded elsewhere first; False: the queue is full."""
+        if not self.admits(num_bytes):
+            return False
+        self._waiting_elsewhere += 1
+        self._waiting_bytes += num_bytes
+        return True
+
+    def leave_place(self, num_bytes: float) -> None:
+        """Give it back."""
+        self._waiting_elsewhere -= 1
+        self._waiting_bytes -= num_bytes
+
+    def submit(self, work: Work) -> None:
+        """Called at the end of a job of the loop."""
+        now, config = self.clock.now, self.config
+        if now >= work.deadline:
+            self._refuse(work, "expired")
+            return
+        idle = not self._waiting and not self._running
+        alone = idle and (not config.max_delay_us or self._pace.goes_alone())
+        short = self._away is None and work.num_bytes <= rules._INLINE_BYTES
+        if alone and short and self._expected(work.counts_as) <= rules._INLINE_S:
+            work.straight = True
+            seconds = self._cost((work,))
+            self._loop.next(seconds, self._over_on_loop, [work], now, seconds)
+            return
+        if not self.admits(work.num_bytes):
+            self._refuse(work, "full")
+            return
+        if self._waiting and now + rules._MARGIN * self._expected_wait() > work.deadline:
+            self._refuse(work, "late")
+            return
+        self._waiting.append(work)
+        self._waiting_bytes += work.num_bytes
+        if alone or not config.max_delay_us:
+            self._flush_soon()
+        elif len(self._waiting) >= self._pace.target:
+            if not self._flush_set and self._running < self._threads:
+                self._pace.reached()
+            self._flush_soon()
+        else:
+            self._wait_for_more(now)
+
+    def _refuse(self, work: Work, why: str) -> None:
+        self.refused += 1
+        work.refused = why
+        work.answered(work)
+
+    def _expected_wait(self) -> float:
+        return (len(self._waiting) + self._waiting_elsewhere) * self._seconds_a_request / self._threads
+
+    def _expected(self, samples: int) -> float:
+        costs = self._costs
+        for size in range(samples.bit_length(), 0, -1):
+            if size in costs:
+                return costs[size]
+        return 0.0
+
+    # ------------------------------------------------------ waiting for more
+
+    def _wait_for_more(self, now: float) -> None:
+        self._latest = now
+        if not self._hold and self._running < self._threads:
+            self._hold_until = now + self.config.max_delay_us / 1e6
+            self._hold_for(min(rules._GAP_S, self._hold_until - now))
+
+    def _hold_for(self, seconds: float) -> None:
+        self._lost += 1
+        self._hold = self._lost
+        self.clock.after(seconds, self._rings, self._hold)
+
+    def _rings(self, timer: int) -> None:
+        if timer == self._hold:
+            self._loop.submit(0.0, 0.0, self._waited_enough, timer)
+
+    def _waited_enough(self, timer: int) -> None:
+        if timer != self._hold:
+            return
+        self._hold = 0
+        if self._running >= self._threads:
+            return
+        now = self.clock.now
+        left = min(self._latest + rules._GAP_S, self._hold_until) - now
+        if self._waiting and left > 1e-12:
+            self._hold_for(left)
+            return
+        if not self._flush_set:
+            self._pace.missed(len(self._waiting))
+        self._flush()
+
+    def _flush_soon(self) -> None:
+        if not self._flush_set and self._running < self._threads:
+            self._flush_set = True
+            self._loop.next(0.0, self._flush_if_set)
+
+    def _flush_if_set(self) -> None:
+        if self._flush_set:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._flush_set = False
+        self._hold = 0
+        while self._waiting and self._running < self._threads:
+            batch = self._next()
+            if batch and not self._start(batch):
+                return  # it goes on once this run is over
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """The answers of runs on the loop are sent once all runs of a flush are over."""
+        ended, self._ended = self._ended, []
+        for work in ended:
+            work.answered(work)
+
+    def _next(self) -> list[Work]:
+        batch: list[Work] = []
+        samples, now, waiting = 0, self.clock.now, self._waiting
+        while waiting:
+            work = waiting[0]
+            total = samples + work.counts_as
+            if batch and (total > self.config.max_batch or self._expected(total) > rules._LONGEST_RUN_S):
+                break
+            waiting.popleft()
+            self._waiting_bytes -= work.num_bytes
+            if now >= work.deadline:
+                self._refuse(work, "expired")
+                continue
+            batch.append(work)
+            samples = total
+        return batch
+
+    # ------------------------------------------------------------------ runs
+
+    def _start(self, batch: list[Work]) -> bool:
+        """Begin a run; False when it is on the loop, so that the next one has to wait for its end."""
+        start = self.clock.now
+        if self._away is not None:
+            self._running += 1
+            self._away(batch, lambda: self._over_elsewhere(batch, start, 0.0))
+            return True
+        short = self._expected(sum(work.counts_as for work in batch)) <= rules._INLINE_S
+        on_loop = short and sum(work.num_bytes for work in batch) <= rules._INLINE_BYTES
+        seconds = self._cost(batch)
+        if on_loop:
+            self._loop.next(seconds, self._over_on_loop, batch, start, seconds)
+            return False
+        self._running += 1
+        self._cpu.start(seconds, self._over_on_thread, batch, start, seconds)
+        return True
+
+    def _over_on_loop(self, batch: list[Work], start: float, seconds: float) -> None:
+        self._learn(batch, start, seconds)
+        self._ended += batch
+        if batch[0].straight:
+            self._deliver()
+        else:
+            self._flush()
+
+    def _over_on_thread(self, batch: list[Work], start: float, seconds: float) -> None:
+        # The loop hears of it when it comes to it.
+        self._loop.submit(0.0, 0.0, self._over_elsewhere, batch, start, seconds)
+
+    def _over_elsewhere(self, batch: list[Work], start: float, seconds: float) -> None:
+        self._running -= 1
+        self._learn(batch, start, seconds)
+        for work in batch:
+            work.answered(work)
+        if self._waiting:
+            self._flush_soon()
+
+    def _learn(self, batch: Sequence[Work], start: float, seconds: float) -> None:
+        self.runs += 1
+        self.requests += len(batch)
+        key = sum(work.counts_as for work in batch).bit_length()
+        before = self._costs.get(key, seconds)
+        self._costs[key] = before + rules._SMOOTHING * (seconds - before)
+        wall = self.clock.now - start
+        self._seconds_a_request += rules._SMOOTHING * (wall / len(batch) - self._seconds_a_request)

@@ -1,0 +1,347 @@
+"""One deployment under one trace: callers, rankers, shard servers and their hosts, request by request."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.errors import ConfigError
+from recinfer.serving.batcher import BatchConfig
+from recinfer.sizing.arrivals import Trace
+from recinfer.sizing.clock import Clock, Cpu
+from recinfer.sizing.costs import ServingCosts
+from recinfer.sizing.ranker import Hedging, Ranker
+from recinfer.sizing.servers import Call, Network, Process, Server, Spread
+from recinfer.sizing.workload import Model, Shards
+
+__all__ = ["Deployment", "Outcome", "Stragglers", "simulate"]
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """Answers of shard servers that come late for reasons of their host (a neighbour, a retransmission).
+
+    Attributes:
+        share: of all answers, 0 to 1.
+        seconds: by which one is late, on average (exponential).
+    """
+
+    share: float = 0.0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1 or not 0 <= self.seconds < math.inf:
+            raise ConfigError(f"stragglers: share {self.share} and {self.seconds} s; expected 0 to 1, and seconds")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """How many hosts do what.
+
+    Attributes:
+        shards: ranks that the tables are cut into; 1 with ``rankers`` 0 is servers that hold everything.
+        replicas: hosts of each shard.
+        rankers: hosts that hold the dense part and ask the shards; 0: none.
+        cores: of each host.
+        workers: server processes a host, each with an address of its own.
+        co_located: all processes, the caller's too, are on one host of ``cores``: as in a trial on one machine.
+    """
+
+    shards: int
+    replicas: int
+    rankers: int
+    cores: int
+    workers: int = 1
+    co_located: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.shards, self.replicas, self.cores, self.workers) < 1 or self.rankers < 0:
+            raise ConfigError(f"{self}: expected at least one shard, replica, core and worker")
+        if self.shards > 1 and not self.rankers:
+            raise ConfigError(f"{self.shards} shards need rankers that ask them")
+
+    @property
+    def hosts(self) -> int:
+        """All of them."""
+        return 1 if self.co_located else self.shards * self.replicas + self.rankers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What callers and hosts saw.
+
+    Attributes:
+        latencies: seconds of each request, in the order of arrival; nan where it was refused.
+        counted: the requests after the warm-up, those that figures are of.
+        rate: requests a second of the trace.
+        refused: requests that got an error.
+        busy: share of the cores in use, by kind of host.
+        calls, hedged, hedges_won: of rankers to shards.
+        runs: requests a run, on average, where callers come in.
+        events: simulated.
+        seconds: that the simulation took.
+    """
+
+    latencies: NDArray[np.float64]
+    counted: slice
+    rate: float
+    refused: int
+    busy: dict[str, float]
+    calls: int
+    hedged: int
+    hedges_won: int
+    runs: float
+    events: int
+    seconds: float
+
+    def percentile(self, percent: float) -> float:
+        """Seconds within which that many of all requests were answered; infinite where that many were not."""
+        mine = np.where(np.isnan(self.latencies), np.inf, self.latencies)[self.counted]
+        return float(np.quantile(mine, percent / 100, method="higher"))
+
+    @property
+    def stable(self) -> bool:
+        """Whether requests of the last third took about as long as those of the middle one: the queues do not grow."""
+        mine = self.latencies[self.counted]
+        third = max(mine.size // 3, 1)
+        middle, last = (
+            np.nanmedian(part) if np.isfinite(part).any() else np.inf for part in (mine[third:-third], mine[-third:])
+        )
+        return bool(last < 2 * middle)
+
+
+@dataclass
+class _World:
+    """What is built for one simulation."""
+
+    clock: Clock
+    costs: ServingCosts
+    model: Model
+    shards: Shards
+    random: np.random.Generator
+    batching: BatchConfig
+    network: Network
+    cpus: dict[str, list[Cpu]] = field(default_factory=dict)
+
+    def spread(self) -> Spread:
+        return Spread(self.costs, self.random)
+
+
+def simulate(
+    deployment: Deployment,
+    trace: Trace,
+    model: Model,
+    shards: Shards,
+    costs: ServingCosts,
+    *,
+    batching: BatchConfig | None = None,
+    network: Network | None = None,
+    stragglers: Stragglers | None = None,
+    hedging: Hedging | None = None,
+    deadline_s: float = 10.0,
+    warm_up: float = 0.1,
+    seed: int = 0,
+    progress: Callable[[int], object] | None = None,
+) -> Outcome:
+    """Run ``trace`` through ``deployment``.
+
+    The same arguments give the same outcome, whatever the machine.
+
+    Args:
+        shards: the plan for as many ranks as the deployment has shards.
+        batching: the servers' options.
+        network: between any two hosts; the measured costs are over loopback, which has none.
+        deadline_s: after which a caller gives up; its request may then be refused.
+        warm_up: share of the trace, from its start, that figures leave out.
+        progress: told now and then how many requests were answered.
+
+    Raises:
+        ConfigError: ``shards`` is of another number of ranks.
+    """
+    if len(shards.ranks) != deployment.shards:
+        raise ConfigError(f"the plan has {len(shards.ranks)} ranks; expected {deployment.shards}")
+    begin = time.perf_counter()
+    link = Network() if deployment.co_located else network or Network()
+    random = np.random.default_rng(seed)
+    world = _World(Clock(), costs, model, shards, random, batching or BatchConfig(), link)
+    one = Cpu(world.clock, deployment.cores) if deployment.co_located else None
+    doors: list[Server]
+    rankers: list[Ranker] = []
+    if deployment.rankers:
+        replicas = _shard_servers(world, deployment, one)
+        rankers = _rankers(world, deployment, one, replicas, stragglers or Stragglers(), hedging or Hedging())
+        doors = list(rankers)
+    else:
+        doors = _whole_servers(world, deployment, one)
+    caller = Process(one, world.spread()) if one is not None else None
+    _stall(world, float(trace.times[-1]))
+    latencies = np.full(len(trace), np.nan)
+    refused = _drive(world, trace, doors, caller, latencies, deadline_s, progress)
+    return Outcome(
+        latencies=latencies,
+        counted=slice(int(warm_up * len(trace)), None),
+        rate=trace.qps,
+        refused=refused,
+        busy={
+            name: sum(c.busy for c in cpus) / sum(c.cores for c in cpus) / max(world.clock.now, 1e-9)
+            for name, cpus in world.cpus.items()
+        },
+        calls=sum(r.calls for r in rankers),
+        hedged=sum(r.hedged for r in rankers),
+        hedges_won=sum(r.hedges_won for r in rankers),
+        runs=sum(d.queue.requests for d in doors) / max(sum(d.queue.runs for d in doors), 1),
+        events=world.clock.events,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _stall(world: _World, until: float) -> None:
+    """Set the moments at which hosts stand still."""
+    costs, random = world.costs, world.random
+    if not costs.stalls_per_s:
+        return
+    for cpu in dict.fromkeys(cpu for cpus in world.cpus.values() for cpu in cpus):
+        num = random.poisson(costs.stalls_per_s * until)
+        lengths = np.array(costs.stall_s)[random.integers(len(costs.stall_s), size=num)]
+        for at, seconds in zip((random.random(num) * until).tolist(), lengths.tolist()):
+            world.clock.at(at, cpu.stall, seconds)
+
+
+def _host(world: _World, deployment: Deployment, one: Cpu | None, kind: str) -> Cpu:
+    cpu = one or Cpu(world.clock, deployment.cores)
+    known = world.cpus.setdefault("host" if one is not None else kind, [])
+    if cpu not in known[-1:]:
+        known.append(cpu)
+    return cpu
+
+
+def _whole_servers(world: _World, deployment: Deployment, one: Cpu | None) -> list[Server]:
+    lookup, dense = world.shards.ranks[0].lookup, world.model.dense
+    predicts = world.model.predicts
+
+    def seconds(samples: float) -> float:
+        return lookup(samples) + (dense(samples) if predicts else 0.0)
+
+    found = []
+    for _ in range(deployment.replicas):
+        cpu = _host(world, deployment, one, "servers")
+        for _ in range(deployment.workers):
+            found.append(Server(world.clock, cpu, world.spread(), world.costs, world.batching, seconds))
+    return found
+
+
+def _shard_servers(world: _World, deployment: Deployment, one: Cpu | None) -> list[list[Server]]:
+    found = []
+    for shard in world.shards.ranks:
+        servers = []
+        for _ in range(deployment.replicas):
+            cpu = _host(world, deployment, one, "shards")
+            for _ in range(deployment.workers):
+                servers.append(
+                    Server(
+                        world.clock,
+                        cpu,
+                        world.spread(),
+                        world.costs,
+                        world.batching,
+                        shard.lookup,
+                        run=world.costs.shard,
+                        direct=True,
+                    )
+                )
+        found.append(servers)
+    return found
+
+
+def _rankers(
+    world: _World,
+    deployment: Deployment,
+    one: Cpu | None,
+    replicas: Sequence[Sequence[Server]],
+    stragglers: Stragglers,
+    hedging: Hedging,
+) -> list[Ranker]:
+    found = []
+    for _ in range(deployment.rankers):
+        cpu = _host(world, deployment, one, "rankers")
+        for _ in range(deployment.workers):
+            random = np.random.default_rng(world.random.integers(1 << 62))
+            found.append(
+                Ranker(
+                    world.clock,
+                    cpu,
+                    world.spread(),
+                    world.costs,
+                    world.batching,
+                    model=world.model,
+                    shards=world.shards.ranks,
+                    replicas=replicas,
+                    network=world.network,
+                    late=late_answers(stragglers.share, stragglers.seconds, random),
+                    hedging=hedging,
+                )
+            )
+    return found
+
+
+def late_answers(share: float, seconds: float, random: np.random.Generator) -> Callable[[], float] | None:
+    """Draws by how much an answer is late; None: none ever is."""
+    if not share or not seconds:
+        return None
+    draws = np.where(random.random(1 << 14) < share, random.exponential(seconds, 1 << 14), 0.0)
+    return cycle(draws.tolist()).__next__
+
+
+def _drive(
+    world: _World,
+    trace: Trace,
+    doors: Sequence[Server],
+    caller: Process | None,
+    latencies: NDArray[np.float64],
+    deadline_s: float,
+    progress: Callable[[int], object] | None,
+) -> int:
+    """Feed the trace to the doors in turn and run to the end; returns how many were refused."""
+    clock, model = world.clock, world.model
+    times, batches, ids = trace.times.tolist(), trace.batches.tolist(), trace.ids.tolist()
+    ends: list[float] = [math.nan] * len(times)
+    state = {"refused": 0, "over": 0}
+    step = max(len(times) // 50, 1)
+
+    def over(call: Call) -> None:
+        if call.refused:
+            state["refused"] += 1
+        else:
+            ends[call.tag] = clock.now
+        state["over"] += 1
+        if progress is not None and not state["over"] % step:
+            progress(state["over"])
+
+    def come(i: int) -> None:
+        if i + 1 < len(times):
+            clock.at(times[i + 1], come, i + 1)
+        samples = batches[i]
+        call = Call(
+            world.costs,
+            caller,
+            doors[i % len(doors)],
+            world.network,
+            samples,
+            model.request_bytes(samples, ids[i]),
+            model.answer_bytes(samples),
+            over,
+            i,
+            clock.now + deadline_s,
+        )
+        call.begin()
+
+    clock.at(times[0], come, 0)
+    clock.run()
+    latencies[:] = np.array(ends) - trace.times
+    return state["refused"]

@@ -1,0 +1,100 @@
+"""Traces: both file forms, what is wrong in them by line, and bringing one to another rate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recinfer.errors import InputError, NotFoundError
+from recinfer.sizing.arrivals import Trace, poisson, read_trace, write_trace
+
+
+def wrote(tmp_path: Path, name: str, text: str) -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_json_lines_and_csv_say_the_same(tmp_path: Path) -> None:
+    lines = (
+        '{"time": 10.5, "batch": 2, "ids": {"a": 4, "b": 2}}\n\n{"time": 10.75, "batch": 1, "ids": {"a": 1, "b": 2}}\n'
+    )
+    table = "time,batch,ids.a,ids.b\n10.5,2,4,2\n10.75,1,1,2\n"
+    a = read_trace(wrote(tmp_path, "t.jsonl", lines))
+    b = read_trace(wrote(tmp_path, "t.csv", table))
+    for trace in (a, b):
+        assert trace.times.tolist() == [0.0, 0.25]
+        assert trace.batches.tolist() == [2, 1]
+        assert trace.ids.tolist() == [6, 3]
+        assert trace.ids_by_feature == {"a": pytest.approx(5 / 3), "b": pytest.approx(4 / 3)}
+    assert a.qps == pytest.approx(4.0)
+    assert a.ids_per_sample == 3.0
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_written_and_read_again(tmp_path: Path, suffix: str) -> None:
+    trace = poisson(500.0, 300, batch=4, ids_per_sample=2.5, seed=3)
+    path = tmp_path / f"t.{suffix}"
+    write_trace(trace, path)
+    again = read_trace(path)
+    assert np.allclose(again.times, trace.times, atol=2e-6)
+    assert (again.batches == trace.batches).all()
+    assert (again.ids == trace.ids).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("t.jsonl", "", "no requests"),
+        ("t.jsonl", '{"time": 1}\nnonsense', "line 2: not JSON"),
+        ("t.jsonl", '{"time": 1, "size": 3}', "line 1: expected an object of time, batch and ids"),
+        ("t.jsonl", '{"batch": 1}', "line 1: time: got None"),
+        ("t.jsonl", '{"time": "soon"}', "line 1: time: got 'soon'"),
+        ("t.jsonl", '{"time": 2}\n{"time": 1}', "line 2: time 1 is before the line above"),
+        ("t.jsonl", '{"time": 1, "batch": 0}', "batch: got 0, expected a whole number of at least 1"),
+        ("t.jsonl", '{"time": 1, "batch": true}', "batch: got True"),
+        ("t.jsonl", '{"time": 1, "ids": -1}', "ids: got -1"),
+        ("t.jsonl", '{"time": NaN}', "time: got nan"),
+        ("t.csv", "when,batch\n1,2\n", "line 1: got the columns"),
+        ("t.csv", "time,batch\n1\n", "line 2: got 1 cells, expected 2"),
+        ("t.csv", "time,batch\n1,1.5\n", "line 2: batch: got '1.5', expected a whole number"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, name: str, text: str, says: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_trace(wrote(tmp_path, name, text))
+    assert says in str(caught.value)
+
+
+def test_no_such_trace(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no trace"):
+        read_trace(tmp_path / "none.csv")
+
+
+def test_another_rate_keeps_the_pattern_and_the_sizes() -> None:
+    random = np.random.default_rng(0)
+    gaps = np.where(random.random(5000) < 0.9, 0.001, 0.1)  # bursts
+    times = np.cumsum(gaps) - gaps[0]
+    batches = random.integers(1, 9, 5000)
+    trace = Trace(times, batches, batches * 3, {})
+    for count in (2000, 5000, 12_000):
+        other = trace.at_rate(50.0, count, seed=1)
+        assert len(other) == count
+        assert other.qps == pytest.approx(50.0, rel=0.02)
+        assert other.ids.sum() == 3 * other.batches.sum()
+        steps = np.diff(other.times)
+        assert np.std(steps) / np.mean(steps) > 2  # still in bursts
+    assert (trace.at_rate(50.0, 1000, seed=1).times == trace.at_rate(50.0, 1000, seed=1).times).all()
+
+
+def test_a_trace_of_one_moment_is_spread_evenly() -> None:
+    trace = Trace(np.zeros(3), np.ones(3, np.int64), np.ones(3, np.int64), {})
+    assert trace.at_rate(10.0, 5).times == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+
+
+@pytest.mark.parametrize(("qps", "count", "batch"), [(0.0, 5, 1), (float("inf"), 5, 1), (1.0, 0, 1), (1.0, 5, 0)])
+def test_made_up_requests_need_sane_figures(qps: float, count: int, batch: int) -> None:
+    with pytest.raises(InputError):
+        poisson(qps, count, batch=batch)
