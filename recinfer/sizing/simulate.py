@@ -107,13 +107,11 @@ class Outcome:
 
     @property
     def stable(self) -> bool:
-        """Whether requests of the last third took about as long as those of the middle one: the queues do not grow."""
+        """Whether requests of the last third took about as long as those of the first: the queues do not grow."""
         mine = self.latencies[self.counted]
         third = max(mine.size // 3, 1)
-        middle, last = (
-            np.nanmedian(part) if np.isfinite(part).any() else np.inf for part in (mine[third:-third], mine[-third:])
-        )
-        return bool(last < 2 * middle)
+        first, last = (np.nanmedian(p) if np.isfinite(p).any() else np.inf for p in (mine[:third], mine[-third:]))
+        return bool(last < 2 * first)
 
 
 @dataclass

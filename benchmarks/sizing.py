@@ -1,0 +1,175 @@
+"""The simulation of `recinfer size` beside servers that run here, and how long it takes for a thousand hosts.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.sizing                      # about three minutes on two cores
+    OMP_NUM_THREADS=1 python -m benchmarks.sizing --costs serving.json # without measuring the costs first
+    OMP_NUM_THREADS=1 python -m benchmarks.sizing --hosts 1000         # the simulation of many hosts alone
+
+Costs are measured on one model (26 tables of width 16, one id); the check is made on another (10 tables of width 64, four
+ids, two ranks), first on one server, then on a ranker with two shard servers, all processes and the caller on this machine.
+The caller sends at random times; what it measured is compared with a simulation of the very arrivals. Capacity is what four
+callers get that each wait for their answer. Medians over the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+from recinfer.archive.reader import open_archive
+from recinfer.inference.predictor import load
+from recinfer.sizing.arrivals import Trace, poisson
+from recinfer.sizing.costs import ServingCosts
+from recinfer.sizing.measure import LOOKUP, lookup_requests, measure_serving, write_sample_archive
+from recinfer.sizing.probe import Load, ServerProcess, closed_loop, open_loop
+from recinfer.sizing.simulate import Deployment, simulate
+from recinfer.sizing.typical import TYPICAL_COSTS
+from recinfer.sizing.workload import Model, Shards, shards_of
+
+_TABLES, _IDS, _WARM_UP = ((50_000, 64),) * 10, 4, 0.1
+
+
+def check(costs: ServingCosts, options: argparse.Namespace) -> list[dict]:
+    """Both deployments at each share of their capacity and batch size."""
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        archive = write_sample_archive(folder, tables=_TABLES, world_size=2, name="checked")
+        manifest = open_archive(archive).manifest
+        model = Model.of(manifest, dict.fromkeys(manifest.feature_tables, float(_IDS)), None)
+        cores = len(os.sched_getaffinity(0))
+        for batch in options.batches:
+            requests = lookup_requests(load(archive), batch, _IDS)
+            with ServerProcess(archive) as server:
+                one = Deployment(1, 1, 0, cores, co_located=True)
+                rows += compare("one server", server, requests, batch, one, model, shards_of(model, 1), costs, options)
+            with ExitStack() as stack:
+                shards = [stack.enter_context(ServerProcess(archive, ranks=(rank,))) for rank in (0, 1)]
+                listed = {str(rank): [shard.target] for rank, shard in enumerate(shards)}
+                path = folder / "shards.json"
+                path.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}))
+                ranker = stack.enter_context(ServerProcess(archive, shards=path))
+                two = Deployment(2, 1, 1, cores, co_located=True)
+                plan = shards_of(model, 2)
+                rows += compare("ranker, 2 shards", ranker, requests, batch, two, model, plan, costs, options)
+    return rows
+
+
+def compare(
+    name: str,
+    server: ServerProcess,
+    requests: Sequence[bytes],
+    batch: int,
+    deployment: Deployment,
+    model: Model,
+    shards: Shards,
+    costs: ServingCosts,
+    options: argparse.Namespace,
+) -> list[dict]:
+    """Measured and simulated p50 and p99 at each share of the capacity."""
+    closed_loop(server, LOOKUP, requests, 16, 0.5)
+    full = closed_loop(server, LOOKUP, requests, 4, 1.0)
+    capacity = full.answered / full.seconds
+    rows = []
+    for share in options.shares:
+        rate = share * capacity
+        loads = []
+        for turn in range(options.turns):
+            due = poisson(rate, max(int(rate * options.seconds), 100), seed=turn).times
+            loads.append(open_loop(server, LOOKUP, requests, due.tolist()))
+        found: dict[str, list[float]] = {}
+        for turn, load_ in enumerate(loads):
+            trace = trace_of(load_, batch, model)
+            outcome = simulate(deployment, trace, model, shards, costs, warm_up=_WARM_UP, seed=turn)
+            mine = load_.latencies[outcome.counted]
+            for percent in (50, 99):
+                found.setdefault(f"measured p{percent}", []).append(float(np.nanpercentile(mine, percent)) * 1e3)
+                found.setdefault(f"simulated p{percent}", []).append(outcome.percentile(percent) * 1e3)
+        row = {"deployment": name, "batch": batch, "share": share, "rate": rate}
+        row |= {key: statistics.median(values) for key, values in found.items()}
+        rows.append(row)
+        r50, r99 = (row[f"simulated p{p}"] / row[f"measured p{p}"] for p in (50, 99))
+        print(
+            f"{name:17} batch {batch:3}, {share:.0%} of {capacity:5.0f}/s: p50 {row['measured p50']:6.2f} ms, simulated "
+            f"{row['simulated p50']:6.2f} ({r50:.2f});  p99 {row['measured p99']:7.2f} ms, simulated "
+            f"{row['simulated p99']:7.2f} ({r99:.2f})",
+            flush=True,
+        )
+    return rows
+
+
+def trace_of(load_: Load, batch: int, model: Model) -> Trace:
+    """The arrivals as they were."""
+    count = load_.arrivals.size
+    ids = np.full(count, int(batch * model.ids_per_sample))
+    return Trace(load_.arrivals - load_.arrivals[0], np.full(count, batch), ids, {})
+
+
+def many_hosts(costs: ServingCosts, hosts: int, requests: int) -> dict:
+    """A model of 200 large tables on 16 shards, a third of all hosts being rankers, each host of 8 cores at half load."""
+    with tempfile.TemporaryDirectory() as name:
+        manifest = open_archive(write_sample_archive(Path(name), tables=((100, 64),) * 20)).manifest
+    tables = tuple(
+        replace(table, name=f"{table.name}_{i}", rows=20_000_000, features=(f"{table.features[0]}_{i}",))
+        for i in range(10)
+        for table in manifest.tables
+    )
+    names = tuple(table.name for table in tables)
+    features = tuple(feature for table in tables for feature in table.features)
+    module = replace(manifest.modules[0], tables=names, features=features, outputs=features)
+    model = Model.of(replace(manifest, tables=tables, modules=(module,)), {}, None)
+    begin = time.perf_counter()
+    plan = shards_of(model, 16)
+    planned = time.perf_counter() - begin
+    replicas = hosts * 2 // 3 // 16
+    deployment = Deployment(16, replicas, hosts - 16 * replicas, cores=8, workers=6)
+    qps = 250.0 * deployment.rankers
+    trace = poisson(qps, requests, batch=8, ids_per_sample=model.ids_per_sample)
+    outcome = simulate(deployment, trace, model, plan, costs)
+    print(
+        f"{deployment.hosts} hosts ({plan.bytes / 2**30:.0f} GiB on 16 shards x {replicas}, {deployment.rankers} rankers), "
+        f"{qps:,.0f} requests/s of 8 samples: p50 {outcome.percentile(50) * 1e3:.2f} ms, p99 "
+        f"{outcome.percentile(99) * 1e3:.2f} ms; planned in {planned:.1f} s, {requests} requests in {outcome.seconds:.1f} s "
+        f"({outcome.events:,} events, {outcome.events / outcome.seconds / 1e3:.0f} thousand a second), "
+        f"{outcome.hedged / max(outcome.calls, 1):.1%} hedged"
+    )
+    return {"hosts": deployment.hosts, "seconds": outcome.seconds, "p99_ms": outcome.percentile(99) * 1e3}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--costs", type=Path, help="measured before; else they are measured now")
+    parser.add_argument("--save-costs", type=Path, help="write them here")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.6, 0.8])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--hosts", type=int, help="only simulate so many hosts")
+    parser.add_argument("--requests", type=int, default=10_000, help="with --hosts")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.hosts is not None:
+        costs = TYPICAL_COSTS if options.costs is None else ServingCosts.load(options.costs)
+        result: object = many_hosts(costs, options.hosts, options.requests)
+    else:
+        costs = measure_serving() if options.costs is None else ServingCosts.load(options.costs)
+        if options.save_costs is not None:
+            costs.save(options.save_costs)
+        result = check(costs, options)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

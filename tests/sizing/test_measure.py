@@ -1,0 +1,48 @@
+"""Measuring for real: servers start, answer and end, and what is found is sane; a short, noisy run."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recinfer.inference.predictor import load
+from recinfer.sizing.measure import LOOKUP, lookup_requests, measure_serving, write_sample_archive
+from recinfer.sizing.probe import ServerProcess, closed_loop, open_loop
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sample_archive(tmp_path_factory.mktemp("measure"), tables=((500, 8),) * 4)
+
+
+def test_a_server_under_both_kinds_of_load(archive: Path) -> None:
+    requests = lookup_requests(load(archive), 2, count=8)
+    due = np.linspace(0.0, 0.3, 60)
+    with ServerProcess(archive) as server:
+        closed = closed_loop(server, LOOKUP, requests, 4, 0.3)
+        opened = open_loop(server, LOOKUP, requests, due.tolist())
+    assert closed.answered == closed.latencies.size > 10
+    assert opened.answered == 60
+    assert (np.diff(opened.arrivals) >= 0).all()
+    assert (opened.arrivals >= due - 1e-6).all()
+    for load_ in (closed, opened):
+        assert load_.server.loop > 0
+        assert load_.client.loop > 0
+        assert 0 < load_.runs <= load_.answered
+        assert load_.handled > 0
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+def test_all_of_it() -> None:
+    said: list[str] = []
+    costs = measure_serving(seconds=0.1, progress=said.append)
+    assert costs.server.loop_cold_s >= 0
+    assert costs.run.base_s > 1e-5
+    assert costs.shard.base_s > 1e-5
+    assert np.mean(costs.spread) == pytest.approx(1.0, rel=0.1)
+    assert any("ranker of 2" in text for text in said)
+    assert not multiprocessing.active_children()
