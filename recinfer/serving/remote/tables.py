@@ -32,6 +32,7 @@ __all__ = ["MAX_VERSIONS", "ShardModel", "ShardTables"]
 
 MAX_VERSIONS = 4
 """Versions that stay mapped: the one in use, the next, the one to go back to, and one a delta is made on."""
+_BEYOND = "ids: one is beyond the rows of this rank; ranker and shard must have the same plan"
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +67,7 @@ class _RankTables:
         """Arrays that follow one another: ``[B, columns]`` when pooled, else ``[ids, columns]`` of each pair."""
         bags = Bags(self._names, batch, part.offsets, part.ids, part.weights)
         if not self._op_checks and not self._are_low(part.ids) and not bags.fits(self._rows):
-            raise InputError("ids: one is beyond the rows of this rank; ranker and shard must have the same plan")
+            raise InputError(_BEYOND)
         if self._weighted != (part.weights is not None) and part.ids.size:
             raise InputError(f"weights: {'expected' if self._weighted else 'got'} weights for this module")
         if self._stream_of is not None:
@@ -83,7 +84,10 @@ class _RankTables:
         if self._weighted and weights is None:
             weights = torch.empty(0)
         layout = self._layout
-        out_BD = self._op(torch.from_numpy(bags.values), torch.from_numpy(bags.offsets), weights)
+        try:
+            out_BD = self._op(torch.from_numpy(bags.values), torch.from_numpy(bags.offsets), weights)
+        except RuntimeError as error:  # the op's word for an id beyond its rows
+            raise InputError(f"{_BEYOND} ({str(error)[:100]})") from None
         found: NDArray[Any] = (out_BD if layout.real is None else out_BD.index_select(1, layout.real)).numpy()
         return found
 

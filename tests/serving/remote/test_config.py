@@ -1,0 +1,118 @@
+"""shards.json and the command line say what is wrong with them; messages and ids that do not fit are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from recinfer.cli.main import app
+from recinfer.errors import ConfigError, InputError
+from recinfer.serving.limits import Limits
+from recinfer.serving.proto import shards_pb2 as pb
+from recinfer.serving.remote.config import ShardsSettings, read_shards
+from recinfer.serving.remote.messages import decode_response, encode_response
+from recinfer.serving.remote.tables import ShardTables
+from tests.serving.remote.fleet import write_shards
+
+GOOD = {"format": "recinfer.shards", "version": 1, "ranks": {"0": ["10.0.0.1:50051", "dns:///shard-0.recinfer:50051"]}}
+
+
+def test_a_good_file(tmp_path: Path):
+    path = tmp_path / "shards.json"
+    path.write_text(json.dumps({**GOOD, "settings": {"hedge_budget": 0.05, "missing": "default_rows"}}))
+    config = read_shards(path)
+    assert config.ranks == {0: ("10.0.0.1:50051", "dns:///shard-0.recinfer:50051")}
+    assert config.settings == ShardsSettings(hedge_budget=0.05, missing="default_rows")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format": "other"}, "expected 'recinfer.shards', version 1"),
+        ({"version": 2}, "version 2; expected"),
+        ({"more": 1}, "unknown entries more"),
+        ({"ranks": {}}, "expected an object of rank"),
+        ({"ranks": {"one": ["a:1"]}}, "got 'one', expected a number"),
+        ({"ranks": {"0": []}}, "rank 0: expected a list"),
+        ({"ranks": {"0": ["a"]}}, "got 'a', expected host:port"),
+        ({"ranks": {"0": ["a:99999"]}}, "got 'a:99999', expected host:port"),
+        ({"ranks": {"0": ["a:1", "a:1"]}}, "stands there twice"),
+        ({"settings": {"hedges": True}}, "unknown \\['hedges'\\]"),
+        ({"settings": {"hedge_budget": 2}}, "hedge_budget: got 2, expected a number from 0 to 1"),
+        ({"settings": {"hedge": "yes"}}, "hedge: got 'yes'"),
+        ({"settings": {"missing": "zero"}}, "missing: got 'zero'"),
+    ],
+)
+def test_a_bad_file(tmp_path: Path, change: dict[str, Any], says: str):
+    path = tmp_path / "shards.json"
+    path.write_text(json.dumps({**GOOD, **change}))
+    with pytest.raises(ConfigError, match=says):
+        read_shards(path)
+
+
+def test_no_file_and_no_json(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_shards(tmp_path / "none.json")
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ConfigError, match="not acceptable JSON"):
+        read_shards(tmp_path / "x.json")
+
+
+def serve(*arguments: object) -> str:
+    result = CliRunner().invoke(app, ["serve", *map(str, arguments), "--port", "0"])
+    assert result.exit_code == 2
+    return result.output
+
+
+def test_the_command_line(archive: Path, tmp_path: Path):
+    two = write_shards(tmp_path / "two.json", {0: ["127.0.0.1:1"], 1: ["127.0.0.1:1"]})
+    three = write_shards(tmp_path / "three.json", {0: ["127.0.0.1:1"], 1: ["127.0.0.1:1"], 2: ["127.0.0.1:1"]})
+    assert "got --ranks and --shards" in serve(archive, "--ranks", "0", "--shards", two)
+    assert "the archive is cut for 2, its ranks are 0 to 1" in serve(archive, "--ranks", "0,5")
+    assert "ranks: got 'x'" in serve(archive, "--ranks", "x")
+    assert "it lists ranks 0, 1, 2" in serve(archive, "--shards", three)
+    assert "give --shards" in serve(archive, "--missing-shards", "default-rows")
+    assert "a shard server answers rankers alone" in serve(archive, "--ranks", "0", "--workers", 2)
+    assert "nothing to serve" in serve("--ranks", "0")
+
+
+def test_responses_of_any_alignment():
+    arrays = [[np.arange(n, dtype=np.float32)] for n in (0, 1, 40, 3000, 70_000, 2)]
+    found = decode_response(encode_response(arrays), half=False)
+    for got, (expected,) in zip(found, arrays, strict=True):
+        assert got.flags.aligned and np.array_equal(got, expected)
+    data = encode_response(arrays)
+    for broken in (data[:-1], data[:5], b"\x08\x01", b"\xff" * 12):
+        with pytest.raises(InputError, match="response"):
+            decode_response(broken, half=False)
+
+
+def test_parts_that_do_not_fit_are_refused(archive: Path):
+    tables = ShardTables((0, 1))
+    key = tables.add(archive)
+    mine = next(iter(tables._versions[key].tables.items()))
+    (rank, module), table = mine
+    streams = table.num_streams
+    good = np.zeros(streams, np.int32).tobytes()
+
+    def ask(**part: Any) -> bytes:
+        parts = [pb.ShardPart(**{"rank": rank, "module": module, "ids": good, **part})]
+        return tables.find(pb.ShardRequest(version=key, batch_size=1, parts=parts).SerializeToString(), Limits())
+
+    assert ask()
+    for wrong, says in (
+        ({"rank": 7}, "rank 7"),
+        ({"ids": good[4:]}, "expected one for each"),
+        ({"ids": good[:-4] + b"\xff\xff\xff\x7f"}, "beyond the rows"),
+        ({"ids": good[:-4] + b"\xfe\xff\xff\xff"}, "beyond the rows"),
+        ({"length_bytes": 3, "lengths": b"1"}, "lengths: got"),
+        ({"length_bytes": 1, "lengths": b"\x09" * streams}, "add up"),
+        ({"weights": b"\0\0\0\0"}, "weights: got"),
+    ):
+        with pytest.raises(InputError, match=says):
+            ask(**wrong)
