@@ -1,0 +1,40 @@
+"""The commands of docs/scale-out.md run as they stand, on free ports."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from recinfer import env
+from tests.serving.remote.fleet import free_port
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_from_one_process_to_many_hosts(tmp_path: Path):
+    page = (ROOT / "docs" / "scale-out.md").read_text()
+    commands = "".join(re.findall(r"^```bash\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL))
+    commands = commands.replace("--limit 20000", "--limit 2000")
+    for port in ("8500", "8580", "50051", "50081"):
+        commands = commands.replace(port, str(free_port()))
+    verb = tmp_path / "bin" / "recinfer"
+    verb.parent.mkdir()
+    verb.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m recinfer "$@"\n')
+    verb.chmod(0o755)
+    (verb.parent / "python").symlink_to(sys.executable)
+    path = f"{verb.parent}{os.pathsep}{os.environ['PATH']}"
+    trap = "trap 'kill -9 $(jobs -p) 2>/dev/null' EXIT\n"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", trap + commands + "wait\n"],
+        cwd=tmp_path,
+        env=env.child_environment(PATH=path, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("C1") >= 4 and "all shards are there" in done.stderr
