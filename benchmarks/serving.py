@@ -298,31 +298,43 @@ async def overload(who: Contender, data: bytes, seconds: float) -> None:
                 counted, since = len(done.get("OK", ())), time.perf_counter()
         in_time = (len(done.get("OK", ())) - counted) / (time.perf_counter() - since)  # behind the first rush
         await asyncio.gather(*tasks)
-    print(f"overload: peak {peak:.0f}/s; sent {sent / seconds:.0f}/s, answered {in_time:.0f}/s in time, {in_time / peak:.2f} of the peak")
+    print(
+        f"overload: peak {peak:.0f}/s; sent {sent / seconds:.0f}/s, answered {in_time:.0f}/s in time, {in_time / peak:.2f} of the peak"
+    )
     for code, times in done.items():
         times.sort()
         p50, p99 = times[len(times) // 2] * 1e3, times[int(len(times) * 0.99)] * 1e3
         print(f"    {code:18} {len(times):6} of {sent}: p50 {p50:.1f} ms, p99 {p99:.1f} ms")
 
 
-def compare_context(predictor: Predictor) -> None:
-    """Half of the features are the user's: sent for every candidate, or once as the context."""
-    for batch in (32, 256, 1024):
+def compare_context(predictor: Predictor, who: Contender, seconds: float) -> None:
+    """Half of the features are the user's, of 1 to 50 ids: sent for every candidate, or once as the context."""
+    print("context: Predict of N candidates, 13 of 26 features are the user's, one caller; every candidate / once")
+    for batch, ids in [(batch, ids) for batch in (32, 256, 1024) for ids in (1, 20, 50)]:
         dense, kjt = request(batch)
         keys = kjt.keys()
         user, item = keys[: FEATURES // 2], keys[FEATURES // 2 :]
-        once = KeyedJaggedTensor.from_jt_dict({k: request(1)[1][k] for k in user})
+        lengths = torch.full((len(user),), ids, dtype=torch.int32)
+        once = KeyedJaggedTensor(user, torch.randint(0, ROWS, (len(user) * ids,)), lengths=lengths)
         candidates = KeyedJaggedTensor.from_jt_dict({k: kjt[k] for k in item})
-        ids = torch.cat([*(once[k].values().repeat(batch) for k in user), *(kjt[k].values() for k in item)])
-        whole = KeyedJaggedTensor(keys, ids, lengths=kjt.lengths())
+        every = torch.cat([*(once[k].values().repeat(batch) for k in user), *(kjt[k].values() for k in item)])
+        counts = torch.cat([lengths.repeat_interleave(batch), torch.ones(len(item) * batch, dtype=torch.int32)])
+        whole = KeyedJaggedTensor(keys, every, lengths=counts)
         same = predictor.predict(dense, whole)["output"] - predictor.predict(dense, candidates, once)["output"]
-        spelled = len(codec.encode_predict_request(dense, whole))
-        short = len(codec.encode_predict_request(dense, candidates, context=once))
-        a = in_process(lambda d=dense, w=whole: predictor.predict(d, w))
-        b = in_process(lambda d=dense, c=candidates, o=once: predictor.predict(d, c, o))
+        sent = (
+            codec.encode_predict_request(dense, whole),
+            codec.encode_predict_request(dense, candidates, context=once),
+        )
+        took: list[list[float]] = [[], []]
+        for _ in range(_TURNS):
+            for data, times in zip(sent, took):
+                times.append(asyncio.run(drive(who, data, 1, seconds / _TURNS))["p50_us"])
+        p50 = [statistics.median(times) for times in took]
         print(
-            f"context, batch {batch:4}: every candidate {a:6.0f} us, {spelled:7} bytes; once {b:6.0f} us, {short:7} bytes; "
-            f"largest difference {float(same.abs().max()):.1e}"
+            f"    {batch:4} candidates, {ids:2} ids: p50 {p50[0]:6.0f} / {p50[1]:6.0f} us ({p50[1] / p50[0]:.2f}), "
+            f"{len(sent[0]):8} / {len(sent[1]):7} bytes ({len(sent[1]) / len(sent[0]):.2f}), "
+            f"largest difference {float(same.abs().max()):.1e}",
+            flush=True,
         )
 
 
@@ -363,9 +375,11 @@ def run(archive: Path, folder: Path, options: argparse.Namespace) -> list[dict]:
             return {name: who for name, who in all_of_them.items() if who.port}
 
         predictor = load(archive)
+        who = contenders("Predict")["ours"]
         if options.overload:
-            who = contenders("Predict")["ours"]
             asyncio.run(overload(who, requests_of(predictor, 1)["Predict"][0], options.seconds))
+        elif options.context:
+            compare_context(predictor, who, options.seconds)
         else:
             found = compare(predictor, contenders, options)
     for name, said in states.items():
@@ -393,10 +407,6 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         archive = build(Path(folder), options.over)
-        if not options.overload:
-            compare_context(load(archive))
-        if options.context:
-            return
         rows = run(archive, Path(folder), options)
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1))
