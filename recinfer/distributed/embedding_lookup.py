@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
+from recinfer.distributed.comm_exchanges import get_gradient_division
 from recinfer.distributed.embedding_types import (
     BaseEmbeddingLookup,
     BaseGroupedFeatureProcessor,
@@ -116,8 +117,10 @@ class _GroupKernel(nn.Module):
         # A list of dataclasses, so that the parameters are not registered here under other names.
         self.pieces = [TablePiece(t, p, s) for t, p, s in zip(tables, parameters, states)]
 
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+    def forward(self, features: KeyedJaggedTensor, weight_gradient_factor: int = 1) -> Tensor:
         weights = features.weights_or_none() if self.config.is_weighted else None
+        if weights is not None and weights.requires_grad and weight_gradient_factor != 1:
+            weights = CommOpGradientScaling.apply(weights, weight_gradient_factor)
         batch_sizes = features.stride_per_key_per_rank() if features.variable_stride_per_key() else None
         out: Tensor = self.group(features.values(), features.offsets(), weights, batch_sizes)
         return out
@@ -308,6 +311,7 @@ class GroupedPooledEmbeddingsLookup(_GroupedLookup):
         pg: the ranks that hold the other shards.
         feature_processor: turns features into weighted features before the lookup.
         scale_weight_gradients: undo, for gradients of per-sample weights, the collectives' division by world size.
+            Not for replicas, whose vectors are not exchanged.
         sharding_type: data_parallel makes fused groups replicas that apply all ranks' gradients.
         env: accepted as TorchRec has it; ``pg`` says all.
     """
@@ -324,12 +328,14 @@ class GroupedPooledEmbeddingsLookup(_GroupedLookup):
     ) -> None:
         super().__init__(grouped_configs, device, pg, True, _replicas(sharding_type, pg))
         self._feature_processor = feature_processor
-        self._scale_gradient_factor = pg.size() if scale_weight_gradients and pg is not None else 1
+        exchanged = pg is not None and sharding_type is not ShardingType.DATA_PARALLEL
+        self._scale_gradient_factor = pg.size() if pg is not None and exchanged and scale_weight_gradients else 1
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
         """``[B, D]``; with variable batch per feature one dimension, rank by rank (see :class:`TableGroup`)."""
         features = self._features(sparse_features)
-        pooled = [kernel(self._processed(kernel, f)) for kernel, f in zip(self._kernels(), features)]
+        factor = self._scale_gradient_factor if get_gradient_division() else 1
+        pooled = [kernel(self._processed(kernel, f), factor) for kernel, f in zip(self._kernels(), features)]
         if sparse_features.variable_stride_per_key():
             return self._merge_ranks(pooled, features)
         nothing = fx_wrap_tensor_view2d(self._nothing, sparse_features.stride(), 0)

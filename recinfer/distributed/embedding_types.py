@@ -342,11 +342,9 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         self,
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-        sharded_module_order_overwrite: list[str] | None = None,
     ) -> None:
         super().__init__(qcomm_codecs_registry)
         self._fused_params = fused_params
-        self._sharded_module_order_overwrite = sharded_module_order_overwrite
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """All types on a GPU; on CPU the ones that need no reduce-scatter."""

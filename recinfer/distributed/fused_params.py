@@ -73,6 +73,8 @@ _OPTIMIZER_NAMES = {
 }
 _CPU_KERNELS = frozenset({OptimType.SGD, OptimType.ADAGRAD, OptimType.ROWWISE_ADAGRAD})
 _NOT_RUN = frozenset({OptimType.SHAMPOO, OptimType.LION})
+# Optimizers whose formula has no weight decay of its own, but takes one by a mode.
+_DECAY_BY_MODE = frozenset({OptimType.SGD, OptimType.ADAGRAD, OptimType.ROWWISE_ADAGRAD})
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -147,7 +149,8 @@ class FusedSettings:
 
         Optimizers may be given as this package's :class:`OptimType`, as FBGEMM's ``EmbOptimType`` or as text; element
         types as DataType, torch.dtype or FBGEMM's ``SparseType``. ``lr`` and ``betas`` are taken for ``learning_rate``
-        and ``beta1``, ``beta2``; other arguments of torch's optimizers must be off.
+        and ``beta1``, ``beta2``; other arguments of torch's optimizers must be off. A momentum, ``max_norm`` or weight decay
+        that the optimizer's formula would pass over is refused.
 
         Raises:
             ConfigError: a key or value that is not known; the message names it.
@@ -176,7 +179,27 @@ class FusedSettings:
         for key, function in parse.items():
             if key in given:
                 given[key] = function(given[key])
+        _refuse_ignored(given)
         return cls(**given, placement=placement)
+
+
+def _refuse_ignored(given: Mapping[str, Any]) -> None:
+    """Raise for numbers that the optimizer's formula would pass over."""
+    optimizer = given.get("optimizer", FusedSettings.optimizer)
+    if optimizer is not OptimType.LARS_SGD and given.get("momentum"):
+        raise ConfigError(
+            f"fused_params: the fused kernel of {optimizer.value} has no momentum; got momentum={given['momentum']}: "
+            "leave it out, use LARS_SGD, or a dense kernel"
+        )
+    if optimizer is not OptimType.ROWWISE_ADAGRAD and given.get("max_norm"):
+        raise ConfigError(
+            f"fused_params: only ROWWISE_ADAGRAD has max_norm; got max_norm={given['max_norm']} for {optimizer.value}"
+        )
+    if optimizer in _DECAY_BY_MODE and given.get("weight_decay") and "weight_decay_mode" not in given:
+        raise ConfigError(
+            f"fused_params: weight_decay={given['weight_decay']} does nothing for {optimizer.value} without a mode; "
+            "give weight_decay_mode=L2 (added to the gradient), DECOUPLE (beside the step) or NONE (off)"
+        )
 
 
 def _text(value: Any) -> str:

@@ -33,6 +33,9 @@ _OPTIMIZERS = {
     "RowWiseAdagrad": OptimType.ROWWISE_ADAGRAD,
 }
 
+# Their torch classes add weight_decay * w to the gradient; kernels do so in the mode L2 only.
+_L2 = frozenset({OptimType.SGD, OptimType.ADAGRAD, OptimType.ROWWISE_ADAGRAD})
+
 
 def append_prefix(prefix: str, name: str) -> str:
     """``prefix.name``; just ``name`` after an empty prefix, just ``prefix`` before an empty name."""
@@ -71,7 +74,10 @@ def optimizer_fused_params(parameter: Any) -> dict[str, Any]:
         names = [c.__name__ for c in classes]
         raise ConfigError(f"a table has optimizers {names} in its backward; a fused kernel runs one")
     kwargs = dict((getattr(parameter, "_optimizer_kwargs", None) or [{}])[0])
-    return {**kwargs, "optimizer": optimizer_type_to_emb_opt_type(classes[0])}
+    optimizer = optimizer_type_to_emb_opt_type(classes[0])
+    if kwargs.get("weight_decay") and optimizer in _L2:
+        kwargs.setdefault("weight_decay_mode", "L2")
+    return {**kwargs, "optimizer": optimizer}
 
 
 def add_params_from_parameter_sharding(

@@ -14,7 +14,7 @@ from 1. With ``g`` the gradient and ``lr`` the rate:
     lars_sgd               a = lr eta |w| / (|g| + wd |w|)    m = momentum m + a (g + wd w)    w -= m
 
 Weight decay ``wd``: the last five have it in their formula. For sgd and the Adagrads, ``"l2"`` adds ``wd w`` to the
-gradient that steps (not to the one that is accumulated), ``"decouple"`` shrinks ``w`` by ``lr wd w`` beside the step.
+gradient, also to the one that is accumulated, ``"decouple"`` shrinks ``w`` by ``lr wd w`` beside the step.
 """
 
 from __future__ import annotations
@@ -62,10 +62,15 @@ class RowUpdate:
     step: _Step
 
 
+def _with_l2(weight: Tensor, grad: Tensor, hyper: Hyper) -> Tensor:
+    if hyper.weight_decay and hyper.weight_decay_mode == "l2":
+        return grad + hyper.weight_decay * weight
+    return grad
+
+
 def _decayed(weight: Tensor, grad_step: Tensor, multiplier: Tensor | float, hyper: Hyper) -> Tensor:
     """``weight - multiplier * grad_step``, with the weight decay of sgd and the Adagrads."""
-    if hyper.weight_decay and hyper.weight_decay_mode == "l2":
-        grad_step = grad_step + hyper.weight_decay * weight
+    grad_step = _with_l2(weight, grad_step, hyper)
     kept = weight
     if hyper.weight_decay and hyper.weight_decay_mode == "decouple":
         kept = weight * (1 - hyper.lr * hyper.weight_decay)
@@ -77,15 +82,12 @@ def _sgd(weight: Tensor, grad: Tensor, states: Rows, hyper: Hyper, t: int) -> Te
 
 
 def _adagrad(weight: Tensor, grad: Tensor, states: Rows, hyper: Hyper, t: int) -> Tensor:
-    total = states["momentum1"].add_(grad.square())
+    total = states["momentum1"].add_(_with_l2(weight, grad, hyper).square())
     return _decayed(weight, grad, hyper.lr / (total.sqrt() + hyper.eps), hyper)
 
 
 def _rowwise_adagrad(weight: Tensor, grad: Tensor, states: Rows, hyper: Hyper, t: int) -> Tensor:
-    seen = grad
-    if hyper.weight_decay and hyper.weight_decay_mode == "l2":
-        seen = grad + hyper.weight_decay * weight
-    total = states["momentum1"].add_(seen.square().mean(dim=1))
+    total = states["momentum1"].add_(_with_l2(weight, grad, hyper).square().mean(dim=1))
     new = _decayed(weight, grad, (hyper.lr / (total.sqrt() + hyper.eps)).unsqueeze(1), hyper)
     if hyper.max_norm > 0:
         norm = new.norm(dim=1, keepdim=True)

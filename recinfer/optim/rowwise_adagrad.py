@@ -18,6 +18,8 @@ from recinfer.errors import ConfigError
 
 __all__ = ["RowWiseAdagrad", "sparse_gradients"]
 
+_HOW_TORCH_RUNS = frozenset({"capturable", "differentiable", "foreach", "fused"})
+
 
 class RowWiseAdagrad(Optimizer):
     """Adagrad with one accumulator a row (state ``sum``, float32 ``[rows, 1]``, and ``step``).
@@ -32,10 +34,10 @@ class RowWiseAdagrad(Optimizer):
         initial_accumulator_value: what ``sum`` starts from.
         eps: added to the root of the accumulator.
         maximize: go up the gradient.
-        unused: arguments of torch's Adagrad without a meaning here (``foreach`` ...).
+        unused: how torch's Adagrad runs (``foreach``, ``fused``, ``differentiable``): without a meaning here.
 
     Raises:
-        ConfigError: negative numbers.
+        ConfigError: negative numbers, or other arguments.
     """
 
     def __init__(
@@ -50,6 +52,9 @@ class RowWiseAdagrad(Optimizer):
         maximize: bool = False,
         **unused: Any,
     ) -> None:
+        unknown = sorted(unused.keys() - _HOW_TORCH_RUNS)
+        if unknown:
+            raise ConfigError(f"RowWiseAdagrad: unknown {unknown}; it has no such number, leave them out")
         numbers: dict[str, Any] = {
             "lr": lr,
             "lr_decay": lr_decay,

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recinfer.distributed.fused_params import FusedSettings
 from recinfer.distributed.table_group import DenseTableGroup, TableGroup, TableShape
 from recinfer.distributed.tbe import ModuleDenseTableGroup, ModuleTableGroup, make_table_group
+from recinfer.distributed.utils import optimizer_fused_params
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import PoolingType
+from recinfer.optim import optimizers
+from recinfer.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from recinfer.optim.row_updates import UPDATES, Hyper
+from recinfer.optim.rowwise_adagrad import RowWiseAdagrad
 
 # FBGEMM's dense operator, which the GPU's groups use, tells autograd less than torch wants to hear.
 pytestmark = pytest.mark.filterwarnings("ignore:fbgemm..dense_embedding_codegen_lookup_function")
@@ -381,3 +385,53 @@ def test_the_group_follows_the_device() -> None:
 def test_hyper_numbers_come_from_the_settings() -> None:
     settings = FusedSettings.from_params({"optimizer": "ADAM", "betas": (0.5, 0.6), "eps": 0.1, "weight_decay": 0.2})
     assert settings.hyper(0.3) == Hyper(0.3, eps=0.1, beta1=0.5, beta2=0.6, weight_decay=0.2)
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"optimizer": "SGD", "momentum": 0.9}, "momentum"),
+        ({"optimizer": "ADAM", "momentum": 0.9}, "momentum"),
+        ({"optimizer": "ADAGRAD", "max_norm": 1.0}, "max_norm"),
+        ({"optimizer": "ROWWISE_ADAGRAD", "weight_decay": 0.1}, "weight_decay_mode"),
+        ({"weight_decay": 0.1}, "weight_decay_mode"),
+    ],
+)
+def test_numbers_that_a_formula_would_pass_over_are_refused(params: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        FusedSettings.from_params(params)
+    off = {**params, "momentum": 0.0, "max_norm": 0.0, "weight_decay": 0.0}
+    assert FusedSettings.from_params(off).weight_decay == 0
+    assert FusedSettings.from_params({"weight_decay": 0.1, "weight_decay_mode": "NONE"}).has_cpu_kernel
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kwargs"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.2}),
+        (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.2}),
+        (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.2}),
+        (optimizers.SGD, {"lr": 0.1, "weight_decay": 0.2}),
+        (optimizers.Adagrad, {"lr": 0.1, "eps": 1e-3, "weight_decay": 0.2}),
+    ],
+)
+def test_the_decay_of_an_optimizer_class_is_that_of_its_kernel(optimizer: Any, kwargs: dict[str, Any]) -> None:
+    noted = nn.Parameter(torch.zeros(4, 2))
+    apply_optimizer_in_backward(optimizer, [noted], kwargs)
+    group = TableGroup((TableShape("a", 4, 2),), SUM, FusedSettings.from_params(optimizer_fused_params(noted)))
+    group.table_weights()[0].copy_(torch.arange(8.0).view(4, 2))
+    alone = nn.Parameter(torch.arange(8.0).view(4, 2))
+    stepper = optimizer([alone], **kwargs)
+    for _ in range(3):
+        group(torch.arange(4), torch.arange(5)).square().sum().backward()  # every row, as torch's steps all
+        stepper.zero_grad()
+        alone.square().sum().backward()
+        stepper.step()
+    torch.testing.assert_close(group.table_weights()[0], alone.detach())
+
+
+def test_momentum_of_an_optimizer_class_is_refused() -> None:
+    table = nn.Parameter(torch.zeros(4, 2))
+    apply_optimizer_in_backward(torch.optim.SGD, [table], {"lr": 0.1, "momentum": 0.9})
+    with pytest.raises(ConfigError, match="no momentum"):
+        FusedSettings.from_params(optimizer_fused_params(table))

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from recinfer.distributed.comm_ops import set_gradient_division
 from recinfer.distributed.embedding import (
     EmbeddingCollectionAwaitable,
     EmbeddingCollectionContext,
@@ -47,7 +49,7 @@ from recinfer.distributed.embeddingbag import (
 )
 from recinfer.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
 from recinfer.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
-from recinfer.distributed.types import DataType, LazyAwaitable, ShardingEnv
+from recinfer.distributed.types import DataType, LazyAwaitable, ShardingEnv, ShardingType
 from recinfer.modules.embedding_configs import EmbeddingConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingCollection
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
@@ -133,6 +135,34 @@ def test_a_feature_processor_weighs_before_the_lookup() -> None:
     processed = GroupedPooledEmbeddingsLookup([config], feature_processor=Doubled())
     processed.load_state_dict(plain.state_dict())
     torch.testing.assert_close(processed(features()), 2 * plain(features()))
+
+
+def weight_gradients(rank: int, world_size: int) -> list[list[float]]:
+    """Of weights of a lookup: scaled, not scaled, as a replica, with gradient division off."""
+    found = []
+    for scale, kind, division in [(True, None, True), (False, None, True), (True, "dp", True), (True, None, False)]:
+        config = group(table("t", "f"), table("u", "g"))
+        config.is_weighted = True
+        lookup = GroupedPooledEmbeddingsLookup(
+            [config],
+            pg=dist.group.WORLD,
+            scale_weight_gradients=scale,
+            sharding_type=ShardingType.DATA_PARALLEL if kind else None,
+        )
+        lookup.load_state_dict({name: torch.ones(ROWS, DIM) for name in lookup.state_dict()})
+        weights = torch.ones(5, requires_grad=True)
+        plain = features()
+        set_gradient_division(division)
+        lookup(KeyedJaggedTensor(plain.keys(), plain.values(), weights, plain.lengths())).sum().backward()
+        set_gradient_division(True)
+        assert weights.grad is not None
+        found.append(weights.grad.tolist())
+    return found
+
+
+def test_gradients_of_weights_undo_the_division_of_the_collectives() -> None:
+    one, twice = [float(DIM)] * 5, [2.0 * DIM] * 5
+    assert run_ranks(2, weight_gradients) == [[twice, one, one, one]] * 2
 
 
 def test_small_helpers() -> None:

@@ -51,6 +51,11 @@ def by_torch(make: Callable[[Tensor], torch.optim.Optimizer]) -> Tensor:
             lambda w: torch.optim.SGD([w], lr=0.1, weight_decay=0.2),
         ),
         ("ADAGRAD", Hyper(0.1, eps=1e-3), lambda w: torch.optim.Adagrad([w], lr=0.1, eps=1e-3)),
+        (
+            "ADAGRAD",
+            Hyper(0.1, eps=1e-3, weight_decay=0.2, weight_decay_mode="l2"),
+            lambda w: torch.optim.Adagrad([w], lr=0.1, eps=1e-3, weight_decay=0.2),
+        ),
         ("ADAM", Hyper(0.1, eps=1e-3), lambda w: torch.optim.Adam([w], lr=0.1, eps=1e-3)),
         (
             "ADAM",

@@ -134,3 +134,9 @@ def test_sparse_gradients_end_with_the_block() -> None:
         assert model.embedding_bags["t"].sparse
         raise ZeroDivisionError
     assert not model.embedding_bags["t"].sparse
+
+
+def test_arguments_that_would_do_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="momentum"):
+        RowWiseAdagrad([nn.Parameter(torch.zeros(2, 2))], momentum=0.9)
+    RowWiseAdagrad([nn.Parameter(torch.zeros(2, 2))], foreach=False)

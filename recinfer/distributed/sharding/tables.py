@@ -180,6 +180,7 @@ class PooledSharding(TableSharding):
             device=device or self._device,
             pg=self._env.process_group,
             feature_processor=feature_processor,
+            scale_weight_gradients=False,  # done where the gradients come home: recinfer.distributed.sharding.weights
             sharding_type=ShardingType.DATA_PARALLEL if self.replicated else None,
         )
         self.fill(lookup)
