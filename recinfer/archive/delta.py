@@ -6,7 +6,7 @@ import hashlib
 import json
 import mmap
 import os
-import tempfile
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +25,7 @@ from recinfer.archive.manifest_rules import check_rules
 from recinfer.archive.mapping import MappedShards
 from recinfer.archive.reader import Archive
 from recinfer.archive.strict_json import MAX_JSON_BYTES, build, loads
-from recinfer.archive.writer import sync_folder
+from recinfer.archive.writer import partial_folder, remove_stale, sync_folder
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.quant.packing import row_bytes, slice_packed_columns
 
@@ -374,9 +374,15 @@ def delta_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
         raise ArchiveError(f"{str(target)!r} exists; choose another path, or overwrite it with overwrite=True")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".partial", dir=target.parent) as folder:
-            yield Path(folder) / "delta"
-            os.replace(Path(folder) / "delta", target)
+        remove_stale(target)
+        folder, lock = partial_folder(target)
+        try:
+            yield folder / "delta"
+            os.replace(folder / "delta", target)
             sync_folder(target.parent)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
     except OSError as error:
         raise UnavailableError(f"cannot write the delta {str(target)!r}: {error.strerror or error}") from error

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import glob
 import hashlib
 import os
+import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +23,10 @@ from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.quant.packing import slice_packed_columns
 
-__all__ = ["ArchiveFolder", "ShardWriter", "archive_folder", "sync_folder"]
+__all__ = ["ArchiveFolder", "ShardWriter", "archive_folder", "partial_folder", "remove_stale", "sync_folder"]
+
+_PARTIAL = re.compile(r"\.[a-z0-9_]{8}\.partial")  # what mkdtemp puts behind the target's name
+_YOUNG_SECONDS = 10.0
 
 _SYNC_FILE_RANGE_WRITE = 2
 _RENAME_EXCHANGE = 2
@@ -182,7 +188,8 @@ def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[Archive
     _check_target(target, overwrite)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        root = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+        remove_stale(target)
+        root, lock = partial_folder(target)
     except OSError as error:
         raise UnavailableError(f"cannot write beside {str(target)!r}: {error.strerror}") from None
     try:
@@ -196,6 +203,53 @@ def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[Archive
         raise UnavailableError(f"cannot write the archive {str(target)!r}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(root, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def partial_folder(target: Path) -> tuple[Path, int | None]:
+    """A new hidden folder beside ``target``, and an open descriptor that holds its lock; None where there are no locks.
+
+    The lock is the kernel's: it goes with the process, however that ends, so :func:`remove_stale` can tell what is left
+    of a killed one from what another is writing, on any host that shares the disk and its locks.
+    """
+    root = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    return root, _lock(root)
+
+
+def remove_stale(target: Path) -> None:
+    """Remove what killed writers of ``target`` have left beside it: partial folders that nobody holds the lock of.
+
+    Young ones are kept: a writer makes its folder first and locks it then.
+    """
+    for folder in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+        if not _PARTIAL.fullmatch(folder.name[len(target.name) + 1 :]) or folder.is_symlink() or not folder.is_dir():
+            continue
+        try:
+            if time.time() - folder.stat().st_mtime < _YOUNG_SECONDS:
+                continue
+        except OSError:  # gone meanwhile
+            continue
+        lock = _lock(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor with the folder's exclusive lock; None if another has it, or the system has no such locks."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _check_target(target: Path, overwrite: bool) -> None:

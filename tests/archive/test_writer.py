@@ -11,6 +11,7 @@ import pytest
 
 from recinfer.archive import writer
 from recinfer.archive.check import REQUESTS
+from recinfer.archive.delta import delta_file
 from recinfer.archive.writer import archive_folder
 from recinfer.errors import ArchiveError, CheckpointError, InputError, UnavailableError
 from recinfer.inference.verify import verify
@@ -120,3 +121,65 @@ def test_hashes_are_those_of_the_files(tmp_path: Path) -> None:
         archive.check_hash(file)
     assert archive.read(REQUESTS)
     assert archive.manifest.bytes_total == sum(f.bytes for f in archive.manifest.files)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from recinfer.archive.delta import delta_file
+from recinfer.archive.writer import archive_folder
+
+make = {"archive": archive_folder, "delta": delta_file}[sys.argv[1]]
+with make(Path(sys.argv[2])) as made:
+    if sys.argv[1] == "archive":
+        made.add("plan.json", b"{}")
+    else:
+        made.write_bytes(b"{}")
+    print("writing", flush=True)
+    if sys.argv[3] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.stdin.readline()
+"""
+
+
+def start_writer(kind: str, target: Path, then: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", KILLED, kind, str(target), then]
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "writing\n"
+    return process
+
+
+@pytest.mark.parametrize("kind", ["archive", "delta"])
+def test_the_next_writer_removes_what_a_killed_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Nothing else goes: not the folder of one that still writes, of another target, or that is no writer's."""
+    target = tmp_path / "m.rq[a]"
+    killed = start_writer(kind, target, "kill")
+    killed.communicate()
+    left = set(tmp_path.iterdir())
+    assert killed.returncode == -9 and len(left) == 1
+    alive = start_writer(kind, target, "wait")
+    try:
+        kept = {path for path in tmp_path.iterdir() if path not in left}
+        for name in (
+            ".m.rq[a].mine.partial",
+            ".m.rq[a].x.abcdefgh.partial",
+            ".other.abcdefgh.partial",
+            "m.rq[a].partial",
+        ):
+            (tmp_path / name).mkdir()
+            kept.add(tmp_path / name)
+        (tmp_path / ".m.rq[a].ghijklmn.partial").symlink_to(tmp_path / ".other.abcdefgh.partial")
+        kept.add(tmp_path / ".m.rq[a].ghijklmn.partial")
+        assert left <= set(tmp_path.iterdir())  # too young to be sure that its writer will not lock it yet
+        monkeypatch.setattr(writer, "_YOUNG_SECONDS", -1.0)
+        with writer.archive_folder(target) if kind == "archive" else delta_file(target) as made:
+            mine = made.root if kind == "archive" else made.parent
+            assert set(tmp_path.iterdir()) == kept | {mine}
+            if kind == "delta":
+                made.write_bytes(b"{}")
+        assert set(tmp_path.iterdir()) == kept | {target}
+    finally:
+        alive.communicate("\n")
