@@ -119,7 +119,7 @@ class Server:
         self._batching = batching or BatchConfig()
         self.batcher: Batcher | None = None
         self.open_inference = OpenInference(
-            self.service.registry, self.service.limits, self._ask, lambda: self._server is not None
+            self.service.registry, self.service.limits, self._ask, lambda: self._server is not None and self._serving
         )
         self.admin_calls: dict[str, Answer] = {}
         self._admin_through = admin_through

@@ -20,13 +20,13 @@ def test_from_one_process_to_many_hosts(tmp_path: Path):
     commands = commands.replace("--limit 20000", "--limit 2000")
     for port in ("8500", "8580", "50051", "50081"):
         commands = commands.replace(port, str(free_port()))
-    verb = tmp_path / "bin" / "recinfer"
-    verb.parent.mkdir()
-    verb.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m recinfer "$@"\n')
-    verb.chmod(0o755)
-    (verb.parent / "python").symlink_to(sys.executable)
-    path = f"{verb.parent}{os.pathsep}{os.environ['PATH']}"
-    trap = "trap 'kill -9 $(jobs -p) 2>/dev/null' EXIT\n"
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, more in (("recinfer", " -m recinfer"), ("python", "")):
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{more} "$@"\n')
+        (tools / name).chmod(0o755)
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    trap = "trap 'kill -9 $(jobs -p) 2>/dev/null || true' EXIT\n"
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", trap + commands + "wait\n"],
         cwd=tmp_path,

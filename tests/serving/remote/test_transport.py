@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from recinfer.errors import InputError
+from recinfer.errors import InputError, UnavailableError
 from recinfer.inference.lookups import run_later
 from recinfer.inference.predictor import LookupResult, Predictor, load
 from recinfer.modules.embedding_configs import DataType
 from recinfer.serving.loop import start_on_loop
 from recinfer.serving.remote.lookups import remote_lookups
+from recinfer.serving.security import Security
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import EVERYTHING_ROWS, Everything
 from tests.archive.models import make_archive as make_everything
@@ -83,6 +84,33 @@ def test_a_replica_of_several_ranks_gets_one_request(tmp_path: Path):
         before = calls["sent"]
         there.lookup(make_request(16))
         assert calls["sent"] == before + 1
+
+
+def test_shards_ask_for_a_token(tmp_path: Path):
+    archive, token = make_archive(tmp_path, "table_wise"), "a-token-of-the-shards"
+    (tmp_path / "token").write_text(token)
+    with shard(archive, (0, 1, 2), security=Security(token=token)) as server:
+        path = write_shards(tmp_path / "s.json", {key: [server.target] for key in range(3)})
+        with asking(path) as stranger, pytest.raises(UnavailableError, match="UNAUTHENTICATED"):
+            load(archive, lookups=remote_lookups(stranger))
+        write_shards(path, {key: [server.target] for key in range(3)}, token_file=str(tmp_path / "token"))
+        with asking(path) as known:
+            request = make_request(4)
+            same(
+                load(archive, lookups=remote_lookups(known)).lookup(request), load(archive).lookup(request), exact=True
+            )
+
+
+def test_a_name_is_all_its_addresses(tmp_path: Path):
+    archive = make_archive(tmp_path, "table_wise")
+    with shard(archive, (0, 1, 2)) as server:
+        name = f"dns:///localhost:{server.port}"
+        with asking(write_shards(tmp_path / "s.json", {key: [name] for key in range(3)})) as fanout:
+            request = make_request(4)
+            same(
+                load(archive, lookups=remote_lookups(fanout)).lookup(request), load(archive).lookup(request), exact=True
+            )
+            assert server.target in {replica.target for replica in fanout.pool.replicas(0)}
 
 
 def test_half_precision_on_the_wire(tmp_path: Path):
