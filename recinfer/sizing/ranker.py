@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -66,6 +66,7 @@ class Ranker(Server):
 
     __slots__ = (
         "_budget",
+        "_first",
         "_late",
         "_model",
         "_network",
@@ -101,8 +102,9 @@ class Ranker(Server):
         self._budget = (hedging or Hedging()).budget
         self._tokens = fanout._BURST
         self._paces: dict[tuple[int, int], _Pace] = {}
+        self._first = round(spread.next() * 1e9)  # rankers do not all begin with the same replica
         # Of the calls of this ranker: it knows nothing of what others ask.
-        self.outstanding_at = {server: 0 for servers in replicas for server in servers}
+        self.outstanding_at: defaultdict[Server, int] = defaultdict(int)
         self.calls = self.hedged = self.hedges_won = 0
 
     def _run_away(self, works: list[Work], over: Callable[[], None]) -> None:
@@ -117,15 +119,16 @@ class Ranker(Server):
         self.loop.next(seconds * self.draw(), fan.ask)
 
     def choose(self, shard: int, asked: Sequence[Server]) -> Server | None:
-        """The replica with the fewest outstanding calls of this ranker; the first of those in an order that turns."""
+        """The replica with the fewest outstanding calls of this ranker; of several of them each in turn."""
         servers = self._replicas[shard]
         least, best = math.inf, None
-        begin = self.calls % len(servers)
+        begin = (self._first + self.calls) % len(servers)
         at = self.outstanding_at
         for i in range(len(servers)):
             server = servers[begin - len(servers) + i]
-            if at[server] < least and server not in asked:
-                least, best = at[server], server
+            load = at.get(server, 0)
+            if load < least and server not in asked:
+                least, best = load, server
                 if not least:
                     break
         return best

@@ -126,9 +126,10 @@ class _World:
     batching: BatchConfig
     network: Network
     cpus: dict[str, list[Cpu]] = field(default_factory=dict)
+    spread: Spread = field(init=False)  # of all processes: a list of draws for each would take longer than their jobs
 
-    def spread(self) -> Spread:
-        return Spread(self.costs, self.random)
+    def __post_init__(self) -> None:
+        self.spread = Spread(self.costs, self.random)
 
 
 def simulate(
@@ -177,7 +178,7 @@ def simulate(
         doors = list(rankers)
     else:
         doors = _whole_servers(world, deployment, one)
-    caller = Process(one, world.spread()) if one is not None else None
+    caller = Process(one, world.spread) if one is not None else None
     _stall(world, float(trace.times[-1]))
     latencies = np.full(len(trace), np.nan)
     refused = _drive(world, trace, doors, caller, latencies, deadline_s, progress)
@@ -230,7 +231,7 @@ def _whole_servers(world: _World, deployment: Deployment, one: Cpu | None) -> li
     for _ in range(deployment.replicas):
         cpu = _host(world, deployment, one, "servers")
         for _ in range(deployment.workers):
-            found.append(Server(world.clock, cpu, world.spread(), world.costs, world.batching, seconds))
+            found.append(Server(world.clock, cpu, world.spread, world.costs, world.batching, seconds))
     return found
 
 
@@ -245,7 +246,7 @@ def _shard_servers(world: _World, deployment: Deployment, one: Cpu | None) -> li
                     Server(
                         world.clock,
                         cpu,
-                        world.spread(),
+                        world.spread,
                         world.costs,
                         world.batching,
                         shard.lookup,
@@ -274,7 +275,7 @@ def _rankers(
                 Ranker(
                     world.clock,
                     cpu,
-                    world.spread(),
+                    world.spread,
                     world.costs,
                     world.batching,
                     model=world.model,
