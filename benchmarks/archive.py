@@ -21,7 +21,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -198,46 +200,57 @@ def against_plain(
     name: str,
     work: Callable[[], Any],
     read: list[Path],
-    written: Callable[[], int],
+    target: Path,
     folder: Path,
     *,
     expected: int,
     cold: bool = False,
+    rounds: int = 1,
 ) -> dict[str, Any]:
     """Time and memory of ``work``, and the ratio of its speed to plain I/O of the same bytes.
 
-    ``expected``: about how many bytes will be written. The files read are in the page cache in both, or, with ``cold``, in neither. What is written is on the disk in both
-    (fsync). Plain I/O takes its turn on either side of the work and counts with the mean, as a disk and a shared machine
-    change their speed from minute to minute.
+    ``target``: what it writes, new each time; ``expected``: about how many bytes. The files read are in the page cache in
+    both, or, with ``cold``, in neither. What is written is on the disk in both (fsync). Plain I/O takes its turn before
+    and after each round of the work, and medians count, as a disk and a shared machine change their speed from minute to
+    minute; the first round of a process also pays for imports.
     """
 
     def in_turn(do: Callable[[], float]) -> float:
         for path in read if cold else ():
             drop_cache(path)
+        os.sync()  # nobody pays for what another wrote
         return do()
 
     def timed() -> float:
+        if target.is_dir():
+            shutil.rmtree(target)
+        target.unlink(missing_ok=True)
         with Watch() as watch:
             work()
         peaks.append(watch.peak)
         return watch.seconds
 
     peaks: list[int] = []
-    before = in_turn(lambda: plain_io(read, expected, folder))
-    seconds = in_turn(timed)
-    out = written()
-    plain = (before + in_turn(lambda: plain_io(read, out, folder))) / 2
+    plains = [in_turn(lambda: plain_io(read, expected, folder))]
+    times = []
+    for _ in range(rounds):
+        times.append(in_turn(timed))
+        out = size_of(target)
+        plains.append(in_turn(partial(plain_io, read, out, folder)))
+    seconds, plain = median(times), median(plains)
     moved = sum(size_of(path) for path in read) + out
     return {
         f"{name} s": seconds,
         f"{name} plain I/O s": plain,
         f"{name} speed, of plain I/O": plain / seconds,
         f"{name} MiB/s": moved / seconds / 2**20,
-        f"{name} peak bytes above start": peaks[0],
+        f"{name} peak bytes above start": max(peaks),
+        f"{name} s, each round": [round(t, 2) for t in times],
+        f"{name} plain I/O s, each round": [round(t, 2) for t in plains],
     }
 
 
-def run(folder: Path, size: float, changed: float, precision: str, stages: set[str]) -> dict[str, Any]:
+def run(folder: Path, size: float, changed: float, precision: str, stages: set[str], rounds: int) -> dict[str, Any]:
     from recinfer.checkpoint import CheckpointReader
     from recinfer.distributed.planner import plan_inference
     from recinfer.inference.export import export_archive
@@ -254,7 +267,10 @@ def run(folder: Path, size: float, changed: float, precision: str, stages: set[s
     def show(found: dict[str, Any]) -> None:
         results.update(found)
         for name, value in found.items():
-            text = f"{value / 2**20:,.1f} MiB" if name.endswith(("bytes", "bytes above start")) else f"{value:.3f}"
+            if isinstance(value, list):
+                text = " ".join(map(str, value))
+            else:
+                text = f"{value / 2**20:,.1f} MiB" if name.endswith(("bytes", "bytes above start")) else f"{value:.3f}"
             print(f"{name:45} {text:>16}", flush=True)
 
     show({"checkpoint bytes": results["checkpoint bytes"]})
@@ -264,10 +280,11 @@ def run(folder: Path, size: float, changed: float, precision: str, stages: set[s
         export_archive(model, reader, plan, archive, name="m", version="1", progress=False, overwrite=True)
 
     def measure_export(name: str, cold: bool) -> dict[str, Any]:
-        return against_plain(name, export, [path], lambda: size_of(archive), folder, expected=expected, cold=cold)
+        return against_plain(name, export, [path], archive, folder, expected=expected, cold=cold, rounds=rounds)
 
     expected = sum(t.num_embeddings * row_bytes(t.embedding_dim, t.precision) for t in plan.tables)
-    show(measure_export("export, cold", True))
+    if "export-cold" in stages or "export" not in stages:
+        show(measure_export("export, cold", True))
     if "export" in stages:
         show(measure_export("export, warm", False))
     if "open" in stages:
@@ -279,15 +296,17 @@ def run(folder: Path, size: float, changed: float, precision: str, stages: set[s
         def reshard() -> None:
             reshard_archive(archive, target, moved, progress=False)
 
-        show(against_plain("reshard", reshard, [archive], lambda: size_of(moved), folder, expected=expected))
+        show(against_plain("reshard", reshard, [archive], moved, folder, expected=expected, rounds=rounds))
         shutil.rmtree(moved)
     if "delta" in stages:
-        show(measure_delta(folder, archive, model, size, changed))
+        show(measure_delta(folder, archive, model, size, changed, rounds))
     show({"peak resident bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024})
     return results
 
 
-def measure_delta(folder: Path, archive: Path, model: torch.nn.Module, size: float, changed: float) -> dict[str, Any]:
+def measure_delta(
+    folder: Path, archive: Path, model: torch.nn.Module, size: float, changed: float, rounds: int
+) -> dict[str, Any]:
     """Making a delta beside plain I/O; applying and undoing it in a process that serves, and what that costs in memory."""
     import recinfer
     from recinfer.checkpoint import CheckpointReader
@@ -300,9 +319,10 @@ def measure_delta(folder: Path, archive: Path, model: torch.nn.Module, size: flo
         "delta",
         lambda: make_delta(archive, model, CheckpointReader(new), delta, progress=False),
         [new, archive],
-        lambda: size_of(delta),
+        delta,
         folder,
         expected=int(changed * size_of(archive)),
+        rounds=rounds,
     )
     found["delta bytes"] = size_of(delta)
     predictor = recinfer.load(archive)
@@ -334,7 +354,8 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=0.25, help="GiB of float32 tables")
     parser.add_argument("--changed", type=float, default=0.01, help="part of the rows that the delta changes")
     parser.add_argument("--precision", default="int8", help="of the archive")
-    parser.add_argument("--stages", default="export,open,reshard,delta", help="what to measure, by comma")
+    parser.add_argument("--stages", default="export-cold,export,open,reshard,delta", help="what to measure, by comma")
+    parser.add_argument("--rounds", type=int, default=3, help="of what is measured beside plain I/O; medians count")
     parser.add_argument("--folder", type=Path, help="where the temporary folder goes, by default the system's")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
@@ -343,7 +364,7 @@ def main() -> None:
         write_checkpoint(build(int(args.size * 2**30 / (4 * DIM))), args.make, args.changed)
         return
     with tempfile.TemporaryDirectory(prefix="recinfer-bench-", dir=args.folder) as folder:
-        results = run(Path(folder), args.size, args.changed, args.precision, set(args.stages.split(",")))
+        results = run(Path(folder), args.size, args.changed, args.precision, set(args.stages.split(",")), args.rounds)
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
 
