@@ -37,7 +37,9 @@ ALLOWED: dict[str, set[str]] = {
     "training": RUNTIME | {"models", "data", "checkpoint"},
     "serving": RUNTIME | {"models", "data", "checkpoint", "archive", "inference"},
     "sizing": RUNTIME | {"models", "data", "checkpoint", "archive", "inference", "serving"},
-    "cli": RUNTIME | {"models", "data", "checkpoint", "archive", "inference", "training", "serving", "sizing"},
+    "deploy": RUNTIME | {"models", "data", "checkpoint", "archive", "inference", "serving"},
+    "cli": RUNTIME
+    | {"models", "data", "checkpoint", "archive", "inference", "training", "serving", "sizing", "deploy"},
 }
 
 # What points up all the same, each with its reason. All of them stand inside a function, so nothing is imported by them

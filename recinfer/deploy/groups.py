@@ -1,0 +1,117 @@
+"""Which processes an archive becomes: groups of ranks that one shard server holds, and what memory each needs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from recinfer.archive.manifest import Manifest, shard_path
+from recinfer.archive.reader import open_archive
+from recinfer.errors import ConfigError
+from recinfer.serving.remote.config import FORMAT, VERSION
+
+__all__ = ["Footprint", "RankGroup", "dns_label", "footprint", "shards_json"]
+
+MIB = 1 << 20
+_SHARD_OVERHEAD = 768 * MIB  # Python, torch, FBGEMM and gRPC, and requests under way
+_RANKER_OVERHEAD = 1024 * MIB  # the same and onnxruntime
+_DENSE_COPIES = 3  # the file, the session's copy of its weights, and what runs of it hold
+_LABEL = 40  # of a DNS label's 63 characters; the rest is for "-shard-NNN-NNN" behind it
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that one shard server holds.
+
+    Attributes:
+        number: from 0.
+        ranks: ascending.
+        table_bytes: size of their shard files, which are mapped as they are.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    table_bytes: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """What a server needs with one version mapped."""
+        return self.table_bytes + _SHARD_OVERHEAD
+
+    @property
+    def memory_limit_bytes(self) -> int:
+        """The same with a second version mapped beside it, as while one rolls out."""
+        return 2 * self.table_bytes + _SHARD_OVERHEAD + 256 * MIB
+
+    @property
+    def listed(self) -> str:
+        """The ranks as ``recinfer serve --ranks`` takes them."""
+        return ",".join(map(str, self.ranks))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What of an archive runs where.
+
+    Attributes:
+        model, version: as the manifest has them.
+        groups: of ranks, all of them once.
+        ranker_bytes: memory of a ranker with one version.
+        ranker_limit_bytes: the same with two.
+    """
+
+    model: str
+    version: str
+    groups: tuple[RankGroup, ...]
+    ranker_bytes: int
+    ranker_limit_bytes: int
+
+
+def footprint(archive: Path, ranks_per_shard: int = 1) -> Footprint:
+    """Read an archive's manifest and plan; no table is read.
+
+    Args:
+        archive: its folder; the shard files need not be in it.
+        ranks_per_shard: consecutive ranks that one shard server holds.
+
+    Raises:
+        ArchiveError: it is none.
+        ConfigError: ranks_per_shard is below 1.
+    """
+    if ranks_per_shard < 1:
+        raise ConfigError(f"ranks per shard server: got {ranks_per_shard}, expected at least 1")
+    manifest = open_archive(archive, ranks=(), dense=False).manifest
+    sizes = {file.path: file.bytes for file in manifest.files}
+    groups = []
+    for number, first in enumerate(range(0, manifest.world_size, ranks_per_shard)):
+        ranks = tuple(range(first, min(first + ranks_per_shard, manifest.world_size)))
+        groups.append(RankGroup(number, ranks, sum(sizes[shard_path(rank)] for rank in ranks)))
+    dense = _DENSE_COPIES * _dense_bytes(manifest)
+    return Footprint(
+        manifest.model,
+        manifest.version,
+        tuple(groups),
+        dense + _RANKER_OVERHEAD,
+        2 * dense + _RANKER_OVERHEAD + 256 * MIB,
+    )
+
+
+def _dense_bytes(manifest: Manifest) -> int:
+    return sum(file.bytes for file in manifest.files if file.path.startswith("dense/"))
+
+
+def shards_json(addresses: Mapping[int, Sequence[str]]) -> str:
+    """The text of a shards.json: rank -> addresses of its replicas."""
+    ranks = {str(rank): list(found) for rank, found in sorted(addresses.items())}
+    return json.dumps({"format": FORMAT, "version": VERSION, "ranks": ranks}, indent=1) + "\n"
+
+
+def dns_label(name: str) -> str:
+    """A name as a DNS label (RFC 1123) with room for what is put behind it; raises ConfigError when nothing is left."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:_LABEL].strip("-")
+    if not label:
+        raise ConfigError(f"name: got {name[:80]!r}, expected letters or digits; give --name")
+    return label

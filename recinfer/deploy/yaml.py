@@ -1,0 +1,59 @@
+"""Plain data as YAML text: the same data gives the same bytes, and no YAML library is needed to write it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+__all__ = ["to_yaml"]
+
+# Plain where no YAML 1.1 or 1.2 reader sees anything but text in it; all else is quoted as JSON does, which YAML reads.
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*\Z")
+_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "y", "n"})
+
+
+def to_yaml(data: Mapping[str, Any]) -> str:
+    """``data`` as one YAML document; mappings, lists, text, numbers and booleans, nothing empty but ``{}`` and ``[]``."""
+    return "\n".join(_lines(data)) + "\n"
+
+
+def _lines(data: Any) -> Iterator[str]:
+    if isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _entry(f"{_scalar(key)}:", value)
+    else:
+        for item in data:
+            if isinstance(item, Mapping) and item:
+                first, *others = _lines(item)
+                yield f"- {first}"
+                yield from (f"  {line}" for line in others)
+            else:
+                yield f"- {_inline(item)}"
+
+
+def _entry(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping | list | tuple) and value:
+        yield key
+        yield from (f"  {line}" for line in _lines(value))
+    elif isinstance(value, str) and value.endswith("\n") and not value.startswith((" ", "\n")):
+        yield f"{key} |"
+        yield from (f"  {line}" for line in value.removesuffix("\n").split("\n"))
+    else:
+        yield f"{key} {_inline(value)}"
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, Mapping):
+        assert not value, "a mapping inside a list is written over lines"
+        return "{}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str) and _PLAIN.match(value) and value.lower() not in _WORDS:
+        return value
+    return json.dumps(value)
