@@ -153,7 +153,7 @@ def _write(model: str, request_id: str, answer: oip.InferAnswer) -> bytes:
         outputs=[
             {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape} for tensor in answer.outputs
         ],
-        parameters={name: {"string_param": text} for name, text in answer.parameters.items()},
+        parameters={name: pb.InferParameter(string_param=text) for name, text in answer.parameters.items()},
     )
     parts: list[Buffer] = [head.SerializeToString()]
     for tensor in answer.outputs:

@@ -153,7 +153,11 @@ class HttpDoor:
         header = request.headers.get(_HEADER_LENGTH)
         read, form = await off_loop(len(body), _read, body, header, name, version)
         answer = await self._answers.infer(read)
-        head = {"model_name": name, "model_version": answer.version, **({"id": read.id} if read.id else {})}
+        head: dict[str, Any] = {
+            "model_name": name,
+            "model_version": answer.version,
+            **({"id": read.id} if read.id else {}),
+        }
         if answer.parameters:
             head["parameters"] = answer.parameters
         size = sum(len(output.data) for output in answer.outputs)

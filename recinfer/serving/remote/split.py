@@ -74,7 +74,7 @@ class _RankSplit:
             return Section(encode_part(self.rank, self._number, None, ids, weights), bags.offsets, None)
         ids_SB -= self._starts.astype(ids_SB.dtype)[:, None]
         unsigned = np.uint64 if ids_SB.dtype == np.int64 else np.uint32
-        keep_SB = ids_SB.view(unsigned) < self._rows.astype(unsigned)[:, None]
+        keep_SB: NDArray[np.bool_] = np.less(ids_SB.view(unsigned), self._rows.astype(unsigned)[:, None])
         ids = ids_SB[keep_SB].astype(self._type, copy=False)
         if not ids.size:
             return None
