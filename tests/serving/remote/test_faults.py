@@ -140,6 +140,8 @@ def test_no_replica_is_an_error_that_says_which_and_it_recovers(fleet: Fleet, cl
     try:
         got = client.lookup(request)
         assert got.missing_ranks == (1,) and fleet.fanout.default_rows[1] > 0
+        outputs = client.predict(*make_request(5, 4))
+        assert outputs.missing == (1,) and torch.isfinite(outputs["output"]).all()
     finally:
         fleet.fanout._missing = None
     fleet.shards[1] = [fleet.begin(1, number) for number in range(2)]
