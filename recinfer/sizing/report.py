@@ -13,8 +13,8 @@ from recinfer.sizing.search import Candidate, Goal
 __all__ = ["as_data", "check_picture", "picture", "rows"]
 
 
-COLUMNS = ("", "host", "precision", "shards", "replicas", "rankers", "hosts", "tables", "p50 ms", "p99 ms", "busy", "per hour", "")  # fmt: skip
-"""Headings of :func:`rows`."""
+COLUMNS = ("", "host", "precision", "shards", "replicas", "rankers", "hosts", "tables", "p50", "p99 ms", "busy", "per hour", "")  # fmt: skip
+"""Headings of :func:`rows`. Busy are the cores of servers, or of shards / rankers."""
 
 
 def rows(candidates: Sequence[Candidate], most: int = 12) -> list[tuple[str, ...]]:
@@ -32,7 +32,7 @@ def rows(candidates: Sequence[Candidate], most: int = 12) -> list[tuple[str, ...
                 _size(c.table_bytes),
                 _ms(c.p50_s),
                 _ms(c.p99_s),
-                ", ".join(f"{kind} {share:.0%}" for kind, share in c.busy.items()) or "-",
+                " / ".join(f"{share:.0%}" for share in c.busy.values()) or "-",
                 _money(c),
                 c.why or "keeps it",
             )
@@ -99,6 +99,8 @@ def picture(curve: Sequence[tuple[float, float, float]], goal: Goal, title: str,
     axes.axhline(goal.p99_s * 1e3, color="tab:red", linestyle="--", label=f"goal: p99 {goal.p99_s * 1e3:g} ms")
     axes.axvline(goal.qps, color="tab:grey", linestyle=":", label=f"{goal.qps:,.0f} requests/s")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlim(left=0)
     axes.set_xlabel("requests a second")
     axes.set_ylabel("ms")

@@ -295,7 +295,7 @@ def search(
         name = f"simulating {idea.least.shards} x {idea.host.name}, {idea.shards.precision}"
         say(name, 2 * len(kinds) - len(ideas) + at, 2 * len(kinds))
         if idea.cost() > _GIVE_UP_COST * best:
-            why = "dearer: not simulated"
+            why = "dearer, not tried"
             found.append(
                 Candidate(
                     host=idea.host,
