@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.inference.lookups import run_later
 from recinfer.serving.address import check_address
 from recinfer.serving.batcher import BatchConfig, Batcher, BatcherState
+from recinfer.serving.ending_health import EndingHealth
 from recinfer.serving.handling import Answer, connection_options, deadline, generic_handler, until_signalled
 from recinfer.serving.limits import Limits
 from recinfer.serving.loop import run_on_loop
@@ -114,7 +115,7 @@ class Server:
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._server: grpc.aio.Server | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._health: health.aio.HealthServicer | None = None
+        self._health: EndingHealth | None = None
         self._decoders = {"Lookup": self.service.decode_lookup, "Predict": self.service.decode_predict}
         self._batching = batching or BatchConfig()
         self.batcher: Batcher | None = None
@@ -194,7 +195,7 @@ class Server:
             ],
         )
         server.add_generic_rpc_handlers(self._handlers())
-        self._health = health.aio.HealthServicer()
+        self._health = EndingHealth()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, reflection.SERVICE_NAME]
         if self.admin_calls:
@@ -241,7 +242,7 @@ class Server:
         server, self._server = self._server, None
         if server is None or self._health is None or self._pool is None:
             return
-        await self._health.enter_graceful_shutdown()
+        await self._health.end()
         await asyncio.gather(server.stop(grace), *([self._http.stop()] if self._http is not None else []))
         if self._metrics is not None:
             await self._metrics.stop()

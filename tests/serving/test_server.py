@@ -145,6 +145,19 @@ def test_codes_on_the_wire(server: Server):
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
+def test_a_watched_server_stops_at_once_and_says_so(predictor: Predictor):
+    server = Server({"model": predictor}).start()
+    heard: list[int] = []
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
+        heard.append(next(watch).status)
+        begin = time.monotonic()
+        server.stop(10.0)
+        assert time.monotonic() - begin < 5.0  # a Watch never ends by itself: it held the whole grace up
+        heard += [answer.status for answer in watch]
+    assert heard == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
+
+
 def test_health_and_reflection(server: Server):
     with grpc.insecure_channel(server.target) as channel:
         health = health_pb2_grpc.HealthStub(channel)
