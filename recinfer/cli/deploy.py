@@ -51,7 +51,7 @@ def run(
         int | None, typer.Option(min=1, help="Shard servers that load may bring it to.", show_default="no scaling")
     ] = None,
     max_rankers: Annotated[
-        int | None, typer.Option(min=1, help="The same of rankers (k8s).", show_default="no scaling")
+        int | None, typer.Option(min=1, help="The same of rankers.", show_default="k8s: four times --rankers")
     ] = None,
     ranks_per_shard: Annotated[int, typer.Option(min=1, help="Ranks that one shard server holds.")] = 1,
     name: Annotated[str | None, typer.Option(help="Of the deployment.", show_default="the model's name")] = None,
@@ -72,7 +72,7 @@ def run(
             "replicas": replicas or 2,
             "rankers": rankers or 2,
             "max_replicas": max_replicas,
-            "max_rankers": max_rankers,
+            "max_rankers": max_rankers or 4 * (rankers or 2),
             "claim": claim,
             "token_secret": token_secret,
             "cpus": cpus,

@@ -38,7 +38,8 @@ class K8sOptions:
         name: what all names begin with; None: the model's.
         replicas: shard servers of each group of ranks.
         rankers: how many.
-        max_replicas, max_rankers: what the autoscalers may go to; None: the same, and no autoscaler.
+        max_replicas: shard servers of a group that an autoscaler may go to; None, or as many as replicas: no autoscaler.
+        max_rankers: the same of rankers.
         claim: PersistentVolumeClaim with ``<model>/<version>/`` archives.
         token_secret: Secret whose key ``token`` all calls need; None: ``<name>-token``.
         cpus: cores that a container asks for, as Kubernetes writes them.
@@ -134,17 +135,24 @@ class _Renderer:
             made[f"{name}.yaml"] = self._stateful_set(group)
             made[f"{name}-service.yaml"] = self._service(self._shard(group), self._labels(name), headless=True)
             made[f"{name}-disruption.yaml"] = self._disruption(self._shard(group), self._labels(name))
-            if self.options.max_replicas is not None:
-                most = self.options.replicas, self.options.max_replicas
-                made[f"{name}-scaling.yaml"] = self._scaling("StatefulSet", self._shard(group), most, RUNNING_METRIC)
+            if self._scaled("shard"):
+                bounds = self.options.replicas, self.options.max_replicas
+                made[f"{name}-scaling.yaml"] = self._scaling("StatefulSet", self._shard(group), bounds, RUNNING_METRIC)
         ranker, labels = f"{self.name}-ranker", self._labels("ranker")
         made["ranker.yaml"] = self._deployment(ranker, labels)
         made["ranker-service.yaml"] = self._service(self.name, labels, headless=False)
         made["ranker-disruption.yaml"] = self._disruption(ranker, labels)
-        if self.options.max_rankers is not None:
-            most = self.options.rankers, self.options.max_rankers
-            made["ranker-scaling.yaml"] = self._scaling("Deployment", ranker, most, QUEUE_METRIC)
+        if self._scaled("ranker"):
+            bounds = self.options.rankers, self.options.max_rankers
+            made["ranker-scaling.yaml"] = self._scaling("Deployment", ranker, bounds, QUEUE_METRIC)
         return made
+
+    def _scaled(self, role: str) -> bool:
+        options = self.options
+        least, most = (
+            (options.replicas, options.max_replicas) if role == "shard" else (options.rankers, options.max_rankers)
+        )
+        return most is not None and most > least
 
     def _shard(self, group: RankGroup) -> str:
         return f"{self.name}-shard-{group.number}"
@@ -211,7 +219,7 @@ class _Renderer:
             "updateStrategy": {"type": "RollingUpdate"},
             "template": pod,
         }
-        if self.options.max_replicas is None:  # an autoscaler's number must survive the next apply
+        if not self._scaled("shard"):  # an autoscaler's number must survive the next apply
             spec = {"replicas": self.options.replicas, **spec}
         return {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": self._meta(name, labels), "spec": spec}
 
@@ -227,7 +235,7 @@ class _Renderer:
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
             "template": pod,
         }
-        if self.options.max_rankers is None:
+        if not self._scaled("ranker"):
             spec = {"replicas": self.options.rankers, **spec}
         return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": self._meta(name, labels), "spec": spec}
 
@@ -238,7 +246,9 @@ class _Renderer:
         spread = {
             "maxSkew": 1,
             "topologyKey": "kubernetes.io/hostname",
-            "whenUnsatisfiable": "ScheduleAnyway",
+            # Two replicas of a rank on one node would be lost together; rankers may share one, as others take over.
+            "whenUnsatisfiable": "DoNotSchedule" if role == "shard" else "ScheduleAnyway",
+            "nodeTaintsPolicy": "Honor",
             "labelSelector": {"matchLabels": labels},
         }
         spec = {

@@ -1,0 +1,195 @@
+"""Manifests of an archive: right by Kubernetes' own schema, true to the archive, and the same every time."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recinfer.deploy.groups import MIB, footprint
+from recinfer.deploy.k8s import QUEUE_METRIC, K8sOptions, manifests, write_manifests
+from recinfer.errors import ConfigError
+from recinfer.serving.remote.config import read_shards
+from tests.deploy.example import FOLDER, FOUND, OPTIONS
+from tests.serving.conftest import build_archive
+
+yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifests back")
+VERSION = "1.34"
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks."""
+    return build_archive(tmp_path_factory.mktemp("k8s"))
+
+
+def check(manifest: dict[str, Any]) -> None:
+    """Refuse what Kubernetes' API schema does not know."""
+    schema = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate has the API's schema")
+    schema.validate(manifest, VERSION, strict=True)
+
+
+def of_kind(found: dict[str, dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [manifest for manifest in found.values() if manifest["kind"] == kind]
+
+
+def pods(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [m["spec"]["template"]["spec"] for kind in ("StatefulSet", "Deployment") for m in of_kind(found, kind)]
+
+
+@pytest.mark.parametrize("options", [K8sOptions(), K8sOptions(max_replicas=5, max_rankers=9, cpus="500m")])
+def test_every_manifest_is_one_by_the_api_schema(options: K8sOptions):
+    found = manifests(FOUND, options)
+    for manifest in found.values():
+        check(manifest)
+    assert len(of_kind(found, "StatefulSet")) == 2 and len(of_kind(found, "Deployment")) == 1
+    assert len(of_kind(found, "PodDisruptionBudget")) == 3
+    assert len(of_kind(found, "HorizontalPodAutoscaler")) == (3 if options.max_rankers else 0)
+
+
+@pytest.mark.parametrize(
+    ("file", "path", "value"),
+    [
+        ("ranker.yaml", ("spec", "template", "spec", "containers", 0, "readinessProbe", "grpc", "port"), "grpc"),
+        ("ranker.yaml", ("spec", "replica"), 2),
+        ("shard-0.yaml", ("spec", "serviceName"), 3),
+        ("shard-0.yaml", ("spec", "template", "spec", "securityContext", "runAsRoot"), False),
+        ("ranker-scaling.yaml", ("spec", "maxReplicas"), "eight"),
+        ("shard-1-disruption.yaml", ("apiVersion",), "policy/v9"),
+    ],
+)
+def test_a_broken_manifest_is_refused(file: str, path: tuple[Any, ...], value: Any):
+    schema = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate has the API's schema")
+    broken = copy.deepcopy(manifests(FOUND, OPTIONS)[file])
+    check(broken)
+    place: Any = broken
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises((schema.ValidationError, schema.InvalidSchemaError, schema.SchemaNotFoundError)):
+        check(broken)
+
+
+def test_names_and_labels_find_each_other():
+    found = manifests(FOUND, OPTIONS)
+    services = {service["metadata"]["name"]: service["spec"] for service in of_kind(found, "Service")}
+    shards = of_kind(found, "StatefulSet")
+    workloads = {w["metadata"]["name"]: w["spec"] for w in [*shards, *of_kind(found, "Deployment")]}
+    for spec in workloads.values():
+        labels = spec["template"]["metadata"]["labels"]
+        assert spec["selector"]["matchLabels"] == labels
+        assert any(service["selector"] == labels for service in services.values())
+        (spread,) = spec["template"]["spec"]["topologySpreadConstraints"]
+        assert spread["labelSelector"]["matchLabels"] == labels
+        mounts = {mount["name"] for mount in spec["template"]["spec"]["containers"][0]["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
+    for shard in shards:
+        assert services[shard["spec"]["serviceName"]]["clusterIP"] == "None"
+    budgets = [b["spec"]["selector"]["matchLabels"] for b in of_kind(found, "PodDisruptionBudget")]
+    assert sorted(map(str, budgets)) == sorted(str(w["selector"]["matchLabels"]) for w in workloads.values())
+    (scaling,) = of_kind(found, "HorizontalPodAutoscaler")
+    assert scaling["spec"]["scaleTargetRef"]["name"] in workloads
+    assert scaling["spec"]["metrics"][0]["pods"]["metric"]["name"] == QUEUE_METRIC
+    assert "replicas" not in workloads["ctr-ranker"], "the autoscaler's number must survive an apply"
+
+
+def test_rankers_look_where_the_shards_are(tmp_path: Path):
+    found = manifests(FOUND, OPTIONS)
+    path = tmp_path / "shards.json"
+    path.write_text(found["shards-config.yaml"]["data"]["shards.json"])
+    listed = read_shards(path).ranks
+    names = [f"{s['metadata']['name']}.{s['metadata']['namespace']}.svc" for s in of_kind(found, "StatefulSet")]
+    assert listed == {rank: (f"dns:///{name}:50051",) for rank, name in enumerate(names)}
+
+
+def test_pods_may_do_no_more_than_they_need():
+    for pod in pods(manifests(FOUND, OPTIONS)):
+        (container,) = pod["containers"]
+        inside, outside = container["securityContext"], pod["securityContext"]
+        assert outside["runAsNonRoot"] and outside["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert inside["readOnlyRootFilesystem"] and inside["capabilities"] == {"drop": ["ALL"]}
+        assert inside["allowPrivilegeEscalation"] is False and pod["automountServiceAccountToken"] is False
+        models = next(volume for volume in pod["volumes"] if volume["name"] == "models")
+        assert models["persistentVolumeClaim"]["readOnly"] is True
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["grpc"]["port"] == container["ports"][0]["containerPort"]
+        # The kubelet's patience covers the sleep before SIGTERM and the drain of 10 s after it.
+        assert pod["terminationGracePeriodSeconds"] >= container["lifecycle"]["preStop"]["sleep"]["seconds"] + 10 + 5
+
+
+def test_memory_follows_the_tables():
+    shards = of_kind(manifests(FOUND, OPTIONS), "StatefulSet")
+    for shard, group in zip(shards, FOUND.groups):
+        memory = shard["spec"]["template"]["spec"]["containers"][0]["resources"]
+        asked, limit = (int(memory[kind]["memory"].removesuffix("Mi")) * MIB for kind in ("requests", "limits"))
+        assert group.table_bytes < asked < 2 * group.table_bytes < limit
+
+
+def test_the_command_renders_an_archive(archive: Path, tmp_path: Path):
+    out = tmp_path / "manifests"
+    command = [sys.executable, "-m", "recinfer", "deploy", archive, "--k8s", "--out", out, "--json"]
+    more = ["--ranks-per-shard", "2", "--replicas", "3", "--namespace", "ads", "--image", "r.example/recinfer:1"]
+    done = subprocess.run([*map(str, command), *more], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert [group["ranks"] for group in said["groups"]] == [[0, 1]]
+    sizes = {f.name: f.stat().st_size for f in (archive / "shards").iterdir()}
+    assert said["groups"][0]["bytes"] == sum(sizes.values())
+    listed = yaml.safe_load((out / "kustomization.yaml").read_text())["resources"]
+    read = {name: yaml.safe_load((out / name).read_text()) for name in listed}
+    assert read == manifests(
+        footprint(archive, 2), K8sOptions(namespace="ads", image="r.example/recinfer:1", replicas=3, max_rankers=8)
+    )
+    for manifest in read.values():
+        check(manifest)
+    container = read["shard-0.yaml"]["spec"]["template"]["spec"]["containers"][0]
+    assert container["args"][:3] == ["/models/tiny/3", "--ranks", "0,1"]
+
+
+def test_what_the_containers_run_is_a_command_that_serve_takes(archive: Path):
+    """Parsed by the command line itself, which stops at the archive that is not there and at no option."""
+    for pod in pods(manifests(footprint(archive), OPTIONS)):
+        (container,) = pod["containers"]
+        command = [*container["command"], *container["args"]]
+        assert command[0] == "recinfer"
+        at = command.index("--token-file")
+        command = command[:at] + command[at + 2 :]
+        done = subprocess.run(
+            [sys.executable, "-m", *command, "--insecure"], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 2 and ("/models" in done.stderr or "shards.json" in done.stderr), done.stderr
+
+
+def test_the_example_is_up_to_date(tmp_path: Path):
+    write_manifests(FOUND, OPTIONS, tmp_path)
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    kept = {path.name: path.read_text() for path in FOLDER.glob("*.yaml")}
+    assert kept == written, "run python -m tests.deploy.example"
+
+
+def test_files_of_another_plan_are_not_applied_by_chance(tmp_path: Path):
+    (tmp_path / "shard-7.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"shard-7\.yaml"):
+        write_manifests(FOUND, OPTIONS, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"namespace": "Ads"}, "namespace"),
+        ({"image": "a b"}, "image"),
+        ({"cpus": "two"}, "cpus"),
+        ({"replicas": 0}, "replicas"),
+        ({"rankers": 3, "max_rankers": 2}, "rankers"),
+        ({"queue_depth": 0}, "queue depth"),
+        ({"claim": "x\ny"}, "claim"),
+    ],
+)
+def test_wrong_options_are_named(wrong: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        K8sOptions(**wrong)
