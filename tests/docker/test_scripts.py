@@ -1,0 +1,217 @@
+"""The containers' scripts, run for real outside a container: they start, the healthcheck answers, SIGTERM drains."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from recinfer import env
+from recinfer.deploy.k8s import QUEUE_METRIC, RUNNING_METRIC
+from recinfer.serving.client import InferenceClient
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.docker.test_files import DOCKER, ROOT
+from tests.serving.conftest import build_archive
+from tests.serving.remote.fleet import free_port, write_shards
+
+TOKEN = "a-token-of-a-test-0123456789"
+
+
+@dataclass
+class Running:
+    """A server that a script started."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    metrics: int
+    log: Path
+
+    def healthy(self) -> bool:
+        """What the image's HEALTHCHECK finds."""
+        return check(self.port).returncode == 0
+
+    def wait(self) -> None:
+        """Until it is healthy."""
+        end = time.monotonic() + 60
+        while not self.healthy():
+            assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
+            time.sleep(0.2)
+
+    def scrape(self) -> str:
+        """Its metrics, asked for as Prometheus does: with the token."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.metrics}/metrics")
+        request.add_header("Authorization", f"Bearer {TOKEN}")
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.read().decode()
+
+
+def check(port: int) -> subprocess.CompletedProcess[str]:
+    """The image's healthcheck, on a port of this machine."""
+    environment = {"RECINFER_PORT": str(port), "PATH": os.environ["PATH"]}
+    command = [sys.executable, DOCKER / "healthcheck.py"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``recinfer`` for the PATH, as images have it."""
+    folder = tmp_path_factory.mktemp("tools")
+    (folder / "recinfer").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m recinfer "$@"\n')
+    (folder / "recinfer").chmod(0o755)
+    return folder
+
+
+@contextmanager
+def script(name: str, tools: Path, log: Path, **variables: str) -> Iterator[Running]:
+    """A script of docker/, with loopback for its address."""
+    port, metrics = free_port(), free_port()
+    environment = env.child_environment(
+        PATH=f"{tools}{os.pathsep}{os.environ['PATH']}",
+        PYTHONPATH=str(ROOT),
+        OMP_NUM_THREADS="1",
+        RECINFER_HOST="127.0.0.1",
+        RECINFER_PORT=str(port),
+        RECINFER_METRICS_PORT=str(metrics),
+        **variables,
+    )
+    with log.open("wb") as file:
+        process = subprocess.Popen([DOCKER / name], env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=tools)
+    try:
+        yield Running(process, port, metrics, log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def fleet(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Running]]:
+    """A shard server for each of two ranks, and a ranker, as the compose file starts them."""
+    folder = tmp_path_factory.mktemp("fleet")
+    archive = build_archive(folder)
+    (folder / "token").write_text(TOKEN + "\n")
+    common = {"RECINFER_ARCHIVE": str(archive), "RECINFER_TOKEN_FILE": str(folder / "token")}
+    with ExitStack() as stack:
+        started: dict[str, Running] = {}
+        for rank in (0, 1):
+            more = {**common, "RECINFER_MODEL_STORE": str(folder), "RECINFER_RANKS": str(rank)}
+            log = folder / f"shard-{rank}.log"
+            started[f"shard-{rank}"] = stack.enter_context(script("shard.sh", tools, log, **more))
+        ranks = {rank: [f"127.0.0.1:{started[f'shard-{rank}'].port}"] for rank in (0, 1)}
+        shards = str(write_shards(folder / "shards.json", ranks))
+        ranker = stack.enter_context(
+            script("ranker.sh", tools, folder / "ranker.log", **common, RECINFER_SHARDS=shards)
+        )
+        started["ranker"] = ranker
+        for server in started.values():
+            server.wait()
+        yield started
+
+
+def ask(client: InferenceClient) -> torch.Tensor:
+    """One request."""
+    ids = KeyedJaggedTensor(
+        ["user", "item", "history", "shop"], torch.tensor([1, 2, 3, 4]), lengths=torch.ones(4).long()
+    )
+    pooled = client.lookup(ids).pooled
+    assert pooled is not None
+    return pooled.values()
+
+
+def named(expression: str) -> set[str]:
+    """The recinfer metrics of a PromQL expression."""
+    return set(re.findall(r"\brecinfer_[a-z_]+", expression))
+
+
+def test_every_metric_that_is_named_is_one_of_a_running_server(fleet: dict[str, Running]):
+    yaml = pytest.importorskip("yaml", reason="PyYAML reads the rules")
+    with InferenceClient(f"127.0.0.1:{fleet['ranker'].port}", token=TOKEN) as client:
+        ask(client)
+    by_role = {role: fleet[name].scrape() for role, name in (("shard", "shard-0"), ("ranker", "ranker"))}
+    text = "".join(by_role.values())
+    # Families, which stand there also before their first sample: a counter of refusals has none in a good hour.
+    exported = set(re.findall(r"^(recinfer_[a-z_]+?)(?:\{| )", text, flags=re.MULTILINE))
+    exported |= {name for name, kind in re.findall(r"^# TYPE (recinfer_\S+) (\S+)", text, flags=re.MULTILINE)}
+    dashboard = json.loads((DOCKER / "grafana/dashboards/recinfer.json").read_text())
+    rules = yaml.safe_load((DOCKER / "prometheus/rules.yml").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions += [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
+    wanted = set().union(*map(named, expressions))
+    assert len(wanted) > 12 and not wanted - exported, wanted - exported
+    # Where a role is given, it is a server of that role that has the metric.
+    for role, found in by_role.items():
+        for expression in expressions:
+            for name in re.findall(rf'\b(recinfer_[a-z_]+)\{{role="{role}"', expression):
+                assert re.search(rf"^{name}\b", found, flags=re.MULTILINE), (role, name)
+    # The autoscalers' gauges.
+    assert re.search(rf"^{QUEUE_METRIC} [0-9.]+$", by_role["ranker"], flags=re.MULTILINE)
+    assert re.search(rf"^{RUNNING_METRIC} [0-9.]+$", by_role["shard"], flags=re.MULTILINE)
+
+
+def test_metrics_need_the_token(fleet: dict[str, Running]):
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"http://127.0.0.1:{fleet['ranker'].metrics}/metrics", timeout=10)
+
+
+def test_the_healthcheck_says_no_where_nobody_serves():
+    done = check(free_port())
+    assert done.returncode == 1 and "UNAVAILABLE" in done.stderr
+
+
+def test_sigterm_drains_each(fleet: dict[str, Running]):
+    for name in ("ranker", "shard-0", "shard-1"):
+        server = fleet[name]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0, server.log.read_text()
+        assert "stopped" in server.log.read_text()
+        assert not server.healthy()
+
+
+def test_one_process_and_a_ranker_that_waits(tools: Path, tmp_path: Path):
+    archive = build_archive(tmp_path)
+    with script("serve.sh", tools, tmp_path / "log", RECINFER_ARCHIVE=str(archive), RECINFER_TOKEN=TOKEN) as server:
+        server.wait()
+        with InferenceClient(f"127.0.0.1:{server.port}", token=TOKEN) as client:
+            assert ask(client).shape[0] == 1
+    shards = write_shards(tmp_path / "shards.json", {rank: [f"127.0.0.1:{free_port()}"] for rank in (0, 1)})
+    more = {"RECINFER_ARCHIVE": str(archive), "RECINFER_SHARDS": str(shards)}
+    with script("ranker.sh", tools, tmp_path / "waits", **more) as ranker:
+        end = time.monotonic() + 60
+        while "waiting for shards" not in (tmp_path / "waits").read_text():
+            assert ranker.process.poll() is None and time.monotonic() < end
+            time.sleep(0.2)
+        done = check(ranker.port)
+        assert done.returncode == 1 and "NOT_SERVING" in done.stderr
+
+
+@pytest.mark.parametrize(("name", "missing"), [("serve.sh", "RECINFER_ARCHIVE"), ("shard.sh", "RECINFER_RANKS")])
+def test_a_script_names_the_variable_that_it_lacks(name: str, missing: str, tools: Path, tmp_path: Path):
+    with script(name, tools, tmp_path / "log") as server:
+        assert server.process.wait(20) != 0
+    assert missing in (tmp_path / "log").read_text()
+
+
+def test_beyond_loopback_a_token_is_needed(tools: Path, tmp_path: Path):
+    archive = str(tmp_path / "none.rqa")
+    environment = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [DOCKER / "serve.sh"],
+        env={**environment, "RECINFER_ARCHIVE": archive},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and "0.0.0.0" in done.stderr and "token" in done.stderr
