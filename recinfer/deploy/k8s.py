@@ -73,7 +73,7 @@ class K8sOptions:
         ):
             if least < 1 or (most is not None and most < least):
                 raise ConfigError(
-                    f"{what}: got {least} to {most}, expected at least 1, and no fewer at most than at least"
+                    f"{what}: got {least}, at most {most}; expected at least 1, and a maximum that is not below it"
                 )
         if self.queue_depth < 1:
             raise ConfigError(f"queue depth: got {self.queue_depth}, expected at least 1")

@@ -21,13 +21,15 @@ import torch
 
 from recinfer import env
 from recinfer.deploy.k8s import QUEUE_METRIC, RUNNING_METRIC
+from recinfer.inference.predictor import load
 from recinfer.serving.client import InferenceClient
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.docker.test_files import DOCKER, ROOT
-from tests.serving.conftest import build_archive
+from tests.serving.conftest import NUM_DENSE, build_archive, build_model, export
 from tests.serving.remote.fleet import free_port, write_shards
 
 TOKEN = "a-token-of-a-test-0123456789"
+FEATURES = ["user", "item", "history", "shop"]
 
 
 @dataclass
@@ -194,6 +196,49 @@ def test_one_process_and_a_ranker_that_waits(tools: Path, tmp_path: Path):
             time.sleep(0.2)
         done = check(ranker.port)
         assert done.returncode == 1 and "NOT_SERVING" in done.stderr
+
+
+def test_rankers_of_two_versions_at_one_set_of_shards(tools: Path, tmp_path: Path):
+    """A roll-out as manifests and compose do it: shards keep what they began with, and rankers of the next version come."""
+    store = tmp_path / "store"
+    for version, seed in (("1", 0), ("2", 1)):
+        (tmp_path / version).mkdir()
+        store.mkdir(exist_ok=True)
+        export(build_model(seed), tmp_path / version, "ctr", version, num_dense=NUM_DENSE).rename(store / version)
+    common = {"RECINFER_MODEL_STORE": str(store), "RECINFER_TOKEN": TOKEN}
+    with ExitStack() as stack:
+        shards = [
+            stack.enter_context(
+                script(
+                    "shard.sh",
+                    tools,
+                    tmp_path / f"shard-{rank}",
+                    RECINFER_ARCHIVE=str(store / had),
+                    RECINFER_RANKS=str(rank),
+                    **common,
+                )
+            )
+            for rank, had in ((0, "1"), (1, "2"))  # in the middle of it
+        ]
+        listed = write_shards(tmp_path / "shards.json", {r: [f"127.0.0.1:{s.port}"] for r, s in enumerate(shards)})
+        more = {"RECINFER_SHARDS": str(listed), "RECINFER_TOKEN": TOKEN}
+        rankers = [
+            stack.enter_context(
+                script("ranker.sh", tools, tmp_path / f"ranker-{v}", RECINFER_ARCHIVE=str(store / v), **more)
+            )
+            for v in ("1", "2")
+        ]
+        answers = []
+        for ranker in rankers:
+            ranker.wait()
+            with InferenceClient(f"127.0.0.1:{ranker.port}", token=TOKEN) as client:
+                answers.append(ask(client))
+        for server in (*shards, *rankers):
+            server.process.send_signal(signal.SIGTERM)
+    assert not torch.equal(*answers)
+    ids = KeyedJaggedTensor(FEATURES, torch.tensor([1, 2, 3, 4]), lengths=torch.ones(4).long())
+    for version, answer in zip(("1", "2"), answers):
+        assert torch.equal(load(store / version).lookup(ids).pooled.values(), answer)
 
 
 @pytest.mark.parametrize(("name", "missing"), [("serve.sh", "RECINFER_ARCHIVE"), ("shard.sh", "RECINFER_RANKS")])
