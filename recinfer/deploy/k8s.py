@@ -135,24 +135,24 @@ class _Renderer:
             made[f"{name}.yaml"] = self._stateful_set(group)
             made[f"{name}-service.yaml"] = self._service(self._shard(group), self._labels(name), headless=True)
             made[f"{name}-disruption.yaml"] = self._disruption(self._shard(group), self._labels(name))
-            if self._scaled("shard"):
-                bounds = self.options.replicas, self.options.max_replicas
+            if (bounds := self._bounds("shard")) is not None:
                 made[f"{name}-scaling.yaml"] = self._scaling("StatefulSet", self._shard(group), bounds, RUNNING_METRIC)
         ranker, labels = f"{self.name}-ranker", self._labels("ranker")
         made["ranker.yaml"] = self._deployment(ranker, labels)
         made["ranker-service.yaml"] = self._service(self.name, labels, headless=False)
         made["ranker-disruption.yaml"] = self._disruption(ranker, labels)
-        if self._scaled("ranker"):
-            bounds = self.options.rankers, self.options.max_rankers
+        if (bounds := self._bounds("ranker")) is not None:
             made["ranker-scaling.yaml"] = self._scaling("Deployment", ranker, bounds, QUEUE_METRIC)
         return made
 
-    def _scaled(self, role: str) -> bool:
+    def _bounds(self, role: str) -> tuple[int, int] | None:
+        """Between what an autoscaler may choose; None where there is nothing to choose."""
         options = self.options
-        least, most = (
-            (options.replicas, options.max_replicas) if role == "shard" else (options.rankers, options.max_rankers)
-        )
-        return most is not None and most > least
+        if role == "shard":
+            least, most = options.replicas, options.max_replicas
+        else:
+            least, most = options.rankers, options.max_rankers
+        return None if most is None or most == least else (least, most)
 
     def _shard(self, group: RankGroup) -> str:
         return f"{self.name}-shard-{group.number}"
@@ -219,7 +219,7 @@ class _Renderer:
             "updateStrategy": {"type": "RollingUpdate"},
             "template": pod,
         }
-        if not self._scaled("shard"):  # an autoscaler's number must survive the next apply
+        if self._bounds("shard") is None:  # an autoscaler's number must survive the next apply
             spec = {"replicas": self.options.replicas, **spec}
         return {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": self._meta(name, labels), "spec": spec}
 
@@ -235,7 +235,7 @@ class _Renderer:
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
             "template": pod,
         }
-        if not self._scaled("ranker"):
+        if self._bounds("ranker") is None:
             spec = {"replicas": self.options.rankers, **spec}
         return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": self._meta(name, labels), "spec": spec}
 
