@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -68,6 +69,12 @@ class Fanout:
         self.default_rows: Counter[int] = Counter()
         self._paces: dict[tuple[int, int], _Pace] = {}
         self._tokens = _BURST
+        self._turn = random.randrange(1 << 16)
+
+    def turn(self) -> int:
+        """A number that goes up by one each time; rankers begin at different ones."""
+        self._turn += 1
+        return self._turn
 
     async def find(
         self, version: str, batch: int, parts: Mapping[int, Parts], deadline: float, *, exact: bool = False
@@ -211,7 +218,10 @@ class _Fan:
         asked = self._asked[rank]
         best: Replica | None = None
         least: Any = None
-        for replica in self._pool.replicas(rank):
+        replicas = self._pool.replicas(rank)
+        # Of equals another one each time: else all rankers that are hardly busy would ask the first that is listed.
+        first = self._fanout.turn() % len(replicas) if replicas else 0
+        for replica in (*replicas[first:], *replicas[:first]):
             if replica in asked or not replica.usable(self._version):
                 continue
             load = replica.load(now)

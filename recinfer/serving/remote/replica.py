@@ -24,6 +24,7 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Shards"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _STATE_S = 5.0
 _AGAIN_S, _MISSING_S = 0.2, 2.0
+_STALE_S = 2.0
 _SMOOTHING = 0.2
 _STRIKES = 3
 _OUT_S, _MAX_OUT_S = 1.0, 8.0
@@ -94,6 +95,7 @@ class Replica:
         self.outstanding = self.answers = 0
         self.why = "not connected yet"
         self._seconds = 0.0  # smoothed time of an answer
+        self._timed = 0.0  # when it was last known
         self._strikes = 0
         self._out_until = 0.0
         self._out_seconds = _OUT_S
@@ -123,17 +125,20 @@ class Replica:
     def load(self, now: float) -> tuple[bool, int, int]:
         """The replica where this is least is asked: not put aside, least outstanding, then the faster by factors of two."""
         aside = now < self._out_until or (self._strikes >= _STRIKES and self.outstanding > 0)
-        return aside, self.outstanding, math.frexp(self._seconds)[1] if self._seconds else -64
+        known = self._seconds and now - self._timed < _STALE_S  # an old figure would keep a replica idle for good
+        return aside, self.outstanding, math.frexp(self._seconds)[1] if known else -64
 
     def answered(self, seconds: float) -> None:
         """It answered in time."""
         self.answers += 1
+        self._timed = time.monotonic()
         self._seconds += _SMOOTHING * (seconds - self._seconds) if self._seconds else seconds
         self._strikes, self._out_seconds = 0, _OUT_S
 
     def was_slow(self, seconds: float) -> None:
         """Another one answered first, or nobody waits any more. A third time in a row it is put aside for a while."""
         self._seconds = max(self._seconds, seconds)
+        self._timed = time.monotonic()
         self._strikes += 1
         if self._strikes >= _STRIKES:
             self._out_until = time.monotonic() + self._out_seconds

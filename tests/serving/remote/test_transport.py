@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,36 @@ def test_a_name_is_all_its_addresses(tmp_path: Path):
                 load(archive, lookups=remote_lookups(fanout)).lookup(request), load(archive).lookup(request), exact=True
             )
             assert server.target in {replica.target for replica in fanout.pool.replicas(0)}
+
+
+def test_equal_replicas_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("recinfer.serving.remote.replica._STALE_S", 0.0)  # no figure is young enough to prefer one
+    archive = make_archive(tmp_path, "table_wise")
+    with shard(archive, (0, 1, 2)) as one, shard(archive, (0, 1, 2), "127.0.0.2") as two:
+        targets = [one.target, two.target]
+        with asking(write_shards(tmp_path / "s.json", {key: targets for key in range(3)})) as fanout:
+            predictor = load(archive, lookups=remote_lookups(fanout))
+            for _ in range(60):
+                predictor.lookup(make_request(2))
+            answers = {replica.target: replica.answers for replica in fanout.pool.replicas(0)}
+    assert set(answers) == set(targets)
+    assert min(answers.values()) >= 25, answers  # the first that is listed had them all
+
+
+def test_a_replica_that_was_slow_once_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("recinfer.serving.remote.replica._STALE_S", 0.05)
+    archive = make_archive(tmp_path, "table_wise")
+    with shard(archive, (0, 1, 2)) as one, shard(archive, (0, 1, 2), "127.0.0.2") as two:
+        targets = [one.target, two.target]
+        with asking(write_shards(tmp_path / "s.json", {key: targets for key in range(3)})) as fanout:
+            predictor = load(archive, lookups=remote_lookups(fanout))
+            slow = fanout.pool.replicas(0)[0]
+            slow.answered(100.0)
+            before = slow.answers
+            for _ in range(30):
+                predictor.lookup(make_request(2))
+                time.sleep(0.01)
+            assert slow.answers > before
 
 
 def test_half_precision_on_the_wire(tmp_path: Path):
