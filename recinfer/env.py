@@ -7,6 +7,9 @@ LOCAL_WORLD_SIZE          ranks on this host, as torchrun sets it
 INTRA_NODE_BANDWIDTH      bytes per millisecond between ranks of one host, for the planner
 CROSS_NODE_BANDWIDTH      bytes per millisecond between hosts, for the planner
 STORAGE_RESERVE_PERCENT   0 to 1: memory that the planner leaves free, default 0.15
+
+and one that it sets, where it is not set:
+ORT_DISABLE_TELEMETRY     1: onnxruntime's Linux wheels have telemetry on, with a thread of its own
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ __all__ = [
     "cross_node_bandwidth",
     "debug",
     "intra_node_bandwidth",
+    "keep_onnxruntime_quiet",
     "local_world_size",
     "set_torchrun",
     "storage_reserve_percent",
@@ -39,6 +43,11 @@ def debug() -> bool:
 def token() -> str | None:
     """``RECINFER_TOKEN``; None when not set or empty."""
     return os.environ.get("RECINFER_TOKEN", "").strip() or None
+
+
+def keep_onnxruntime_quiet() -> None:
+    """No telemetry, unless the user's environment asks for it; call it before onnxruntime is imported."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def child_environment(**changes: str) -> dict[str, str]:

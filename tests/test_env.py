@@ -29,6 +29,15 @@ def test_a_child_gets_this_environment_with_changes(monkeypatch: pytest.MonkeyPa
     assert env.debug() is True
 
 
+@pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])
+def test_onnxruntime_sends_nothing_unless_told(monkeypatch: pytest.MonkeyPatch, before: str | None, after: str) -> None:
+    monkeypatch.setenv("ORT_DISABLE_TELEMETRY", before or "")
+    if before is None:
+        monkeypatch.delenv("ORT_DISABLE_TELEMETRY")
+    env.keep_onnxruntime_quiet()
+    assert env.child_environment()["ORT_DISABLE_TELEMETRY"] == after
+
+
 def test_numbers_for_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("LOCAL_WORLD_SIZE", "INTRA_NODE_BANDWIDTH", "CROSS_NODE_BANDWIDTH", "STORAGE_RESERVE_PERCENT")
 

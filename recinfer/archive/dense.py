@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
+from recinfer import env
 from recinfer.archive.cut import Cut
 from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo
 from recinfer.archive.program import load_program, program_bytes
@@ -136,6 +137,7 @@ class OnnxEngine:
     name = "onnx"
 
     def __init__(self, model: bytes, inputs: Sequence[str], outputs: Sequence[str], num_threads: int) -> None:
+        env.keep_onnxruntime_quiet()
         try:
             import onnxruntime
         except ImportError:
