@@ -1,4 +1,4 @@
-"""``recinfer deploy``: an archive on many machines, through Kubernetes manifests or a Ray cluster."""
+"""``recinfer deploy``: an archive on many machines, through Kubernetes manifests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["EXAMPLE", "NAME", "run"]
 NAME = "deploy"
 EXAMPLE = "Example: recinfer deploy movielens.rqa --k8s --out manifests"
 
-_K8S, _RAY = "Kubernetes", "Ray"
+_K8S = "Kubernetes"
 
 
 def run(
