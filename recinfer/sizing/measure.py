@@ -37,6 +37,7 @@ __all__ = ["LOOKUP", "lookup_requests", "measure_serving", "write_sample_archive
 
 LOOKUP = "/recinfer.v1.Inference/Lookup"
 _FEATURES, _DIM, _ROWS, _DENSE = 26, 16, 20_000, 13
+_MERGED = 0.95  # runs a request, below which requests count as merged
 _SMALL, _LARGE = 1, 256  # samples a request
 _FEW, _MANY = 16, 32  # requests of a merged run in process; callers that keep a server busy
 _BUSY_LARGE = 8
@@ -198,7 +199,10 @@ def _fit(loads: dict[Kind, _Means], run: _InProcess) -> ServingCosts:
     # the loop that it slows down, follows from the same load merged and not merged: two equations.
     request_s = max((run.few - run.op_few) - (run.one - run.op_one), 0.0) / (_FEW - 1)
     single = loads["single", _SMALL, _MANY]
-    run_s = max(single.cycle - busy.loop, 0.0) / (1 - busy.runs)
+    if busy.runs < _MERGED:
+        run_s = max(single.cycle - busy.loop, 0.0) / (1 - busy.runs)
+    else:  # hardly any request shared a run, as in a very short measurement: there is no second equation
+        run_s = max(run.one - request_s, 0.0)
     base_s = max(run_s - run.op_one, 0.0)
     loop_s = max(busy.loop - busy.runs * run_s - request_s, 0.0)
     byte_s = max(large_alone.handled - run.op_large - (alone.handled - run.op_one), 0.0) / more_bytes

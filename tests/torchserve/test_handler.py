@@ -43,13 +43,13 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
     """Every merged run of a predictor, with how many requests shared it."""
     found: list[tuple[str, int]] = []
     for name in ("predict_many", "lookup_many"):
-        real = getattr(Predictor, name)
+        real = getattr(Predictor, f"{name}_steps")
 
         def counted(self: Predictor, requests: Any, name: str = name, real: Any = real) -> Any:
             found.append((name, len(requests)))
             return real(self, requests)
 
-        monkeypatch.setattr(Predictor, name, counted)
+        monkeypatch.setattr(Predictor, f"{name}_steps", counted)
     yield found
 
 
