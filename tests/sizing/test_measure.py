@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from recinfer.inference.predictor import load
-from recinfer.sizing.measure import LOOKUP, lookup_requests, measure_serving, write_sample_archive
+from recinfer.sizing.measure import LOOKUP, _fit, lookup_requests, measure_serving, write_sample_archive
 from recinfer.sizing.probe import ServerProcess, closed_loop, open_loop
 
 
@@ -47,3 +49,14 @@ def test_all_of_it() -> None:
     assert np.mean(costs.spread) == pytest.approx(1.0, rel=0.1)
     assert any("ranker of 2" in text for text in said)
     assert not multiprocessing.active_children()
+
+
+def test_costs_are_found_where_no_requests_shared_a_run() -> None:
+    def load_of(runs: float) -> SimpleNamespace:
+        times = dict.fromkeys(("loop", "io", "client_loop", "client_io", "cycle", "handled", "latency", "usual"), 1e-4)
+        return SimpleNamespace(**times, runs=runs, spread=(0.9, 1.1), stalls=(), seconds=1.0)
+
+    loads = defaultdict(lambda: load_of(1.0))  # a short or slow measurement: as many runs as requests
+    times = {"one": 6e-5, "few": 2e-4, "large": 1e-3, "op_one": 2e-5, "op_few": 5e-5, "op_large": 8e-4}
+    costs = _fit(loads, SimpleNamespace(bytes={1: 200, 256: 50_000}, **times))
+    assert 0 < costs.run.base_s < 6e-5  # what it takes in this process
