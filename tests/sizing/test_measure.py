@@ -42,13 +42,14 @@ def test_a_server_under_both_kinds_of_load(archive: Path) -> None:
 @pytest.mark.slow
 def test_all_of_it() -> None:
     said: list[str] = []
+    before = set(multiprocessing.active_children())  # of other tests
     costs = measure_serving(seconds=0.1, progress=said.append)
     assert costs.server.loop_cold_s >= 0
     assert costs.run.base_s > 1e-5
     assert costs.shard.base_s > 1e-5
     assert np.mean(costs.spread) == pytest.approx(1.0, rel=0.1)
     assert any("ranker of 2" in text for text in said)
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_costs_are_found_where_no_requests_shared_a_run() -> None:
