@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,11 +46,15 @@ class _HashedFile:
     """A file filled in any order. Bytes that come in order are hashed on the way, the rest when it is closed.
 
     Written past the buffers of Python: a buffer that could not be written would be tried again by close.
+
+    Args:
+        hasher: hashes beside the thread that writes; the two take about as long.
     """
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, hasher: Executor) -> None:
         self.path = path
         self.size = size
+        self._hasher = hasher
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._digest = hashlib.sha256()
         self._hashed = 0
@@ -63,13 +68,14 @@ class _HashedFile:
             else:
                 self._in_order = False
         view = memoryview(data)
+        hashing = self._hasher.submit(self._digest.update, view) if self._in_order else None
         done = 0
         while done < len(view):  # one call writes at most 2 GiB on Linux
             done += os.pwrite(self._descriptor, view[done:], offset + done)
         _start_writeback(self._descriptor, offset, len(view))
-        if self._in_order:
-            self._digest.update(data)
-            self._hashed += len(data)
+        if hashing is not None:
+            hashing.result()
+            self._hashed += len(view)
 
     def close(self) -> str:
         """Bring it to its size and to the disk; the SHA-256."""
@@ -136,10 +142,11 @@ class ShardWriter:
         plan_hash = plan.hash
         layouts = [layout_rank(pieces, rank, plan_hash) for rank, pieces in enumerate(pieces_by_rank(plan))]
         _check_space(folder.root, sum(layout.bytes for layout in layouts))
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="recinfer-hash")
         self._files: dict[str, _HashedFile] = {}
         self._pieces: dict[tuple[str, str], list[tuple[_HashedFile, Piece]]] = {}
         for layout in layouts:
-            file = _HashedFile(folder.path(layout.path), layout.bytes)
+            file = _HashedFile(folder.path(layout.path), layout.bytes, self._hasher)
             self._files[layout.path] = file
             file.write_at(0, layout.header)
             for piece in layout.pieces:
@@ -169,6 +176,7 @@ class ShardWriter:
                 for name, file in self._files.items():
                     self._folder.files.append(FileInfo(name, file.size, file.close()))
         finally:
+            self._hasher.shutdown()  # before the descriptors go
             for file in self._files.values():
                 file.abandon()
 

@@ -1,8 +1,8 @@
 """Float rows to packed rows block by block, with the error this makes: what packing and exporting tables run on.
 
-FBGEMM's 8-bit quantizer is scalar code, 2 GB/s on one core. INT8 rows go through the same arithmetic here in vectorised
-steps, equal to FBGEMM's bit for bit; INT4 and INT2 rows go through FBGEMM, whose
-code for them is vectorised.
+Integer rows are packed and measured by ``_rows.c``, in one pass over a row. Where that was not built (it needs a C
+compiler when recinfer is installed, and nothing else is lost without one), INT8 rows go through the same arithmetic in
+torch's vectorised operators, and INT4 and INT2 rows through FBGEMM. All ways give FBGEMM's rows, bit for bit.
 
 Shape suffixes: R rows, D columns, P bytes of a packed row.
 """
@@ -19,11 +19,16 @@ from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType
 from recinfer.quant.packing import QPARAM_BYTES, quantization_step, row_bytes, unpack_rows
 
+try:
+    from recinfer.quant._rows import pack_rows as _pack_compiled
+except ImportError:  # no compiler was there
+    _pack_compiled = None
+
 __all__ = ["BLOCK_ELEMENTS", "RowError", "RowPacker"]
 
-BLOCK_ELEMENTS = 1 << 20
-"""Elements of a block, 4 MB of float32. Smaller ones stay in a core's own cache and are a third faster on one thread, but
-each call gives the interpreter lock away and takes it back: two threads on blocks of 1 MB were no faster than one."""
+BLOCK_ELEMENTS = 1 << 20 if _pack_compiled is None else 1 << 18
+"""Elements of a block: 1 MB of float32, which stays in a core's own cache; 4 MB where dozens of torch's operators go over
+it, as each gives the interpreter lock away and takes it back, and two threads on small blocks were no faster than one."""
 
 _PART_ELEMENTS = 1 << 18  # elements of the two scratch buffers
 _LARGEST = 65504.0  # of fp16
@@ -64,13 +69,22 @@ class RowPacker:
         data_type: INT8, INT4, INT2, FP16 or FP32.
         measure: gather :attr:`error` as well.
         most_rows: no more will come; keeps small jobs small.
+        compiled: False keeps to torch's and FBGEMM's operators.
 
     Attributes:
         block: float32 [rows, dim], the input; ``len(block)`` rows are the most to pack at a time, and the quickest.
         error: of all blocks since it was last set.
     """
 
-    def __init__(self, dim: int, data_type: DataType, *, measure: bool = False, most_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        data_type: DataType,
+        *,
+        measure: bool = False,
+        most_rows: int | None = None,
+        compiled: bool = True,
+    ) -> None:
         self.dim = dim
         self.data_type = data_type
         self.error = RowError()
@@ -79,7 +93,10 @@ class RowPacker:
         self._measure = measure
         self._width = row_bytes(dim, data_type)
         self._views: dict[int, _Int8Views] = {}
-        if data_type is DataType.INT8:
+        self._compiled = _pack_compiled if compiled and dim and data_type in _CODE_BITS else None
+        if self._compiled is not None:
+            self._odd = np.empty(len(self.block), dtype=np.int32)
+        elif data_type is DataType.INT8:
             self._vectors = torch.empty(4, len(self.block))
             self._halves = torch.empty(len(self.block), 2, dtype=torch.float16)
             self._scratch = torch.empty(2, min(len(self.block), max(1, _PART_ELEMENTS // max(dim, 1))), dim)
@@ -97,6 +114,8 @@ class RowPacker:
         if not rows:
             return
         weight_RD = self.block[:rows]
+        if self._compiled is not None:
+            return self._pack_compiled(weight_RD, out_RP[:, : self._width], table, first_row)
         flat = weight_RD.view(-1)
         # One product sees every NaN and infinity, and whether anything can be too large for fp16.
         squares = float(torch.dot(flat, flat))
@@ -133,6 +152,25 @@ class RowPacker:
             f"{where}: values from {float(values.min()):g} to {float(values.max()):g} do not fit {self.data_type.value} "
             "(its fp16 numbers end at 65504); clip the row or use FP32"
         )
+
+    def _pack_compiled(self, weight_RD: Tensor, out_RP: Tensor, table: str, first_row: int) -> None:
+        assert self._compiled is not None
+        bits = _CODE_BITS[self.data_type]
+        error = self.error
+        odd, weight_squares, squares, largest, step = self._compiled(
+            weight_RD.numpy(), out_RP.numpy(), bits, self._odd, error.largest, error.step
+        )
+        if not weight_squares < _LARGEST**2:
+            self._check(weight_RD, table, first_row)
+        if odd:
+            from recinfer.quant.tbe import quantize_rows
+
+            rows = torch.from_numpy(self._odd[:odd].astype(np.int64))
+            out_RP[rows] = quantize_rows(weight_RD[rows], bits)
+        error.weight_squares += weight_squares
+        if self._measure:
+            error.squares += squares
+            error.largest, error.step = largest, step
 
     # ---------------------------------------------------------------- INT8
 
