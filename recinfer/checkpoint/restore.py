@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from recinfer.checkpoint.dcp import Chunk, StoredTensor
@@ -23,8 +22,9 @@ from recinfer.checkpoint.loading import LoadReport
 from recinfer.checkpoint.reader import CheckpointReader
 from recinfer.errors import CheckpointError
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from recinfer.optim.local_tensors import local_pieces
 
-__all__ = ["keyed_optimizer", "load_checkpoint", "local_tensors", "own_names", "read_rectangle"]
+__all__ = ["keyed_optimizer", "load_checkpoint", "own_names", "read_rectangle"]
 
 _BLOCK_BYTES = 16 << 20
 _SEPARATORS = (".", "::")
@@ -64,7 +64,7 @@ def load_checkpoint(
         plans = _optimizer_plan(reader, keyed, own_names(model, keyed), strict)
     for key in report.loaded:
         stored = reader.tensor(key)
-        for target, offsets in _pieces(state[key]):
+        for target, offsets in local_pieces(state[key]):
             read_rectangle(stored, key, target, offsets)
     for apply in plans:
         apply()
@@ -179,7 +179,7 @@ def _stored_state(stored: Iterable[str], parameter: str, state: str) -> str | No
 
 def _state_plan(stored: StoredTensor, key: str, value: Any, parameter: Any, weight: StoredTensor) -> Any:
     """Copies one state: element by element like the weight, one number a row and column piece, or a single number."""
-    targets = _pieces(value)
+    targets = local_pieces(value)
     if not targets:
         return lambda: None
     shape = stored.shape
@@ -201,7 +201,7 @@ def _state_plan(stored: StoredTensor, key: str, value: Any, parameter: Any, weig
             f"{key} has shape {shape}; expected {rows * len(spans)} numbers, one for each of {rows} rows and "
             f"{len(spans)} column pieces of the weight"
         )
-    places = [(offsets, tuple(piece.shape)) for piece, offsets in _pieces(parameter)]
+    places = [(offsets, tuple(piece.shape)) for piece, offsets in local_pieces(parameter)]
     if len(places) != len(targets):
         raise CheckpointError(
             f"{key}: the optimizer has {len(targets)} pieces of state for {len(places)} of the weight"
@@ -222,24 +222,6 @@ def _state_plan(stored: StoredTensor, key: str, value: Any, parameter: Any, weig
 
 
 # --------------------------------------------------------------------------------------------------- rectangles
-
-
-def _pieces(value: Any) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """The local tensors of a value and where each begins in the whole."""
-    if isinstance(value, ShardedTensor):
-        return [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in value.local_shards()]
-    if isinstance(value, DTensor):
-        raise CheckpointError("loading into DTensors is not offered; build the model without output_dtensor")
-    return [(value.detach(), (0,) * value.dim())]
-
-
-def local_tensors(value: Any) -> list[Tensor]:
-    """What this rank holds of a value of a state dict; nothing of one that is no tensor."""
-    if isinstance(value, ShardedTensor):
-        return [shard.tensor for shard in value.local_shards()]
-    if isinstance(value, DTensor):
-        return [value.to_local()]
-    return [value] if isinstance(value, Tensor) else []
 
 
 def read_rectangle(stored: StoredTensor, key: str, target: Tensor, offsets: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -11,15 +12,20 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
 
 from recinfer.checkpoint.dcp import METADATA_FILE
 from recinfer.checkpoint.model_json import MODEL_FORMAT, MODEL_JSON, describe_model
-from recinfer.checkpoint.restore import keyed_optimizer, local_tensors, own_names
+from recinfer.checkpoint.restore import keyed_optimizer, own_names
+from recinfer.distributed.copying import copying_to
 from recinfer.errors import CheckpointError
+from recinfer.optim.local_tensors import local_tensors
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
@@ -89,6 +95,7 @@ def save_checkpoint_async(
             storage_writer=dcp.FileSystemWriter(saving.partial),
             process_group=group,
             no_dist=not saving.together,
+            async_stager=_CopyOnCpu(),
         )
 
     def finish(finished: Any) -> None:
@@ -103,6 +110,22 @@ def save_checkpoint_async(
 
     getattr(done, "upload_completion", done).add_done_callback(finish)
     return result
+
+
+class _CopyOnCpu(AsyncStager):
+    """The state as it was, on CPU; torch's own stagers know no DTensors of sharded tables."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: Any) -> Any:
+        with copying_to(torch.device("cpu")):
+            return copy.deepcopy(state_dict)
+
+    def synchronize_staging(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
 
 
 class _Saving:
@@ -120,7 +143,8 @@ class _Saving:
         self.target = check_target(folder)
         self.partial = self.target.with_name(f".{self.target.name}.partial")
         self.state: dict[str, Any] = {"model": model.state_dict()}
-        stuck = [key for key, value in self.state["model"].items() if any(t.is_meta for t in local_tensors(value))]
+        tensors = {k: v for k, v in self.state["model"].items() if isinstance(v, Tensor | ShardedTensor)}
+        stuck = [key for key, value in tensors.items() if any(t.is_meta for t in local_tensors(value))]
         if stuck:
             raise CheckpointError(f"{', '.join(stuck[:8])}: on meta, there is nothing to save; load the weights first")
         if optimizer is not None:

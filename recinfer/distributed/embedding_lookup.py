@@ -38,10 +38,11 @@ from recinfer.distributed.table_group import DenseTableGroup, TableShape
 from recinfer.distributed.tbe import make_table_group
 from recinfer.distributed.types import ShardingEnv, ShardingType
 from recinfer.distributed.utils import append_prefix
-from recinfer.errors import CheckpointError
+from recinfer.errors import CheckpointError, ConfigError
 from recinfer.modules.embedding_configs import PoolingType, data_type_to_dtype
 from recinfer.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from recinfer.optim.keyed import KeyedOptimizer
+from recinfer.optim.local_tensors import local_tensors
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
@@ -152,11 +153,14 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
         device: torch.device | None,
         pg: dist.ProcessGroup | None,
         pooled: bool,
-        replicas: Replicas | None,
+        sharding_type: ShardingType | None,
+        env: ShardingEnv | None,
     ) -> None:
         super().__init__()
         self.grouped_configs = grouped_configs
-        self._pg = pg
+        self._pg = pg = pg if pg is not None or env is None else env.process_group
+        self._mesh = None if env is None else env.state_mesh
+        replicas = _replicas(sharding_type, pg)
         self._feature_splits = [config.num_features() for config in grouped_configs]
         self._emb_modules = nn.ModuleList(
             [_GroupKernel(config, config.pooling if pooled else PoolingType.NONE, device) for config in grouped_configs]
@@ -166,7 +170,9 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
                 kernel.group.replicas = replicas if kernel.is_fused else None
         self._nothing = torch.empty(0, device=device, requires_grad=True)
         fused = [(k.group, k.pieces) for k in self._kernels() if k.is_fused]
-        self._fused_optimizer: FusedOptimizer = GroupFusedOptimizer(fused, pg) if fused else EmptyFusedOptimizer()
+        self._fused_optimizer: FusedOptimizer = (
+            GroupFusedOptimizer(fused, pg, self._mesh) if fused else EmptyFusedOptimizer()
+        )
 
     def _kernels(self) -> Iterator[_GroupKernel]:
         for module in self._emb_modules:
@@ -215,7 +221,8 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
     def state_dict(  # type: ignore[override]
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """``<prefix><table>.weight`` -> ShardedTensor where the shard knows its place in the table, else the rows."""
+        """``<prefix><table>.weight`` -> ShardedTensor (DTensor where ``env`` says so) of shards that know their place, else
+        the rows."""
         result: dict[str, Any] = OrderedDict() if destination is None else destination
         by_table: dict[str, list[TablePiece]] = defaultdict(list)
         for kernel in self._kernels():
@@ -223,7 +230,7 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
                 by_table[piece.table.name].append(piece)
         for name, pieces in by_table.items():
             rows = [p.parameter if keep_vars else p.parameter.detach() for p in pieces]
-            result[f"{prefix}{name}.weight"] = sharded_or_local(pieces, rows, self._pg)
+            result[f"{prefix}{name}.weight"] = sharded_or_local(pieces, rows, self._pg, self._mesh)
         return result
 
     @torch.no_grad()
@@ -236,8 +243,11 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
             Keys that were missing and keys that no table has.
 
         Raises:
-            CheckpointError: rows of another shape; or, with ``strict``, missing or unexpected keys.
+            CheckpointError: rows of another shape; or, with ``strict``, missing or unexpected keys; or ``assign``, as the
+                kernel reads the rows where they are.
         """
+        if assign:
+            raise CheckpointError("assign=True: a kernel reads its rows where they are; load with assign=False")
         wanted: dict[str, list[nn.Parameter]] = defaultdict(list)
         for name, parameter in self.named_parameters():
             wanted[name].append(parameter)
@@ -292,7 +302,7 @@ def _replicas(sharding_type: ShardingType | None, pg: dist.ProcessGroup | None) 
 
 
 def _copy_in(name: str, parameters: list[nn.Parameter], source: Tensor | ShardedTensor) -> None:
-    rows = [shard.tensor for shard in source.local_shards()] if isinstance(source, ShardedTensor) else [source]
+    rows = local_tensors(source)
     if [r.shape for r in rows] != [p.shape for p in parameters]:
         raise CheckpointError(
             f"{name}: got shards of shapes {[tuple(r.shape) for r in rows]}; expected "
@@ -309,11 +319,11 @@ class GroupedPooledEmbeddingsLookup(_GroupedLookup):
         grouped_configs: the groups; features come in their order.
         device: where the rows lie.
         pg: the ranks that hold the other shards.
-        feature_processor: turns features into weighted features before the lookup.
+        feature_processor: makes the weights of the groups that say ``has_feature_processor``.
         scale_weight_gradients: undo, for gradients of per-sample weights, the collectives' division by world size.
             Not for replicas, whose vectors are not exchanged.
         sharding_type: data_parallel makes fused groups replicas that apply all ranks' gradients.
-        env: accepted as TorchRec has it; ``pg`` says all.
+        env: with ``output_dtensor``, state holds DTensors; its process group is taken where ``pg`` is None.
     """
 
     def __init__(
@@ -326,7 +336,14 @@ class GroupedPooledEmbeddingsLookup(_GroupedLookup):
         sharding_type: ShardingType | None = None,
         env: ShardingEnv | None = None,
     ) -> None:
-        super().__init__(grouped_configs, device, pg, True, _replicas(sharding_type, pg))
+        super().__init__(grouped_configs, device, pg, True, sharding_type, env)
+        pg = self._pg
+        processed = any(config.has_feature_processor for config in grouped_configs)
+        if grouped_configs and processed != (feature_processor is not None):
+            raise ConfigError(
+                f"feature_processor is {'missing' if processed else 'given'} and "
+                f"{'a group has' if processed else 'no group has'} has_feature_processor=True; expected both or neither"
+            )
         self._feature_processor = feature_processor
         exchanged = pg is not None and sharding_type is not ShardingType.DATA_PARALLEL
         self._scale_gradient_factor = pg.size() if pg is not None and exchanged and scale_weight_gradients else 1
@@ -367,7 +384,7 @@ class GroupedEmbeddingsLookup(_GroupedLookup):
         pg: the ranks that hold the other shards.
         device: where the rows lie.
         sharding_type: data_parallel makes fused groups replicas that apply all ranks' gradients.
-        env: accepted as TorchRec has it; ``pg`` says all.
+        env: with ``output_dtensor``, state holds DTensors; its process group is taken where ``pg`` is None.
     """
 
     def __init__(
@@ -378,7 +395,7 @@ class GroupedEmbeddingsLookup(_GroupedLookup):
         sharding_type: ShardingType | None = None,
         env: ShardingEnv | None = None,
     ) -> None:
-        super().__init__(grouped_configs, device, pg, False, _replicas(sharding_type, pg))
+        super().__init__(grouped_configs, device, pg, False, sharding_type, env)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
         """``[N, dim]``, feature by feature; one dimension when groups have different dims."""

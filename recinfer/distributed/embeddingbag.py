@@ -351,6 +351,7 @@ class ShardedEmbeddingBag(
         env: the ranks.
         fused_params: settings of the fused kernel.
         device: where rows and buffers lie; default CPU.
+        qcomm_codecs_registry: ``CommOp`` name -> codecs.
 
     ``forward(input, offsets=None, per_sample_weights=None) -> LazyAwaitable[Tensor]``, ``[B, D]``: ``input`` int
     ``[B, L]``, or ``[N]`` with ``offsets`` as nn.EmbeddingBag takes them.
@@ -366,8 +367,9 @@ class ShardedEmbeddingBag(
         env: ShardingEnv,
         fused_params: dict[str, Any] | None = None,
         device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(qcomm_codecs_registry)
         if module.mode not in ("sum", "mean") or module.padding_idx is not None or module.max_norm is not None:
             raise ConfigError(
                 f"EmbeddingBag with mode={module.mode!r}, padding_idx={module.padding_idx}, "
@@ -381,7 +383,9 @@ class ShardedEmbeddingBag(
         plan = EmbeddingModuleShardingPlan({_TABLE: table_name_to_parameter_sharding["weight"]})
         # Kept out of the module tree: the names of this module are those of nn.EmbeddingBag.
         self._collection = [
-            ShardedEmbeddingBagCollection(_as_collection(module, self._weighted), plan, env, fused_params, device)
+            ShardedEmbeddingBagCollection(
+                _as_collection(module, self._weighted), plan, env, fused_params, device, qcomm_codecs_registry
+            )
         ]
         inner = self._collection[0].fused_optimizer
         named = dict(zip(["weight"], inner.params.values()))  # a dense table has none
@@ -465,8 +469,8 @@ class ShardedEmbeddingBag(
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Copy ``weight`` in; see :meth:`torch.nn.Module.load_state_dict`."""
-        return self._state().load_state_dict(state_dict, strict)
+        """Copy ``weight`` in; see :meth:`torch.nn.Module.load_state_dict`. ``assign`` is refused there."""
+        return self._state().load_state_dict(state_dict, strict, assign)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -547,7 +551,7 @@ class EmbeddingBagSharder(BaseEmbeddingSharder[nn.EmbeddingBag]):
         module_fqn: str | None = None,
     ) -> ShardedEmbeddingBag:
         """The sharded module, holding its values."""
-        return ShardedEmbeddingBag(module, params, env, self.fused_params, device)
+        return ShardedEmbeddingBag(module, params, env, self.fused_params, device, self.qcomm_codecs_registry)
 
     def shardable_parameters(self, module: nn.EmbeddingBag) -> dict[str, nn.Parameter]:
         """``weight``."""

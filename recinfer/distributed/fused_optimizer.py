@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed.device_mesh import DeviceMesh
 
 from recinfer.distributed.embedding_types import ShardedEmbeddingTable
+from recinfer.distributed.global_tensors import global_tensor
 from recinfer.distributed.table_group import TableGroup
 from recinfer.optim.fused import FusedOptimizer
 
@@ -44,11 +46,17 @@ class GroupFusedOptimizer(FusedOptimizer):
     Args:
         groups: each group with its pieces, in the group's order.
         pg: the ranks that hold the other shards; without it state is what lies here.
+        mesh: the same ranks, where parameters and state shall be DTensors.
 
     ``param_groups`` has one entry a group; setting its ``"lr"`` acts on the group's next update.
     """
 
-    def __init__(self, groups: Sequence[tuple[TableGroup, Sequence[TablePiece]]], pg: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[tuple[TableGroup, Sequence[TablePiece]]],
+        pg: dist.ProcessGroup | None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
         self._groups = [group for group, _ in groups]
         by_table: dict[str, list[TablePiece]] = defaultdict(list)
         group_of: dict[str, TableGroup] = {}
@@ -59,9 +67,10 @@ class GroupFusedOptimizer(FusedOptimizer):
         params: dict[str, Any] = {}
         state: dict[Any, dict[str, Any]] = {}
         for name, pieces in by_table.items():
-            params[f"{name}.weight"] = parameter = sharded_or_local(pieces, [p.parameter for p in pieces], pg)
+            params[f"{name}.weight"] = parameter = sharded_or_local(pieces, [p.parameter for p in pieces], pg, mesh)
             state[parameter] = {
-                f"{name}.{key}": sharded_or_local(pieces, [p.state[key] for p in pieces], pg) for key in pieces[0].state
+                f"{name}.{key}": sharded_or_local(pieces, [p.state[key] for p in pieces], pg, mesh)
+                for key in pieces[0].state
             }
             steps = group_of[name].steps
             if steps is not None:
@@ -95,9 +104,12 @@ class GroupFusedOptimizer(FusedOptimizer):
 
 
 def sharded_or_local(
-    pieces: Sequence[TablePiece], tensors: Sequence[Tensor], pg: dist.ProcessGroup | None
+    pieces: Sequence[TablePiece],
+    tensors: Sequence[Tensor],
+    pg: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None = None,
 ) -> Tensor | ShardedTensor:
-    """The tensors of one table's pieces as one ShardedTensor, if the pieces know their places in it; else the first."""
+    """The tensors of one table's pieces as one of all ranks, if the pieces know their places in it; else the first."""
     whole, places = pieces[0].table.global_metadata, [p.table.local_metadata for p in pieces]
     if pg is None or whole is None or None in places:
         return tensors[0]
@@ -111,11 +123,7 @@ def sharded_or_local(
         size=whole.size,
         tensor_properties=TensorProperties(dtype=tensors[0].dtype, requires_grad=tensors[0].requires_grad),
     )
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        local_shards=[Shard(tensor, place) for tensor, place in zip(tensors, own)],
-        sharded_tensor_metadata=metadata,
-        process_group=pg,
-    )
+    return global_tensor(list(zip(tensors, own)), metadata, pg, mesh)
 
 
 def _rows_of(shards: Iterable[ShardMetadata]) -> int:

@@ -14,7 +14,7 @@ from recinfer.distributed.types import BoundsCheckMode, DataType
 from recinfer.errors import ConfigError
 from recinfer.optim.row_updates import Hyper
 
-__all__ = ["FusedSettings", "WeightDecayMode"]
+__all__ = ["FusedSettings", "WeightDecayMode", "check_output_dtype", "output_dtype_of"]
 
 
 class WeightDecayMode(Enum):
@@ -220,6 +220,29 @@ def _member(kind: Any, value: Any) -> Any:
     if text not in kind.__members__:
         raise ConfigError(f"fused_params: {value!r}; expected one of {sorted(kind.__members__)}")
     return kind[text]
+
+
+def output_dtype_of(params: Mapping[str, Any] | None) -> torch.dtype:
+    """The element type of looked-up vectors that a ``fused_params`` dictionary asks for; float32 when it does not say.
+
+    Raises:
+        ConfigError: no type that a lookup gives.
+    """
+    value = (params or {}).get("output_dtype")
+    return torch.float32 if value is None else _dtype(value)
+
+
+def check_output_dtype(params: Mapping[str, Any] | None, dtype: torch.dtype) -> None:
+    """Refuse ``fused_params`` that ask for another type than the module's ``dtype``, which is what it gives.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    if params and params.get("output_dtype") is not None and output_dtype_of(params) != dtype:
+        raise ConfigError(
+            f"fused_params: output_dtype {params['output_dtype']}, but the quantized module gives {dtype}; quantize it with "
+            "the output_dtype that is wanted"
+        )
 
 
 def _dtype(value: Any) -> torch.dtype:

@@ -31,6 +31,7 @@ from recinfer.distributed.embedding_types import (
     KJTList,
     ShardedEmbeddingTable,
 )
+from recinfer.distributed.fused_params import output_dtype_of
 from recinfer.distributed.sharding.features import ShardFeaturesDist
 from recinfer.distributed.sharding.pooled import PooledContext, ShardPooledDist
 from recinfer.distributed.sharding.tables import PooledSharding
@@ -60,8 +61,16 @@ _ALIGNMENT = 128
 class _PackedGroup:
     """The shards of one grouped config: packed rows in one buffer, behind one op call."""
 
-    def __init__(self, config: GroupedEmbeddingConfig, pooling: PoolingType, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pooling: PoolingType,
+        device: torch.device,
+        fused_params: Mapping[str, Any] | None,
+        processed: bool,
+    ) -> None:
         self.config = config
+        self.is_weighted = config.is_weighted or processed
         self.alignment = row_alignment_for(device)
         slots, starts, size = [], [], 0
         for table in config.embedding_tables:
@@ -71,7 +80,10 @@ class _PackedGroup:
             size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         buffer = torch.zeros(size + _SLACK_BYTES, dtype=torch.uint8, device=device)
         self.of_feature = [i for i, t in enumerate(config.embedding_tables) for _ in t.feature_names]
-        self.batch = TableBatch(slots, self.of_feature, pooling, buffer, row_alignment=self.alignment)
+        dtype = output_dtype_of({**(fused_params or {}), **(config.fused_params or {})})
+        self.batch = TableBatch(
+            slots, self.of_feature, pooling, buffer, row_alignment=self.alignment, output_dtype=dtype
+        )
         names = [f for t in config.embedding_tables for f in t.feature_names]
         self.arranger = FeatureArranger(names, [slots[i].rows for i in self.of_feature])
         self.rows = []  # uint8 [rows, bytes of a row] each, views of the buffer
@@ -86,7 +98,7 @@ class _PackedGroup:
 
     def __call__(self, features: KeyedJaggedTensor) -> Tensor:
         self.arranger.check(features)
-        weights = features.weights_or_none() if self.config.is_weighted else None
+        weights = features.weights_or_none() if self.is_weighted else None
         out = self.batch(features.values(), features.offsets(), weights)
         if self.batch.pooling is PoolingType.NONE:
             return out[:, : self.dim]
@@ -150,13 +162,22 @@ class InferGroupedLookupMixin(abc.ABC):
 class _MetaLookup(InferGroupedLookupMixin, nn.Module):  # type: ignore[misc]
     """One device's groups."""
 
-    def __init__(self, grouped_configs: Sequence[GroupedEmbeddingConfig], device: torch.device, pooled: bool) -> None:
+    def __init__(
+        self,
+        grouped_configs: Sequence[GroupedEmbeddingConfig],
+        device: torch.device | None,
+        pooled: bool,
+        fused_params: Mapping[str, Any] | None,
+        processed: bool = False,
+    ) -> None:
         nn.Module.__init__(self)
+        device = torch.device(device or "cpu")
         self.__dict__["_groups"] = [
-            _PackedGroup(c, c.pooling if pooled else PoolingType.NONE, torch.device(device)) for c in grouped_configs
+            _PackedGroup(c, c.pooling if pooled else PoolingType.NONE, device, fused_params, processed)
+            for c in grouped_configs
         ]
         self._splits = [config.num_features() for config in grouped_configs]
-        self._device = torch.device(device)
+        self._device = device
 
     @property
     def pieces(self) -> list[tuple[ShardedEmbeddingTable, Tensor]]:
@@ -199,8 +220,10 @@ class MetaInferGroupedPooledEmbeddingsLookup(_MetaLookup):
     Args:
         grouped_configs: the groups; features come in their order.
         device: where the rows lie.
-        feature_processor: turns features into weighted features before the lookup.
-        fused_params: accepted; the op needs no settings.
+        feature_processor: turns features into weighted features before the lookup; its weights are used whatever the
+            groups say.
+        fused_params: ``output_dtype``, float32 or float16, where the groups have none; other keys are settings of
+            caches and registration, which the op does not need.
     """
 
     def __init__(
@@ -210,7 +233,7 @@ class MetaInferGroupedPooledEmbeddingsLookup(_MetaLookup):
         feature_processor: BaseGroupedFeatureProcessor | None = None,
         fused_params: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(grouped_configs, device or torch.device("cpu"), pooled=True)
+        super().__init__(grouped_configs, device, True, fused_params, feature_processor is not None)
         self._feature_processor = feature_processor
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
@@ -237,7 +260,7 @@ class MetaInferGroupedEmbeddingsLookup(_MetaLookup):
         device: torch.device | None = None,
         fused_params: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(grouped_configs, device or torch.device("cpu"), pooled=False)
+        super().__init__(grouped_configs, device, False, fused_params)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
         """``[N, D]``: rows of the ids in their order.
@@ -302,7 +325,7 @@ class InferGroupedPooledEmbeddingsLookup(_InferLookup):
     Args:
         grouped_configs_per_rank: what each device looks up.
         world_size: devices.
-        fused_params: accepted; the op needs no settings.
+        fused_params: as :class:`MetaInferGroupedPooledEmbeddingsLookup`.
         device: its type says what the devices are, as for KJTOneToAll.
     """
 
@@ -374,7 +397,21 @@ class InferPooledSharding(EmbeddingSharding[PooledContext, KJTList, list[Tensor]
         fused_params: dict[str, Any] | None = None,
         feature_processor: BaseGroupedFeatureProcessor | None = None,
     ) -> InferGroupedPooledEmbeddingsLookup:
-        """The step that looks up, holding the tables' rows where they are known."""
+        """The step that looks up, holding the tables' rows where they are known.
+
+        Args:
+            device: its type says what the devices are.
+            fused_params: as InferGroupedPooledEmbeddingsLookup.
+            feature_processor: None.
+
+        Raises:
+            ConfigError: a feature processor: devices get the ids of whole batches with their weights.
+        """
+        if feature_processor is not None:
+            raise ConfigError(
+                f"feature_processor={type(feature_processor).__name__}: it would have to be copied to every device; process "
+                "the features before they are given to the sharded module"
+            )
         layout = self.layout
         lookup = InferGroupedPooledEmbeddingsLookup(
             layout.groups_per_rank, layout.world_size, fused_params, device or self._device

@@ -12,18 +12,17 @@ import abc
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 
 from recinfer.distributed.comm import get_local_size
+from recinfer.distributed.copying import copying_to
 from recinfer.distributed.sharding_plan import get_default_sharders
 from recinfer.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
 from recinfer.errors import CheckpointError, ConfigError
@@ -252,7 +251,7 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
         device = torch.device(device)
         other = copy.copy(self)
         other._modules = dict(self._modules)
-        with _copying_to(device):
+        with copying_to(device):
             other._dmp_wrapped_module = copy.deepcopy(get_module(self))
         other.device = device
         other._ddp_done = False
@@ -481,53 +480,3 @@ def _sparse_grad_names(module: nn.Module, destination: list[str], prefix: str) -
 
 def _some(keys: list[str]) -> str:
     return ", ".join(keys[:5]) + (" ..." if len(keys) > 5 else "") if keys else "none"
-
-
-@contextmanager
-def _copying_to(device: torch.device) -> Iterator[None]:
-    """Inside, ``copy.deepcopy`` shares process groups and puts tensors on ``device`` as it copies them."""
-
-    def same(group: Any, memo: dict[int, Any]) -> Any:
-        return group
-
-    storages: dict[int, Tensor] = {}  # by the storage copied from: tensors that share one still do afterwards
-
-    def tensor_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-        if id(tensor) in memo:
-            return memo[id(tensor)]
-        if isinstance(tensor, ShardedTensor):
-            shards = [Shard(tensor_copy(s.tensor, memo), copy.deepcopy(s.metadata)) for s in tensor.local_shards()]
-            moved: Any = ShardedTensor._init_from_local_shards_and_global_metadata(
-                shards, copy.deepcopy(tensor.metadata()), process_group=tensor._process_group
-            )
-            memo[id(tensor)] = moved
-            return moved
-        if tensor.is_meta or tensor.is_sparse:
-            moved = tensor.detach().clone() if tensor.is_meta else tensor.detach().to(device, copy=True)
-        else:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in storages:
-                flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                storages[storage._cdata] = flat.to(device, copy=True)
-            moved = torch.empty(0, dtype=tensor.dtype, device=device)
-            moved.set_(
-                storages[storage._cdata].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-            )
-        if isinstance(tensor, nn.Parameter):
-            moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
-            moved.__dict__.update({k: copy.deepcopy(v, memo) for k, v in tensor.__dict__.items()})
-        elif tensor.requires_grad and tensor.is_leaf:
-            moved.requires_grad_()  # fused lookups hang on such a tensor: without it their backward would not run
-        memo[id(tensor)] = moved
-        memo.setdefault(id(memo), []).append(tensor)  # alive as long as its id is a key
-        return moved
-
-    before_tensor, before_parameter = Tensor.__deepcopy__, nn.Parameter.__deepcopy__
-    group_type: Any = dist.ProcessGroup
-    Tensor.__deepcopy__ = nn.Parameter.__deepcopy__ = tensor_copy  # type: ignore[method-assign,assignment]
-    group_type.__deepcopy__ = same
-    try:
-        yield
-    finally:
-        Tensor.__deepcopy__, nn.Parameter.__deepcopy__ = before_tensor, before_parameter  # type: ignore[method-assign]
-        del group_type.__deepcopy__

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recinfer.distributed.embedding_types import BaseQuantEmbeddingSharder, ListOfKJTList
+from recinfer.distributed.fused_params import check_output_dtype
 from recinfer.distributed.quant_layout import PackedShard
 from recinfer.distributed.quant_state import ShardedQuantState, place_buffer, place_module
 from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardingEnv
@@ -41,6 +42,7 @@ class ShardedQuantEmbeddingCollection(ShardedQuantState[EmbeddingConfig]):
         *,
         fused: bool | None = None,
     ) -> None:
+        check_output_dtype(fused_params, module.output_dtype())
         params, need_indices = table_name_to_parameter_sharding, module.need_indices()
         placed = place_module(module, params, env, fused=fused)
         configs = module.embedding_configs()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recinfer.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from recinfer.distributed.embedding_types import BaseQuantEmbeddingSharder, KJTList, ListOfKJTList
+from recinfer.distributed.fused_params import check_output_dtype
 from recinfer.distributed.quant_layout import PackedShard, mean_columns
 from recinfer.distributed.quant_state import Placed, ShardedQuantState, place_buffer, place_module
 from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardingEnv
@@ -59,7 +60,8 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantState[EmbeddingBagConfig]):
         module: the quantized collection (its packed rows are shared or copied, never changed).
         table_name_to_parameter_sharding: the plan of every table.
         env: ``ShardingEnv.from_local(world_size, 0)``.
-        fused_params: accepted for compatibility.
+        fused_params: ``output_dtype``, if given, has to be the module's; other keys (registration, caches, the form of the
+            state) are accepted for compatibility.
         device: where outputs are wanted; default CPU when every rank is, else rank 0's device.
         fused: None: one call over shared memory when all ranks are on CPU; False: run the documented steps
             (input_dist, compute, output_dist) even then.
@@ -85,6 +87,7 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantState[EmbeddingBagConfig]):
         *,
         fused: bool | None = None,
     ) -> None:
+        check_output_dtype(fused_params, module.output_dtype())
         params = table_name_to_parameter_sharding
         placed = place_module(module, params, env, fused=fused)
         self._set_pooled(

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from recinfer.errors import CheckpointError, ConfigError
+from recinfer.optim.local_tensors import local_tensors
 
 __all__ = ["CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper"]
 
@@ -215,12 +215,6 @@ def _check_names(what: str, own: Iterable[Any], given: Iterable[Any]) -> None:
         raise CheckpointError(f"optimizer {what}: missing {missing}, unexpected {unexpected}; load what matches")
 
 
-def _local_tensors(value: Tensor | ShardedTensor) -> list[Tensor]:
-    if isinstance(value, ShardedTensor):
-        return [shard.tensor for shard in value.local_shards()]
-    return [value.to_local() if isinstance(value, DTensor) else value]
-
-
 def _copies(what: str, owner: Any, key: Any, given: Any) -> Iterable[Callable[[], Any]]:
     own = owner[key]
     if isinstance(own, dict):
@@ -230,14 +224,14 @@ def _copies(what: str, owner: Any, key: Any, given: Any) -> Iterable[Callable[[]
         for inner in own:
             yield from _copies(f"{what}.{inner}", own, inner, given[inner])
     elif isinstance(own, Tensor | ShardedTensor) and isinstance(given, Tensor | ShardedTensor):
-        targets, sources = _local_tensors(own), _local_tensors(given)
+        targets, sources = local_tensors(own), local_tensors(given)
         if [t.shape for t in targets] != [s.shape for s in sources]:
             raise CheckpointError(
                 f"optimizer state of {what}: got local shapes {[tuple(s.shape) for s in sources]}; expected "
                 f"{[tuple(t.shape) for t in targets]}"
             )
         for target, source in zip(targets, sources):
-            yield partial(target.detach().copy_, source)
+            yield partial(target.copy_, source)
     else:
         yield partial(owner.__setitem__, key, deepcopy(given))
 

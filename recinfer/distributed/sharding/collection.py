@@ -129,7 +129,11 @@ class ShardedCollection(ShardedEmbeddingModule[CompIn, DistOut, Out, ShrdCtx], F
                 mine = local.get(id(info), [])
                 metadata = None if group.replicated else global_metadata(info, pieces)
                 states[id(info)] = TableState(
-                    [piece for piece, _ in mine], [p for _, p in mine], metadata, self._env.process_group
+                    [piece for piece, _ in mine],
+                    [p for _, p in mine],
+                    metadata,
+                    self._env.process_group,
+                    self._env.state_mesh,
                 )
         tables = nn.ModuleDict({info.embedding_config.name: states[id(info)] for info in self._infos})
         self.add_module(self.tables_attribute, tables)

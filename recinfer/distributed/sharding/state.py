@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from recinfer.distributed.global_tensors import global_tensor
 from recinfer.distributed.sharding.layout import Piece
+from recinfer.optim.local_tensors import local_pieces
 
 __all__ = ["TableState"]
 
@@ -24,13 +26,14 @@ class TableState(nn.Module):
 
     ``weight`` is the parameter of the first local rectangle and ``weight_1``, ``weight_2`` ... those of further ones (a
     table cut in columns may have several on a rank); a rank without a rectangle has no parameter. The state dict always
-    has one entry, ``weight``: a ShardedTensor, or the plain tensor of a replica.
+    has one entry, ``weight``: a ShardedTensor or DTensor, or the plain tensor of a replica.
 
     Args:
         pieces: the local rectangles.
         parameters: their rows, in the same order; views on what the kernel reads.
         metadata: all ranks' rectangles; None for a replica.
         pg: the ranks.
+        mesh: the same ranks, where the entry shall be a DTensor.
     """
 
     def __init__(
@@ -39,11 +42,13 @@ class TableState(nn.Module):
         parameters: Sequence[nn.Parameter],
         metadata: ShardedTensorMetadata | None,
         pg: dist.ProcessGroup | None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         self._pieces = tuple(pieces)
         self._metadata = metadata
         self._pg = pg
+        self._mesh = mesh
         for i, parameter in enumerate(parameters):
             self.register_parameter("weight" if i == 0 else f"weight_{i}", parameter)
 
@@ -56,10 +61,8 @@ class TableState(nn.Module):
             # A replica; or a world of one without a process group, where a ShardedTensor cannot be.
             destination[prefix + "weight"] = self._whole(keep_vars)
             return
-        local = [Shard(rows, piece.metadata) for piece, rows in self.shards() if piece.metadata is not None]
-        destination[prefix + "weight"] = ShardedTensor._init_from_local_shards_and_global_metadata(
-            local_shards=local, sharded_tensor_metadata=self._metadata, process_group=self._pg
-        )
+        local = [(rows, piece.metadata) for piece, rows in self.shards() if piece.metadata is not None]
+        destination[prefix + "weight"] = global_tensor(local, self._metadata, self._pg, self._mesh)
 
     def _whole(self, keep_vars: bool) -> Tensor:
         parameters = list(self.parameters())
@@ -84,6 +87,9 @@ class TableState(nn.Module):
         error_msgs: list[str],
     ) -> None:
         key = prefix + "weight"
+        if local_metadata.get("assign_to_params_buffers"):
+            error_msgs.append(f"{key}: assign=True, but a kernel reads its rows where they are; load with assign=False")
+            return
         if key not in state_dict:
             missing_keys.append(key)
             return
@@ -101,17 +107,7 @@ class TableState(nn.Module):
 
 def _rectangles(value: Tensor | ShardedTensor) -> list[tuple[Rect, Tensor]]:
     """The parts of a state entry that are on this rank, with their places in the table."""
-    if isinstance(value, ShardedTensor):
-        return [
-            (_rect(shard.metadata.shard_offsets, shard.tensor.shape), shard.tensor) for shard in value.local_shards()
-        ]
-    if isinstance(value, DTensor):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-        local = value.to_local()
-        return [(_rect(offset, local.shape), local)]
-    return [(_rect((0, 0), value.shape), value)]
+    return [(_rect(offsets, rows.shape), rows) for rows, offsets in local_pieces(value)]
 
 
 def _rect(offset: Sequence[int], shape: Sequence[int]) -> Rect:

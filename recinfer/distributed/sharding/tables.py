@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from recinfer.distributed.embedding_sharding import (
 from recinfer.distributed.embedding_types import (
     BaseEmbeddingLookup,
     BaseGroupedFeatureProcessor,
+    GroupedEmbeddingConfig,
     ShardedEmbeddingTable,
 )
 from recinfer.distributed.sharding.features import ShardFeaturesDist
@@ -32,6 +34,9 @@ from recinfer.distributed.sharding.pooled import PooledContext, ShardPooledDist
 from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext, ShardSequenceDist
 from recinfer.distributed.sharding.values import fill, new_seed
 from recinfer.distributed.types import CommOp, QuantizedCommCodecs, ShardingEnv, ShardingType
+from recinfer.distributed.utils import merge_fused_params
+from recinfer.errors import ConfigError
+from recinfer.modules.embedding_configs import PoolingType
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 if TYPE_CHECKING:
@@ -83,6 +88,33 @@ class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):
         )
         self._rank = 0 if self.replicated else env.rank
         self._exchange_pg = None if self.replicated else env.process_group
+
+    def _groups(self, fused_params: dict[str, Any] | None, processed: bool = False) -> list[GroupedEmbeddingConfig]:
+        """This rank's groups with ``fused_params`` below the tables' own, and weights made by a processor if there is one."""
+        groups = self.layout.groups_per_rank[self._rank]
+        if not fused_params and not processed:
+            return groups
+        return [
+            replace(
+                group,
+                embedding_tables=[self._with(table, fused_params, processed) for table in group.embedding_tables],
+                fused_params=merge_fused_params(fused_params, group.fused_params),
+                is_weighted=group.is_weighted or processed,
+                has_feature_processor=processed,
+            )
+            for group in groups
+        ]
+
+    @staticmethod
+    def _with(
+        table: ShardedEmbeddingTable, fused_params: dict[str, Any] | None, processed: bool
+    ) -> ShardedEmbeddingTable:
+        return replace(
+            table,
+            fused_params=merge_fused_params(fused_params, table.fused_params),
+            is_weighted=table.is_weighted or processed,
+            has_feature_processor=processed,
+        )
 
     @abc.abstractmethod
     def create_context(self, features: KeyedJaggedTensor) -> EmbeddingShardingContext:
@@ -171,17 +203,29 @@ class PooledSharding(TableSharding):
         fused_params: dict[str, Any] | None = None,
         feature_processor: BaseGroupedFeatureProcessor | None = None,
     ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
-        """The step that looks up this rank's rectangles."""
+        """The step that looks up this rank's rectangles.
+
+        Args:
+            device: where the rows lie.
+            fused_params: settings of the fused kernels; those of a table's own info win.
+            feature_processor: makes the weights of the ids that came here, as GroupedPositionWeightedModule does.
+
+        Raises:
+            ConfigError: a feature processor for bags that it does not see whole, or whose mean it would change.
+        """
+        if feature_processor is not None:
+            self._check_processable()
         # FBGEMM is imported when there is something to look up, not when sharding is planned.
         from recinfer.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 
         lookup = GroupedPooledEmbeddingsLookup(
-            grouped_configs=self.layout.groups_per_rank[self._rank],
+            grouped_configs=self._groups(fused_params, feature_processor is not None),
             device=device or self._device,
             pg=self._env.process_group,
             feature_processor=feature_processor,
             scale_weight_gradients=False,  # done where the gradients come home: recinfer.distributed.sharding.weights
             sharding_type=ShardingType.DATA_PARALLEL if self.replicated else None,
+            env=self._env,
         )
         self.fill(lookup)
         return lookup
@@ -198,6 +242,22 @@ class PooledSharding(TableSharding):
             return HostPooledDist(self.layout, self._exchange_pg, device, inside, between)
         # Row pieces add up where they arrive: what TorchRec reduce-scatters is an all-to-all here, with its codec.
         return ShardPooledDist(self.layout, self._exchange_pg, device, inside if summed else between)
+
+    def _check_processable(self) -> None:
+        """Refuse tables whose bags a processor behind the exchange cannot weigh.
+
+        Raises:
+            ConfigError: naming the table.
+        """
+        for info, pieces in zip(self.layout.infos, self.layout.pieces):
+            config = info.embedding_config
+            cut = any(piece.rows != config.num_embeddings for piece in pieces)
+            if cut or (config.pooling is PoolingType.MEAN and not self.layout.is_weighted):
+                why = "is cut by rows: no rank sees a whole bag of it" if cut else "is a MEAN table without weights"
+                raise ConfigError(
+                    f"feature_processor: table {config.name!r} {why}; process the features before they are sent, as "
+                    "FeatureProcessedEmbeddingBagCollectionSharder does"
+                )
 
     def _inside_hosts(self) -> bool:
         return all(
@@ -223,14 +283,29 @@ class SequenceSharding(TableSharding):
         fused_params: dict[str, Any] | None = None,
         feature_processor: BaseGroupedFeatureProcessor | None = None,
     ) -> BaseEmbeddingLookup[KeyedJaggedTensor, Tensor]:
-        """The step that looks up this rank's rectangles."""
+        """The step that looks up this rank's rectangles.
+
+        Args:
+            device: where the rows lie.
+            fused_params: settings of the fused kernels; those of a table's own info win.
+            feature_processor: None; a row of its own for each id has no weight.
+
+        Raises:
+            ConfigError: a feature processor.
+        """
+        if feature_processor is not None:
+            raise ConfigError(
+                f"feature_processor={type(feature_processor).__name__}: unpooled rows take no weights; use it with tables "
+                "of bags"
+            )
         from recinfer.distributed.embedding_lookup import GroupedEmbeddingsLookup
 
         lookup = GroupedEmbeddingsLookup(
-            grouped_configs=self.layout.groups_per_rank[self._rank],
+            grouped_configs=self._groups(fused_params),
             pg=self._env.process_group,
             device=device or self._device,
             sharding_type=ShardingType.DATA_PARALLEL if self.replicated else None,
+            env=self._env,
         )
         self.fill(lookup)
         return lookup

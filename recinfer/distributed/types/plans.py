@@ -15,6 +15,7 @@ from recinfer.modules.embedding_configs import DataType
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "EmbeddingModuleShardingPlan",
@@ -105,7 +106,11 @@ class ShardingEnv:
         world_size: ranks in total.
         rank: this rank.
         pg: the process group; None when all ranks live in this process (inference).
-        output_dtensor: state dicts hold DTensors.
+        output_dtensor: state dicts of sharded modules and of their optimizers hold DTensors over
+            :attr:`device_mesh`, where they hold ShardedTensors else.
+
+    Raises:
+        ConfigError: a rank outside the world; ``output_dtensor`` without a process group.
     """
 
     def __init__(
@@ -119,10 +124,29 @@ class ShardingEnv:
             raise ConfigError(
                 f"rank {rank} is outside the world of {world_size} ranks; expected 0 <= rank < world_size"
             )
+        if output_dtensor and pg is None:
+            raise ConfigError("output_dtensor=True without a process group: a DTensor needs one, give pg")
         self.world_size = world_size
         self.rank = rank
         self.process_group = pg
         self.output_dtensor = output_dtensor
+        self._device_mesh: DeviceMesh | None = None
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The ranks of the process group as a mesh; None without one."""
+        if self._device_mesh is None and self.process_group is not None:
+            import torch.distributed as dist
+            from torch.distributed.device_mesh import DeviceMesh
+
+            kind = "cuda" if "nccl" in dist.get_backend(self.process_group) else "cpu"
+            self._device_mesh = DeviceMesh.from_group(self.process_group, kind)
+        return self._device_mesh
+
+    @property
+    def state_mesh(self) -> DeviceMesh | None:
+        """The mesh of the DTensors that state dicts hold; None when they hold ShardedTensors."""
+        return self.device_mesh if self.output_dtensor else None
 
     @classmethod
     def from_process_group(cls, pg: dist.ProcessGroup) -> ShardingEnv:
