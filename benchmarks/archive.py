@@ -6,6 +6,7 @@ Every speed stands beside plain file I/O of the same bytes in the same run and t
 one file with read(), write the other with write() and fsync it, as export does too. Needs about 2.7 times --size of disk.
 
     python -m benchmarks.archive --size 4
+    python -m benchmarks.archive --size 4 --checkpoint-ranks 4 --stages export  # from a sharded checkpoint
 """
 
 from __future__ import annotations
@@ -65,6 +66,33 @@ def write_checkpoint(model: torch.nn.Module, path: Path, change: float = 0.0, se
             tensor += 0.01
         state[key] = tensor
     torch.save(state, path)
+
+
+def write_sharded_checkpoint(model: torch.nn.Module, path: Path, ranks: int) -> None:
+    """A folder of torch.distributed.checkpoint, every tensor cut by rows over ``ranks`` processes."""
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_write_rank, (model.state_dict(), path, ranks, Path(folder) / "store"), nprocs=ranks)
+
+
+def _write_rank(rank: int, shapes: dict[str, torch.Tensor], path: Path, ranks: int, store: Path) -> None:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    torch.manual_seed(rank)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    state = {}
+    for key, value in shapes.items():
+        step = -(-len(value) // ranks)
+        rows = max(0, min(step, len(value) - rank * step))
+        part = torch.empty(rows, *value.shape[1:]).normal_(std=0.05)
+        state[key] = DTensor.from_local(part, mesh, [Shard(0)], shape=value.shape, stride=value.stride())
+    dcp.save(state, checkpoint_id=path)
+    dist.destroy_process_group()
 
 
 def drop_cache(path: Path) -> None:
@@ -250,7 +278,9 @@ def against_plain(
     }
 
 
-def run(folder: Path, size: float, changed: float, precision: str, stages: set[str], rounds: int) -> dict[str, Any]:
+def run(
+    folder: Path, size: float, changed: float, precision: str, stages: set[str], rounds: int, ranks: int
+) -> dict[str, Any]:
     from recinfer.checkpoint import CheckpointReader
     from recinfer.distributed.planner import plan_inference
     from recinfer.inference.export import export_archive
@@ -259,8 +289,8 @@ def run(folder: Path, size: float, changed: float, precision: str, stages: set[s
     from recinfer.quant.packing import row_bytes
 
     model = build(int(size * 2**30 / (4 * DIM)))
-    path, archive, moved = folder / "model.pt", folder / "model.rqa", folder / "moved.rqa"
-    make_checkpoint(path, size, 0.0)
+    path, archive, moved = folder / ("model.ckpt" if ranks else "model.pt"), folder / "model.rqa", folder / "moved.rqa"
+    make_checkpoint(path, size, 0.0, ranks)
     plan = plan_inference(model, world_size=2, precision=DataType.parse(precision))
     results: dict[str, Any] = {"checkpoint bytes": size_of(path)}
 
@@ -312,7 +342,8 @@ def measure_delta(
     from recinfer.checkpoint import CheckpointReader
     from recinfer.inference.delta import make_delta
 
-    (folder / "model.pt").unlink()
+    shutil.rmtree(folder / "model.ckpt", ignore_errors=True)
+    (folder / "model.pt").unlink(missing_ok=True)
     new, delta = folder / "new.pt", folder / "d.rqd"
     make_checkpoint(new, size, changed)
     found = against_plain(
@@ -337,10 +368,10 @@ def measure_delta(
     return found
 
 
-def make_checkpoint(path: Path, size: float, changed: float) -> None:
+def make_checkpoint(path: Path, size: float, changed: float, ranks: int = 0) -> None:
     """In a process of its own, so that its memory does not count."""
     command = [sys.executable, "-m", "benchmarks.archive", "--make", str(path), "--size", str(size)]
-    subprocess.run([*command, "--changed", str(changed)], check=True)
+    subprocess.run([*command, "--changed", str(changed), "--checkpoint-ranks", str(ranks)], check=True)
 
 
 def json_manifest(archive: Path) -> Any:
@@ -354,6 +385,9 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=0.25, help="GiB of float32 tables")
     parser.add_argument("--changed", type=float, default=0.01, help="part of the rows that the delta changes")
     parser.add_argument("--precision", default="int8", help="of the archive")
+    parser.add_argument(
+        "--checkpoint-ranks", type=int, default=0, help="write it sharded by so many ranks; 0: one file"
+    )
     parser.add_argument("--stages", default="export-cold,export,open,reshard,delta", help="what to measure, by comma")
     parser.add_argument("--rounds", type=int, default=3, help="of what is measured beside plain I/O; medians count")
     parser.add_argument("--folder", type=Path, help="where the temporary folder goes, by default the system's")
@@ -361,10 +395,15 @@ def main() -> None:
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.make:
-        write_checkpoint(build(int(args.size * 2**30 / (4 * DIM))), args.make, args.changed)
+        model = build(int(args.size * 2**30 / (4 * DIM)))
+        if args.checkpoint_ranks:
+            write_sharded_checkpoint(model, args.make, args.checkpoint_ranks)
+        else:
+            write_checkpoint(model, args.make, args.changed)
         return
     with tempfile.TemporaryDirectory(prefix="recinfer-bench-", dir=args.folder) as folder:
-        results = run(Path(folder), args.size, args.changed, args.precision, set(args.stages.split(",")), args.rounds)
+        stages = set(args.stages.split(","))
+        results = run(Path(folder), args.size, args.changed, args.precision, stages, args.rounds, args.checkpoint_ranks)
     if args.out:
         args.out.write_text(json.dumps(results, indent=1) + "\n")
 
