@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
 
 from recinfer.checkpoint.dcp import METADATA_FILE
+from recinfer.checkpoint.folders import put, sync_folder
 from recinfer.checkpoint.model_json import MODEL_FORMAT, MODEL_JSON, describe_model
 from recinfer.checkpoint.restore import keyed_optimizer, own_names
 from recinfer.distributed.copying import copying_to
@@ -171,10 +172,14 @@ class _Saving:
             dist.barrier()
 
     def finish(self) -> None:
-        """The first rank gives the folder, which all have written, its name."""
+        """The first rank gives the folder, which all have written to the disk, its name."""
         if self._first:
-            (self.partial / MODEL_JSON).write_text(self._text, encoding="utf-8")
-            _put(self.partial, self.target)
+            with open(self.partial / MODEL_JSON, "w", encoding="utf-8") as file:
+                file.write(self._text)
+                file.flush()
+                os.fsync(file.fileno())
+            sync_folder(self.partial)
+            put(self.partial, self.target)
 
 
 def check_target(folder: str | os.PathLike[str]) -> Path:
@@ -191,13 +196,3 @@ def check_target(folder: str | os.PathLike[str]) -> Path:
             f"{target}: holds files that are no checkpoint; expected a new folder or an earlier checkpoint to replace"
         )
     return target
-
-
-def _put(partial: Path, target: Path) -> None:
-    """Give ``partial`` the name ``target``; what was there goes once the new one is in place."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.rename(target, old)
-    os.rename(partial, target)
-    shutil.rmtree(old, ignore_errors=True)
