@@ -35,8 +35,8 @@ SLOW_MS = 50
 ROWS = {"a": 3000, "b": 5000, "c": 5000, "d": 900, "e": 4000}
 
 
-def build(folder: Path) -> Path:
-    """An archive whose tables are cut in every way over three ranks; SUM and MEAN."""
+def build(folder: Path, out: Path | None = None, version: str = "1") -> Path:
+    """An archive whose tables are cut in every way over three ranks; SUM and MEAN. Each version has other weights."""
     import torch
     from torch import nn
 
@@ -47,7 +47,7 @@ def build(folder: Path) -> Path:
     from recinfer.modules.embedding_modules import EmbeddingBagCollection
 
     mean = PoolingType.MEAN
-    torch.manual_seed(0)
+    torch.manual_seed(int(version) - 1)
     tables = [
         EmbeddingBagConfig(3000, 16, "t_a", feature_names=["a"]),
         EmbeddingBagConfig(5000, 16, "t_b", feature_names=["b", "c"], pooling=mean),
@@ -71,9 +71,9 @@ def build(folder: Path) -> Path:
         size = config.num_embeddings, config.embedding_dim
         shards = tuple(ShardRect(*rect) for rect in rects)
         plans.append(TablePlan("", config.name, kind, "quant", DataType.INT8, *size, shards))
-    out = folder / "trial.rqa"
+    out = out or folder / "trial.rqa"
     reader, plan = CheckpointReader(folder / "weights.pt"), Plan(RANKS, "cpu", tuple(plans))
-    export_archive(model, reader, plan, out, name="trial", version="1", progress=False)
+    export_archive(model, reader, plan, out, name="trial", version=version, progress=False)
     return out
 
 

@@ -38,6 +38,7 @@ _EXTRA_OF_MODULE = {
     "prometheus_client": "serve",
     "torchmetrics": "train",
     "pyarrow": "arrow",
+    "ray": "ray",
 }
 
 _debug = False

@@ -1,4 +1,4 @@
-"""``recinfer deploy``: an archive on many machines, through Kubernetes manifests."""
+"""``recinfer deploy``: an archive on many machines, by Ray or through Kubernetes manifests."""
 
 from __future__ import annotations
 
@@ -8,19 +8,84 @@ from typing import Annotated, Any
 import typer
 
 from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.deploy_ray import Action, RayOptions, run_ray
 from recinfer.cli.format import mebibytes
 from recinfer.errors import ConfigError
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
 NAME = "deploy"
-EXAMPLE = "Example: recinfer deploy movielens.rqa --k8s --out manifests"
+EXAMPLE = "Example: recinfer deploy store/ctr/1 --ray 10.0.0.1:6379 --replicas 2; then: recinfer deploy --status"
 
-_K8S = "Kubernetes"
+_K8S, _RAY, _CHANGE = "Kubernetes", "Ray", "A deployment on Ray that is there"
 
 
 def run(
     archive: Annotated[Path | None, typer.Argument(help="Archive folder.", show_default=False)] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Run it on the Ray cluster there: host:port of its head, ray://host:port, or auto.",
+            rich_help_panel=_RAY,
+            show_default="auto, with an option about a deployment",
+        ),
+    ] = None,
+    model_store: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of <model>/<version>/, at this path on every node.",
+            rich_help_panel=_RAY,
+            show_default="where the archive lies at DIR/<model>/<version>: DIR",
+        ),
+    ] = None,
+    min_replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Shard servers that load may bring it down to.", rich_help_panel=_RAY, show_default="--replicas"
+        ),
+    ] = None,
+    min_rankers: Annotated[
+        int | None, typer.Option(min=1, help="The same of rankers.", rich_help_panel=_RAY, show_default="--rankers")
+    ] = None,
+    cool_down: Annotated[
+        float, typer.Option(min=1, help="Seconds of low load before there is a server less.", rich_help_panel=_RAY)
+    ] = 300.0,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the bearer token of all servers; RECINFER_TOKEN does the same.",
+            rich_help_panel=_RAY,
+            show_default=False,
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond loopback without a token.", rich_help_panel=_RAY)
+    ] = False,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds until all servers must serve.", rich_help_panel=_RAY)
+    ] = 600.0,
+    status: Annotated[bool, typer.Option("--status", help="Show its servers.", rich_help_panel=_CHANGE)] = False,
+    down: Annotated[bool, typer.Option("--down", help="End it; nothing stays.", rich_help_panel=_CHANGE)] = False,
+    scale: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Have so many shard servers of each group of ranks.",
+            rich_help_panel=_CHANGE,
+            show_default=False,
+        ),
+    ] = None,
+    scale_rankers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Have so many rankers.", rich_help_panel=_CHANGE, show_default=False),
+    ] = None,
+    roll: Annotated[
+        bool, typer.Option("--roll", help="Serve ARCHIVE, another version in its store.", rich_help_panel=_CHANGE)
+    ] = False,
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Serve the version before this one again.", rich_help_panel=_CHANGE)
+    ] = False,
     k8s: Annotated[bool, typer.Option("--k8s", help="Write Kubernetes manifests.", rich_help_panel=_K8S)] = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for the manifests.", rich_help_panel=_K8S, show_default=False)
@@ -51,7 +116,10 @@ def run(
         int | None, typer.Option(min=1, help="Shard servers that load may bring it to.", show_default="no scaling")
     ] = None,
     max_rankers: Annotated[
-        int | None, typer.Option(min=1, help="The same of rankers.", show_default="k8s: four times --rankers")
+        int | None,
+        typer.Option(
+            min=1, help="The same of rankers.", show_default="Kubernetes: four times --rankers; Ray: no scaling"
+        ),
     ] = None,
     ranks_per_shard: Annotated[int, typer.Option(min=1, help="Ranks that one shard server holds.")] = 1,
     name: Annotated[str | None, typer.Option(help="Of the deployment.", show_default="the model's name")] = None,
@@ -59,28 +127,56 @@ def run(
 ) -> None:
     """Run an archive on many machines: shard servers hold its ranks, rankers answer.
 
+    With --ray, on a Ray cluster: it places, watches, restarts and scales the servers; requests go between them directly.
+
+    recinfer deploy store/ctr/1 --ray 10.0.0.1:6379 --replicas 2 --max-replicas 4 --token-file token
+
+    recinfer deploy --status, --scale 3, --rollback or --down; recinfer deploy store/ctr/2 --roll
+
     With --k8s, write what `kubectl apply -k` takes.
+
+    recinfer deploy store/ctr/1 --k8s --out manifests
     """
     output = Output(as_json)
-    if k8s:
-        if archive is None or out is None:
-            raise ConfigError("--k8s renders an archive to files: give ARCHIVE and --out DIR")
-        options: dict[str, Any] = {
-            "namespace": namespace,
-            "image": image,
-            "name": name,
-            "replicas": replicas or 2,
-            "rankers": rankers or 2,
-            "max_replicas": max_replicas,
-            "max_rankers": max_rankers or 4 * (rankers or 2),
-            "claim": claim,
-            "token_secret": token_secret,
-            "cpus": cpus,
-            "queue_depth": queue_depth,
-        }
-        _render(archive, out, ranks_per_shard, options, output)
+    action = Action(status, down, roll, rollback, scale, scale_rankers)
+    if k8s and (ray is not None or action != Action()):
+        raise ConfigError("--k8s writes files and knows no cluster: leave out the options of Ray, or --k8s")
+    if ray is not None or action != Action():
+        options = RayOptions(
+            ranks_per_shard=ranks_per_shard,
+            replicas=replicas,
+            min_replicas=min_replicas,
+            max_replicas=max_replicas,
+            rankers=rankers,
+            min_rankers=min_rankers,
+            max_rankers=max_rankers,
+            cpus=cpus,
+            queue_depth=queue_depth,
+            cool_down=cool_down,
+            model_store=model_store,
+            token_file=token_file,
+            insecure=insecure,
+        )
+        run_ray(ray or "auto", archive, name, action, options, wait, output)
         return
-    raise ConfigError("say where to: --k8s --out DIR")
+    if not k8s:
+        raise ConfigError("say where to: --ray ADDRESS, or --k8s --out DIR")
+    if archive is None or out is None:
+        raise ConfigError("--k8s renders an archive to files: give ARCHIVE and --out DIR")
+    kept: dict[str, Any] = {
+        "namespace": namespace,
+        "image": image,
+        "name": name,
+        "replicas": replicas or 2,
+        "rankers": rankers or 2,
+        "max_replicas": max_replicas,
+        "max_rankers": max_rankers or 4 * (rankers or 2),
+        "claim": claim,
+        "token_secret": token_secret,
+        "cpus": cpus,
+        "queue_depth": queue_depth,
+    }
+    _render(archive, out, ranks_per_shard, kept, output)
 
 
 def _render(archive: Path, out: Path, ranks_per_shard: int, options: dict[str, Any], output: Output) -> None:

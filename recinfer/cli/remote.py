@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from recinfer.serving.remote.fanout import Fanout
     from recinfer.serving.security import Security
 
-__all__ = ["parse_ranks", "serve_ranks", "set_serving_when_there", "shard_fanout", "unchecked"]
+__all__ = ["parse_ranks", "serve_ranks", "set_serving_when_there", "shard_fanout", "unchecked", "version_in"]
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +111,12 @@ def unchecked(path: Path, fanout: Fanout, store: Path | None, options: dict[str,
         )
     lookups = remote_lookups(fanout, None if store is None else str(store), wait=False)
     return Predictor(archive, lookups=lookups, **options)
+
+
+def version_in(store: Path | None, archive: Path) -> str:
+    """The version that a model store calls ``archive``, its folder's name; empty when it lies in no such place."""
+    inside = store is not None and archive.resolve().parent.parent == store.resolve()
+    return archive.resolve().name if inside else ""
 
 
 def set_serving_when_there(

@@ -12,7 +12,7 @@ import typer
 from recinfer import env
 from recinfer.cli.console import JsonOption, Output
 from recinfer.cli.options import Device
-from recinfer.cli.remote import parse_ranks, serve_ranks, set_serving_when_there, shard_fanout, unchecked
+from recinfer.cli.remote import parse_ranks, serve_ranks, set_serving_when_there, shard_fanout, unchecked, version_in
 from recinfer.cli.workers import supervise
 from recinfer.errors import ConfigError
 
@@ -198,11 +198,13 @@ def run(
         store = ModelStore(model_store, lookups=lookups, **options)
     models: list[ServedModel] = []
     for archive in archives or []:
+        version = ""
         if fanout is not None:
             predictor = unchecked(archive, fanout, model_store, {"device": device.value})
+            version = version_in(model_store, archive)
         else:
             predictor = load(archive, lock=lock, **options)
-        models.append(ServedModel.of(predictor.manifest.model, predictor))
+        models.append(ServedModel.of(predictor.manifest.model, predictor, version))
     if delta and len(models) != 1:
         raise ConfigError(f"delta: got {len(models)} archives; a delta goes with one archive")
     for path in delta or []:
@@ -210,7 +212,8 @@ def run(
     if store is not None and state is not None:
         models = restore(state, models, store)
     elif store is not None and fanout is not None:
-        for name in store.models():
+        # As a shard server does: archives that are named are what it serves, and the store is where others come from.
+        for name in [] if archives else store.models():
             version = store.newest_version(name)
             path = store.folder / name / version
             models.append(ServedModel.of(name, unchecked(path, fanout, model_store, {"device": device.value}), version))

@@ -1,0 +1,240 @@
+"""What ``recinfer deploy --ray`` does: makes a controller, and asks controllers. From Python: a deployment's rankers."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from recinfer.deploy.ray.cluster import NAMESPACE, forget, remove_files, sweep
+from recinfer.deploy.ray.spec import Deployment
+from recinfer.errors import ConfigError, NotFoundError, RecinferError, UnavailableError
+from recinfer.serving.security import Security
+
+__all__ = ["connected", "deploy", "deployments", "down", "rankers", "roll", "scale", "status", "wait_until_ready"]
+
+_REACH_S, _ANSWER_S, _DOWN_S, _ROLL_S = 3.0, 30.0, 150.0, 3600.0
+_GONE_S = 20.0
+_TRIES = 3  # of a server that never served, after which a deployment is given up
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """This process as a driver of the cluster at ``address``: ``host:port`` of its head, ``auto``, or ``ray://host:port``.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed.
+        UnavailableError: there is no cluster; names the address.
+    """
+    import ray
+
+    _check_address(address)
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnavailableError(
+            f"no Ray cluster at {address!r}: {first}; start one with `ray start --head`, and on this machine a node of it"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def deploy(spec: Deployment) -> None:
+    """Make the controller, which starts all servers.
+
+    Raises:
+        ConfigError: a deployment of that name is there, or a node can be reached by anybody and there is no token.
+    """
+    import ray
+
+    security = Security(token=spec.token, insecure=spec.insecure)
+    for node in ray.nodes():
+        if node["Alive"]:
+            security.check_host(node["NodeManagerAddress"])
+    if spec.name in deployments():
+        raise ConfigError(
+            f"deployment {spec.name!r} is there already: take it down, roll another version (--roll), or give --name"
+        )
+    from recinfer.deploy.ray.actor import ControllerActor
+
+    actor = ray.remote(ControllerActor).options(
+        name=spec.name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        max_restarts=-1,
+        num_cpus=0,
+        max_concurrency=8,
+    )
+    _get(actor.remote(spec).status.remote(), _ANSWER_S)
+
+
+def deployments() -> list[str]:
+    """Names of the deployments of the cluster."""
+    import ray
+
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(each["name"] for each in found if each["namespace"] == NAMESPACE and "/" not in each["name"])
+
+
+def status(name: str | None) -> dict[str, Any]:
+    """What recinfer.deploy.ray.control.Controller.status says; ``name`` None: of the only deployment.
+
+    Raises:
+        NotFoundError: there is no such deployment, or there are several.
+        UnavailableError: its controller does not answer; it may be starting on another node.
+    """
+    found: dict[str, Any] = _get(_controller(name).status.remote(), _ANSWER_S)
+    return found
+
+
+def rankers(name: str | None = None) -> list[str]:
+    """Addresses that requests of a deployment may go to now, as ``host:port``. Raises as ``status`` does."""
+    return list(status(name)["rankers"])
+
+
+def scale(name: str | None, shards: int | None, rankers: int | None) -> None:
+    """Have another number of servers of each shard, or of rankers. Raises ConfigError, and as ``status`` does."""
+    _get(_controller(name).scale.remote(shards, rankers), _ANSWER_S)
+
+
+def roll(name: str | None, version: str | None) -> str:
+    """Serve another version, None being the one before; the version that is served then. Raises RecinferError."""
+    return str(_get(_controller(name).roll.remote(version), _ROLL_S))
+
+
+def wait_until_ready(name: str, seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
+    """The status once all servers serve.
+
+    Args:
+        seconds: until it is given up.
+        tell: gets a line when what it waits for has changed.
+
+    Raises:
+        UnavailableError: a server has no place or ends again and again, or time is over; says which and why.
+    """
+    end = time.monotonic() + seconds
+    said = ""
+    while True:
+        now = status(name)
+        if now["ready"]:
+            return now
+        waiting = [server for server in now["servers"] if server["state"] != "serving"]
+        lacking = [server for server in waiting if server["why"]]
+        for server in lacking:
+            homeless = server["state"] == "pending" and not server["node"] and not now["whole"]
+            hopeless = server["restarts"] >= _TRIES and not now["whole"]
+            if homeless or hopeless:
+                raise UnavailableError(f"{server['name']}: {server['why']}")
+        line = "; ".join(f"{server['name']} {server['why']}" for server in lacking[:4])
+        if line and line != said:
+            said = line
+            tell(f"waiting: {line}")
+        if time.monotonic() > end:
+            raise UnavailableError(f"not ready within {seconds:g} s: {line or 'servers are missing'}")
+        time.sleep(0.5)
+
+
+def down(name: str | None) -> list[str]:
+    """End a deployment: servers, actors, placement groups, files. Returns what had to be removed by its name, since the
+    controller could not, which is mostly nothing. Raises NotFoundError, UnavailableError."""
+    import ray
+
+    actor = _controller(name)
+    name = name or deployments()[0]
+    tag = None
+    try:
+        tag = _get(actor.spec.remote(), _ANSWER_S).tag
+        _get(actor.down.remote(), _DOWN_S)
+    except RecinferError:
+        pass  # what it leaves goes by its name
+    ray.kill(actor, no_restart=True)
+    end = time.monotonic() + _GONE_S
+    gone: list[str] = []
+    while True:
+        gone += [each for each in sweep(name) if each != name and each not in gone]
+        if not _left(name):
+            break
+        if time.monotonic() > end:
+            raise UnavailableError(f"{name}: still there: {', '.join(_left(name))}")
+        time.sleep(0.2)
+    forget(name)
+    if tag is not None:
+        _remove_files(tag)
+    return gone
+
+
+def _left(name: str) -> list[str]:
+    import ray
+    from ray.util.placement_group import placement_group_table
+
+    actors = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+    groups = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+    return [each for each in (*actors, *groups) if each == name or each.startswith(f"{name}/")]
+
+
+def _remove_files(tag: str) -> None:
+    """On every node: a guard that was killed with its ranker could not remove its folder."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    tasks = [
+        ray.remote(remove_files)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
+        .remote(tag)
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    ray.wait(tasks, num_returns=len(tasks), timeout=_ANSWER_S)
+
+
+def _controller(name: str | None) -> Any:
+    import ray
+
+    there = deployments()
+    if name is None and len(there) == 1:
+        name = there[0]
+    if name is None or name not in there:
+        which = "got none" if name is None else f"got {name!r}"
+        raise NotFoundError(f"deployment: {which}, there are: {', '.join(there) or 'none'}")
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        raise NotFoundError(f"deployment: {name!r} has just gone") from None
+
+
+def _get(answer: Any, seconds: float) -> Any:
+    """The answer of a controller, or its error as it raised it."""
+    import ray
+
+    try:
+        return ray.get(answer, timeout=seconds)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RecinferError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.GetTimeoutError:
+        raise UnavailableError(f"the controller did not answer within {seconds:g} s; try again, or --down") from None
+    except ray.exceptions.RayActorError as error:
+        first = str(error).strip().splitlines()[0]
+        raise UnavailableError(f"the controller is gone, or starts on another node: {first}") from None
+
+
+def _check_address(address: str) -> None:
+    """Find out within seconds that nobody is there: Ray takes minutes, and ends the process then."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if address in ("auto", "local") or not colon or not port.isdecimal():
+        if address == "auto":
+            return
+        raise ConfigError(f"--ray: got {address[:80]!r}, expected host:port, ray://host:port or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except OSError as error:
+        raise UnavailableError(
+            f"no Ray cluster at {address!r}: {error.strerror or error}; start one with `ray start --head`"
+        ) from None

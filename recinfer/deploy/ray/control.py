@@ -1,0 +1,476 @@
+"""The controller of a deployment: every second it looks at all servers, and does what brings them to what is wanted.
+
+It knows no Ray: an Engine runs the processes. It holds nothing that a request needs, so servers go on without it; what it
+has to know is kept by the engine, and a controller that takes over goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from recinfer.deploy.ray import rollout
+from recinfer.deploy.ray.engine import Engine
+from recinfer.deploy.ray.load import LoadFollower
+from recinfer.deploy.ray.members import Member, Phase, addresses_by_group, backoff, shards_text, to_remove
+from recinfer.deploy.ray.place import Node, choose_node, taken
+from recinfer.deploy.ray.probe import Probe, Prober
+from recinfer.deploy.ray.process import Life
+from recinfer.deploy.ray.spec import Bounds, Deployment
+from recinfer.errors import ConfigError, RecinferError, UnavailableError
+from recinfer.serving.admin_client import AdminClient
+
+__all__ = ["Controller"]
+
+_PERIOD_S = 1.0
+_MISSES = 10  # looks without an answer after which a process, or its health, is given up
+_START_S = 600.0  # until a process takes requests; one that never answered a look is given up after a tenth
+_READ_S, _READ_AT_MOST_S = 1.0, 15.0  # for rankers to have read another list: they look twice a second
+_RANKER_DRAIN_S = 5.0  # for callers to have noticed that a ranker is not listed any more
+_STOP_S = 30.0
+_SKIP = 1000  # numbers that the last controller may have used without noting it
+_log = logging.getLogger(__name__)
+
+Kind = int | None
+"""A group of ranks by number, or None: the rankers."""
+
+
+class Controller:
+    """Runs one deployment from ``start`` to ``down``. All methods may be called from any thread.
+
+    Args:
+        spec: what is to run; numbers of servers and the version may have been changed since, and are kept.
+        engine: runs the processes.
+    """
+
+    def __init__(self, spec: Deployment, engine: Engine) -> None:
+        self.spec, self._engine = spec, engine
+        self._kinds: list[Kind] = [*range(len(spec.groups)), None]
+        self._members: dict[str, Member] = {}
+        self._wanted: dict[Kind, int] = {kind: spec.bounds(kind).start for kind in self._kinds}
+        self._listed: dict[int, tuple[str, ...]] = {}
+        self._text: str | None = None
+        self._version, self._previous = spec.version, None  # type: tuple[str, str | None]
+        self._serial = 0
+        self._whole = False  # every server has served at the same time once
+        self._written: dict[str, str] = {}  # by process
+        self._misses: dict[str, int] = {}  # by process
+        self._probes: Mapping[str, Probe] = {}
+        self._prober = Prober(spec.token)
+        self._followers = {kind: LoadFollower(spec.queue_depth, spec.cool_down) for kind in self._kinds}
+        self._fixing: set[str] = set()
+        self._beside = ThreadPoolExecutor(4, thread_name_prefix="recinfer-versions")
+        self._rolling = threading.Lock()
+        self._step = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._kept = self._engine.saved()
+        if self._kept is not None:
+            self._restore(json.loads(self._kept))
+
+    def start(self) -> None:
+        """Begin to look and act, in a thread."""
+        self._thread = threading.Thread(target=self._run, name="recinfer-control", daemon=True)
+        self._thread.start()
+
+    # -- what is asked of it -----------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """What is there, as JSON: name, model, version, and each server as ``recinfer deploy --status`` shows it."""
+        members = sorted(self._members.values(), key=lambda m: (m.group is None, m.group or 0, m.name))
+        return {
+            "name": self.spec.name,
+            "model": self.spec.model,
+            "version": self._version,
+            "previous": self._previous,
+            "rolling": self._rolling.locked(),
+            "whole": self._whole,
+            "ready": self._is_ready(),
+            "wanted": {_kind_name(kind): count for kind, count in self._wanted.items()},
+            "rankers": self._targets(),
+            "servers": [
+                {
+                    "name": member.name,
+                    "role": member.role,
+                    "ranks": [] if member.group is None else list(self.spec.groups[member.group]),
+                    "node": member.node,
+                    "host": member.host,
+                    "address": member.address,
+                    "metrics_port": member.metrics_port,
+                    "state": member.phase.value,
+                    "restarts": member.restarts,
+                    "version": member.version,
+                    "rate": round(member.rate, 1),
+                    "memory": member.memory,
+                    "pid": member.pid,
+                    "why": member.why,
+                }
+                for member in members
+            ],
+        }
+
+    def scale(self, shards: int | None, rankers: int | None) -> None:
+        """Have another number of servers of each group, or of rankers; None: as it is. Raises ConfigError."""
+        asked: list[tuple[str, int, list[Kind], Bounds]] = []
+        if shards is not None:
+            asked.append(("replicas", shards, [kind for kind in self._kinds if kind is not None], self.spec.shards))
+        if rankers is not None:
+            asked.append(("rankers", rankers, [None], self.spec.rankers))
+        for what, count, _, bounds in asked:
+            if count < 1 or (bounds.scales and not bounds.least <= count <= bounds.most):
+                limits = (
+                    f"{bounds.least} to {bounds.most}, between which load chooses" if bounds.scales else "1 or more"
+                )
+                raise ConfigError(f"{what}: got {count}, expected {limits}")
+        with self._step:
+            for _, count, kinds, _ in asked:
+                self._wanted.update(dict.fromkeys(kinds, count))
+
+    def roll(self, version: str | None) -> str:
+        """Serve another version of the store, None being the one before; returns the version served now.
+
+        Raises:
+            ConfigError: there is no store, or nothing to go back to.
+            UnavailableError: no ranker serves, or another roll-out is under way.
+            RecinferError: the version was refused, and nothing has changed.
+        """
+        if self.spec.store is None:
+            raise ConfigError(
+                f"versions: {self.spec.archive} is in no model store; deploy an archive that lies at STORE/{self.spec.model}/VERSION"
+            )
+        if version is None and self._previous is None:
+            raise ConfigError(f"rollback: {self.spec.name} has served {self._version} alone; nothing to go back to")
+        if not self._rolling.acquire(blocking=False):
+            raise UnavailableError("versions: a roll-out is under way; wait for it")
+        try:
+            wanted = version or self._previous
+            assert wanted is not None
+            if wanted != self._version:
+                self._roll(wanted)
+            return self._version
+        finally:
+            self._rolling.release()
+
+    def down(self) -> None:
+        """End all servers, rankers first, and give all places back. The controller does nothing after that."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(60.0)
+        with self._step:
+            for role in ("ranker", "shard"):
+                mine = [member for member in self._members.values() if member.role == role and member.placed]
+                for member in mine:
+                    self._engine.stop(member)
+                self._wait_for_the_end(mine)
+                for member in mine:
+                    self._engine.end(member)
+                    self._engine.free(member)
+            self._members.clear()
+        self._prober.close()
+        self._beside.shutdown(wait=False, cancel_futures=True)
+
+    # -- one look, and what follows from it --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self.step()
+            except Exception:  # the next look may go well, and nobody else looks
+                _log.exception("deployment %s: a look failed", self.spec.name)
+            self._stopping.wait(_PERIOD_S)
+
+    def step(self) -> None:
+        """One look at all servers, and what follows from it."""
+        members = [member for member in self._members.values() if member.phase is not Phase.pending]
+        lives = self._engine.look(members)
+        nodes = self._engine.nodes()
+        for member in members:
+            life = lives.get(member.name)
+            if life is not None and life.running:
+                member.port, member.metrics_port, member.pid = life.port, life.metrics_port, life.pid
+                member.memory = life.memory
+        self._probes = self._prober.look([m for m in members if m.port])
+        with self._step:
+            now = time.monotonic()
+            for member in members:
+                self._judge(member, lives, {node.id for node in nodes}, now)
+            self._follow_load(now)
+            self._count(now)
+            self._list()
+            self._place(nodes, now)
+            self._drain(now)
+            self._follow_versions()
+            self._whole = self._whole or self._is_ready()
+            self._save()
+
+    def _judge(self, member: Member, lives: Mapping[str, Life | None], nodes: set[str], now: float) -> None:
+        """What a look says about one server."""
+        life = lives.get(member.name)
+        probe = self._probes.get(member.name, Probe())
+        if member.name not in lives and member.node in nodes:
+            if self._missed(member, _MISSES if member.pid else int(_START_S / 10)):
+                self._lost(member, "whoever watches it does not answer", nodes, now)
+        elif life is None or not life.running:
+            gone = f"node {member.host} is gone" if member.node not in nodes else "whoever watched it is gone"
+            self._lost(member, gone if life is None else life.why, nodes, now)
+        elif member.phase is Phase.draining:
+            member.rate = probe.rate
+        elif probe.serving:
+            self._misses.pop(_process(member), None)
+            member.rate, member.version = probe.rate, probe.version or member.version
+            member.enter(Phase.serving, now)
+        elif member.phase is Phase.serving and not probe.answers:
+            if self._missed(member, _MISSES):
+                self._lost(member, "its health does not answer", nodes, now)
+        else:
+            why = "it takes no requests yet" if probe.answers else "it starts"
+            member.enter(Phase.starting, now, member.why if member.restarts else why)
+            if now - member.since > _START_S:
+                self._lost(member, f"it took no requests within {_START_S:g} s", nodes, now)
+
+    def _missed(self, member: Member, most: int) -> bool:
+        """Count a look that found nothing; whether that is enough."""
+        key = _process(member)
+        self._misses[key] = self._misses.get(key, 0) + 1
+        return self._misses[key] >= most
+
+    def _lost(self, member: Member, why: str, nodes: set[str], now: float) -> None:
+        """The process is gone, or of no use: end what is left of it, and have it start again."""
+        self._engine.end(member)
+        self._misses.pop(_process(member), None)
+        self._written.pop(_process(member), None)
+        if member.phase is Phase.draining:
+            self._engine.free(member)
+            del self._members[member.name]
+            return
+        _log.warning("deployment %s: %s on %s: %s", self.spec.name, member.name, member.host, why)
+        served = member.phase is Phase.serving
+        member.restarts += 1
+        member.pause = backoff(member.pause, now - member.since if served else 0.0)
+        member.again_at = now + member.pause
+        # Callers know a ranker by its port: the next process takes the same one, unless that was what went wrong.
+        member.wish = member.port if served else 0
+        member.port = member.metrics_port = member.pid = member.memory = 0
+        member.rate = 0.0
+        member.enter(Phase.pending, now, why)
+        if member.node not in nodes:
+            self._engine.free(member)
+            member.node = member.host = ""
+
+    def _count(self, now: float) -> None:
+        """As many members of each kind as are wanted."""
+        for kind in self._kinds:
+            here = [m for m in self._members.values() if m.group == kind and m.phase is not Phase.draining]
+            for _ in range(self._wanted[kind] - len(here)):
+                name = self._free_name(kind)
+                self._members[name] = Member(name, kind, since=now)
+            for member in to_remove(here, len(here) - self._wanted[kind]):
+                if member.phase is Phase.serving:
+                    member.enter(Phase.draining, now)
+                    continue
+                self._engine.end(member)
+                self._engine.free(member)
+                del self._members[member.name]
+
+    def _free_name(self, kind: Kind) -> str:
+        number = 0
+        while (name := f"{_kind_name(kind)}-{number}") in self._members:
+            number += 1
+        return name
+
+    def _list(self) -> None:
+        """Tell rankers who is there, where that has changed."""
+        self._listed = addresses_by_group(len(self.spec.groups), self._members.values(), self._listed)
+        self._text = shards_text(self.spec.groups, self._listed)
+        text = self._text
+        for member in self._members.values():
+            stale = member.group is None and member.pid and self._written.get(_process(member)) != text
+            if stale and text is not None and self._engine.write(member, text):
+                self._written[_process(member)] = text
+
+    def _place(self, nodes: list[Node], now: float) -> None:
+        """A place and a process for each member that has none: all places first, so that a lack of room is seen early."""
+        waiting = [m for m in self._members.values() if m.phase is Phase.pending and m.again_at <= now]
+        for member in waiting:
+            if not member.placed:
+                nodes = self._reserve(member, nodes)
+        for member in waiting:
+            if not member.placed:
+                continue
+            if member.group is None and self._text is None:
+                member.why = "it waits for the shards"
+                continue
+            self._serial += 1
+            member.life = self._serial
+            arguments = self.spec.arguments(member.group, self._version, member.host, member.wish)
+            text = self._text if member.group is None else None
+            self._engine.launch(member, arguments, self.spec.environment(), text)
+            if text is not None:
+                self._written[_process(member)] = text
+            member.enter(Phase.starting, now, member.why if member.restarts else "")
+
+    def _reserve(self, member: Member, nodes: list[Node]) -> list[Node]:
+        need = self.spec.need(member.group)
+        same = [m.node for m in self._members.values() if m.group == member.group and m.node]
+        ranks = "" if member.group is None else f" (ranks {', '.join(map(str, self.spec.groups[member.group]))})"
+        try:
+            node = choose_node(f"{member.name}{ranks}", need, nodes, same)
+        except UnavailableError as error:
+            member.why = str(error)
+            return nodes
+        self._serial += 1
+        member.place = self._serial
+        if not self._engine.reserve(member, need, node):
+            self._engine.free(member)
+            member.why = f"{node.host} had no room for it after all"
+            return nodes
+        member.node, member.host, member.why = node.id, node.host, ""
+        return taken(nodes, node, need)
+
+    def _drain(self, now: float) -> None:
+        """Nobody sends requests to them any more: end them. ``_lost`` forgets them then."""
+        for member in self._members.values():
+            if member.phase is not Phase.draining:
+                continue
+            spent = now - member.since
+            if member.stopped:
+                if spent > _STOP_S:
+                    self._engine.end(member)
+            elif (member.group is None and spent >= _RANKER_DRAIN_S) or (
+                member.group is not None and spent >= _READ_S and (self._unlisted(member) or spent > _READ_AT_MOST_S)
+            ):
+                self._engine.stop(member)
+                member.stopped, member.since = True, now
+
+    def _unlisted(self, member: Member) -> bool:
+        """Whether every ranker has read that a shard server is not there any more."""
+        return not any(member.address in probe.outstanding for probe in self._probes.values())
+
+    # -- load --------------------------------------------------------------------------------------------------------
+
+    def _follow_load(self, now: float) -> None:
+        for kind in self._kinds:
+            bounds = self.spec.bounds(kind)
+            serving = [m for m in self._members.values() if m.group == kind and m.phase is Phase.serving]
+            if bounds.scales and serving:
+                mean = sum(self._load(member) for member in serving) / len(serving)
+                wanted = self._followers[kind].wanted(now, mean, self._wanted[kind], bounds)
+                if wanted != self._wanted[kind]:
+                    _log.info("%s: %s: %d, load %.1f", self.spec.name, _kind_name(kind), wanted, mean)
+                    self._wanted[kind] = wanted
+
+    def _load(self, member: Member) -> int:
+        """Requests that wait for a server: in a ranker its own queue, at a shard server the calls that rankers wait for."""
+        if member.group is None:
+            return self._probes.get(member.name, Probe()).waiting
+        return sum(probe.outstanding.get(member.address, 0) for probe in self._probes.values())
+
+    # -- versions ----------------------------------------------------------------------------------------------------
+
+    def _connect(self, address: str) -> AdminClient:
+        return AdminClient(address, token=self.spec.token or "", timeout=_START_S)
+
+    def _roll(self, version: str) -> None:
+        self._serving_rankers()
+        rollout.load_everywhere(self._serving_rankers(), self.spec.model, version, self._connect)
+        with self._step:  # who starts from now on starts with it
+            self._previous, self._version = self._version, version
+            self._save()
+        failed = []
+        for address in self._serving_rankers():
+            try:
+                rollout.activate(address, self.spec.model, version, self._connect)
+            except RecinferError as error:  # it is seen to when it is looked at next
+                failed.append(f"{address}: {error}")
+        for address in self._serving_rankers():
+            try:
+                rollout.tidy(address, self.spec.model, (version, self._previous), self._connect)
+            except RecinferError as error:
+                failed.append(f"{address}: {error}")
+        for text in failed:
+            _log.warning("deployment %s: version %s at %s", self.spec.name, version, text)
+
+    def _follow_versions(self) -> None:
+        """A ranker that serves another version than the others is told; it started, or was away, while they changed."""
+        if self.spec.store is None:
+            return
+        for member in self._members.values():
+            key = _process(member)
+            odd = member.group is None and member.phase is Phase.serving and member.version not in ("", self._version)
+            if odd and key not in self._fixing and not self._rolling.locked():
+                self._fixing.add(key)
+                self._beside.submit(self._fix, key, member.address, self._version)
+
+    def _fix(self, key: str, address: str, version: str) -> None:
+        try:
+            rollout.activate(address, self.spec.model, version, self._connect)
+        except RecinferError as error:
+            _log.warning("deployment %s: version %s at %s: %s", self.spec.name, version, address, error)
+        finally:
+            self._fixing.discard(key)
+
+    def _serving_rankers(self) -> list[str]:
+        found = self._targets()
+        if not found:
+            raise UnavailableError(f"deployment {self.spec.name}: no ranker serves; see recinfer deploy --status")
+        return found
+
+    # -- small things ------------------------------------------------------------------------------------------------
+
+    def _targets(self) -> list[str]:
+        """Addresses of the rankers that callers may use."""
+        members = list(self._members.values())
+        return sorted(m.address for m in members if m.group is None and m.phase is Phase.serving and m.address)
+
+    def _is_ready(self) -> bool:
+        members = list(self._members.values())
+        counts = all(sum(m.group == kind for m in members) == self._wanted[kind] for kind in self._kinds)
+        return counts and all(member.phase is Phase.serving for member in members)
+
+    def _wait_for_the_end(self, members: list[Member]) -> None:
+        end = time.monotonic() + _STOP_S
+        left = list(members)
+        while left and time.monotonic() < end:
+            lives = self._engine.look(left)
+            left = [m for m in left if (life := lives.get(m.name)) is not None and life.running]
+            if left:
+                time.sleep(0.2)
+
+    def _save(self) -> None:
+        state = {
+            "version": self._version,
+            "previous": self._previous,
+            "serial": self._serial,
+            "whole": self._whole,
+            "wanted": [[kind, count] for kind, count in self._wanted.items()],
+            "listed": {str(group): list(found) for group, found in self._listed.items()},
+            "members": [member.kept() for member in self._members.values()],
+        }
+        text = json.dumps(state, sort_keys=True)
+        if text != self._kept:
+            self._engine.save(text)
+            self._kept = text
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        self._version, self._previous = state["version"], state["previous"]
+        self._serial, self._whole = state["serial"], state["whole"]
+        self._wanted = {kind: count for kind, count in state["wanted"]}
+        self._listed = {int(group): tuple(found) for group, found in state["listed"].items()}
+        members = [Member.from_kept(kept, now) for kept in state["members"]]
+        self._members = {member.name: member for member in members}
+        self._engine.sweep(members)  # what the last controller began and could not note
+        self._serial += _SKIP
+
+
+def _kind_name(kind: Kind) -> str:
+    return "ranker" if kind is None else f"shard-{kind}"
+
+
+def _process(member: Member) -> str:
+    return f"{member.name}/{member.life}"

@@ -1,0 +1,63 @@
+"""Which node a server goes to: one with room, away from those that do the same, then where most memory is left."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+
+from recinfer.deploy.groups import MIB
+from recinfer.deploy.ray.spec import Need
+from recinfer.errors import UnavailableError
+
+__all__ = ["Node", "choose_node", "taken"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster that is alive.
+
+    Attributes:
+        id: the cluster's name for it.
+        host: its address.
+        memory, cpus: that nothing has reserved.
+    """
+
+    id: str
+    host: str
+    memory: float
+    cpus: float
+
+
+def choose_node(what: str, need: Need, nodes: Collection[Node], same: Iterable[str]) -> Node:
+    """The node for one more server.
+
+    Args:
+        what: the server, for messages.
+        same: ids of the nodes that have one which does the same, each as often as it has them.
+
+    Raises:
+        UnavailableError: no node has room; says what is needed and what there is.
+    """
+    room = [node for node in nodes if node.memory >= need.memory and node.cpus >= need.cpus]
+    if not room:
+        free = "; ".join(
+            f"{node.host} {_gib(node.memory)} and {node.cpus:g} CPUs" for node in sorted(nodes, key=lambda n: n.host)
+        )
+        raise UnavailableError(
+            f"no node has room for {what}: it needs {_gib(need.memory)} of memory and {need.cpus:g} CPUs; "
+            f"free are: {free or 'no nodes'}"
+        )
+    held = list(same)
+    return max(room, key=lambda node: (-held.count(node.id), node.memory, node.cpus, node.host))
+
+
+def taken(nodes: Iterable[Node], node: Node, need: Need) -> list[Node]:
+    """``nodes`` with what a server takes of one of them."""
+    return [
+        replace(each, memory=each.memory - need.memory, cpus=each.cpus - need.cpus) if each.id == node.id else each
+        for each in nodes
+    ]
+
+
+def _gib(count: float) -> str:
+    return f"{count / MIB / 1024:.1f} GiB"

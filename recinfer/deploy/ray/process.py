@@ -1,0 +1,141 @@
+"""One ``recinfer serve`` as a child of this process: started, asked how it is, told to end. What an actor on a node does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import recinfer
+from recinfer import env
+
+__all__ = ["Life", "ServerProcess"]
+
+_FILE = "shards.json"
+
+
+@dataclass(frozen=True)
+class Life:
+    """How a server process is.
+
+    Attributes:
+        running: it has not ended.
+        port, metrics_port: where it listens; 0 before it does.
+        pid: of the server; 0 before it has started.
+        memory: bytes resident, mapped tables that were read included.
+        why: what it said when it could not start, or how it ended.
+    """
+
+    running: bool
+    port: int = 0
+    metrics_port: int = 0
+    pid: int = 0
+    memory: int = 0
+    why: str = ""
+
+
+class ServerProcess:
+    """Starts at once; ends with the process that made it (see recinfer.deploy.ray.guard). No call waits for the server.
+
+    Args:
+        arguments: of ``recinfer serve``.
+        environment: on top of this process's own.
+        shards: a ranker's shards.json; it is written to a folder that is gone when the server is. None: no ranker.
+        tag: in that folder's name.
+        grace: seconds that the server has to finish its requests.
+    """
+
+    def __init__(
+        self,
+        arguments: list[str],
+        environment: dict[str, str],
+        shards: str | None = None,
+        tag: str = "0",
+        grace: float = 15.0,
+    ) -> None:
+        command = [sys.executable, "-m", "recinfer.deploy.ray.guard", "--grace", str(grace)]
+        serve = [sys.executable, "-m", "recinfer", "serve", *arguments, "--json"]
+        self._folder: Path | None = None
+        if shards is not None:
+            self._folder = Path(tempfile.mkdtemp(prefix=f"recinfer-{tag}-"))
+            self.write(shards)
+            command += ["--folder", str(self._folder)]
+            serve += ["--shards", str(self._folder / _FILE)]
+        # Whoever runs this found recinfer somewhere; the server is to find the same one.
+        root = str(Path(recinfer.__file__).resolve().parents[1])
+        inherited = env.child_environment(**environment)
+        inherited["PYTHONPATH"] = os.pathsep.join(filter(None, (root, inherited.get("PYTHONPATH"))))
+        self._process = subprocess.Popen(
+            [*command, "--", *serve],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=inherited,
+            start_new_session=True,
+        )
+        self._said: dict[str, Any] = {}
+        self._reader = threading.Thread(target=self._read, name="recinfer-said", daemon=True)
+        self._reader.start()
+
+    def look(self) -> Life:
+        """How it is now."""
+        code = self._process.poll()
+        if code is not None:
+            self._reader.join(1.0)
+        said = dict(self._said)
+        pid = int(said.get("pid", 0))
+        why = said["error"]["message"] if "error" in said else ""
+        if code is not None and not why:
+            why = f"ended with exit code {code}" if code < 128 else f"was killed by signal {code - 128}"
+        running = code is None
+        return Life(
+            running=running,
+            port=int(said.get("port") or 0),
+            metrics_port=int(said.get("metrics_port") or 0),
+            pid=pid,
+            memory=_resident(pid) if running and pid else 0,
+            why=why,
+        )
+
+    def write(self, shards: str) -> None:
+        """Put another shards.json in the place of the last; the ranker reads it within half a second."""
+        if self._folder is None or not self._folder.is_dir():
+            return  # it has ended, and its folder is gone
+        new = self._folder / f"{_FILE}.new"
+        new.write_text(shards, encoding="utf-8")
+        new.replace(self._folder / _FILE)
+
+    def stop(self) -> None:
+        """Have it finish its requests and end; ``look`` says when it has."""
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended, after at most ``seconds``."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict):
+                    self._said.update(found)
+
+
+def _resident(pid: int) -> int:
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

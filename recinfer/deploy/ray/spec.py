@@ -1,0 +1,163 @@
+"""What is to run where: a deployment as plain data, and the command of each of its servers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recinfer.deploy.groups import Footprint, dns_label
+from recinfer.errors import ConfigError
+
+__all__ = ["Bounds", "Deployment", "Need", "cores", "deployment_of", "store_of"]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How many servers of one kind: ``start`` at first, and between ``least`` and ``most`` as load asks for."""
+
+    start: int
+    least: int
+    most: int
+
+    @property
+    def scales(self) -> bool:
+        """Whether load has a say."""
+        return self.least < self.most
+
+    def check(self, what: str) -> None:
+        """Raises ConfigError naming ``what``."""
+        if not 1 <= self.least <= self.start <= self.most:
+            raise ConfigError(
+                f"{what}: got {self.start} between {self.least} and {self.most}; "
+                "expected at least 1, and the number between minimum and maximum"
+            )
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a node must have for one server: bytes of memory and CPUs."""
+
+    memory: int
+    cpus: float
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """An archive on a cluster.
+
+    Attributes:
+        name: of the deployment; what all names begin with.
+        tag: of this run of it alone; in the names of files.
+        model: as the manifest has it.
+        version: that is served first: the folder's name in the store, without one the manifest's.
+        archive: its folder, on every node.
+        store: folder of ``<model>/<version>/`` on every node; None: the version stays what it is.
+        groups: the ranks of each shard.
+        shard_memory: bytes of each group's servers; ``ranker_memory``: of a ranker.
+        cpus: of each server, for placing alone.
+        shards, rankers: how many of each group, and how many rankers.
+        queue_depth: requests that wait in a ranker, or run in a shard server, above which there should be one more.
+        cool_down: seconds that load must have been low for before there is one less.
+        token: bearer token of all servers; None: none.
+        insecure: listen beyond this machine without one.
+    """
+
+    name: str
+    tag: str
+    model: str
+    version: str
+    archive: str
+    store: str | None
+    groups: tuple[tuple[int, ...], ...]
+    shard_memory: tuple[int, ...]
+    ranker_memory: int
+    cpus: float = 1.0
+    shards: Bounds = Bounds(2, 2, 2)
+    rankers: Bounds = Bounds(2, 2, 2)
+    queue_depth: int = 16
+    cool_down: float = 300.0
+    token: str | None = field(default=None, repr=False)
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        self.shards.check("replicas")
+        self.rankers.check("rankers")
+        if self.queue_depth < 1:
+            raise ConfigError(f"queue depth: got {self.queue_depth}, expected at least 1")
+
+    def need(self, group: int | None) -> Need:
+        """Of a server of ``group``, None being the rankers."""
+        return Need(self.ranker_memory if group is None else self.shard_memory[group], self.cpus)
+
+    def bounds(self, group: int | None) -> Bounds:
+        """Of ``group``, None being the rankers."""
+        return self.rankers if group is None else self.shards
+
+    def archive_of(self, version: str) -> str:
+        """The folder of a version."""
+        return self.archive if self.store is None else str(Path(self.store) / self.model / version)
+
+    def arguments(self, group: int | None, version: str, host: str, port: int = 0) -> list[str]:
+        """Of ``recinfer serve``, but a ranker's ``--shards``."""
+        said = [self.archive_of(version), "--host", host, "--port", str(port), "--metrics-port", "0"]
+        if self.store is not None:
+            said += ["--model-store", self.store]
+        if group is not None:
+            said += ["--ranks", ",".join(map(str, self.groups[group])), "--preload"]
+        elif self.store is not None:
+            said.append("--admin")
+        return [*said, "--insecure"] if self.insecure else said
+
+    def environment(self) -> dict[str, str]:
+        """Of all servers. The token goes this way: every user of a node can read the arguments of a process."""
+        threads = {"OMP_NUM_THREADS": "1"}
+        return threads if self.token is None else {**threads, "RECINFER_TOKEN": self.token}
+
+
+def deployment_of(found: Footprint, archive: Path, store: Path | None, tag: str, **options: Any) -> Deployment:
+    """The deployment of an archive.
+
+    Args:
+        found: what of it runs where.
+        store: None: the folder two above the archive, where the one above has the model's name.
+        options: as Deployment has them; ``name`` may be None, the model's name as a label.
+
+    Raises:
+        ConfigError: numbers that do not fit, or an archive that is not where the store would have it.
+    """
+    archive = archive.resolve()
+    if store is not None and archive.parent != store.resolve() / found.model:
+        raise ConfigError(
+            f"model store: {archive} is not {store.resolve() / found.model}/<version>; put it there, or leave out the store"
+        )
+    store = store_of(archive, found.model)
+    name = options.pop("name", None)
+    if name is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", name):
+        raise ConfigError(f"name: got {name[:80]!r}, expected a-z, 0-9 and '-', at most 63")
+    return Deployment(
+        name=name or dns_label(found.model),
+        tag=tag,
+        model=found.model,
+        version=found.version if store is None else archive.name,
+        archive=str(archive),
+        store=None if store is None else str(store),
+        groups=tuple(group.ranks for group in found.groups),
+        shard_memory=tuple(group.memory_bytes for group in found.groups),
+        ranker_memory=found.ranker_bytes,
+        **options,
+    )
+
+
+def store_of(archive: Path, model: str) -> Path | None:
+    """The model store that ``archive`` is in as ``<model>/<version>``; None when it is in none."""
+    return archive.parent.parent if archive.parent.name == model else None
+
+
+def cores(text: str) -> float:
+    """``"2"``, ``"0.5"`` or ``"500m"`` as a number; raises ConfigError."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(m?)", text)
+    if found is None:
+        raise ConfigError(f"cpus: got {text!r}, expected as in 2, 0.5 or 500m")
+    return float(found[1]) / (1000 if found[2] else 1)
