@@ -20,6 +20,7 @@ from torch import Tensor
 from recinfer.archive.layout import Piece, layout_rank, pieces_by_rank
 from recinfer.archive.manifest import FileInfo
 from recinfer.archive.paths import check_path, file_sha256
+from recinfer.checkpoint.folders import exchange as _exchange
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.quant.packing import slice_packed_columns
@@ -30,8 +31,6 @@ _PARTIAL = re.compile(r"\.[a-z0-9_]{8}\.partial")  # what mkdtemp puts behind th
 _YOUNG_SECONDS = 10.0
 
 _SYNC_FILE_RANGE_WRITE = 2
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
 _LIBC = ctypes.CDLL(None) if os.name == "posix" else None
 
 
@@ -277,14 +276,6 @@ def _replace(root: Path, target: Path) -> None:
     elif not _exchange(root, target):
         _step_aside(root, target)
     sync_folder(target.parent)
-
-
-def _exchange(root: Path, target: Path) -> bool:
-    """Swap two names in one step; False where the system or the file system cannot."""
-    function = getattr(_LIBC, "renameat2", None)
-    if function is None:
-        return False
-    return function(_AT_FDCWD, os.fsencode(root), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0
 
 
 def _step_aside(root: Path, target: Path) -> None:

@@ -28,8 +28,16 @@ __all__ = ["keyed_optimizer", "load_checkpoint", "own_names", "read_rectangle"]
 
 _BLOCK_BYTES = 16 << 20
 _SEPARATORS = (".", "::")
-# The same state under the name of one process's optimizer and of a fused kernel's: row-wise Adagrad's, Adam's.
-_ALIASES = {"sum": "momentum1", "momentum1": "sum", "exp_avg": "momentum1", "exp_avg_sq": "momentum2"}
+# The same state under the names of one process's optimizers and of fused kernels: of the Adagrads, of Adam and LAMB.
+_ALIASES = {
+    "sum": ("momentum1",),
+    "momentum1": ("sum", "exp_avg"),
+    "exp_avg": ("momentum1",),
+    "exp_avg_sq": ("momentum2",),
+    "step": ("iter",),
+    "iter": ("step",),
+}
+_COUNTS = ("step", "iter")  # one number a parameter or a table, whatever the sharding
 
 
 @torch.no_grad()
@@ -164,9 +172,8 @@ def _optimizer_plan(
 def _stored_state(stored: Iterable[str], parameter: str, state: str) -> str | None:
     table, _, short = state.rpartition(".")
     table = table or parameter.split(".")[-2] if "." in parameter else table
-    other = _ALIASES.get(short)
     candidates = [state, short, f"{table}.{short}"]
-    if other is not None:
+    for other in _ALIASES.get(short, ()):
         candidates += [other, f"{table}.{other}"]
     for candidate in candidates:
         for separator in _SEPARATORS:
@@ -183,6 +190,15 @@ def _state_plan(stored: StoredTensor, key: str, value: Any, parameter: Any, weig
     if not targets:
         return lambda: None
     shape = stored.shape
+    if key.endswith(_COUNTS) and stored.shape in ((), (1,)):
+        count = torch.empty(shape, dtype=stored.dtype)
+
+        def set_count() -> None:
+            read_rectangle(stored, key, count, (0,) * len(shape))
+            for target, _ in targets:
+                target.fill_(count.item())
+
+        return set_count
     if not shape or len(weight.shape) < 2 or (shape == weight.shape and targets[0][0].dim() == len(shape)):
         if tuple(value.size()) != shape:
             raise CheckpointError(f"{key} has shape {shape}, the optimizer's state has {tuple(value.size())}")

@@ -1,4 +1,4 @@
-"""Run a function on 1 to 4 real gloo ranks and get every rank's result: ``run_ranks(2, check_sum, 3)``.
+"""Run a function on 1 to 8 real gloo ranks and get every rank's result: ``run_ranks(2, check_sum, 3)``.
 
 The ranks are processes that live as long as the test session; each call makes a process group of its own on the first
 ``world_size`` of them, so nothing of a test reaches the next one but a warm interpreter. A failure shows the traceback
@@ -23,9 +23,22 @@ from typing import Any
 
 __all__ = ["RankError", "run_ranks"]
 
-_MAX_RANKS = 4
+_MAX_RANKS = 8
+_KEPT_RANKS = 4  # further ones end with the call that needed them
 # What a rank imports before its first test, once for all of them (they are forked from one warm process).
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "fbgemm_gpu", "recinfer.sparse.jagged_tensor", __name__]
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "fbgemm_gpu",
+    "recinfer.checkpoint",
+    "recinfer.distributed.model_parallel",
+    "recinfer.models.dlrm",
+    "recinfer.training.batches",
+    __name__,
+]
 
 
 class RankError(AssertionError):
@@ -44,7 +57,7 @@ def run_ranks(
     """``[function(rank, world_size, *args, **kwargs) for each rank]``, each in its own process, in one process group.
 
     Args:
-        world_size: 1 to 4 ranks.
+        world_size: 1 to 8 ranks.
         function: a function at the top of a module (it travels by name); the default process group is there when it
             runs, with one torch thread. What it returns must pickle.
         env: environment variables for this call, for example ``{"LOCAL_WORLD_SIZE": "2"}`` to play two hosts.
@@ -65,7 +78,9 @@ def run_ranks(
         work = pickle.dumps((function, args, kwargs))
         for rank, (_, pipe) in enumerate(ranks):
             pipe.send((rank, job, work))
-        return [pickle.loads(answer) for answer in _answers(ranks, timeout)]
+        answers = [pickle.loads(answer) for answer in _answers(ranks, timeout)]
+    _end(_KEPT_RANKS)
+    return answers
 
 
 def _answers(ranks: list[tuple[Any, Connection]], timeout: float) -> list[bytes]:
@@ -127,12 +142,17 @@ def _pool(world_size: int) -> list[tuple[Any, Connection]]:
 
 
 def _kill_pool() -> None:
-    for process, pipe in _ranks:
+    _end(0)
+
+
+def _end(keep: int) -> None:
+    """Kill all ranks but the first ``keep``."""
+    for process, pipe in _ranks[keep:]:
         process.kill()
         pipe.close()
-    for process, _ in _ranks:
+    for process, _ in _ranks[keep:]:
         process.join(5)
-    _ranks.clear()
+    del _ranks[keep:]
 
 
 atexit.register(_kill_pool)
