@@ -50,6 +50,7 @@ class ReplicaPool:
         self._resolved: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._retiring: set[asyncio.Task[None]] = set()
         run_on_loop(self._start())
 
     def close(self) -> None:
@@ -130,6 +131,8 @@ class ReplicaPool:
     async def _stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        for task in self._retiring:
+            task.cancel()
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
 
     async def _follow(self) -> None:
@@ -164,7 +167,9 @@ class ReplicaPool:
         self._replicas, self._by_rank = used, by_rank
         for replica in gone:
             _log.info("shard %s is not listed any more", replica.target)
-            asyncio.get_running_loop().create_task(replica.close())
+            task = asyncio.get_running_loop().create_task(replica.retire(self.config.settings.timeout_seconds))
+            self._retiring.add(task)  # a loop holds its tasks weakly
+            task.add_done_callback(self._retiring.discard)
 
     async def _targets(self, address: str) -> list[tuple[str, str | None]]:
         """Addresses behind ``address``, with the name that TLS is to check."""

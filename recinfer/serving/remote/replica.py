@@ -25,6 +25,7 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _STATE_S = 5.0
 _AGAIN_S, _MISSING_S = 0.2, 2.0
 _STALE_S = 2.0
+_RETIRED_S = 0.1
 _SMOOTHING = 0.2
 _STRIKES = 3
 _OUT_S, _MAX_OUT_S = 1.0, 8.0
@@ -108,13 +109,24 @@ class Replica:
         """Connect, and stay connected."""
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
+    async def retire(self, seconds: float) -> None:
+        """End when what it was asked is answered, or after ``seconds``; nobody may ask it any more."""
+        self._stop_watching()
+        end = time.monotonic() + seconds
+        while self.outstanding and time.monotonic() < end:
+            await asyncio.sleep(_RETIRED_S)
+        await self.close()
+
     async def close(self) -> None:
         """End, and cancel what is under way."""
+        self._stop_watching()
+        self.up = False
+        await self._channel.close()
+
+    def _stop_watching(self) -> None:
         for task in (self._task, self._check):
             if task is not None:
                 task.cancel()
-        self.up = False
-        await self._channel.close()
 
     # -- which replica to ask ----------------------------------------------------------------------------------------
 

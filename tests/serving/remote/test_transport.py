@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from recinfer.inference.lookups import run_later
 from recinfer.inference.predictor import LookupResult, Predictor, load
 from recinfer.modules.embedding_configs import DataType
 from recinfer.serving.loop import start_on_loop
+from recinfer.serving.limits import Limits
 from recinfer.serving.remote.lookups import remote_lookups
 from recinfer.serving.security import Security
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
@@ -142,6 +145,33 @@ def test_a_replica_that_was_slow_once_is_tried_again(tmp_path: Path, monkeypatch
                 predictor.lookup(make_request(2))
                 time.sleep(0.01)
             assert slow.answers > before
+
+
+def test_a_replica_that_is_taken_from_the_list_still_answers_what_it_was_asked(tmp_path: Path):
+    archive, path = make_archive(tmp_path, "table_wise"), tmp_path / "s.json"
+    asked = threading.Event()
+    with shard(archive, (0, 1, 2)) as one, shard(archive, (0, 1, 2), "127.0.0.2") as two:
+        find = one.tables.find
+
+        def slow_find(data: bytes, limits: Limits) -> bytes:
+            asked.set()
+            time.sleep(1.0)
+            return find(data, limits)
+
+        with asking(write_shards(path, {key: [one.target] for key in range(3)}, hedge=False)) as fanout:
+            predictor = load(archive, lookups=remote_lookups(fanout))
+            request = make_request(5000)  # so long that a thread beside the loop answers it
+            expected = predictor.lookup(request)
+            one.tables.find = slow_find  # type: ignore[method-assign]
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(predictor.lookup, request)
+                assert asked.wait(10)
+                write_shards(path, {key: [two.target] for key in range(3)}, hedge=False)
+                same(answer.result(10), expected, exact=True)
+            replicas = [replica.target for replica in fanout.pool.replicas(0)]
+            assert replicas == [two.target]
+            assert fanout.calls["hedge_won"] == 0, "the one that was asked had to answer"
+            same(predictor.lookup(request), expected, exact=True)
 
 
 def test_half_precision_on_the_wire(tmp_path: Path):
