@@ -14,8 +14,8 @@ from recinfer.errors import InputError, UnavailableError
 from recinfer.inference.lookups import run_later
 from recinfer.inference.predictor import LookupResult, Predictor, load
 from recinfer.modules.embedding_configs import DataType
-from recinfer.serving.loop import start_on_loop
 from recinfer.serving.limits import Limits
+from recinfer.serving.loop import start_on_loop
 from recinfer.serving.remote.lookups import remote_lookups
 from recinfer.serving.security import Security
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
