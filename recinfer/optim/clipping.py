@@ -35,10 +35,10 @@ class GradientClippingOptimizer(OptimizerWrapper):
         clipping: by norm, by value or not.
         max_gradient: the limit.
         norm_type: order of the norm: a number above 0 or ``"inf"``.
-        enable_global_grad_clip: the norm counts the gradients of ``param_to_pgs`` on all their ranks. All ranks then
-            have to step together.
-        param_to_pgs: the process groups over which a parameter is sharded; one that is not in it is replicated and
-            counts once.
+        enable_global_grad_clip: the norm counts the gradients of ``param_to_pgs`` on all their ranks. All ranks of the
+            default group then have to step together, also those that hold no part of any such parameter.
+        param_to_pgs: the process groups over which a parameter of this rank is sharded; one that is not in it is
+            replicated and counts once.
         track_grad_norm: keep :attr:`last_total_grad_norm` also without clipping by norm.
 
     Parameters without a gradient (those that a fused kernel updates) are passed over.
@@ -67,6 +67,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         self._max_gradient = max_gradient
         self._global = enable_global_grad_clip
         self._pgs = {id(param): tuple(pgs) for param, pgs in (param_to_pgs or {}).items()}
+        self._reductions: list[tuple[dist.ProcessGroup, ...]] | None = None
         self._track = track_grad_norm
         self._last: Tensor | None = None
 
@@ -89,12 +90,11 @@ class GradientClippingOptimizer(OptimizerWrapper):
     def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:
         """The norm of all gradients, and the gradients."""
         found = self._gradients()
-        by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+        by_ranks: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {pgs: [] for pgs in self._meetings()}
         for param, grad in found:
             pgs = self._pgs.get(id(param), ()) if self._global else ()
             by_ranks.setdefault(pgs, []).append(_values(grad))
         parts = [self._reduced(grads, pgs) for pgs, grads in by_ranks.items()]
-        # Groups that no rank of this process has gradients for still have to meet in the reductions of the others.
         if not parts:
             return torch.zeros(()), []
         joined = torch.stack([part.to(parts[0].device) for part in parts])
@@ -102,11 +102,24 @@ class GradientClippingOptimizer(OptimizerWrapper):
             return joined.max(), [grad for _, grad in found]
         return joined.sum() ** (1 / self._norm_type), [grad for _, grad in found]
 
+    def _meetings(self) -> list[tuple[dist.ProcessGroup, ...]]:
+        """The groups that this rank reduces over, in an order that all ranks share.
+
+        A rank without a part of a parameter, or without a gradient in this step, still has to meet the others, and does
+        not know of them: the ranks tell each other once.
+        """
+        if self._reductions is None:
+            self._reductions = _meetings_of_all(set(self._pgs.values())) if self._global else []
+        return self._reductions
+
     def _reduced(self, grads: Sequence[Tensor], pgs: tuple[dist.ProcessGroup, ...]) -> Tensor:
         """Sum of the elements' powers over the ranks of ``pgs``; the largest element for the infinite norm."""
         infinite = math.isinf(self._norm_type)
-        norms = torch.stack([torch.linalg.vector_norm(grad.float(), self._norm_type) for grad in grads])
-        total = norms.max() if infinite else (norms**self._norm_type).sum()
+        if grads:
+            norms = torch.stack([torch.linalg.vector_norm(grad.float(), self._norm_type) for grad in grads])
+            total = norms.max() if infinite else (norms**self._norm_type).sum()
+        else:
+            total = torch.zeros((), device=_device_of(pgs[0]))
         for pg in pgs:
             dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=pg)
         return total
@@ -143,3 +156,34 @@ def _values(grad: Tensor) -> Tensor:
         local.sparse_resize_and_clear_(local.shape, local.sparse_dim(), local.dense_dim())
         local.add_(coalesced)._coalesced_(True)
     return local._values()
+
+
+def _meetings_of_all(own: set[tuple[dist.ProcessGroup, ...]]) -> list[tuple[dist.ProcessGroup, ...]]:
+    """Of all that any rank names, the tuples of groups that this rank is in, sorted by the groups' names."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return sorted(own, key=_names)
+    named: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(named, sorted(_names(pgs) for pgs in own))
+    known = {_names(pgs): pgs for pgs in own}
+    found = []
+    for names in sorted({names for of_rank in named for names in of_rank}):
+        pgs = known.get(names) or tuple(pg for pg in map(_group_named, names) if pg is not None)
+        if len(pgs) == len(names) and pgs:
+            found.append(pgs)
+    return found
+
+
+def _names(pgs: Sequence[dist.ProcessGroup]) -> tuple[str, ...]:
+    return tuple(pg.group_name for pg in pgs)
+
+
+def _group_named(name: str) -> dist.ProcessGroup | None:
+    """The group of that name; None on a rank that is not in it."""
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)
+    except (LookupError, RuntimeError):
+        return None
+
+
+def _device_of(pg: dist.ProcessGroup) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(pg) else torch.device("cpu")
