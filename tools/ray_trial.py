@@ -1,0 +1,543 @@
+"""A deployment on a Ray cluster of three nodes, under load all the time, while everything that can end ends.
+
+    python tools/ray_trial.py                  # as root, about five minutes; needs the extra ray, unshare and ip
+    python tools/ray_trial.py --seconds 4
+
+The nodes are three raylets with addresses 127.0.0.1 to 127.0.0.3 in a network and a process namespace of their own, which
+has loopback alone: Ray listens on every interface. A client calls through gRPC's own name resolution, round robin and
+retry, and checks every answer against the version that it names. Servers, actors and the controller are killed, a node
+with all it runs, a version is rolled out, back, and a broken one refused, servers are added and taken away by hand and by
+load. Prints a line for each part; exits with 1 when an answer failed or was wrong, or something was left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # also where recinfer is not installed
+sys.path.insert(0, str(ROOT / "tools"))
+# For the nodes too: they are started from here. No usage report, and no killing of workers when memory is short.
+os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", RAY_memory_monitor_refresh_ms="0")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+HEAD, NODES, MEMORY = "127.0.0.1:6379", 3, 8_000_000_000
+NAME = "trial"
+
+
+# ---------------------------------------------------------------- the client, a process of its own
+
+
+def load_main(store: str, callers: int) -> None:
+    """Calls all the time. Lines of stdin: ``targets A,B``, ``callers N`` and ``report``, which prints one JSON line."""
+    import grpc.aio
+    import torch
+    from netns_trial import ROWS
+
+    from recinfer.inference.predictor import load
+    from recinfer.serving import codec
+    from recinfer.serving.server import SERVICE_NAME
+    from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+    versions = {path.name: load(path) for path in Path(store, "trial").iterdir() if path.name in "12"}
+    random, requests = torch.Generator().manual_seed(1), []
+    for batch in (1, 4, 16):
+        lengths = torch.randint(0, 5, (len(ROWS), batch), generator=random)
+        ids = [torch.randint(0, rows, (int(n.sum()),), generator=random) for rows, n in zip(ROWS.values(), lengths)]
+        features = KeyedJaggedTensor(list(ROWS), torch.cat(ids), lengths=lengths.flatten().int())
+        expected = {name: here.lookup(features).pooled for name, here in versions.items()}
+        requests.append((codec.encode_lookup_request(features), {k: v.values() for k, v in expected.items() if v}))
+    policy = {
+        "maxAttempts": 5,
+        "initialBackoff": "0.05s",
+        "maxBackoff": "0.5s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    config = {
+        "loadBalancingConfig": [{"round_robin": {}}],
+        "methodConfig": [{"name": [{"service": SERVICE_NAME}], "retryPolicy": policy}],
+    }
+    options = [("grpc.service_config", json.dumps(config)), ("grpc.enable_http_proxy", 0)]
+
+    state = Seen(wanted=callers)
+
+    async def caller(number: int) -> None:
+        turn = number
+        while number < state.wanted:
+            if state.lookup is None:
+                await asyncio.sleep(0.1)
+                continue
+            turn += 1
+            data, expected = requests[turn % len(requests)]
+            start = time.perf_counter()
+            try:
+                got = codec.decode_lookup_response(await state.lookup(data, timeout=10))
+                state.seen[got[2]] += 1
+                right = got[0] is not None and torch.allclose(got[0].values(), expected[got[2]], rtol=1e-5, atol=1e-6)
+                state.wrong += not right
+            except grpc.aio.AioRpcError as error:
+                state.failed.append(f"{error.code().name}: {error.details()}")
+            state.times.append(time.perf_counter() - start)
+
+    async def close_later(channel: Any) -> None:
+        await asyncio.sleep(11)  # longer than any call
+        await channel.close()
+
+    async def serve() -> None:
+        channel: Any = None
+        tasks = [asyncio.create_task(caller(number)) for number in range(callers)]
+        print("ready", flush=True)
+        while line := (await asyncio.to_thread(sys.stdin.readline)).split():
+            if line[0] == "targets":
+                old, channel = channel, grpc.aio.insecure_channel(f"ipv4:{line[1]}", options=options)
+                state.lookup = channel.unary_unary(f"/{SERVICE_NAME}/Lookup")
+                if old is not None:
+                    tasks.append(asyncio.create_task(close_later(old)))
+            elif line[0] == "callers":
+                before, state.wanted = state.wanted, int(line[1])
+                tasks += [asyncio.create_task(caller(number)) for number in range(before, state.wanted)]
+            else:
+                times, state.times = sorted(state.times), []
+                found = {"answers": len(times), "failed": len(state.failed), "wrong": state.wrong}
+                found |= {"p50": times[len(times) // 2], "p99": times[int(len(times) * 0.99)], "max": times[-1]}
+                found |= {"versions": dict(state.seen), "errors": sorted(set(state.failed))[:3]}
+                state.failed, state.wrong, state.seen = [], 0, Counter()
+                print(json.dumps(found), flush=True)
+
+    asyncio.run(serve())
+
+
+@dataclass
+class Seen:
+    """What the client does, and what it saw since the last report."""
+
+    wanted: int
+    lookup: Any = None
+    times: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    wrong: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+
+
+class Client:
+    """The process that runs it."""
+
+    def __init__(self, store: Path, callers: int) -> None:
+        command = [sys.executable, __file__, "--load", str(store), "--callers", str(callers)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None and self.process.stdout.readline().strip() == "ready"
+        self.targets: list[str] = []
+
+    def say(self, line: str) -> None:
+        """One line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def report(self) -> dict[str, Any]:
+        """What was called since the last one."""
+        self.say("report")
+        assert self.process.stdout is not None
+        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
+
+    def follow(self, targets: list[str]) -> None:
+        """Call these from now on."""
+        if targets and targets != self.targets:
+            self.targets = targets
+            self.say(f"targets {','.join(targets)}")
+
+
+# ---------------------------------------------------------------- the cluster
+
+
+class Cluster:
+    """Three raylets of one machine, each with an address of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._folder = folder
+        self._head = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={folder / 'r'}"]
+        for number in range(NODES):
+            self.begin(f"127.0.0.{number + 1}")
+
+    def begin(self, host: str) -> None:
+        """Start the node with this address, and wait until it answers."""
+        which = self._head if host == "127.0.0.1" else [f"--address={HEAD}"]
+        sizes = ["--num-cpus=16", f"--memory={MEMORY}", "--object-store-memory=80000000", "--disable-usage-stats"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *which, f"--node-ip-address={host}"]
+        path = self._folder / f"{host}.log"
+        with path.open("wb") as log:
+            self.nodes[host] = subprocess.Popen([*command, *sizes, "--block"], stdout=log, stderr=log)
+        wait(lambda: b"Ray runtime started" in path.read_bytes(), 60, f"the node {host}")
+
+    def kill(self, host: str) -> int:
+        """As a host does that loses its power: all that runs on it, at once. How many processes that were."""
+        gone = [*descendants(self.nodes[host].pid), self.nodes[host].pid]
+        for pid in gone:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.nodes.pop(host).wait()
+        return len(gone)
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one."""
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            stat = (folder / "stat").read_text()
+            parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(folder.name))
+    found = [pid]
+    for each in found:
+        found += parents.get(each, [])
+    return found[1:]
+
+
+def listening(port: int) -> bool:
+    """Whether somebody listens on a port, on any address."""
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return any(line[3] == "0A" and int(line[1].rpartition(":")[2], 16) == port for line in lines)
+
+
+def wait(condition: Callable[[], bool], seconds: float, what: str = "") -> float:
+    """Seconds until ``condition``; raises after so many."""
+    start = time.monotonic()
+    while not condition():
+        if time.monotonic() - start > seconds:
+            raise TimeoutError(f"{what or condition}: not within {seconds} s")
+        time.sleep(0.1)
+    return time.monotonic() - start
+
+
+def recinfer(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command."""
+    command = [sys.executable, "-m", "recinfer", *map(str, arguments), "--json"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def said(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Its last line; raises when it failed."""
+    if done.returncode:
+        raise RuntimeError(f"{done.args}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# ---------------------------------------------------------------- the parts
+
+
+class Trial:
+    """Runs parts, each with a line of what the client saw."""
+
+    def __init__(self, folder: Path, store: Path, options: argparse.Namespace, stack: ExitStack) -> None:
+        self.store, self.options, self.folder, self.stack = store, options, folder, stack
+        self.bad = 0
+        self.ports: set[int] = set()
+        self.shm = set(os.listdir("/dev/shm"))
+        self.cluster = Cluster(folder)
+        self.client = Client(store, options.callers)
+        stack.callback(self.client.process.kill)
+        self._over = threading.Event()
+        from recinfer.deploy.ray import client
+
+        self.ray = client
+        stack.enter_context(client.connected(HEAD))
+        import ray
+
+        wait(lambda: len(ray.nodes()) == NODES, 60, "the nodes of the cluster")
+        self.follower = threading.Thread(target=self._follow, daemon=True)
+        self.follower.start()
+        stack.callback(self._end)
+
+    def _follow(self) -> None:
+        """The client calls who serves, as one that asks a registry would."""
+        while not self._over.wait(0.3):
+            with contextlib.suppress(Exception):  # there is none, or its controller is being started again
+                found = self.ray.status(NAME)
+                self.client.follow(found["rankers"])
+                for server in found["servers"]:
+                    self.ports.update({int(server["address"].rpartition(":")[2] or 0), server["metrics_port"]} - {0})
+
+    def _end(self) -> None:
+        self._over.set()
+        self.follower.join()
+
+    def servers(self, prefix: str = "") -> list[dict[str, Any]]:
+        """Of the status."""
+        from recinfer.errors import UnavailableError
+
+        end = time.monotonic() + 60
+        while True:
+            try:
+                return [server for server in self.ray.status(NAME)["servers"] if server["name"].startswith(prefix)]
+            except UnavailableError:  # the controller starts on another node
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.2)
+
+    def wait_ready(self, seconds: float = 90) -> float:
+        """Until all that is wanted serves, by two looks that follow each other."""
+
+        def is_ready() -> bool:
+            with contextlib.suppress(Exception):
+                return bool(self.ray.status(NAME)["ready"])
+            return False
+
+        return wait(is_ready, seconds, "all servers serve")
+
+    def part(self, title: str, action: Callable[[], str] | None = None) -> None:
+        """One part: the action, and what the client saw from before it to some seconds after it."""
+        time.sleep(0.5)
+        self.client.report()
+        time.sleep(self.options.seconds / 4)
+        start = time.monotonic()
+        did = action() if action else ""
+        spent = time.monotonic() - start
+        time.sleep(self.options.seconds)
+        found = self.client.report()
+        self.bad += found["failed"] + found["wrong"]
+        row(
+            title,
+            f"{spent:.1f}" if action else "-",
+            found["answers"],
+            found["failed"],
+            found["wrong"],
+            *(f"{found[key] * 1e3:.0f}" for key in ("p50", "p99", "max")),
+            " ".join(f"{version}:{count}" for version, count in sorted(found["versions"].items())),
+            did,
+        )
+        for error in found["errors"]:
+            print(f"    {error[:300]}", flush=True)
+
+    def deploy(self, *more: object) -> None:
+        """Version 1, by the command."""
+        start = time.monotonic()
+        found = said(recinfer("deploy", self.store / NAME / "1", "--ray", HEAD, *more))
+        print(f"deployed in {time.monotonic() - start:.1f} s: {len(found['servers'])} servers on {NODES} nodes")
+        for server in found["servers"]:
+            print(f"    {server['name']:10s} {server['address']}")
+        places = Counter((server["host"], server["name"].rpartition("-")[0]) for server in found["servers"])
+        assert max(places.values()) == 1, f"two of one kind on a node: {places}"
+        wait(lambda: self.client.targets == found["rankers"], 10)
+        row("under load", "s", "answers", "failed", "wrong", "p50", "p99", "max ms", "versions", "")
+
+    # What is done in the parts; each returns what there is to say.
+
+    def kill_server(self) -> str:
+        """SIGKILL to the process of a shard server."""
+        os.kill(self.servers("shard-1")[0]["pid"], signal.SIGKILL)
+        time.sleep(1.5)
+        return f"served again after {self.wait_ready():.1f} s"
+
+    def kill_actor(self, prefix: str) -> str:
+        """The actor's process ends, as when Ray's worker crashes."""
+        import ray
+
+        name = next(n for n in ray.util.list_named_actors() if n.startswith(prefix))
+        ray.kill(ray.get_actor(name), no_restart=False)
+        time.sleep(1.5)
+        return f"served again after {self.wait_ready():.1f} s"
+
+    def kill_node(self) -> str:
+        """The last node, with all servers on it."""
+        host = f"127.0.0.{NODES}"
+        before = [server["name"] for server in self.servers() if server["host"] == host]
+        count = self.cluster.kill(host)
+        wait(lambda: any(server["state"] != "serving" for server in self.servers()), 60, "the loss to be noticed")
+        spent = self.wait_ready(120)
+        hosts = {server["name"]: server["host"] for server in self.servers()}
+        assert host not in hosts.values(), hosts
+        return f"{count} processes, {', '.join(before)}; all served again {spent:.0f} s after it was noticed"
+
+    def kill_controller(self) -> str:
+        """Ray starts it again."""
+        import ray
+
+        before = {server["pid"] for server in self.servers()}
+        ray.kill(ray.get_actor(NAME), no_restart=False)
+        time.sleep(1.0)
+        spent = self.wait_ready()
+        assert {server["pid"] for server in self.servers()} == before, "no server was touched"
+        return f"ready again after {spent:.1f} s, no server touched"
+
+    def roll(self, version: str) -> str:
+        """By the command."""
+        done = said(recinfer("deploy", self.store / "trial" / version, "--ray", HEAD, "--roll"))
+        assert done["version"] == version
+        return ""
+
+    def roll_back(self) -> str:
+        """By the command."""
+        return f"serves {said(recinfer('deploy', '--ray', HEAD, '--rollback'))['version']}"
+
+    def roll_broken(self) -> str:
+        """A version whose rows are not what its manifest says."""
+        shutil.copytree(self.store / "trial" / "2", self.store / "trial" / "3")
+        broken = next((self.store / "trial" / "3" / "shards").iterdir())
+        data = bytearray(broken.read_bytes())
+        data[-100] ^= 1
+        broken.write_bytes(data)
+        done = recinfer("deploy", self.store / "trial" / "3", "--ray", HEAD, "--roll")
+        assert done.returncode == 2, done
+        shutil.rmtree(self.store / "trial" / "3")
+        return json.loads(done.stdout.splitlines()[-1])["error"]["message"][:110]
+
+    def scale(self, shards: int, rankers: int) -> str:
+        """By the command."""
+        found = said(recinfer("deploy", "--ray", HEAD, "--scale", shards, "--scale-rankers", rankers))
+        counts = Counter(server["role"] for server in found["servers"])
+        wait(lambda: len(self.servers()) == 3 * shards + rankers, 90, "those that drain to end")
+        assert counts["shard"] >= 3 * shards, counts
+        return f"{len(self.servers())} servers"
+
+    def load_up(self) -> str:
+        """Many callers: load asks for more rankers."""
+        self.client.say("callers 48")
+        wait(lambda: len([s for s in self.servers("ranker") if s["state"] == "serving"]) > 1, 120, "more rankers")
+        return f"{len(self.servers('ranker'))} rankers"
+
+    def load_down(self) -> str:
+        """Few callers: fewer rankers."""
+        self.client.say("callers 1")
+        wait(lambda: len(self.servers("ranker")) == 1, 120, "fewer rankers")
+        return "1 ranker"
+
+    def down(self) -> list[str]:
+        """Take it down; what is left of it."""
+        import ray
+        from ray.util.placement_group import placement_group_table
+
+        by_name = said(recinfer("deploy", "--ray", HEAD, "--down"))["removed_by_name"]
+        time.sleep(1.0)
+        mine = {os.getpid(), self.client.process.pid}
+        left = [f"removed by name alone: {each}" for each in by_name]
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if "recinfer" in command and int(folder.name) not in mine and "ray_trial" not in command:
+                    left.append(f"process {folder.name}: {command[:100]}")
+        left += [f"actor {each}" for each in ray.util.list_named_actors(all_namespaces=True)]
+        groups = placement_group_table().values()
+        left += [f"placement group {group['name']}" for group in groups if group["state"] != "REMOVED"]
+        left += [f"port {port}" for port in sorted(self.ports) if listening(port)]
+        left += [f"/dev/shm/{each}" for each in set(os.listdir("/dev/shm")) - self.shm if "plasma" not in each]
+        left += [str(path) for path in Path(tempfile.gettempdir()).glob("recinfer-*")]
+        from ray.experimental.internal_kv import _internal_kv_list
+
+        left += [f"key {key}" for key in _internal_kv_list(b"", namespace=self.ray.NAMESPACE)]
+        free = [ray._private.state.available_resources_per_node()[n["NodeID"]] for n in ray.nodes() if n["Alive"]]
+        left += [f"memory is still reserved: {each}" for each in free if each["memory"] != MEMORY]
+        print(f"taken down; left behind: {'; '.join(left) or 'nothing'}", flush=True)
+        return left
+
+
+def row(*values: object) -> None:
+    """One line of the table."""
+    widths = (40, 6, 8, 6, 5, 5, 5, 6, 18, 0)
+    print(
+        "  ".join(f"{value!s:{'<' if n in (0, 8, 9) else '>'}{w}}" for n, (value, w) in enumerate(zip(values, widths))),
+        flush=True,
+    )
+
+
+def trial(folder: Path, options: argparse.Namespace, stack: ExitStack) -> int:
+    """Set everything up, run each part, print it."""
+    from netns_trial import build
+
+    store = folder / "store"
+    for version in ("1", "2"):
+        (store / NAME).mkdir(parents=True, exist_ok=True)
+        build(folder, store / NAME / version, version)
+    run = Trial(folder, store, options, stack)
+    left: list[str] = []
+    for name, (chapter, more) in CHAPTERS.items():
+        if options.only in (None, name):
+            run.deploy(*more)
+            chapter(run)
+            left += run.down()
+    print(f"failed or wrong: {run.bad}")
+    return int(bool(run.bad or left))
+
+
+def faults(run: Trial) -> None:
+    """What ends unasked."""
+    run.part("nothing wrong")
+    run.part("a shard server's process killed", run.kill_server)
+    run.part("a shard's actor killed", lambda: run.kill_actor(f"{NAME}/shard-0"))
+    run.part("a ranker's actor killed", lambda: run.kill_actor(f"{NAME}/ranker"))
+    run.part("the controller killed", run.kill_controller)
+    run.part("a node killed", run.kill_node)
+    run.cluster.begin(f"127.0.0.{NODES}")
+
+
+def changes(run: Trial) -> None:
+    """What is changed by hand."""
+    run.part("version 2 rolled out", lambda: run.roll("2"))
+    run.part("a ranker's actor killed: starts with 2", lambda: run.kill_actor(f"{NAME}/ranker"))
+    run.part("rolled back", run.roll_back)
+    run.part("a broken version refused", run.roll_broken)
+    run.part("scaled up by hand", lambda: run.scale(3, 3))
+    run.part("scaled down by hand", lambda: run.scale(1, 1))
+
+
+def load(run: Trial) -> None:
+    """What load changes."""
+    run.part("48 callers: scaled up by load", run.load_up)
+    run.part("1 caller: scaled down by load", run.load_down)
+
+
+CHAPTERS: dict[str, tuple[Callable[[Trial], None], tuple[object, ...]]] = {
+    "faults": (faults, ()),
+    "changes": (changes, ()),
+    "load": (load, ("--replicas", 1, "--rankers", 1, "--max-rankers", 3, "--queue-depth", 4, "--cool-down", 10)),
+}
+
+
+def main() -> int:
+    """Run the trial; 1 when an answer failed or was wrong, or something was left behind."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=4.0, help="of load after each part's action")
+    parser.add_argument("--callers", type=int, default=4)
+    parser.add_argument("--only", choices=list(CHAPTERS), help="one of three deployments")
+    parser.add_argument("--load", help=argparse.SUPPRESS)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.load:
+        load_main(options.load, options.callers)
+        return 0
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("unshare") or not importlib.util.find_spec("ray"):
+        print("needs root, ip, unshare and the extra ray: pip install 'recinfer[cpu,serve,ray]'", file=sys.stderr)
+        return 2
+    if not options.inside:
+        command = ["unshare", "--net", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, __file__]
+        return subprocess.run([*command, *sys.argv[1:], "--inside"], check=False).returncode
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    # A short path: the names of Ray's sockets have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="rt", dir="/tmp", ignore_cleanup_errors=True) as name, ExitStack() as stack:
+        return trial(Path(name), options, stack)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
