@@ -394,7 +394,9 @@ class Trial:
 
     def roll_broken(self) -> str:
         """A version whose rows are not what its manifest says."""
-        shutil.copytree(self.store / "trial" / "2", self.store / "trial" / "3")
+        from netns_trial import build
+
+        build(self.folder, self.store / NAME / "3", "3")
         broken = next((self.store / "trial" / "3" / "shards").iterdir())
         data = bytearray(broken.read_bytes())
         data[-100] ^= 1
@@ -536,6 +538,7 @@ def main() -> int:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     # A short path: the names of Ray's sockets have 107 characters.
     with tempfile.TemporaryDirectory(prefix="rt", dir="/tmp", ignore_cleanup_errors=True) as name, ExitStack() as stack:
+        os.environ["TMPDIR"] = tempfile.tempdir = name  # of all that is started too: what is left in it was left by us
         return trial(Path(name), options, stack)
 
 

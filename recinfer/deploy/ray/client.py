@@ -17,7 +17,7 @@ from recinfer.serving.security import Security
 __all__ = ["connected", "deploy", "deployments", "down", "rankers", "roll", "scale", "status", "wait_until_ready"]
 
 _REACH_S, _ANSWER_S, _DOWN_S, _ROLL_S = 3.0, 30.0, 150.0, 3600.0
-_GONE_S = 20.0
+_GONE_S, _ROOM_S = 20.0, 15.0
 _TRIES = 3  # of a server that never served, after which a deployment is given up
 
 
@@ -118,7 +118,7 @@ def wait_until_ready(name: str, seconds: float, tell: Callable[[str], None]) -> 
     Raises:
         UnavailableError: a server has no place or ends again and again, or time is over; says which and why.
     """
-    end = time.monotonic() + seconds
+    start = time.monotonic()
     said = ""
     while True:
         now = status(name)
@@ -126,8 +126,9 @@ def wait_until_ready(name: str, seconds: float, tell: Callable[[str], None]) -> 
             return now
         waiting = [server for server in now["servers"] if server["state"] != "serving"]
         lacking = [server for server in waiting if server["why"]]
+        patient = now["whole"] and time.monotonic() - start < _ROOM_S  # others may give theirs back
         for server in lacking:
-            homeless = server["state"] == "pending" and not server["node"] and not now["whole"]
+            homeless = server["state"] == "pending" and not server["node"] and not patient
             hopeless = server["restarts"] >= _TRIES and not now["whole"]
             if homeless or hopeless:
                 raise UnavailableError(f"{server['name']}: {server['why']}")
@@ -135,7 +136,7 @@ def wait_until_ready(name: str, seconds: float, tell: Callable[[str], None]) -> 
         if line and line != said:
             said = line
             tell(f"waiting: {line}")
-        if time.monotonic() > end:
+        if time.monotonic() - start > seconds:
             raise UnavailableError(f"not ready within {seconds:g} s: {line or 'servers are missing'}")
         time.sleep(0.5)
 

@@ -11,19 +11,17 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from recinfer.deploy.ray import rollout
 from recinfer.deploy.ray.engine import Engine
 from recinfer.deploy.ray.load import LoadFollower
 from recinfer.deploy.ray.members import Member, Phase, addresses_by_group, backoff, shards_text, to_remove
 from recinfer.deploy.ray.place import Node, choose_node, taken
 from recinfer.deploy.ray.probe import Probe, Prober
 from recinfer.deploy.ray.process import Life
+from recinfer.deploy.ray.rollout import Versions
 from recinfer.deploy.ray.spec import Bounds, Deployment
-from recinfer.errors import ConfigError, RecinferError, UnavailableError
-from recinfer.serving.admin_client import AdminClient
+from recinfer.errors import ConfigError, UnavailableError
 
 __all__ = ["Controller"]
 
@@ -55,7 +53,7 @@ class Controller:
         self._wanted: dict[Kind, int] = {kind: spec.bounds(kind).start for kind in self._kinds}
         self._listed: dict[int, tuple[str, ...]] = {}
         self._text: str | None = None
-        self._version, self._previous = spec.version, None  # type: tuple[str, str | None]
+        self._versions = Versions(spec, self._targets, self._note)
         self._serial = 0
         self._whole = False  # every server has served at the same time once
         self._written: dict[str, str] = {}  # by process
@@ -63,9 +61,6 @@ class Controller:
         self._probes: Mapping[str, Probe] = {}
         self._prober = Prober(spec.token)
         self._followers = {kind: LoadFollower(spec.queue_depth, spec.cool_down) for kind in self._kinds}
-        self._fixing: set[str] = set()
-        self._beside = ThreadPoolExecutor(4, thread_name_prefix="recinfer-versions")
-        self._rolling = threading.Lock()
         self._step = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -86,9 +81,9 @@ class Controller:
         return {
             "name": self.spec.name,
             "model": self.spec.model,
-            "version": self._version,
-            "previous": self._previous,
-            "rolling": self._rolling.locked(),
+            "version": self._versions.current,
+            "previous": self._versions.previous,
+            "rolling": self._versions.rolling,
             "whole": self._whole,
             "ready": self._is_ready(),
             "wanted": {_kind_name(kind): count for kind, count in self._wanted.items()},
@@ -132,29 +127,8 @@ class Controller:
                 self._wanted.update(dict.fromkeys(kinds, count))
 
     def roll(self, version: str | None) -> str:
-        """Serve another version of the store, None being the one before; returns the version served now.
-
-        Raises:
-            ConfigError: there is no store, or nothing to go back to.
-            UnavailableError: no ranker serves, or another roll-out is under way.
-            RecinferError: the version was refused, and nothing has changed.
-        """
-        if self.spec.store is None:
-            raise ConfigError(
-                f"versions: {self.spec.archive} is in no model store; deploy an archive that lies at STORE/{self.spec.model}/VERSION"
-            )
-        if version is None and self._previous is None:
-            raise ConfigError(f"rollback: {self.spec.name} has served {self._version} alone; nothing to go back to")
-        if not self._rolling.acquire(blocking=False):
-            raise UnavailableError("versions: a roll-out is under way; wait for it")
-        try:
-            wanted = version or self._previous
-            assert wanted is not None
-            if wanted != self._version:
-                self._roll(wanted)
-            return self._version
-        finally:
-            self._rolling.release()
+        """See recinfer.deploy.ray.rollout.Versions."""
+        return self._versions.roll(version)
 
     def down(self) -> None:
         """End all servers, rankers first, and give all places back. The controller does nothing after that."""
@@ -172,7 +146,7 @@ class Controller:
                     self._engine.free(member)
             self._members.clear()
         self._prober.close()
-        self._beside.shutdown(wait=False, cancel_futures=True)
+        self._versions.close()
 
     # -- one look, and what follows from it --------------------------------------------------------------------------
 
@@ -204,7 +178,9 @@ class Controller:
             self._list()
             self._place(nodes, now)
             self._drain(now)
-            self._follow_versions()
+            for member in self._members.values():
+                if member.group is None and member.phase is Phase.serving:
+                    self._versions.follow(member.address, _process(member), member.version)
             self._whole = self._whole or self._is_ready()
             self._save()
 
@@ -307,7 +283,7 @@ class Controller:
                 continue
             self._serial += 1
             member.life = self._serial
-            arguments = self.spec.arguments(member.group, self._version, member.host, member.wish)
+            arguments = self.spec.arguments(member.group, self._versions.current, member.host, member.wish)
             text = self._text if member.group is None else None
             self._engine.launch(member, arguments, self.spec.environment(), text)
             if text is not None:
@@ -370,56 +346,6 @@ class Controller:
             return self._probes.get(member.name, Probe()).waiting
         return sum(probe.outstanding.get(member.address, 0) for probe in self._probes.values())
 
-    # -- versions ----------------------------------------------------------------------------------------------------
-
-    def _connect(self, address: str) -> AdminClient:
-        return AdminClient(address, token=self.spec.token or "", timeout=_START_S)
-
-    def _roll(self, version: str) -> None:
-        self._serving_rankers()
-        rollout.load_everywhere(self._serving_rankers(), self.spec.model, version, self._connect)
-        with self._step:  # who starts from now on starts with it
-            self._previous, self._version = self._version, version
-            self._save()
-        failed = []
-        for address in self._serving_rankers():
-            try:
-                rollout.activate(address, self.spec.model, version, self._connect)
-            except RecinferError as error:  # it is seen to when it is looked at next
-                failed.append(f"{address}: {error}")
-        for address in self._serving_rankers():
-            try:
-                rollout.tidy(address, self.spec.model, (version, self._previous), self._connect)
-            except RecinferError as error:
-                failed.append(f"{address}: {error}")
-        for text in failed:
-            _log.warning("deployment %s: version %s at %s", self.spec.name, version, text)
-
-    def _follow_versions(self) -> None:
-        """A ranker that serves another version than the others is told; it started, or was away, while they changed."""
-        if self.spec.store is None:
-            return
-        for member in self._members.values():
-            key = _process(member)
-            odd = member.group is None and member.phase is Phase.serving and member.version not in ("", self._version)
-            if odd and key not in self._fixing and not self._rolling.locked():
-                self._fixing.add(key)
-                self._beside.submit(self._fix, key, member.address, self._version)
-
-    def _fix(self, key: str, address: str, version: str) -> None:
-        try:
-            rollout.activate(address, self.spec.model, version, self._connect)
-        except RecinferError as error:
-            _log.warning("deployment %s: version %s at %s: %s", self.spec.name, version, address, error)
-        finally:
-            self._fixing.discard(key)
-
-    def _serving_rankers(self) -> list[str]:
-        found = self._targets()
-        if not found:
-            raise UnavailableError(f"deployment {self.spec.name}: no ranker serves; see recinfer deploy --status")
-        return found
-
     # -- small things ------------------------------------------------------------------------------------------------
 
     def _targets(self) -> list[str]:
@@ -441,10 +367,14 @@ class Controller:
             if left:
                 time.sleep(0.2)
 
+    def _note(self) -> None:
+        with self._step:
+            self._save()
+
     def _save(self) -> None:
         state = {
-            "version": self._version,
-            "previous": self._previous,
+            "version": self._versions.current,
+            "previous": self._versions.previous,
             "serial": self._serial,
             "whole": self._whole,
             "wanted": [[kind, count] for kind, count in self._wanted.items()],
@@ -458,7 +388,7 @@ class Controller:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         now = time.monotonic()
-        self._version, self._previous = state["version"], state["previous"]
+        self._versions.current, self._versions.previous = state["version"], state["previous"]
         self._serial, self._whole = state["serial"], state["whole"]
         self._wanted = {kind: count for kind, count in state["wanted"]}
         self._listed = {int(group): tuple(found) for group, found in state["listed"].items()}

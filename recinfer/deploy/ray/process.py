@@ -50,6 +50,9 @@ class ServerProcess:
         shards: a ranker's shards.json; it is written to a folder that is gone when the server is. None: no ranker.
         tag: in that folder's name.
         grace: seconds that the server has to finish its requests.
+
+    Attributes:
+        folder: where shards.json is; None: no ranker.
     """
 
     def __init__(
@@ -62,12 +65,12 @@ class ServerProcess:
     ) -> None:
         command = [sys.executable, "-m", "recinfer.deploy.ray.guard", "--grace", str(grace)]
         serve = [sys.executable, "-m", "recinfer", "serve", *arguments, "--json"]
-        self._folder: Path | None = None
+        self.folder: Path | None = None
         if shards is not None:
-            self._folder = Path(tempfile.mkdtemp(prefix=f"recinfer-{tag}-"))
+            self.folder = Path(tempfile.mkdtemp(prefix=f"recinfer-{tag}-"))
             self.write(shards)
-            command += ["--folder", str(self._folder)]
-            serve += ["--shards", str(self._folder / _FILE)]
+            command += ["--folder", str(self.folder)]
+            serve += ["--shards", str(self.folder / _FILE)]
         # Whoever runs this found recinfer somewhere; the server is to find the same one.
         root = str(Path(recinfer.__file__).resolve().parents[1])
         inherited = env.child_environment(**environment)
@@ -83,6 +86,11 @@ class ServerProcess:
         self._said: dict[str, Any] = {}
         self._reader = threading.Thread(target=self._read, name="recinfer-said", daemon=True)
         self._reader.start()
+
+    @property
+    def guard_pid(self) -> int:
+        """Of the process between this one and the server."""
+        return self._process.pid
 
     def look(self) -> Life:
         """How it is now."""
@@ -106,11 +114,11 @@ class ServerProcess:
 
     def write(self, shards: str) -> None:
         """Put another shards.json in the place of the last; the ranker reads it within half a second."""
-        if self._folder is None or not self._folder.is_dir():
+        if self.folder is None or not self.folder.is_dir():
             return  # it has ended, and its folder is gone
-        new = self._folder / f"{_FILE}.new"
+        new = self.folder / f"{_FILE}.new"
         new.write_text(shards, encoding="utf-8")
-        new.replace(self._folder / _FILE)
+        new.replace(self.folder / _FILE)
 
     def stop(self) -> None:
         """Have it finish its requests and end; ``look`` says when it has."""

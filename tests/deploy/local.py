@@ -1,0 +1,93 @@
+"""An engine that needs no cluster: nodes are addresses of loopback, servers are children of this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from recinfer.deploy.ray.members import Member
+from recinfer.deploy.ray.place import Node
+from recinfer.deploy.ray.process import Life, ServerProcess
+from recinfer.deploy.ray.spec import Need
+
+
+class LocalEngine:
+    """See recinfer.deploy.ray.engine.Engine. ``sizes``: node's address -> bytes of memory."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sizes = dict(sizes)
+        self.places: dict[int, tuple[str, Need]] = {}
+        self.lives: dict[int, tuple[str, ServerProcess]] = {}
+        self.state: str | None = None
+
+    def nodes(self) -> list[Node]:
+        free = dict(self.sizes)
+        for host, need in self.places.values():
+            if host in free:
+                free[host] -= need.memory
+        return [Node(f"id-{host}", host, memory, 8.0) for host, memory in free.items()]
+
+    def reserve(self, member: Member, need: Need, node: Node) -> bool:
+        self.places[member.place] = node.host, need
+        return True
+
+    def launch(self, member: Member, arguments: list[str], environment: dict[str, str], shards: str | None) -> None:
+        assert self.places[member.place][0] == member.host
+        self.lives[member.life] = member.host, ServerProcess(arguments, environment, shards, "test", grace=5.0)
+
+    def look(self, members: Collection[Member]) -> Mapping[str, Life | None]:
+        return {m.name: self.lives[m.life][1].look() if m.life in self.lives else None for m in members}
+
+    def write(self, member: Member, shards: str) -> bool:
+        self.lives[member.life][1].write(shards)
+        return True
+
+    def stop(self, member: Member) -> None:
+        self.lives[member.life][1].stop()
+
+    def end(self, member: Member) -> None:
+        if member.life in self.lives:
+            process = self.lives.pop(member.life)[1]
+            process.stop()
+            assert process.wait(30)
+
+    def free(self, member: Member) -> None:
+        self.places.pop(member.place, None)
+
+    def sweep(self, known: Collection[Member]) -> None:
+        for life in self.lives.keys() - {member.life for member in known}:
+            self.lives.pop(life)[1].stop()
+
+    def save(self, state: str) -> None:
+        self.state = state
+
+    def saved(self) -> str | None:
+        return self.state
+
+    # -- what tests do to it -----------------------------------------------------------------------------------------
+
+    def lose(self, host: str) -> None:
+        """A node with all servers on it."""
+        del self.sizes[host]
+        for life, (where, process) in list(self.lives.items()):
+            if where == host:
+                with suppress(ProcessLookupError):
+                    os.kill(process.guard_pid, signal.SIGKILL)
+                assert process.wait(10)
+                del self.lives[life]
+
+    def close(self) -> None:
+        """End everything."""
+        for _, process in self.lives.values():
+            process.stop()
+        for _, process in self.lives.values():
+            assert process.wait(30)
+
+    def listed(self, member: Member) -> str:
+        """The shards.json that a ranker has."""
+        folder = self.lives[member.life][1].folder
+        assert folder is not None
+        return (Path(folder) / "shards.json").read_text()
