@@ -125,7 +125,11 @@ class InteractionArch(nn.Module):
             return dense_features
         vectors = _together(dense_features, sparse_features)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        pairs = products.index_select(1, self._pair_places(products.device))
+        if torch.jit.is_scripting():  # it has no dictionary by device
+            places = self._pairs.to(products.device)
+        else:
+            places = self._pair_places(products.device)
+        pairs = products.index_select(1, places)
         return torch.cat((dense_features, pairs), dim=1)
 
 

@@ -179,8 +179,9 @@ def _names(pgs: Sequence[dist.ProcessGroup]) -> tuple[str, ...]:
 
 def _group_named(name: str) -> dist.ProcessGroup | None:
     """The group of that name; None on a rank that is not in it."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group
     try:
-        return dist.distributed_c10d._resolve_process_group(name)
+        return resolve(name)
     except (LookupError, RuntimeError):
         return None
 

@@ -303,8 +303,16 @@ def check_jagged(got: Any, want: dict[str, JaggedTensor], what: str) -> None:
         assert ids is None or torch.equal(got[name].weights(), ids), f"{what}: ids of {name}"
 
 
+def with_gradients(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same batch; its weights, if it has any, are a leaf that wants gradients."""
+    weights = features.weights_or_none()
+    if weights is not None:
+        weights.requires_grad_()
+    return features
+
+
 def run_case(rank: int, world: int, case: Case, local: int) -> None:
-    """Three steps on both roads; forward of each, state after the first and the third."""
+    """Three steps on both roads; forward and gradients of weights of each, state after the first and the third."""
     module = new_module(case)
     configs = module.embedding_bag_configs() if case.pooled else module.embedding_configs()
     plan = module_plan(configs, case, world, local)
@@ -312,12 +320,14 @@ def run_case(rank: int, world: int, case: Case, local: int) -> None:
     sharded = shard(module, case, plan)
     check_state(sharded, reference.module, f"{case} at first")
     for step in range(3):
+        batches = [with_gradients(batch_of(r, step, case)) for r in range(world)]
         outputs = []
         for r in range(world):
-            out = flat(reference.module(batch_of(r, step, case)))
+            out = flat(reference.module(batches[r]))
             outputs.append(out)
             ((out * loss_weights(r, step, out)).sum() / world).backward()
-        result = sharded(batch_of(rank, step, case))
+        mine = with_gradients(batch_of(rank, step, case))
+        result = sharded(mine)
         want = reference.module(batch_of(rank, step, case))
         if case.pooled:
             assert result.keys() == want.keys()
@@ -325,6 +335,11 @@ def run_case(rank: int, world: int, case: Case, local: int) -> None:
             check_jagged(result, want, f"{case} step {step}")
         close(flat(result), outputs[rank], f"{case} step {step}: forward")
         (flat(result) * loss_weights(rank, step, outputs[rank])).sum().backward()
+        if case.weighted and mine.values().numel():
+            # Weights belong to this rank's loss alone; the reference's is divided by the number of ranks.
+            close(
+                mine.weights().grad, batches[rank].weights().grad * world, f"{case} step {step}: gradients of weights"
+            )
         step_dense(sharded, reference, case, f"{case} step {step}")
         reference.step(case.optimizer)
         if step != 1:
