@@ -418,7 +418,8 @@ class Trial:
         """Many callers: load asks for more rankers."""
         self.client.say("callers 48")
         wait(lambda: len([s for s in self.servers("ranker") if s["state"] == "serving"]) > 1, 120, "more rankers")
-        return f"{len(self.servers('ranker'))} rankers"
+        loads = ", ".join(f"{server['load']:.0f}" for server in self.servers("ranker"))
+        return f"{len(self.servers('ranker'))} rankers, requests in each: {loads}"
 
     def load_down(self) -> str:
         """Few callers: fewer rankers."""
@@ -513,7 +514,7 @@ def load(run: Trial) -> None:
 CHAPTERS: dict[str, tuple[Callable[[Trial], None], tuple[object, ...]]] = {
     "faults": (faults, ()),
     "changes": (changes, ()),
-    "load": (load, ("--replicas", 1, "--rankers", 1, "--max-rankers", 3, "--queue-depth", 4, "--cool-down", 10)),
+    "load": (load, ("--replicas", 1, "--rankers", 1, "--max-rankers", 3, "--queue-depth", 16, "--cool-down", 10)),
 }
 
 

@@ -104,7 +104,7 @@ def run(
     ] = None,
     cpus: Annotated[str, typer.Option(help="Cores that each server asks for.")] = "1",
     queue_depth: Annotated[
-        int, typer.Option(min=1, help="Waiting requests of a server above which one more is started.")
+        int, typer.Option(min=1, help="Requests that wait in a server (Ray: are in it) above which there is one more.")
     ] = 16,
     replicas: Annotated[
         int | None, typer.Option(min=1, help="Shard servers of each group of ranks.", show_default="2")

@@ -251,7 +251,7 @@ def test_load_has_a_say_between_bounds(store: Path):
     spec = spec_of(store, rankers=Bounds(1, 1, 3), queue_depth=4, cool_down=20.0)
     controller = Controller(spec, LocalEngine({}))
     controller._members = {"ranker-0": Member("ranker-0", None, phase=Phase.serving, host="h", port=1)}
-    controller._probes = {"ranker-0": control.Probe(True, True, {"queue": {"waiting": 11}})}
+    controller._probes = {"ranker-0": control.Probe(True, True, inside=11.0)}
     for second in range(12):
         controller._follow_load(float(second))
     assert controller._wanted == {0: 2, None: 2}

@@ -56,7 +56,7 @@ def deploy(spec: Deployment) -> None:
     security = Security(token=spec.token, insecure=spec.insecure)
     for node in ray.nodes():
         if node["Alive"]:
-            security.check_host(node["NodeManagerAddress"])
+            _check_host(security, node["NodeManagerAddress"])
     if spec.name in deployments():
         raise ConfigError(
             f"deployment {spec.name!r} is there already: take it down, roll another version (--roll), or give --name"
@@ -130,9 +130,12 @@ def wait_until_ready(name: str, seconds: float, tell: Callable[[str], None]) -> 
         for server in lacking:
             homeless = server["state"] == "pending" and not server["node"] and not patient
             hopeless = server["restarts"] >= _TRIES and not now["whole"]
-            if homeless or hopeless:
+            if homeless:
+                later = "; it starts when there is, or scale back" if now["whole"] else ""
+                raise UnavailableError(f"{server['why']}{later}")
+            if hopeless:
                 raise UnavailableError(f"{server['name']}: {server['why']}")
-        line = "; ".join(f"{server['name']} {server['why']}" for server in lacking[:4])
+        line = "; ".join(f"{server['name']}: {server['why']}" for server in lacking[:3])
         if line and line != said:
             said = line
             tell(f"waiting: {line}")
@@ -224,6 +227,17 @@ def _get(answer: Any, seconds: float) -> Any:
     except ray.exceptions.RayActorError as error:
         first = str(error).strip().splitlines()[0]
         raise UnavailableError(f"the controller is gone, or starts on another node: {first}") from None
+
+
+def _check_host(security: Security, host: str) -> None:
+    """As every server does itself, but before one is started, and with the options that there are here."""
+    try:
+        security.check_host(host)
+    except ConfigError:
+        raise ConfigError(
+            f"node {host} can be reached from other machines, and there is no token: set RECINFER_TOKEN, give "
+            "--token-file, or say --insecure"
+        ) from None
 
 
 def _check_address(address: str) -> None:

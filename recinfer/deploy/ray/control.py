@@ -101,6 +101,7 @@ class Controller:
                     "restarts": member.restarts,
                     "version": member.version,
                     "rate": round(member.rate, 1),
+                    "load": round(self._load(member), 1),
                     "memory": member.memory,
                     "pid": member.pid,
                     "why": member.why,
@@ -340,10 +341,11 @@ class Controller:
                     _log.info("%s: %s: %d, load %.1f", self.spec.name, _kind_name(kind), wanted, mean)
                     self._wanted[kind] = wanted
 
-    def _load(self, member: Member) -> int:
-        """Requests that wait for a server: in a ranker its own queue, at a shard server the calls that rankers wait for."""
+    def _load(self, member: Member) -> float:
+        """Requests that are in a server at a time: in a ranker as it counts them; at a shard server the calls that rankers
+        wait for, since it sees none before it gets to it."""
         if member.group is None:
-            return self._probes.get(member.name, Probe()).waiting
+            return self._probes.get(member.name, Probe()).inside
         return sum(probe.outstanding.get(member.address, 0) for probe in self._probes.values())
 
     # -- small things ------------------------------------------------------------------------------------------------

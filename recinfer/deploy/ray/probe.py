@@ -32,12 +32,15 @@ class Probe:
         answers: its health service answered; ``serving``: and that it takes requests.
         status: as recinfer.serving.metrics has it; empty when it was not to be had.
         rate: requests a second since the last look.
+        inside: requests that were in the server at a time, on average since the last look (waiting or at work): the
+            seconds that those spent in it which were answered since then, by the seconds that have passed.
     """
 
     answers: bool = False
     serving: bool = False
     status: Mapping[str, Any] = field(default_factory=dict)
     rate: float = 0.0
+    inside: float = 0.0
 
     @property
     def version(self) -> str:
@@ -45,11 +48,6 @@ class Probe:
         if self.status.get("held"):
             return ", ".join(dict.fromkeys(version["version"] for version in self.status["held"]["versions"]))
         return ", ".join(model["version"] for model in self.status.get("models", []) if model["weight"])
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait in a ranker."""
-        return int((self.status.get("queue") or {}).get("waiting", 0))
 
     @property
     def outstanding(self) -> dict[str, int]:
@@ -64,7 +62,7 @@ class Prober:
     def __init__(self, token: str | None) -> None:
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._channels: dict[str, grpc.Channel] = {}
-        self._counts: dict[str, tuple[float, int]] = {}
+        self._counts: dict[str, tuple[float, int, float]] = {}
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="recinfer-probe")
         # A proxy of the environment has nothing to do with servers next door.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -86,11 +84,13 @@ class Prober:
     def _one(self, member: Member) -> Probe:
         code = self._health(member.address)
         status = self._status(member) if code is not None else {}
+        rate, inside = self._since_last(f"{member.name}/{member.life}", status)
         return Probe(
             answers=code is not None,
             serving=code == health_pb2.HealthCheckResponse.SERVING,
             status=status,
-            rate=self._rate(f"{member.name}/{member.life}", status),
+            rate=rate,
+            inside=inside,
         )
 
     def _health(self, address: str) -> int | None:
@@ -119,11 +119,15 @@ class Prober:
             return found
         return {}
 
-    def _rate(self, key: str, status: Mapping[str, Any]) -> float:
+    def _since_last(self, key: str, status: Mapping[str, Any]) -> tuple[float, float]:
+        """Requests a second, and seconds spent in them a second."""
         if not status:
-            return 0.0
+            return 0.0, 0.0
         count = sum(item["count"] for item in status["requests"] if item["method"] not in _UNCOUNTED)
+        seconds = sum(state["total"] for method, state in status["latency"].items() if method not in _UNCOUNTED)
         now = time.monotonic()
-        before, last = self._counts.get(key, (now, count))
-        self._counts[key] = now, count
-        return max(0, count - last) / (now - before) if now > before else 0.0
+        before, last_count, last_seconds = self._counts.get(key, (now, count, seconds))
+        self._counts[key] = now, count, seconds
+        if now <= before:
+            return 0.0, 0.0
+        return max(0, count - last_count) / (now - before), max(0.0, seconds - last_seconds) / (now - before)

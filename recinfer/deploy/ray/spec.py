@@ -58,7 +58,7 @@ class Deployment:
         shard_memory: bytes of each group's servers; ``ranker_memory``: of a ranker.
         cpus: of each server, for placing alone.
         shards, rankers: how many of each group, and how many rankers.
-        queue_depth: requests that wait in a ranker, or run in a shard server, above which there should be one more.
+        queue_depth: requests that are in a server at a time, on average, above which there should be one more.
         cool_down: seconds that load must have been low for before there is one less.
         token: bearer token of all servers; None: none.
         insecure: listen beyond this machine without one.
