@@ -44,7 +44,7 @@ $(STAMP)/$(TORCH): $(STAMP)/venv
 	$(PIP) $(TORCH_PIP_ARGS) $(TORCH)
 	@touch $@
 
-$(STAMP)/run: $(STAMP)/$(TORCH) pyproject.toml setup.py recinfer/quant/_rows.c
+$(STAMP)/run: $(STAMP)/$(TORCH) pyproject.toml setup.py $(wildcard recinfer/*/*.c recinfer/*/*.h)
 	$(PIP) --editable '.[$(EXTRAS)]'
 	@touch $@
 
@@ -90,4 +90,4 @@ proto: $(STAMP)/dev
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f recinfer/quant/*.so
+	rm -f recinfer/*/*.so

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
@@ -44,6 +45,8 @@ class DenseEngine(Protocol):
     name: str
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def arrays(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]: ...
 
 
 def export_dense(cut: Cut) -> ExportedDense:
@@ -168,6 +171,10 @@ class OnnxEngine:
         feeds = {name: tensors[index].numpy() for name, index in self._feeds}
         return [torch.from_numpy(output) for output in self._run(None, feeds)]
 
+    def arrays(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """The same without a tensor on the way, which for one sample is a tenth of the whole."""
+        return self._run(None, {name: arrays[index] for name, index in self._feeds})  # type: ignore[no-any-return]
+
 
 class TorchEngine:
     """The torch.export program, on any device."""
@@ -186,6 +193,10 @@ class TorchEngine:
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
             return list(self._module(*tensors).values())
+
+    def arrays(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """The same for arrays."""
+        return [output.cpu().numpy() for output in self([torch.from_numpy(array) for array in arrays])]
 
 
 def open_dense(

@@ -24,6 +24,8 @@ from recinfer.archive.reader import Archive
 from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from recinfer.inference.bags import Bags, merge_bags
+from recinfer.inference.direct import DirectTables
+from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.lookup import PooledLookup
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -91,6 +93,11 @@ class Lookups(Protocol):
     @property
     def mapped(self) -> MappedShards | None:
         """The rows that are in this process; None without any."""
+        ...
+
+    @property
+    def direct(self) -> DirectTables | None:
+        """The rows for lookups from a request's bytes; None where that cannot be."""
         ...
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
@@ -227,6 +234,7 @@ class LocalLookups:
             lookup = getattr(part.run, "__self__", None)
             if isinstance(lookup, PooledLookup):
                 lookup.batch.use_threads(threads)
+        self.direct = _direct(manifest, self.parts[0]) if len(self.parts) == 1 else None
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """See :class:`Lookups`."""
@@ -240,6 +248,18 @@ class LocalLookups:
     async def find_later(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float) -> Found:
         """See :class:`Lookups`."""
         return self.find(requests, present)
+
+
+def _direct(manifest: Manifest, part: _LocalPart) -> DirectTables | None:
+    lookup = getattr(part.run, "__self__", None)
+    if not isinstance(lookup, PooledLookup) or part.info.is_weighted or not DirectTables.available():
+        return None
+    batch = lookup.batch
+    if batch.weights.device.type != "cpu" or any(slot.memory != "near" for slot in batch.slots):
+        return None
+    means = {table.name for table in manifest.configs(part.info.path) if getattr(table, "pooling") is PoolingType.MEAN}  # noqa: B009
+    used = [batch.slots[i].name in means for i in batch.feature_slots]
+    return DirectTables(lookup, used, part.info.features, part.names, part.dims)
 
 
 def output_names(manifest: Manifest) -> dict[str, list[str]]:

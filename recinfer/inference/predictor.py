@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from recinfer.archive.check import Answer, Request, compare_answers, read_requests
@@ -30,6 +31,7 @@ from recinfer.archive.reader import Archive, open_archive
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import ArchiveError, InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.bags import Bags, Features, bags_of
+from recinfer.inference.direct import DirectTables
 from recinfer.inference.intake import FeatureIntake
 from recinfer.inference.lookups import Ask, Found, LocalLookups, Lookups, LookupsOf, Part, Steps, output_names, run_now
 from recinfer.inference.stages import Stages
@@ -246,6 +248,16 @@ class Predictor:
         return state
 
     @property
+    def state(self) -> Predictor:
+        """The predictor of this moment: deltas that are applied later do not reach it."""
+        return self._state or self
+
+    @property
+    def direct(self) -> DirectTables | None:
+        """The tables for :mod:`recinfer.inference.direct`, where the model and the machine allow it."""
+        return self.state.lookups.direct
+
+    @property
     def archive(self) -> Archive:
         """The opened archive, as it reads after the deltas applied."""
         return (self._state or self)._archive
@@ -409,6 +421,14 @@ class Predictor:
         assert self._engine is not None
         start = time.perf_counter()
         outputs = [output.cpu() for output in self._engine([tensor.to(self.device) for tensor in tensors])]
+        self.stages.add("dense", time.perf_counter() - start)
+        return outputs
+
+    def run_engine_arrays(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """:meth:`run_engine` of this very state, on the CPU, without tensors."""
+        assert self._engine is not None
+        start = time.perf_counter()
+        outputs = self._engine.arrays(arrays)
         self.stages.add("dense", time.perf_counter() - start)
         return outputs
 

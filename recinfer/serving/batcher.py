@@ -96,6 +96,18 @@ class _Waiting:
     since: float
 
 
+@dataclass(frozen=True)
+class _One:
+    """A request of one sample, where nothing else of it is asked for."""
+
+    lane: Any = None
+    samples: int = 1
+    bytes: int = 0
+
+
+_ONE = _One()
+
+
 class _Pace:
     """How many requests a run waits for: 1 while they come alone, else as many as came together lately, and a few more."""
 
@@ -114,6 +126,11 @@ class _Pace:
             return True
         self._alone, self.target = 0, 2
         return False
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the next request is neither waited with nor a probe."""
+        return self.target == 1 and self._alone + 1 < self._until_probe
 
     def reached(self) -> None:
         """As many came as were waited for."""
@@ -214,6 +231,36 @@ class Batcher:
             self._waiting_elsewhere -= 1
             self._waiting_bytes -= num_bytes
 
+    def check_deadline(self, deadline: float) -> float:
+        """``time.monotonic()``; raises DeadlineError when that is behind ``deadline``."""
+        now = time.monotonic()
+        if now >= deadline:
+            self._expired += 1
+            raise DeadlineError("the deadline had passed when the request arrived; it was not run")
+        return now
+
+    def may_go_straight(self, lane: Any, num_bytes: int) -> bool:
+        """Whether a request of one sample may be run by its caller, now: nothing else is there, and it is short.
+
+        It is told to :meth:`went_straight` when it was.
+        """
+        if self._waiting or self._running or self._run_later is not None or num_bytes > _INLINE_BYTES:
+            return False
+        if self.config.max_delay_us and not self._pace.is_alone:
+            return False
+        return self._expected(lane, 1) <= _INLINE_S
+
+    def went_straight(self, lane: Any, seconds: float) -> None:
+        """A request of one sample was run by its caller."""
+        self._pace.goes_alone()
+        self._done(lane, (_ONE,), seconds, seconds)
+
+    def count(self, samples: int) -> None:
+        """A request was answered without the queue."""
+        self._runs += 1
+        self._requests += 1
+        self._samples += samples
+
     async def submit(self, work: Runnable, deadline: float = float("inf")) -> Any:
         """The answer to ``work``; raises what its run raised.
 
@@ -224,10 +271,7 @@ class Batcher:
             OverloadedError: the queue is full, or so long that the deadline would pass first.
             DeadlineError: its deadline passed while it waited.
         """
-        now = time.monotonic()
-        if now >= deadline:
-            self._expired += 1
-            raise DeadlineError("the deadline had passed when the request arrived; it was not run")
+        now = self.check_deadline(deadline)
         found_idle = not self._waiting and not self._running
         alone = found_idle and (not self.config.max_delay_us or self._pace.goes_alone())
         if alone and self._run_later is not None:

@@ -36,9 +36,11 @@ __all__ = [
     "decode_predict_response",
     "encode_lookup_request",
     "encode_lookup_response",
+    "encode_output_arrays",
     "encode_predict_request",
     "encode_predict_response",
     "error_of",
+    "lookup_head",
     "parse",
     "status_of",
 ]
@@ -205,10 +207,10 @@ def encode_lookup_response(
     """
     parts: list[Buffer] = []
     if pooled is None:
-        parts.append(_lookup_head((), (), batch, version, missing))
+        parts.append(lookup_head((), (), batch, version, missing))
     else:
         # Equal for most answers of a model, so written once; the dims and names alone are a third of a small answer.
-        head = _lookup_head(tuple(pooled.keys()), tuple(pooled.length_per_key()), batch, version, missing)
+        head = lookup_head(tuple(pooled.keys()), tuple(pooled.length_per_key()), batch, version, missing)
         parts += [head, *bytes_field(4, tensor_bytes(pooled.values(), _FLOAT32))]
     for key, sequence in sequences.items():
         values = sequence.values()
@@ -218,9 +220,10 @@ def encode_lookup_response(
 
 
 @lru_cache(maxsize=256)
-def _lookup_head(
+def lookup_head(
     keys: tuple[str, ...], dims: tuple[int, ...], batch: int, version: str, missing: tuple[int, ...]
 ) -> bytes:
+    """A serialized LookupResponse without its embeddings."""
     return pb.LookupResponse(
         keys=keys, dims=dims, batch_size=batch, model_version=version, missing_ranks=missing
     ).SerializeToString()
@@ -242,6 +245,15 @@ def encode_predict_response(outputs: dict[str, Tensor], version: str, missing: t
     for name, tensor in outputs.items():
         small = _tensor_head(name, tuple(tensor.shape))
         parts += bytes_field(1, small, *bytes_field(3, tensor_bytes(tensor, _FLOAT32)))
+    return b"".join(parts)
+
+
+def encode_output_arrays(names: Sequence[str], arrays: Sequence[NDArray[Any]], version: str) -> bytes:
+    """:func:`encode_predict_response` of float32 arrays, C-contiguous."""
+    parts: list[Buffer] = [_predict_head(version, ())]
+    for name, array in zip(names, arrays):
+        small = _tensor_head(name, array.shape)
+        parts += bytes_field(1, small, *bytes_field(3, array.tobytes()))
     return b"".join(parts)
 
 

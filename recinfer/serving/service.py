@@ -15,6 +15,7 @@ from recinfer.inference.bags import Bags, bags_of
 from recinfer.inference.lookups import Steps, run_now
 from recinfer.inference.together import Outputs, PredictInputs
 from recinfer.serving import codec
+from recinfer.serving.direct import Direct
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.raw import read_raw
@@ -94,6 +95,7 @@ class InferenceService:
         self.registry = registry
         self.stats = stats or RequestStats()
         self.limits = limits or Limits()
+        self.direct = Direct(registry, self.limits, self.stats)
 
     def lookup(self, data: bytes) -> bytes:
         """LookupRequest -> LookupResponse."""
@@ -155,9 +157,11 @@ class InferenceService:
 
     def run_steps(self, works: Sequence[Call | Message], max_batch: int = 1 << 31) -> Steps[list[bytes | Exception]]:
         """:meth:`run` for who waits for lookups in another way (see recinfer.inference.lookups)."""
-        answers: list[Any] = [None] * len(works)
+        answers: list[Any] = self._directly(works, max_batch)
         groups: dict[Any, list[list[tuple[int, Call]]]] = {}
         for at, work in enumerate(works):
+            if answers[at] is not None:
+                continue
             try:
                 call = work if isinstance(work, Call) else self._decoded(work)
             except Exception as error:
@@ -171,6 +175,20 @@ class InferenceService:
             given = yield from self._run([call for _, call in group])
             for (at, _), answer in zip(group, given, strict=True):
                 answers[at] = answer
+        return answers
+
+    def _directly(self, works: Sequence[Call | Message], max_batch: int) -> list[Any]:
+        """Answers of the messages that need no decoding; None for the others."""
+        answers: list[Any] = [None] * len(works)
+        messages = [(at, work) for at, work in enumerate(works) if isinstance(work, Message)]
+        predicts = [(at, work.data) for at, work in messages if work.kind == "Predict"]
+        if predicts and self.direct.available:
+            given = self.direct.predict_many([data for _, data in predicts], max_batch)
+            for (at, _), answer in zip(predicts, given, strict=True):
+                answers[at] = answer
+        for at, work in messages:
+            if work.kind == "Lookup" and (found := self.direct.lookup(work.data)) is not None:
+                answers[at] = found[0]
         return answers
 
     def _decoded(self, message: Message) -> Call:

@@ -181,7 +181,7 @@ def test_a_bug_of_ours_is_logged_and_shows_nothing(
     def broken(*_: object) -> None:
         raise ZeroDivisionError("secret of the server")
 
-    monkeypatch.setattr(type(predictor), "predict_steps", broken)
+    monkeypatch.setattr(type(predictor), "run_engine", broken)
     with Server({"tiny": predictor}) as server, InferenceClient(server.target) as client:
         with caplog.at_level(logging.ERROR), pytest.raises(RecinferError) as caught:
             client.predict(*make_request(0, 1))

@@ -14,6 +14,7 @@ from recinfer.archive.mapping import MappedShards
 from recinfer.archive.positions import PositionWeights, read_position_weights
 from recinfer.archive.reader import Archive
 from recinfer.inference.bags import Bags, merge_bags
+from recinfer.inference.direct import DirectTables
 from recinfer.inference.lookups import Found, LookupsOf, Part, output_names
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.serving.loop import start_on_loop
@@ -37,6 +38,7 @@ class RemoteLookups:
     """
 
     mapped: MappedShards | None = None
+    direct: DirectTables | None = None
 
     def __init__(self, archive: Archive, spec: VersionSpec, fanout: Fanout) -> None:
         manifest = archive.manifest

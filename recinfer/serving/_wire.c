@@ -1,0 +1,180 @@
+/* Where the parts of a small LookupRequest or PredictRequest lie in its bytes, for those that need nothing special.
+
+   Whatever is unusual, malformed or optional (weights, a context, raw rows, fields in pieces) gives None: then the protobuf
+   runtime reads the message, and its errors are the caller's. So nothing is refused here. */
+
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+enum { VARINT = 0, DELIMITED = 2 };
+
+typedef struct {
+    const uint8_t *at, *end;
+} Reader;
+
+typedef struct {
+    const uint8_t *at;
+    Py_ssize_t size;
+} Span;
+
+/* The next varint; 0 where there is none. */
+static int read_varint(Reader *reader, uint64_t *value) {
+    *value = 0;
+    for (int shift = 0; shift < 63 && reader->at < reader->end; shift += 7) {
+        const uint8_t byte = *reader->at++;
+        *value |= (uint64_t)(byte & 0x7f) << shift;
+        if (byte < 0x80)
+            return 1;
+    }
+    return 0;
+}
+
+static int read_span(Reader *reader, Span *span) {
+    uint64_t size;
+    if (!read_varint(reader, &size) || size > (uint64_t)(reader->end - reader->at))
+        return 0;
+    span->at = reader->at;
+    span->size = (Py_ssize_t)size;
+    reader->at += size;
+    return 1;
+}
+
+typedef struct {
+    Span keys; /* the fields of all keys, tags and all */
+    Span lengths, values, values_int32;
+    uint64_t batch;
+    Py_ssize_t num_keys;
+} Features;
+
+static int once(Span *target, Span span) {
+    if (target->at != NULL)
+        return 0;
+    *target = span;
+    return 1;
+}
+
+static int read_features(Span message, Features *features) {
+    Reader reader = {message.at, message.at + message.size};
+    int has_batch = 0;
+    while (reader.at < reader.end) {
+        const uint8_t *begin = reader.at;
+        uint64_t tag;
+        Span span;
+        if (!read_varint(&reader, &tag))
+            return 0;
+        if (tag == (2 << 3 | VARINT)) {
+            if (has_batch || !read_varint(&reader, &features->batch))
+                return 0;
+            has_batch = 1;
+            continue;
+        }
+        if ((tag & 7) != DELIMITED || !read_span(&reader, &span))
+            return 0;
+        switch (tag >> 3) {
+        case 1:
+            if (features->num_keys == 0)
+                features->keys.at = begin;
+            else if (features->keys.at + features->keys.size != begin)
+                return 0;
+            features->keys.size = reader.at - features->keys.at;
+            features->num_keys++;
+            break;
+        case 3:
+            if (!once(&features->lengths, span))
+                return 0;
+            break;
+        case 4:
+            if (!once(&features->values, span))
+                return 0;
+            break;
+        case 6:
+            if (!once(&features->values_int32, span))
+                return 0;
+            break;
+        default:
+            return 0;
+        }
+    }
+    return has_batch && features->num_keys && features->batch >= 1 && features->batch <= INT32_MAX;
+}
+
+static int read_request(const uint8_t *data, Py_ssize_t size, Span *model, Span *version, Span *dense,
+                        Features *features) {
+    Reader reader = {data, data + size};
+    Span message = {NULL, 0};
+    while (reader.at < reader.end) {
+        uint64_t tag;
+        Span span, *target;
+        if (!read_varint(&reader, &tag) || (tag & 7) != DELIMITED || !read_span(&reader, &span))
+            return 0;
+        switch (tag >> 3) {
+        case 1:
+            target = model;
+            break;
+        case 2:
+            target = version;
+            break;
+        case 3:
+            target = &message;
+            break;
+        case 4:
+            target = dense;
+            break;
+        default:
+            return 0;
+        }
+        if (!once(target, span))
+            return 0;
+    }
+    if (message.at == NULL || !read_features(message, features))
+        return 0;
+    const Span *ids = features->values_int32.size ? &features->values_int32 : &features->values;
+    if (features->values.size && features->values_int32.size)
+        return 0;
+    return ids->size % (features->values_int32.size ? 4 : 8) == 0 &&
+           (uint64_t)features->lengths.size == 4 * features->batch * (uint64_t)features->num_keys;
+}
+
+PyDoc_STRVAR(read_doc,
+             "read_request(data)\n--\n\n"
+             "(model, version, keys at, end of the keys, number of keys, samples, lengths at, ids at, number of ids, whether\n"
+             "ids are 64 bits wide, dense at, bytes of dense) of a serialized LookupRequest or PredictRequest; None for one\n"
+             "that is not of the plain kind. Places are offsets in `data`. What the ids are, nobody has looked at.");
+
+static PyObject *read_method(PyObject *module, PyObject *data) {
+    (void)module;
+    if (!PyBytes_Check(data)) {
+        PyErr_SetString(PyExc_TypeError, "read_request: expected bytes");
+        return NULL;
+    }
+    const uint8_t *bytes = (const uint8_t *)PyBytes_AsString(data);
+    Span model = {NULL, 0}, version = {NULL, 0}, dense = {NULL, 0};
+    Features features = {0};
+    if (!read_request(bytes, PyBytes_Size(data), &model, &version, &dense, &features))
+        Py_RETURN_NONE;
+    const int wide = features.values_int32.size == 0;
+    const Span *ids = wide ? &features.values : &features.values_int32;
+#define AT(SPAN) ((SPAN).at == NULL ? (Py_ssize_t)0 : (Py_ssize_t)((SPAN).at - bytes))
+    PyObject *found = Py_BuildValue(
+        "s#s#nnnnnnnOnn", model.at == NULL ? "" : (const char *)model.at, model.size,
+        version.at == NULL ? "" : (const char *)version.at, version.size, AT(features.keys),
+        AT(features.keys) + features.keys.size, features.num_keys, (Py_ssize_t)features.batch, AT(features.lengths), AT(*ids),
+        ids->size / (wide ? 8 : 4), wide ? Py_True : Py_False, AT(dense), dense.size);
+#undef AT
+    if (found == NULL && PyErr_ExceptionMatches(PyExc_UnicodeDecodeError)) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    return found;
+}
+
+static PyMethodDef methods[] = {{"read_request", read_method, METH_O, read_doc}, {NULL, NULL, 0, NULL}};
+
+static PyModuleDef_Slot slots[] = {{0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_wire", "Where the parts of a small request lie.", 0, methods, slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__wire(void) { return PyModuleDef_Init(&definition); }

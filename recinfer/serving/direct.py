@@ -1,0 +1,232 @@
+"""Small, plain requests answered from their bytes, without a queue, a protobuf message or a tensor on the way.
+
+Everything else (weights, contexts, unpooled tables, errors) gets None here and goes the ordinary way, which knows what to
+say; so the two ways may not differ in any answer, and tests hold them to that, to the byte.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.errors import RecinferError
+from recinfer.inference.direct import DirectOrder, DirectTables
+from recinfer.inference.predictor import Predictor
+from recinfer.serving import codec
+from recinfer.serving.limits import Limits
+from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.registry import ModelRegistry, ServedModel
+from recinfer.serving.stats import RequestStats
+from recinfer.serving.wire import bytes_field
+
+try:
+    from recinfer.serving._wire import read_request
+except ImportError:  # no compiler was there when recinfer was installed
+    read_request = None
+
+__all__ = ["DIRECT_BYTES", "Direct"]
+
+DIRECT_BYTES = 128 << 10
+"""Longer requests are not looked at."""
+
+# What is more than this takes longer than a loop that others wait for should be held.
+_MOST_IDS, _MOST_FLOATS = 8192, 1 << 18
+_MAX_HEADS = 64
+
+
+class _Request(NamedTuple):
+    """Where the parts of a request lie in ``data``, and what they are for."""
+
+    data: bytes
+    model: ServedModel
+    state: Predictor
+    tables: DirectTables
+    order: DirectOrder
+    keys: int
+    batch: int
+    lengths_at: int
+    ids_at: int
+    ids: int
+    wide: bool
+    dense_at: int
+    dense_bytes: int
+
+    def pool(self, into: bytes | NDArray[np.float32]) -> Any:
+        """See DirectTables.pool."""
+        return self.tables.pool(
+            self.order, self.data, self.lengths_at, self.ids_at, self.ids, self.wide, self.keys, self.batch, into
+        )
+
+
+class Direct:
+    """Answers what it can.
+
+    Args:
+        registry, limits, stats: the service's.
+    """
+
+    def __init__(self, registry: ModelRegistry, limits: Limits, stats: RequestStats) -> None:
+        self._registry, self._limits, self._stats = registry, limits, stats
+        self.available = read_request is not None and DirectTables.available()
+        self._most_ids = min(limits.max_ids, _MOST_IDS)
+        self._most_floats = min(limits.max_response_bytes // 4, _MOST_FLOATS)
+        self._most_bytes = min(limits.max_message_bytes, DIRECT_BYTES)
+
+    def lookup(self, data: bytes) -> tuple[bytes, int] | None:
+        """The serialized answer to a LookupRequest and its samples; None when the ordinary way has to answer."""
+        start = time.perf_counter()
+        request = self._read(data)
+        if request is None:
+            return None
+        order, batch, version = request.order, request.batch, request.model.version
+        head = order.heads.get((batch, version))
+        if head is None:
+            head = _lookup_head(order, batch, version)
+            if len(order.heads) < _MAX_HEADS:
+                order.heads[batch, version] = head
+        decoded = time.perf_counter()
+        answer = request.pool(head)
+        if answer is None:
+            return None
+        found = time.perf_counter()
+        self._stats.stages.add("decode", decoded - start)
+        self._stats.batch.add(batch)
+        request.state.stages.add("lookup", found - decoded)
+        self._stats.stages.add("encode", 0.0)  # the lookup wrote it
+        return answer, batch
+
+    def predict(self, data: bytes) -> tuple[bytes, int] | None:
+        """The serialized answer to a PredictRequest and its samples; None when the ordinary way has to answer."""
+        start = time.perf_counter()
+        request = self._read(data)
+        if request is None or not self._can_predict(request):
+            return None
+        self._stats.stages.add("decode", time.perf_counter() - start)
+        answers: list[bytes | None] = [None]
+        self._run([(0, request)], answers)
+        if answers[0] is None:
+            return None
+        self._stats.batch.add(request.batch)
+        return answers[0], request.batch
+
+    def predict_many(self, messages: Sequence[bytes], max_batch: int) -> list[bytes | None]:
+        """Serialized answers to PredictRequests, run together by model; None where the ordinary way has to answer.
+
+        Args:
+            max_batch: samples in a run.
+        """
+        answers: list[bytes | None] = [None] * len(messages)
+        runs: list[list[tuple[int, _Request]]] = []
+        open_runs: dict[int, tuple[list[tuple[int, _Request]], int]] = {}
+        for at, data in enumerate(messages):
+            start = time.perf_counter()
+            request = self._read(data)
+            if request is None or not self._can_predict(request):
+                continue
+            self._stats.stages.add("decode", time.perf_counter() - start)
+            key = id(request.state)
+            run, samples = open_runs.get(key, ([], 0))
+            if not run or samples + request.batch > max_batch or not request.state.mergeable:
+                run, samples = [], 0
+                runs.append(run)
+            run.append((at, request))
+            open_runs[key] = run, samples + request.batch
+        for run in runs:
+            self._run(run, answers)
+            for at, request in run:
+                if answers[at] is not None:
+                    self._stats.batch.add(request.batch)
+        return answers
+
+    def _read(self, data: bytes) -> _Request | None:
+        if len(data) > self._most_bytes or not self.available:
+            return None
+        found = read_request(data)
+        if found is None:
+            return None
+        name, version, keys_at, keys_end, keys, batch, lengths_at, ids_at, ids, wide, dense_at, dense_bytes = found
+        if ids > self._most_ids or batch > self._limits.max_batch or keys > self._limits.max_keys:
+            return None
+        try:
+            model = self._registry.get(name, version)
+        except RecinferError:
+            return None
+        state = model.predictor.state
+        tables = state.direct
+        if tables is None:
+            return None
+        block = data[keys_at:keys_end]
+        order = tables.order(block)
+        if order is None:
+            order = tables.learn(block, _keys(block))
+            if order is None:
+                return None
+        if batch * order.columns > self._most_floats:
+            return None
+        return _Request(
+            data, model, state, tables, order, keys, batch, lengths_at, ids_at, ids, wide, dense_at, dense_bytes
+        )
+
+    @staticmethod
+    def _can_predict(request: _Request) -> bool:
+        num_dense = request.state.num_dense
+        return (
+            request.order.complete
+            and request.state.engine is not None
+            and request.state.device.type == "cpu"
+            and request.dense_bytes == 4 * num_dense * request.batch
+        )
+
+    def _run(self, run: Sequence[tuple[int, _Request]], answers: list[bytes | None]) -> None:
+        """Answer requests of one state together; those whose ids or numbers are not right stay without an answer."""
+        state, columns = run[0][1].state, run[0][1].order.columns
+        start = time.perf_counter()
+        pooled = np.empty((sum(request.batch for _, request in run), columns), np.float32)
+        dense, taken, end = [], [], 0
+        for at, request in run:
+            first, last = end, end + request.batch
+            values = np.frombuffer(request.data, np.float32, request.dense_bytes // 4, request.dense_at)
+            # One sum sees every NaN and infinity. What is merely large is looked at twice, by the ordinary way.
+            if not request.pool(pooled[first:last]) or not math.isfinite(np.dot(values, values)):
+                continue
+            dense.append(values)
+            taken.append((at, request, first, last))
+            end = last
+        if not taken:
+            return
+        arrays = [pooled[:end]]
+        if state.num_dense:
+            joined = dense[0] if len(dense) == 1 else np.concatenate(dense)
+            arrays.insert(0, joined.reshape(end, state.num_dense))
+        found = time.perf_counter()
+        state.stages.add("lookup", found - start)
+        try:
+            outputs = state.run_engine_arrays(arrays)
+        except Exception:  # it fails the ordinary way too, and is told there
+            return
+        start = time.perf_counter()
+        if any(not output.ndim or output.shape[0] != end or output.dtype != np.float32 for output in outputs):
+            return
+        for at, request, first, last in taken:
+            mine = outputs if len(taken) == 1 else [output[first:last] for output in outputs]
+            answers[at] = codec.encode_output_arrays(state.output_names, mine, request.model.version)
+        self._stats.stages.add("encode", time.perf_counter() - start)
+
+
+def _keys(block: bytes) -> tuple[str, ...]:
+    """The keys of a JaggedFeatures message that holds nothing else; none where they are no text."""
+    try:
+        return tuple(pb.JaggedFeatures.FromString(block).keys)
+    except Exception:  # the ordinary way says what is wrong
+        return ()
+
+
+def _lookup_head(order: DirectOrder, batch: int, version: str) -> bytes:
+    """All of a LookupResponse but the floats at its end."""
+    head = codec.lookup_head(order.names, order.dims, batch, version, ())
+    return head + bytes_field(4, bytes(4 * batch * order.columns))[0]

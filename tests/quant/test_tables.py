@@ -1,0 +1,138 @@
+"""The compiled pooled lookup against FBGEMM's operator, bit for bit, and against places that are not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from recinfer.modules.embedding_configs import DataType, PoolingType
+from recinfer.quant.packing import PACKED_TYPES, pack_rows, row_bytes
+from recinfer.quant.tbe import TableBatch, TableSlot
+
+tables = pytest.importorskip("recinfer.quant._tables", reason="not built: no C compiler when recinfer was installed")
+
+ROWS = 90
+
+
+class Case:
+    """Tables of some widths in one buffer, bags for them, and the bytes of a request."""
+
+    def __init__(
+        self, types: list[DataType], widths: list[int], batch: int, longest: int, pooling: PoolingType, wide: bool
+    ) -> None:
+        torch.manual_seed(batch + longest)
+        parts, pieces, slots, steps = [], [], [], []
+        offset = column = 0
+        for f, width in enumerate(widths):
+            data_type = types[f % len(types)]
+            packed = pack_rows(torch.randn(ROWS, width), data_type)
+            slots.append(TableSlot(f"t{f}", ROWS, width, data_type, offset))
+            mean = int(pooling is PoolingType.MEAN)
+            pieces.append((offset, ROWS, row_bytes(width, data_type), width, data_type.bits, mean))
+            steps.append((f, f, column))
+            column += width
+            offset += packed.numel()
+            parts.append(packed.view(-1))
+        self.buffer = torch.cat(parts)
+        lengths = torch.randint(0, longest + 1, (len(widths) * batch,), dtype=torch.int32)
+        self.ids = torch.randint(0, ROWS, (int(lengths.sum()),), dtype=torch.int64 if wide else torch.int32)
+        self.offsets = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(self.ids.dtype)
+        self.op = TableBatch(slots, list(range(len(widths))), pooling, self.buffer)
+        self.data = b"odd" + lengths.numpy().tobytes() + self.ids.numpy().tobytes()
+        self.asked: dict[str, Any] = {
+            "buffer": self.buffer.numpy(),
+            "pieces": np.array(pieces, np.int64),
+            "steps": np.array(steps, np.int64),
+            "data": self.data,
+            "lengths_at": 3,
+            "values_at": 3 + 4 * len(lengths),
+            "ids": len(self.ids),
+            "wide": wide,
+            "keys": len(widths),
+            "batch": batch,
+            "columns": column,
+            "into": b"head",
+        }
+
+    def pool(self, **changed: Any) -> Any:
+        return tables.pool(*(self.asked | changed).values())
+
+
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+@pytest.mark.parametrize("types", [[t] for t in PACKED_TYPES] + [[DataType.INT8, DataType.INT4, DataType.FP16]])
+@pytest.mark.parametrize(
+    "widths, batch, longest, wide",
+    [
+        ([8, 16, 32, 64, 128], 7, 5, True),
+        ([4, 12, 20, 260, 36], 3, 40, False),
+        ([16, 16], 1, 0, True),
+        ([16], 300, 1, True),
+    ],
+)
+def test_sums_are_those_of_fbgemm(
+    types: list[DataType], widths: list[int], batch: int, longest: int, wide: bool, pooling: PoolingType
+) -> None:
+    case = Case(types, widths, batch, longest, pooling, wide)
+    expected = case.op(case.ids, case.offsets).numpy()
+    answer = case.pool()
+    assert answer[:4] == b"head"
+    assert np.array_equal(np.frombuffer(answer, np.float32, offset=4).reshape(batch, sum(widths)), expected)
+    into = np.full((batch, sum(widths)), np.nan, np.float32)
+    assert case.pool(into=into) is True
+    assert np.array_equal(into, expected)
+
+
+def test_ids_of_no_row_and_lengths_of_other_ids_get_no_answer() -> None:
+    case = Case([DataType.INT8], [8, 16], 4, 3, PoolingType.SUM, True)
+    for bad in (-1, ROWS, 2**40, -(2**63)):
+        ids = case.ids.clone()
+        ids[len(ids) // 2] = bad
+        data = case.data[: case.asked["values_at"]] + ids.numpy().tobytes()
+        assert case.pool(data=data) is None
+    for at, bad in ((3, -1), (3, 2**31 - 1), (7, 0x7F000000)):
+        data = bytearray(case.data)
+        data[at : at + 4] = int(bad).to_bytes(4, "little", signed=True)
+        assert case.pool(data=bytes(data)) is None
+    assert case.pool(ids=case.asked["ids"] - 1) is None
+
+
+def test_places_that_are_not_there_are_refused() -> None:
+    case = Case([DataType.INT8], [8, 16], 4, 3, PoolingType.SUM, True)
+    pieces, steps = case.asked["pieces"], case.asked["steps"]
+
+    def with_one(array: np.ndarray, at: tuple[int, int], value: int) -> np.ndarray:
+        changed = array.copy()
+        changed[at] = value
+        return changed
+
+    wrong: list[dict[str, Any]] = [
+        {"lengths_at": -1},
+        {"lengths_at": len(case.data)},
+        {"values_at": len(case.data) - 8 * case.asked["ids"] + 1},
+        {"ids": 2**62},
+        {"ids": -1},
+        {"batch": 2**62},
+        {"batch": 0},
+        {"keys": 2**61},
+        {"columns": 23},
+        {"columns": 2**62},
+        {"into": np.zeros((4, 23), np.float32)},
+        *({"pieces": with_one(pieces, (1, 0), value)} for value in (-1, 2**62, len(case.buffer) - 1)),
+        *({"pieces": with_one(pieces, (1, 1), value)} for value in (-1, 2**62, ROWS + 1)),
+        *({"pieces": with_one(pieces, (1, 2), value)} for value in (0, -1, 19)),
+        *({"pieces": with_one(pieces, (1, 3), value)} for value in (0, -1, 2**62)),
+        {"pieces": with_one(pieces, (1, 4), 7)},
+        *({"steps": with_one(steps, (1, 0), value)} for value in (-1, 2)),
+        *({"steps": with_one(steps, (1, 1), value)} for value in (-1, 2)),
+        *({"steps": with_one(steps, (1, 2), value)} for value in (-1, 9, 2**62)),
+    ]
+    for change in wrong:
+        with pytest.raises(ValueError, match="pool: "):
+            case.pool(**change)
+    read_only = np.zeros((4, 24), np.float32)
+    read_only.flags.writeable = False
+    with pytest.raises((ValueError, BufferError)):
+        case.pool(into=read_only)

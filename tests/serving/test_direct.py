@@ -1,0 +1,220 @@
+"""Requests answered from their bytes get the ordinary way's answers, to the byte, or none at all."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import recinfer
+from recinfer.inference.delta import make_delta
+from recinfer.inference.direct import DirectTables
+from recinfer.modules.embedding_configs import DataType
+from recinfer.serving import codec
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.limits import Limits
+from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.registry import ModelRegistry
+from recinfer.serving.server import Server
+from recinfer.serving.service import InferenceService, Message
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, make_archive, make_request
+from tests.inference.test_delta import changed, save
+
+pytestmark = pytest.mark.skipif(
+    not DirectTables.available(),
+    reason="recinfer.quant._tables was not built: no C compiler when recinfer was installed",
+)
+
+
+def service_of(path: Path, limits: Limits | None = None) -> InferenceService:
+    return InferenceService(ModelRegistry({"ranker": recinfer.load(path)}), limits)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> InferenceService:
+    """Tables cut by rows and columns, sums and means, one table of two features."""
+    return service_of(make_archive(tmp_path_factory.mktemp("direct"))[1].root)
+
+
+def some_of(request: KeyedJaggedTensor, names: list[str]) -> KeyedJaggedTensor:
+    bags = [request[name] for name in names]
+    return KeyedJaggedTensor(
+        names, torch.cat([b.values() for b in bags]), lengths=torch.cat([b.lengths() for b in bags]).int()
+    )
+
+
+def same_floats(got: bytes, expected: bytes) -> None:
+    for a, b in zip(
+        pb.PredictResponse.FromString(got).outputs, pb.PredictResponse.FromString(expected).outputs, strict=True
+    ):
+        assert (a.name, list(a.shape)) == (b.name, list(b.shape))
+        pair = [torch.frombuffer(bytearray(x.values), dtype=torch.float32) for x in (a, b)]
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-6)
+
+
+def test_lookups_are_the_ordinary_ones(service: InferenceService) -> None:
+    chosen = random.Random(3)
+    for seed in range(60):
+        features = make_request(RANKER_ROWS, chosen.choice([1, 2, 17, 200]), seed, longest=chosen.choice([1, 2, 9]))
+        names = chosen.sample(list(RANKER_ROWS), chosen.randint(1, len(RANKER_ROWS)))
+        features = some_of(features, names)
+        if seed % 3 == 0:
+            features = KeyedJaggedTensor(names, features.values().int(), lengths=features.lengths())
+        data = codec.encode_lookup_request(features, "ranker" if seed % 2 else "")
+        found = service.direct.lookup(data)
+        assert found is not None
+        assert found == (service.lookup(data), features.stride())
+
+
+def test_a_table_of_every_precision(tmp_path: Path) -> None:
+    for precision in (DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32):
+        service = service_of(make_archive(tmp_path / precision.value, precision=precision)[1].root)
+        data = codec.encode_lookup_request(make_request(RANKER_ROWS, 9))
+        found = service.direct.lookup(data)
+        assert found is not None
+        assert found[0] == service.lookup(data)
+
+
+def test_predictions_alone_and_together(service: InferenceService) -> None:
+    messages = []
+    for seed, batch in enumerate((1, 5, 1, 40)):
+        dense = torch.randn(batch, NUM_DENSE, generator=torch.Generator().manual_seed(seed))
+        messages.append(codec.encode_predict_request(dense, make_request(RANKER_ROWS, batch, seed)))
+    expected = [service.predict(message) for message in messages]
+    for message, answer in zip(messages, expected):
+        found = service.direct.predict(message)
+        assert found is not None
+        same_floats(found[0], answer)
+    bad_id = codec.encode_predict_request(torch.zeros(1, NUM_DENSE), one_id(5000))
+    nan = codec.encode_predict_request(torch.full((1, NUM_DENSE), float("nan")), one_id(1))
+    given = service.direct.predict_many([messages[0], bad_id, *messages[1:], nan], max_batch=44)
+    assert given[1] is None and given[-1] is None
+    for got, answer in zip([given[0], *given[2:-1]], expected, strict=True):
+        assert got is not None
+        same_floats(got, answer)
+    # and through the run of a batcher, where each gets its answer or its error
+    answers = service.run([Message("Predict", message) for message in (messages[0], bad_id, nan, messages[3])])
+    assert isinstance(answers[0], bytes) and isinstance(answers[3], bytes)
+    assert "out of range" in str(answers[1]) or "5000" in str(answers[1])
+    assert "dense: sample 0" in str(answers[2])
+
+
+def one_id(value: int) -> KeyedJaggedTensor:
+    names = list(RANKER_ROWS)
+    return KeyedJaggedTensor(
+        names,
+        torch.tensor([value if n == "f_item" else 1 for n in names]),
+        lengths=torch.ones(len(names), dtype=torch.int32),
+    )
+
+
+def test_what_is_not_plain_is_left_to_the_ordinary_way(service: InferenceService) -> None:
+    direct = service.direct
+    features = make_request(RANKER_ROWS, 2)
+    plain = codec.encode_lookup_request(features)
+    weighted = KeyedJaggedTensor(
+        features.keys(), features.values(), lengths=features.lengths(), weights=torch.ones(len(features.values()))
+    )
+    unknown = KeyedJaggedTensor(["f_none"], torch.tensor([1]), lengths=torch.tensor([1], dtype=torch.int32))
+    twice = pb.LookupRequest(
+        features=pb.JaggedFeatures(keys=["f_user", "f_user"], batch_size=1, lengths=bytes(8), values=b"")
+    ).SerializeToString()
+    large = codec.encode_lookup_request(make_request(RANKER_ROWS, 9000))
+    for data in (
+        codec.encode_lookup_request(one_id(1201)),
+        codec.encode_lookup_request(one_id(-1)),
+        codec.encode_lookup_request(weighted),
+        codec.encode_lookup_request(unknown),
+        codec.encode_lookup_request(features, "other"),
+        codec.encode_lookup_request(features, "", "99"),
+        twice,
+        large,
+        plain[:-1],
+        plain + b"\x1a\x00",
+        b"",
+        b"\x0a",
+    ):
+        assert direct.lookup(data) is None
+    dense = torch.zeros(2, NUM_DENSE)
+    context = some_of(make_request(RANKER_ROWS, 1), ["f_user"])
+    rest = some_of(features, ["f_item", "f_hist", "f_cat"])
+    for data in (
+        codec.encode_predict_request(dense, rest),  # not complete
+        codec.encode_predict_request(dense, rest, context=context),
+        codec.encode_predict_request(dense[:, :2].contiguous(), features),
+        pb.PredictRequest(raw=b"x").SerializeToString(),
+    ):
+        assert direct.predict(data) is None
+
+
+def test_limits_are_the_ordinary_ways(tmp_path: Path) -> None:
+    path = make_archive(tmp_path)[1].root
+    features = make_request(RANKER_ROWS, 8)
+    data = codec.encode_lookup_request(features)
+    for limits in (
+        Limits(max_batch=7),
+        Limits(max_ids=len(features.values()) - 1),
+        Limits(max_keys=3),
+        Limits(max_message_bytes=len(data) - 1),
+        Limits(max_response_bytes=4 * 8 * (12 + 16 + 16 + 20) - 4),
+    ):
+        assert service_of(path, limits).direct.lookup(data) is None
+
+
+def test_ten_thousand_mutated_messages(service: InferenceService) -> None:
+    """Whatever the bytes, the answer is the ordinary way's, or none."""
+    chosen = random.Random(11)
+    starts = [codec.encode_lookup_request(make_request(RANKER_ROWS, batch, batch)) for batch in (1, 3)]
+    answered = 0
+    for _ in range(10_000):
+        data = bytearray(chosen.choice(starts))
+        for _ in range(chosen.randint(1, 3)):
+            at = chosen.randrange(len(data))
+            kind = chosen.random()
+            if kind < 0.6:
+                data[at] = chosen.choice([0, 1, 2, 0x7F, 0x80, 0xFF, chosen.randrange(256)])
+            elif kind < 0.8:
+                del data[at : at + chosen.randint(1, 9)]
+            else:
+                data[at:at] = chosen.randbytes(chosen.randint(1, 9))
+        found = service.direct.lookup(bytes(data))
+        if found is not None:
+            answered += 1
+            assert found[0] == service.lookup(bytes(data))
+    assert answered > 100
+
+
+def test_a_delta_reaches_it_at_once(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model, archive = make_archive(tmp_path / "a", model=Ranker())
+    new = changed(model, 3, part=0.5)
+    make_delta(archive.root, new, save(new, tmp_path / "new.pt"), tmp_path / "d.rqd", progress=False)
+    service = service_of(archive.root)
+    predictor = service.registry.get().predictor
+    data = codec.encode_lookup_request(make_request(RANKER_ROWS, 30))
+    before = service.direct.lookup(data)
+    predictor.apply_delta(tmp_path / "d.rqd")
+    after = service.direct.lookup(data)
+    assert before is not None and after is not None
+    assert before[0] != after[0] == service.lookup(data)
+    predictor.undo_delta()
+    assert service.direct.lookup(data) == before
+
+
+def test_through_a_server_and_in_its_figures(service: InferenceService) -> None:
+    predictor = service.registry.get().predictor
+    features = make_request(RANKER_ROWS, 3)
+    with Server({"ranker": predictor}) as server, InferenceClient(server.target) as client:
+        before = predictor.stages.state()["lookup"].count
+        found = client.lookup(features)
+        torch.testing.assert_close(found.pooled.values(), predictor.lookup(features).pooled.values(), rtol=0, atol=0)
+        outputs = client.predict(torch.zeros(3, NUM_DENSE), features)
+        torch.testing.assert_close(outputs["output"], predictor.predict(torch.zeros(3, NUM_DENSE), features)["output"])
+        assert server.batcher is not None
+        assert server.batcher.state.requests == 2
+        assert server.stats.requests() == {("Lookup", "OK"): 1, ("Predict", "OK"): 1}
+        assert predictor.stages.state()["lookup"].count == before + 4
+        assert server.stats.batch.state().count == 2
