@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from recinfer.distributed.comm_exchanges import get_gradient_division
+from recinfer.distributed.dense_table_group import DenseTableGroup
 from recinfer.distributed.embedding_types import (
     BaseEmbeddingLookup,
     BaseGroupedFeatureProcessor,
@@ -34,7 +35,7 @@ from recinfer.distributed.infer_lookup import (
     MetaInferGroupedPooledEmbeddingsLookup,
 )
 from recinfer.distributed.replicas import Replicas
-from recinfer.distributed.table_group import DenseTableGroup, TableShape
+from recinfer.distributed.table_group import TableShape
 from recinfer.distributed.tbe import make_table_group
 from recinfer.distributed.types import ShardingEnv, ShardingType
 from recinfer.distributed.utils import append_prefix

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -15,13 +15,12 @@ from recinfer.distributed.embedding_types import (
     BaseEmbeddingLookup,
     BaseGroupedFeatureProcessor,
     FeatureShardingMixIn,
-    GroupedEmbeddingConfig,
     KJTList,
     ListOfKJTList,
     ShardedEmbeddingTable,
 )
+from recinfer.distributed.grouping import bucketize_kjt_before_all2all, group_tables
 from recinfer.distributed.types import Awaitable, Multistreamable, ParameterSharding, QuantizedCommCodecs
-from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import EmbeddingTableConfig
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -186,115 +185,6 @@ class EmbeddingSharding(abc.ABC, FeatureShardingMixIn, Generic[C, F, T, W]):
     def embedding_tables(self) -> list[ShardedEmbeddingTable]:
         """The rectangles on this rank."""
         raise NotImplementedError(f"{type(self).__name__} must implement embedding_tables")
-
-
-# --------------------------------------------------------------------------------------------------- grouping
-
-
-def group_tables(tables_per_rank: Sequence[Sequence[ShardedEmbeddingTable]]) -> list[list[GroupedEmbeddingConfig]]:
-    """Rectangles that one kernel call can look up together, rank by rank.
-
-    Together go equal element type, pooling, weighting, kernel and kernel settings; unpooled ones also need equal width.
-    Groups and the tables in them keep the order in which they first come.
-
-    Args:
-        tables_per_rank: rectangles of each rank.
-
-    Returns:
-        the groups of each rank.
-    """
-    return [_group(tables) for tables in tables_per_rank]
-
-
-def _group(tables: Sequence[ShardedEmbeddingTable]) -> list[GroupedEmbeddingConfig]:
-    groups: dict[tuple[Any, ...], list[ShardedEmbeddingTable]] = {}
-    for table in tables:
-        key = (
-            table.data_type,
-            table.pooling,
-            table.is_weighted,
-            table.has_feature_processor,
-            table.compute_kernel,
-            _settings_key(table.fused_params),
-            table.local_cols if table.pooling.name == "NONE" else None,
-        )
-        groups.setdefault(key, []).append(table)
-    return [
-        GroupedEmbeddingConfig(
-            data_type=members[0].data_type,
-            pooling=members[0].pooling,
-            is_weighted=members[0].is_weighted,
-            has_feature_processor=members[0].has_feature_processor,
-            compute_kernel=members[0].compute_kernel,
-            embedding_tables=members,
-            fused_params=members[0].fused_params,
-        )
-        for members in groups.values()
-    ]
-
-
-def _settings_key(fused_params: dict[str, Any] | None) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted((name, repr(value)) for name, value in (fused_params or {}).items()))
-
-
-# --------------------------------------------------------------------------------------------------- bucketize
-
-
-def bucketize_kjt_before_all2all(
-    kjt: KeyedJaggedTensor,
-    num_buckets: int,
-    block_sizes: Tensor,
-    output_permute: bool = False,
-    bucketize_pos: bool = False,
-    block_bucketize_row_pos: list[Tensor] | None = None,
-) -> tuple[KeyedJaggedTensor, Tensor | None]:
-    """Deal the ids of every feature into buckets of neighbouring rows; ids count from the start of their bucket.
-
-    Args:
-        kjt: ids of ``F`` features.
-        num_buckets: buckets a feature.
-        block_sizes: rows of a bucket, integers ``[F]``.
-        output_permute: also return where each id went.
-        bucketize_pos: the weights of the result are the ids' places in their bags.
-        block_bucketize_row_pos: the row edges ``[num_buckets + 1]`` of each feature, when buckets are uneven.
-
-    Returns:
-        ``num_buckets * F`` keys, bucket after bucket; and int ``[N]``, the place of each id of ``kjt`` in the result, or
-        None.
-
-    Raises:
-        InputError: not one block size a feature.
-    """
-    num_keys = len(kjt.keys())
-    if block_sizes.numel() != num_keys:
-        raise InputError(f"bucketize: got {block_sizes.numel()} block sizes for {num_keys} features; expected one each")
-    values, lengths = kjt.values(), kjt.lengths().view(-1)
-    variable = kjt.variable_stride_per_key()
-    edges = block_bucketize_row_pos
-    if edges is not None and edges and edges[0].dtype != values.dtype:
-        edges = [e.to(values.dtype) for e in edges]
-    bucket_lengths, bucket_values, weights, positions, permute = torch.ops.fbgemm.block_bucketize_sparse_features(
-        lengths,
-        values,
-        bucketize_pos,
-        output_permute,
-        block_sizes.to(values.dtype),
-        num_buckets,
-        kjt.weights_or_none(),
-        torch.tensor(kjt.stride_per_key(), dtype=lengths.dtype, device=lengths.device) if variable else None,
-        max(kjt.stride_per_key(), default=0) if variable else -1,
-        edges,
-    )
-    strides = kjt.stride_per_key_per_rank()
-    result = KeyedJaggedTensor.from_parts_unchecked(
-        list(kjt.keys()) * num_buckets,
-        bucket_values,
-        bucket_lengths,
-        weights=positions.to(torch.float32) if bucketize_pos else weights,
-        stride=kjt.stride(),
-        stride_per_key_per_rank=strides * num_buckets if variable else None,
-    )
-    return result, permute
 
 
 # --------------------------------------------------------------------------------------------------- awaitables

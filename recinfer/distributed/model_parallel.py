@@ -8,7 +8,6 @@ DistributedDataParallel.
 
 from __future__ import annotations
 
-import abc
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -17,12 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 
 from recinfer.distributed.comm import get_local_size
 from recinfer.distributed.copying import copying_to
+from recinfer.distributed.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
+from recinfer.distributed.model_tree import fused_optimizers, join, materialise, some_of
 from recinfer.distributed.sharding_plan import get_default_sharders
 from recinfer.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
 from recinfer.errors import CheckpointError, ConfigError
@@ -39,80 +39,6 @@ __all__ = [
     "get_module",
     "get_unwrapped_module",
 ]
-
-_WRAPPED = "_dmp_wrapped_module"
-_COMPRESSION = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-
-
-class DataParallelWrapper(abc.ABC):
-    """Replicates the part of a model that is not sharded."""
-
-    @abc.abstractmethod
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap ``dmp.module`` in place (set ``dmp._dmp_wrapped_module``) so that its gradients are averaged."""
-
-
-class DefaultDataParallelWrapper(DataParallelWrapper):
-    """One DistributedDataParallel over all that the sharded modules leave to it.
-
-    Args:
-        bucket_cap_mb: size of a gradient bucket in MiB.
-        static_graph: every step uses the same parameters.
-        find_unused_parameters: look for parameters without a gradient in every step; not with ``static_graph``.
-        allreduce_comm_precision: "fp16" or "bf16" halves the bytes of gradients on the way; None sends them as they are.
-        params_to_ignore: names of further parameters to leave alone.
-        ddp_kwargs: further arguments of DistributedDataParallel.
-
-    Raises:
-        ConfigError: an unknown precision.
-    """
-
-    def __init__(
-        self,
-        bucket_cap_mb: int = 25,
-        static_graph: bool = True,
-        find_unused_parameters: bool = False,
-        allreduce_comm_precision: str | None = None,
-        params_to_ignore: list[str] | None = None,
-        ddp_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        if allreduce_comm_precision is not None and allreduce_comm_precision not in _COMPRESSION:
-            raise ConfigError(
-                f"allreduce_comm_precision: got {allreduce_comm_precision!r}; expected one of {sorted(_COMPRESSION)} "
-                "or None"
-            )
-        self._bucket_cap_mb = bucket_cap_mb
-        self._static_graph = static_graph
-        self._find_unused_parameters = find_unused_parameters
-        self._allreduce_comm_precision = allreduce_comm_precision
-        self._params_to_ignore = set(params_to_ignore or ())
-        self._ddp_kwargs = dict(ddp_kwargs or {})
-
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap once; a model with nothing left to average is left as it is."""
-        if env.process_group is None or isinstance(dmp._dmp_wrapped_module, DistributedDataParallel):
-            return
-        module = dmp._dmp_wrapped_module
-        sharded = set(_sharded_parameter_names(module))
-        left = [n for n, p in module.named_parameters() if n not in sharded and p.requires_grad]
-        ignored = sharded | self._params_to_ignore
-        if not set(left) - ignored:
-            return
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(ignored))
-        wrapped = DistributedDataParallel(
-            module=module,
-            device_ids=None if device.type == "cpu" else [device],
-            process_group=env.process_group,
-            gradient_as_bucket_view=True,
-            forward_sync_buffers=False,
-            static_graph=self._static_graph,
-            find_unused_parameters=self._find_unused_parameters,
-            bucket_cap_mb=self._bucket_cap_mb,
-            **self._ddp_kwargs,
-        )
-        if self._allreduce_comm_precision is not None:
-            wrapped.register_comm_hook(None, _COMPRESSION[self._allreduce_comm_precision])
-        dmp._dmp_wrapped_module = wrapped
 
 
 class DistributedModelParallel(nn.Module, FusedOptimizerModule):
@@ -161,11 +87,11 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
         self._check_plan(module)
         self._dmp_wrapped_module: nn.Module = self._shard_modules(module, "", {})
         if init_parameters:
-            _materialise(self._dmp_wrapped_module, self.device)
+            materialise(self._dmp_wrapped_module, self.device)
         self._ddp_done = False
         if init_data_parallel:
             self.init_data_parallel()
-        self._optim = CombinedOptimizer(_fused_optimizers(get_module(self)))
+        self._optim = CombinedOptimizer(fused_optimizers(get_module(self)))
 
     # ------------------------------------------------------------------------------------------------- building
 
@@ -255,7 +181,7 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
             other._dmp_wrapped_module = copy.deepcopy(get_module(self))
         other.device = device
         other._ddp_done = False
-        other._optim = CombinedOptimizer(_fused_optimizers(get_module(other)))  # type: ignore[arg-type]
+        other._optim = CombinedOptimizer(fused_optimizers(get_module(other)))  # type: ignore[arg-type]
         return other
 
     # ------------------------------------------------------------------------------------------------- state
@@ -279,8 +205,8 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
         missing, unexpected = _load_state_dict(get_module(self), state_dict, prefix)
         if strict and (missing or unexpected):
             raise CheckpointError(
-                f"the state does not fit the model: {len(missing)} keys are missing ({_some(missing)}), "
-                f"{len(unexpected)} are not expected ({_some(unexpected)}); strict=False loads the rest"
+                f"the state does not fit the model: {len(missing)} keys are missing ({some_of(missing)}), "
+                f"{len(unexpected)} are not expected ({some_of(unexpected)}); strict=False loads the rest"
             )
         return _IncompatibleKeys(missing, unexpected)
 
@@ -360,57 +286,6 @@ def _default_device(env: ShardingEnv) -> torch.device:
 # --------------------------------------------------------------------------------------------------- walking the tree
 
 
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}{name}."
-
-
-def _sharded_parameter_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Parameters that sharded modules synchronise themselves."""
-    if isinstance(module, ShardedModule):
-        yield from module.sharded_parameter_names(prefix.removesuffix("."))
-        return
-    for name, child in module.named_children():
-        yield from _sharded_parameter_names(child, _join(prefix, name))
-
-
-def _materialise(module: nn.Module, device: torch.device) -> None:
-    """Give parameters and buffers on the meta device memory and initial values; move the others to ``device``."""
-    if isinstance(module, ShardedModule):
-        return  # its sharder built it on the device
-    for child in module.children():
-        _materialise(child, device)
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    was_meta = any(tensor.is_meta for tensor in own)
-    if any(tensor.device != device for tensor in own):
-        module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device), recurse=False)
-    if was_meta:
-        reset = getattr(module, "reset_parameters", None)
-        if not callable(reset):
-            names = ", ".join(
-                n for n, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            )
-            raise ConfigError(
-                f"{type(module).__name__} has parameters on the meta device ({names}) and no reset_parameters() to give "
-                "them values; build it on a real device, or pass init_parameters=False and load a state"
-            )
-        reset()
-
-
-def _fused_optimizers(
-    module: nn.Module, path: str = "", done: set[int] | None = None
-) -> list[tuple[str, KeyedOptimizer]]:
-    done = set() if done is None else done
-    if id(module) in done:
-        return []
-    done.add(id(module))
-    if isinstance(module, FusedOptimizerModule):
-        return [(path, module.fused_optimizer)]
-    found = []
-    for name, child in module.named_children():
-        found += _fused_optimizers(child, f"{path}.{name}" if path else name, done)
-    return found
-
-
 def _state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
     module = get_module(module)
     if isinstance(module, ShardedModule):
@@ -418,7 +293,7 @@ def _state_dict(module: nn.Module, destination: dict[str, Any], prefix: str, kee
         return
     module._save_to_state_dict(destination, prefix, keep_vars)
     for name, child in module.named_children():
-        _state_dict(child, destination, _join(prefix, name), keep_vars)
+        _state_dict(child, destination, join(prefix, name), keep_vars)
 
 
 def _load_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> tuple[list[str], list[str]]:
@@ -435,7 +310,7 @@ def _load_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str)
     if errors:
         raise CheckpointError("the state does not fit the model: " + "; ".join(errors))
     for name, child in module.named_children():
-        more = _load_state_dict(child, state_dict, _join(prefix, name))
+        more = _load_state_dict(child, state_dict, join(prefix, name))
         missing += more[0]
         unexpected += more[1]
     return missing, unexpected
@@ -476,7 +351,3 @@ def _sparse_grad_names(module: nn.Module, destination: list[str], prefix: str) -
         destination.append(f"{prefix}.weight" if prefix else "weight")
     for name, child in module.named_children():
         _sparse_grad_names(child, destination, f"{prefix}.{name}" if prefix else name)
-
-
-def _some(keys: list[str]) -> str:
-    return ", ".join(keys[:5]) + (" ..." if len(keys) > 5 else "") if keys else "none"

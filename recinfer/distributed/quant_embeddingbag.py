@@ -48,7 +48,7 @@ def create_infer_embedding_bag_sharding(
     Raises:
         ConfigError: a type that is not offered, or tables of another one.
     """
-    from recinfer.distributed.infer_lookup import infer_sharding  # what training shares is imported when it is used
+    from recinfer.distributed.infer_sharding import infer_sharding  # what training shares is imported when it is used
 
     return infer_sharding(sharding_type, sharding_infos, env, device)
 

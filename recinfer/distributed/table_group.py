@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from recinfer.distributed.embedding_types import OptimType
 from recinfer.distributed.fused_params import FusedSettings
 from recinfer.distributed.replicas import LookupGradient, Replicas
+from recinfer.distributed.table_blocks import OUTPUT, POOLING, Block, TableShape, rows_of, sums_of
 from recinfer.distributed.types import BoundsCheckMode
 from recinfer.distributed.variable_batch import padded_offsets, rank_major
 from recinfer.errors import ConfigError, InputError, UnavailableError
@@ -35,53 +35,14 @@ except ImportError as error:
         f"pip install 'recinfer[cpu]' ({error})"
     ) from error
 
-__all__ = ["DenseTableGroup", "TableGroup", "TableShape"]
+__all__ = ["TableGroup", "TableShape"]
 
-_POOLING = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
-_OUTPUT = {torch.float32: 0, torch.float16: 1}
 _WEIGHTS = (torch.float32, torch.float16)
 # Row-wise Adagrad of at least so many ids, in rows of at most so many columns, is faster by adding to rows.
 _MANY_IDS, _NARROW = 2048, 64
 _CHUNK = 1 << 16  # elements of the rows that are stepped together
 _KERNELS = {OptimType.SGD: "sgd", OptimType.ADAGRAD: "adagrad", OptimType.ROWWISE_ADAGRAD: "rowwise_adagrad"}
 _OUTSIDE = "out of bounds"  # in the operators' message
-
-
-@dataclass(frozen=True)
-class TableShape:
-    """One table (or the piece of it that lies here).
-
-    Attributes:
-        name: for messages and state keys.
-        rows, dim: its size; a piece may have no rows.
-        num_features: features that look it up; they stand next to each other in the input.
-    """
-
-    name: str
-    rows: int
-    dim: int
-    num_features: int = 1
-
-
-class _Block:
-    """Neighbouring tables of one dim: their rows are one matrix, their features' columns lie next to each other."""
-
-    def __init__(self, group: TableGroup, tables: range, first_feature: int, first_column: int) -> None:
-        shapes = [group.shapes[t] for t in tables]
-        self.tables = tables
-        self.dim = shapes[0].dim
-        self.num_features = sum(s.num_features for s in shapes)
-        self.features = slice(first_feature, first_feature + self.num_features)
-        self.columns = slice(first_column, first_column + self.num_features * self.dim)
-        self.elements = slice(group._starts[tables[0]], group._starts[tables[-1] + 1])
-        self.rows = slice(group._row_starts[tables[0]], group._row_starts[tables[-1] + 1])
-        first = group._row_starts[tables[0]]
-        starts = [group._row_starts[t] - first for t in tables for _ in range(group.shapes[t].num_features)]
-        self.row_starts = torch.tensor(starts)
-
-    def matrix(self, flat: Tensor) -> Tensor:
-        """The block's rows of a flat tensor of all rows: a view ``[rows, dim]``."""
-        return flat[self.elements].view(-1, self.dim)
 
 
 class TableGroup(nn.Module):
@@ -127,7 +88,7 @@ class TableGroup(nn.Module):
 
     def _build(self, dtype: torch.dtype, device: torch.device | None) -> None:
         """Rows, state, and the operators' arguments that never change."""
-        if dtype not in _WEIGHTS or self.settings.output_dtype not in _OUTPUT:
+        if dtype not in _WEIGHTS or self.settings.output_dtype not in OUTPUT:
             raise ConfigError(
                 f"tables of {dtype} with outputs of {self.settings.output_dtype}; the CPU kernels have float32, float16"
             )
@@ -156,10 +117,10 @@ class TableGroup(nn.Module):
         self._dim_offsets = tensor([0, *accumulate(self.feature_dims)], torch.int32)
         self._rows_per_feature = tensor([shapes[t].rows for t in of_feature])
         self._warnings = torch.zeros(1, dtype=torch.int64)
-        self._blocks: list[_Block] = []
+        self._blocks: list[Block] = []
         feature = column = 0
         for _, members in groupby(range(len(shapes)), key=lambda t: shapes[t].dim):
-            block = _Block(self, range((tables := list(members))[0], tables[-1] + 1), feature, column)
+            block = Block(self, range((tables := list(members))[0], tables[-1] + 1), feature, column)
             self._blocks.append(block)
             feature, column = block.features.stop, block.columns.stop
 
@@ -248,7 +209,7 @@ class TableGroup(nn.Module):
 
     def lookup(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """As :meth:`forward`, without bounds check and without gradients; ``offsets`` of ``indices``' dtype."""
-        ops, output = torch.ops.fbgemm, _OUTPUT[self.settings.output_dtype]
+        ops, output = torch.ops.fbgemm, OUTPUT[self.settings.output_dtype]
         tables = (self.weights, self._weights_offsets)
         out: Tensor
         if self.pooling is PoolingType.NONE:
@@ -264,7 +225,7 @@ class TableGroup(nn.Module):
             self._hash_sizes,
             indices,
             offsets,
-            _POOLING[self.pooling],
+            POOLING[self.pooling],
             per_sample_weights,  # None becomes an undefined tensor; an empty one would be read
             output,
         )
@@ -314,7 +275,7 @@ class TableGroup(nn.Module):
             op(call.grad_output, *tables, self.shapes[0].dim, *ids, rounding, *state)
             return
         op = getattr(ops, f"split_embedding_backward_codegen_{name}_cpu")
-        dims, bags = (self._dim_offsets, max(self.feature_dims)), (_POOLING[self.pooling], call.per_sample_weights)
+        dims, bags = (self._dim_offsets, max(self.feature_dims)), (POOLING[self.pooling], call.per_sample_weights)
         op(call.grad_output, *tables, *dims, *ids, *bags, rounding, *state)
 
     def _adds_rows_faster(self, call: LookupGradient) -> bool:
@@ -347,14 +308,14 @@ class TableGroup(nn.Module):
                 name: self._states[name][block.rows] if rowwise else block.matrix(self._states[name])
                 for name, rowwise in update.states.items()
             }
-            touched = {name: _rows(table, rows) for name, table in tables.items()}
+            touched = {name: rows_of(table, rows) for name, table in tables.items()}
             weights = block.matrix(self.weights)
-            new = update.step(_rows(weights, rows), grad, touched, hyper, count)
+            new = update.step(rows_of(weights, rows), grad, touched, hyper, count)
             weights.index_copy_(0, rows, new.to(weights.dtype))
             for name, table in tables.items():
                 table.index_copy_(0, rows, touched[name])
 
-    def _row_gradients(self, call: LookupGradient) -> Iterator[tuple[_Block, Tensor, Tensor]]:
+    def _row_gradients(self, call: LookupGradient) -> Iterator[tuple[Block, Tensor, Tensor]]:
         """Blocks with touched rows (int64 ``[R]``, each once) and their gradients (float32 ``[R, dim]``), in chunks."""
         num_bags = (call.offsets.numel() - 1) // len(self.feature_dims)
         for block in self._blocks:
@@ -374,11 +335,11 @@ class TableGroup(nn.Module):
             for start in range(0, rows.numel(), size):
                 ends = bounds[start : start + size + 1]
                 part = slice(int(ends[0]), int(ends[-1]))
-                grad = _sums(gradients, source[part], ends - ends[0], None if scales is None else scales[part])
+                grad = sums_of(gradients, source[part], ends - ends[0], None if scales is None else scales[part])
                 yield block, rows[start : start + size], grad
 
     def _sources(
-        self, block: _Block, call: LookupGradient, ids: slice, lengths: Tensor, order: Tensor
+        self, block: Block, call: LookupGradient, ids: slice, lengths: Tensor, order: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """A matrix of gradients; for each id, in ``order``, its row there; and what that row counts for."""
         scales = None if call.per_sample_weights is None else call.per_sample_weights[ids]
@@ -405,30 +366,6 @@ class TableGroup(nn.Module):
         """Bring rows into the cache; there is none here."""
 
 
-def _rows(table: Tensor, rows: Tensor) -> Tensor:
-    """``table[rows]`` in float32. FBGEMM's lookup asks for rows ahead of reading them; indexing waits for each one."""
-    if table.dim() == 1:
-        return table.index_select(0, rows)
-    return _sums(table, rows, torch.arange(rows.numel() + 1), None)
-
-
-def _sums(matrix: Tensor, rows: Tensor, bounds: Tensor, scales: Tensor | None) -> Tensor:
-    """Sums of rows of ``matrix``, each over one range of ``bounds``: FBGEMM's lookup, with the matrix as its table."""
-    out: Tensor = torch.ops.fbgemm.split_embedding_codegen_forward_cpu(
-        matrix.reshape(-1),
-        torch.zeros(1, dtype=torch.int64),
-        torch.tensor([0, matrix.shape[1]], dtype=torch.int32),
-        matrix.shape[1],
-        torch.tensor([0, matrix.shape[0]]),
-        rows,
-        bounds,
-        _POOLING[PoolingType.SUM],
-        scales,
-        _OUTPUT[torch.float32],
-    )
-    return out
-
-
 class _FusedLookup(torch.autograd.Function):
     """Look up; in the backward update the rows and give the gradient of the per-sample weights."""
 
@@ -448,48 +385,3 @@ class _FusedLookup(torch.autograd.Function):
             grad_weights = ctx.group.per_sample_weight_gradient(grad_output.contiguous(), indices, offsets)
         ctx.group.update(indices, offsets, weights, grad_output)
         return None, grad_weights, None, None, None
-
-
-class DenseTableGroup(TableGroup):
-    """Tables whose gradients come out as tensors: each table is a parameter, any optimizer may step it.
-
-    The parameters are views on the flat tensor, so one kernel call still looks all of them up.
-    """
-
-    def _build(self, dtype: torch.dtype, device: torch.device | None) -> None:
-        super()._build(dtype, device)
-        self._states = {}
-        self.tables = nn.ParameterList([nn.Parameter(view) for view in self.table_weights()])
-
-    def _differentiable(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
-        out: Tensor = _DenseLookup.apply(self, indices, offsets, per_sample_weights, *self.tables)
-        return out
-
-    @torch.no_grad()
-    def table_gradients(self, call: LookupGradient) -> list[Tensor]:
-        """The gradient ``[rows, dim]`` of every table."""
-        flat = torch.zeros_like(self.weights)
-        for block, rows, grad in self._row_gradients(call):
-            block.matrix(flat).index_copy_(0, rows, grad.to(flat.dtype))
-        return [flat[start : start + s.rows * s.dim].view(s.rows, s.dim) for s, start in zip(self.shapes, self._starts)]
-
-
-class _DenseLookup(torch.autograd.Function):
-    """Look up; the backward gives each table its whole gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: DenseTableGroup, indices: Tensor, offsets: Tensor, weights: Tensor | None, *tables: Tensor
-    ) -> Tensor:
-        ctx.group = group
-        ctx.save_for_backward(indices, offsets, weights)
-        return group.lookup(indices, offsets, weights)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        indices, offsets, weights = ctx.saved_tensors
-        grad_weights = None
-        if weights is not None and ctx.needs_input_grad[3]:
-            grad_weights = ctx.group.per_sample_weight_gradient(grad_output.contiguous(), indices, offsets)
-        gradients = ctx.group.table_gradients(LookupGradient(indices, offsets, weights, grad_output.contiguous()))
-        return None, None, None, grad_weights, *gradients

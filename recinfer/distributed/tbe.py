@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recinfer.distributed.dense_table_group import DenseTableGroup
 from recinfer.distributed.embedding_types import EmbeddingLocation, OptimType
 from recinfer.distributed.fused_params import FusedSettings, WeightDecayMode
 from recinfer.distributed.replicas import LookupGradient
-from recinfer.distributed.table_group import DenseTableGroup, TableGroup, TableShape
+from recinfer.distributed.table_group import TableGroup, TableShape
 from recinfer.distributed.types import BoundsCheckMode
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import PoolingType

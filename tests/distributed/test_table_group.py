@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recinfer.distributed.dense_table_group import DenseTableGroup
 from recinfer.distributed.fused_params import FusedSettings
 from recinfer.distributed.replicas import LookupGradient
-from recinfer.distributed.table_group import DenseTableGroup, TableGroup, TableShape
+from recinfer.distributed.table_group import TableGroup, TableShape
 from recinfer.distributed.tbe import ModuleDenseTableGroup, ModuleTableGroup, make_table_group
 from recinfer.distributed.utils import optimizer_fused_params
 from recinfer.errors import ConfigError, InputError

@@ -1,0 +1,92 @@
+"""Replicates what a plan leaves of a model: the interface, and DistributedDataParallel behind it."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from recinfer.distributed.model_tree import sharded_parameter_names
+from recinfer.distributed.types import ShardingEnv
+from recinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from recinfer.distributed.model_parallel import DistributedModelParallel
+
+__all__ = ["DataParallelWrapper", "DefaultDataParallelWrapper"]
+
+_COMPRESSION = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+
+
+class DataParallelWrapper(abc.ABC):
+    """Replicates the part of a model that is not sharded."""
+
+    @abc.abstractmethod
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wrap ``dmp.module`` in place (set ``dmp._dmp_wrapped_module``) so that its gradients are averaged."""
+
+
+class DefaultDataParallelWrapper(DataParallelWrapper):
+    """One DistributedDataParallel over all that the sharded modules leave to it.
+
+    Args:
+        bucket_cap_mb: size of a gradient bucket in MiB.
+        static_graph: every step uses the same parameters.
+        find_unused_parameters: look for parameters without a gradient in every step; not with ``static_graph``.
+        allreduce_comm_precision: "fp16" or "bf16" halves the bytes of gradients on the way; None sends them as they are.
+        params_to_ignore: names of further parameters to leave alone.
+        ddp_kwargs: further arguments of DistributedDataParallel.
+
+    Raises:
+        ConfigError: an unknown precision.
+    """
+
+    def __init__(
+        self,
+        bucket_cap_mb: int = 25,
+        static_graph: bool = True,
+        find_unused_parameters: bool = False,
+        allreduce_comm_precision: str | None = None,
+        params_to_ignore: list[str] | None = None,
+        ddp_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        if allreduce_comm_precision is not None and allreduce_comm_precision not in _COMPRESSION:
+            raise ConfigError(
+                f"allreduce_comm_precision: got {allreduce_comm_precision!r}; expected one of {sorted(_COMPRESSION)} "
+                "or None"
+            )
+        self._bucket_cap_mb = bucket_cap_mb
+        self._static_graph = static_graph
+        self._find_unused_parameters = find_unused_parameters
+        self._allreduce_comm_precision = allreduce_comm_precision
+        self._params_to_ignore = set(params_to_ignore or ())
+        self._ddp_kwargs = dict(ddp_kwargs or {})
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Wrap once; a model with nothing left to average is left as it is."""
+        if env.process_group is None or isinstance(dmp._dmp_wrapped_module, DistributedDataParallel):
+            return
+        module = dmp._dmp_wrapped_module
+        sharded = set(sharded_parameter_names(module))
+        left = [n for n, p in module.named_parameters() if n not in sharded and p.requires_grad]
+        ignored = sharded | self._params_to_ignore
+        if not set(left) - ignored:
+            return
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(ignored))
+        wrapped = DistributedDataParallel(
+            module=module,
+            device_ids=None if device.type == "cpu" else [device],
+            process_group=env.process_group,
+            gradient_as_bucket_view=True,
+            forward_sync_buffers=False,
+            static_graph=self._static_graph,
+            find_unused_parameters=self._find_unused_parameters,
+            bucket_cap_mb=self._bucket_cap_mb,
+            **self._ddp_kwargs,
+        )
+        if self._allreduce_comm_precision is not None:
+            wrapped.register_comm_hook(None, _COMPRESSION[self._allreduce_comm_precision])
+        dmp._dmp_wrapped_module = wrapped

@@ -1,0 +1,309 @@
+"""Sharded EmbeddingBagCollection for training, and its sharder.
+
+Differs from TorchRec's on purpose: outputs keep the module's feature order, row pieces of MEAN tables divide by the
+full bag, values that the given module holds are kept, and all tables but replicas share one exchange each way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recinfer.distributed.embedding_sharding import (
+    EmbeddingSharding,
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+)
+from recinfer.distributed.embedding_types import (
+    BaseEmbeddingSharder,
+    KJTList,
+    embedding_parameters,
+)
+from recinfer.distributed.sharding.collection import ShardedCollection
+from recinfer.distributed.sharding.combine import JoinGroups
+from recinfer.distributed.sharding.infos import by_sharding_type, table_infos
+from recinfer.distributed.sharding.tables import PooledSharding
+from recinfer.distributed.types import (
+    Awaitable,
+    EmbeddingModuleShardingPlan,
+    LazyAwaitable,
+    Multistreamable,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+)
+from recinfer.modules.embedding_configs import EmbeddingBagConfig
+from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+__all__ = [
+    "EmbeddingBagCollectionAwaitable",
+    "EmbeddingBagCollectionContext",
+    "EmbeddingBagCollectionSharder",
+    "ShardedEmbeddingBagCollection",
+    "construct_output_kt",
+    "create_embedding_bag_sharding",
+    "create_sharding_infos_by_sharding",
+    "replace_placement_with_meta_device",
+]
+
+
+def construct_output_kt(embeddings: list[Tensor], embedding_names: list[str], embedding_dims: list[int]) -> KeyedTensor:
+    """Pooled vectors side by side, with their names.
+
+    Args:
+        embeddings: ``[B, ...]`` each; their columns are those of all names.
+        embedding_names: the names, in order.
+        embedding_dims: columns of each name.
+    """
+    values = embeddings[0] if len(embeddings) == 1 else torch.cat(embeddings, dim=1)
+    return KeyedTensor.from_parts_unchecked(embedding_names, embedding_dims, values)
+
+
+class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
+    """Pooled vectors on their way: the KeyedTensor, once something uses it.
+
+    Args:
+        awaitables: of each group of tables, ``[B, columns of the group]``.
+        embedding_dims: columns of each output.
+        embedding_names: names of the outputs, in module order.
+        join: how the groups' columns become the module's.
+    """
+
+    def __init__(
+        self,
+        awaitables: list[Awaitable[Tensor]],
+        embedding_dims: list[int],
+        embedding_names: list[str],
+        join: JoinGroups,
+    ) -> None:
+        super().__init__()
+        self._awaitables = awaitables
+        self._embedding_dims = embedding_dims
+        self._embedding_names = embedding_names
+        self._join = join
+
+    def _wait_impl(self) -> KeyedTensor:
+        values = self._join([awaitable.wait() for awaitable in self._awaitables])
+        return construct_output_kt([values], self._embedding_names, self._embedding_dims)
+
+
+@dataclass
+class EmbeddingBagCollectionContext(Multistreamable):
+    """What one forward carries between its steps.
+
+    Args:
+        sharding_contexts: one a group of tables that share their exchanges.
+    """
+
+    sharding_contexts: list[EmbeddingShardingContext | None] = field(default_factory=list)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive until ``stream`` is done with them."""
+        for context in self.sharding_contexts:
+            if context is not None:
+                context.record_stream(stream)
+
+
+def create_sharding_infos_by_sharding(
+    module: EmbeddingBagCollectionInterface,
+    table_name_to_parameter_sharding: dict[str, ParameterSharding],
+    prefix: str,
+    fused_params: dict[str, Any] | None,
+    suffix: str | None = "weight",
+) -> dict[str, list[EmbeddingShardingInfo]]:
+    """The tables of a module by sharding type.
+
+    Args:
+        module: the collection.
+        table_name_to_parameter_sharding: the plan.
+        prefix: where the tables are in the module, ``embedding_bags.``.
+        fused_params: kernel settings of all tables.
+        suffix: the name of a table's values.
+
+    Returns:
+        sharding type -> infos, tables in module order.
+
+    Raises:
+        ConfigError: a table has no plan, or the plan names one that is not there.
+    """
+    return by_sharding_type(_infos(module, table_name_to_parameter_sharding, fused_params, prefix, suffix or "weight"))
+
+
+def _infos(
+    module: EmbeddingBagCollectionInterface,
+    plan: dict[str, ParameterSharding],
+    fused_params: dict[str, Any] | None,
+    prefix: str = "embedding_bags.",
+    suffix: str = "weight",
+) -> list[EmbeddingShardingInfo]:
+    state = module.state_dict(keep_vars=True)
+    configs = module.embedding_bag_configs()
+    parameters = {config.name: state[f"{prefix}{config.name}.{suffix}"] for config in configs}
+    return table_infos(configs, parameters, plan, fused_params, module.is_weighted())
+
+
+def create_embedding_bag_sharding(
+    sharding_type: str,
+    sharding_infos: list[EmbeddingShardingInfo],
+    env: ShardingEnv,
+    device: torch.device | None = None,
+    permute_embeddings: bool = False,
+    qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+) -> EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]:
+    """The sharding of pooled tables of one type.
+
+    Args:
+        sharding_type: a ``ShardingType`` value.
+        sharding_infos: the tables.
+        env: the ranks.
+        device: where rows and buffers lie.
+        permute_embeddings: accepted; outputs are always in module order.
+        qcomm_codecs_registry: ``CommOp`` name -> codecs.
+
+    Raises:
+        ConfigError: an unknown type, or tables of another one.
+    """
+    from recinfer.distributed.sharding.by_type import pooled_sharding_of
+
+    return pooled_sharding_of(sharding_type)(sharding_infos, env, device, qcomm_codecs_registry)
+
+
+def replace_placement_with_meta_device(sharding_infos: list[EmbeddingShardingInfo]) -> None:
+    """Place every shard on the meta device, keeping its rank: for a plan of a real device and a module on meta."""
+    for info in sharding_infos:
+        for shard in getattr(info.param_sharding.sharding_spec, "shards", []):
+            if shard.placement is not None:
+                shard.placement._device = torch.device("meta")
+
+
+class ShardedEmbeddingBagCollection(
+    ShardedCollection[KJTList, list[Tensor], KeyedTensor, EmbeddingBagCollectionContext]
+):
+    """An EmbeddingBagCollection whose tables are cut over the ranks of a process group.
+
+    Args:
+        module: the collection. Values that it holds are taken over; on the meta device they are drawn, the same for any
+            sharding when all ranks were seeded alike.
+        table_name_to_parameter_sharding: the plan of every table.
+        env: the ranks.
+        fused_params: settings of the fused kernels, for example
+            ``{"optimizer": OptimType.ROWWISE_ADAGRAD, "learning_rate": 0.1}``.
+        device: where rows and buffers lie; default CPU.
+        qcomm_codecs_registry: ``CommOp`` name -> codecs.
+        weights_later: weights do not go with the ids; :meth:`send_weights` sends them before the lookup.
+
+    ``forward(features: KeyedJaggedTensor) -> LazyAwaitable[KeyedTensor]``: each rank gives its own batch and gets the
+    pooled vectors of it, ``[B, sum of dims]``, keys in module order. The gradient that reaches a row is the mean over
+    the ranks of theirs.
+
+    Raises:
+        ConfigError: a table has no plan, or its shards do not tile it.
+    """
+
+    tables_attribute = "embedding_bags"
+    sharding_class = PooledSharding
+
+    def __init__(
+        self,
+        module: EmbeddingBagCollectionInterface,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        module_fqn: str | None = None,
+        weights_later: bool = False,
+    ) -> None:
+        infos = _infos(module, table_name_to_parameter_sharding, fused_params)
+        super().__init__(infos, env, device, qcomm_codecs_registry, weights_later)
+        self._embedding_bag_configs = module.embedding_bag_configs()
+        self._is_weighted = module.is_weighted()
+        self.module_sharding_plan = table_name_to_parameter_sharding
+
+    def create_context(self) -> EmbeddingBagCollectionContext:
+        """State of one forward."""
+        return EmbeddingBagCollectionContext()
+
+    def input_dist(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor
+    ) -> Awaitable[Awaitable[KJTList]]:
+        """Start moving ids to the ranks of their rows.
+
+        Raises:
+            MissingKeyError: a feature of the tables is not in ``features``.
+            InputError: the tables take weights and there are none.
+        """
+        return self._begin(ctx, features)
+
+    def send_weights(
+        self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor, dist_input: KJTList
+    ) -> None:
+        """Send the weights of ``features``, whose ids have gone already, to ``dist_input``; with gradients."""
+        steps: Any = zip(self._input_dists, ctx.sharding_contexts, dist_input)
+        for input_dist, context, received in steps:
+            context.tie(received, input_dist.weights_in_order(features), None)
+
+    def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[Tensor]:
+        """Look the local rectangles up: ``[B of all ranks, local columns]`` a group of tables."""
+        return [lookup(features) for lookup, features in zip(self._lookups, dist_input)]
+
+    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
+        """Start moving pooled vectors to the ranks of their examples."""
+        awaitables = [
+            output_dist(embeddings, context)
+            for output_dist, embeddings, context in zip(self._output_dists, output, ctx.sharding_contexts)
+        ]
+        return EmbeddingBagCollectionAwaitable(awaitables, self._dims, self._names, self._join)
+
+    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
+        """Both steps; a group's vectors are under way while the next one is looked up."""
+        awaitables = [
+            output_dist(lookup(features), context)
+            for output_dist, lookup, features, context in zip(
+                self._output_dists, self._lookups, input, ctx.sharding_contexts
+            )
+        ]
+        return EmbeddingBagCollectionAwaitable(awaitables, self._dims, self._names, self._join)
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables, whole."""
+        return self._embedding_bag_configs
+
+    def is_weighted(self) -> bool:
+        """Whether ids come with weights."""
+        return self._is_weighted
+
+
+class EmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollection]):
+    """Shards a float EmbeddingBagCollection.
+
+    Args:
+        fused_params: settings of the fused kernels.
+        qcomm_codecs_registry: ``CommOp`` name -> codecs.
+    """
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: EmbeddingModuleShardingPlan,
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedEmbeddingBagCollection:
+        """The sharded module, holding its values."""
+        return ShardedEmbeddingBagCollection(
+            module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
+        )
+
+    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
+        """Tables by name."""
+        return embedding_parameters(module)
+
+    @property
+    def module_type(self) -> type[EmbeddingBagCollection]:
+        """What it shards."""
+        return EmbeddingBagCollection
