@@ -160,7 +160,7 @@ def follow(loads: list[float], count: int = 2, cool_down: float = 30.0) -> list[
     """How many there are after each second of a load, the servers being there at once."""
     follower, counts = LoadFollower(8.0, cool_down), []
     for second, load in enumerate(loads):
-        count = follower.wanted(float(second), load / count, count, BOUNDS)
+        count = follower.wanted(float(second), load, count, BOUNDS)
         counts.append(count)
     return counts
 

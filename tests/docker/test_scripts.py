@@ -232,6 +232,7 @@ def test_rankers_of_two_versions_at_one_set_of_shards(tools: Path, tmp_path: Pat
         for ranker in rankers:
             ranker.wait()
             with InferenceClient(f"127.0.0.1:{ranker.port}", token=TOKEN) as client:
+                client.wait_until_ready(60)  # it listens before its shards are there
                 answers.append(ask(client))
         for server in (*shards, *rankers):
             server.process.send_signal(signal.SIGTERM)

@@ -335,10 +335,10 @@ class Controller:
             bounds = self.spec.bounds(kind)
             serving = [m for m in self._members.values() if m.group == kind and m.phase is Phase.serving]
             if bounds.scales and serving:
-                mean = sum(self._load(member) for member in serving) / len(serving)
-                wanted = self._followers[kind].wanted(now, mean, self._wanted[kind], bounds)
+                total = sum(self._load(member) for member in serving)
+                wanted = self._followers[kind].wanted(now, total, self._wanted[kind], bounds)
                 if wanted != self._wanted[kind]:
-                    _log.info("%s: %s: %d, load %.1f", self.spec.name, _kind_name(kind), wanted, mean)
+                    _log.info("%s: %s: %d, load %.1f", self.spec.name, _kind_name(kind), wanted, total)
                     self._wanted[kind] = wanted
 
     def _load(self, member: Member) -> float:
