@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -77,6 +78,8 @@ class LocalEngine:
                 with suppress(ProcessLookupError):
                     os.kill(process.guard_pid, signal.SIGKILL)
                 assert process.wait(10)
+                if process.folder is not None:  # a killed guard removes nothing, as on a node that is gone
+                    shutil.rmtree(process.folder)
                 del self.lives[life]
 
     def close(self) -> None:
