@@ -48,6 +48,12 @@ class _Context(EmbeddingBagCollectionContext):
 
     features: KeyedJaggedTensor | None = None
 
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive until ``stream`` is done with them."""
+        super().record_stream(stream)
+        if self.features is not None:
+            self.features.record_stream(stream)  # type: ignore[arg-type]
+
 
 class ShardedFeatureProcessedEmbeddingBagCollection(
     ShardedEmbeddingModule[KJTList, list[Tensor], KeyedTensor, _Context], FusedOptimizerModule

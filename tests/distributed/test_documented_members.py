@@ -16,7 +16,7 @@ from recinfer.distributed.comm_ops import (
     reduce_scatter_pooled,
 )
 from recinfer.distributed.dist_data import KJTAllToAll
-from recinfer.distributed.embedding import EmbeddingCollectionSharder
+from recinfer.distributed.embedding import EmbeddingCollectionContext, EmbeddingCollectionSharder
 from recinfer.distributed.embedding_sharding import (
     BaseEmbeddingDist,
     BaseSparseFeaturesDist,
@@ -28,9 +28,15 @@ from recinfer.distributed.embedding_types import (
     BaseEmbeddingSharder,
     BaseQuantEmbeddingSharder,
     FeatureShardingMixIn,
+    KJTList,
+    ListOfKJTList,
     ModuleShardingMixIn,
 )
-from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
+from recinfer.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    EmbeddingBagCollectionSharder,
+    EmbeddingBagSharder,
+)
 from recinfer.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recinfer.distributed.model_parallel import (
     DataParallelWrapper,
@@ -40,6 +46,9 @@ from recinfer.distributed.model_parallel import (
     get_unwrapped_module,
 )
 from recinfer.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
+from recinfer.distributed.sharding.pooled import PooledContext
+from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext
+from recinfer.distributed.sharding.weights import WeightRoute
 from recinfer.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from recinfer.distributed.train_pipeline import TrainPipeline, TrainPipelineSparseDist
 from recinfer.distributed.types import (
@@ -403,3 +412,47 @@ def test_settings_of_one_table_reach_its_kernel() -> None:
     plan = ParameterSharding("table_wise", "fused", [0], None, None, True, False)
     assert (plan.enforce_hbm, plan.stochastic_rounding, plan.bounds_check_mode) == (True, False, None)
     assert "enforce_hbm=True" in repr(plan) and "bounds_check_mode" not in repr(plan)
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU, and counts the streams that it is kept for."""
+
+    streams: list[Any]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def record_stream(self, stream: Any) -> None:  # type: ignore[override]
+        self.streams.append(stream)
+
+
+def on_gpu() -> OnGpu:
+    made = torch.ones(2).as_subclass(OnGpu)
+    made.streams = []
+    return made
+
+
+def test_contexts_keep_every_tensor_for_the_stream_that_uses_it() -> None:
+    kept = {name: on_gpu() for name in ("divisor", "inverse", "sent", "weights", "recat", "lengths", "ids", "reverse")}
+    route = WeightRoute(None, [1], [1], kept["recat"], kept["lengths"])  # type: ignore[arg-type]
+    pooled = PooledContext(
+        divisors=[kept["divisor"]],
+        inverse_indices=kept["inverse"],
+        sent_weights=kept["sent"],
+        weights=kept["weights"],
+        route=route,
+    )
+    EmbeddingBagCollectionContext([pooled, None, EmbeddingShardingContext()]).record_stream("s")  # type: ignore[arg-type]
+    kjt = KeyedJaggedTensor.from_parts_unchecked(["f"], kept["ids"], torch.ones(2, dtype=torch.int64), stride=2)
+    ListOfKJTList([KJTList([kjt])]).record_stream("s")
+    rows = EmbeddingCollectionContext([SequenceShardingContext()], [], [kept["reverse"]])
+    rows.record_stream("s")  # type: ignore[arg-type]
+    assert {name: tensor.streams for name, tensor in kept.items()} == {name: ["s"] for name in kept}
+    plain = KeyedJaggedTensor(["f"], torch.ones(1), lengths=torch.ones(1, dtype=torch.int64))
+    KJTList([plain]).record_stream(None)  # on CPU there are no streams
+    SequenceShardingContext(features_before_input_dist=plain).record_stream(None)  # type: ignore[arg-type]

@@ -68,7 +68,8 @@ class PooledContext(EmbeddingShardingContext):
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive until ``stream`` is done with them."""
-        for tensor in (*self.divisors, self.inverse_indices):
+        routed = (self.route.recat, self.route.lengths) if self.route is not None else ()
+        for tensor in (*self.divisors, self.inverse_indices, self.sent_weights, self.weights, *routed):
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(stream)  # type: ignore[arg-type]
 
