@@ -331,13 +331,10 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
                 context.module_contexts_post_prefetch[name] = module_context
 
     def _fill(self, dataloader_iter: Iterator[In]) -> None:
-        fresh = not self._batches
         super()._fill(dataloader_iter)
-        if fresh and self._batches:
+        # Ids that arrived and are not prefetched: of a first batch, also where the loader raised after it.
+        if self._context.input_dist_tensors_requests:
             self._prefetch()
-
-    def _update(self, losses: torch.Tensor) -> None:
-        super()._update(losses)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """Train (or, in eval mode, run) one batch."""
