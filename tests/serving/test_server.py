@@ -182,6 +182,7 @@ def test_a_bug_of_ours_is_logged_and_shows_nothing(
         raise ZeroDivisionError("secret of the server")
 
     monkeypatch.setattr(type(predictor), "run_engine", broken)
+    monkeypatch.setattr(type(predictor), "run_engine_arrays", broken)
     with Server({"tiny": predictor}) as server, InferenceClient(server.target) as client:
         with caplog.at_level(logging.ERROR), pytest.raises(RecinferError) as caught:
             client.predict(*make_request(0, 1))
