@@ -33,9 +33,7 @@ def plain_losses() -> list[float]:
     """The same training by torch alone: one process, whole tables, Adagrad."""
     program = load("recinfer")
     dim, rows, tables = program["DIM"], program["ROWS"], program["BAGS"]
-    bags = nn.ModuleDict(
-        {t: nn.EmbeddingBag(rows, dim, mode="mean" if t == "item" else "sum", include_last_offset=True) for t in tables}
-    )
+    bags = nn.ModuleDict({t: nn.EmbeddingBag(rows, dim, mode="sum", include_last_offset=True) for t in tables})
     clicks = nn.Embedding(rows, dim)
     for i, t in enumerate(tables):
         nn.init.constant_(bags[t].weight, 0.1 * (i + 1))
