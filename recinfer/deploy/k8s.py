@@ -24,6 +24,7 @@ _PORT, _METRICS = 50051, 9100
 _USER = 10001
 _STORE, _SHARDS, _SECRETS = "/models", "/etc/recinfer", "/run/secrets/recinfer"
 _DRAIN_S, _UNLISTED_S = 15, 5
+_BUSY_PERCENT = 70  # of the cores asked for; the queue begins to grow above
 _DNS = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,61}[A-Za-z0-9_]?\Z")
 
@@ -195,6 +196,7 @@ class _Renderer:
 
     def _scaling(self, kind: str, name: str, bounds: tuple[int, int], metric: str) -> dict[str, Any]:
         average = {"type": "AverageValue", "averageValue": str(self.options.queue_depth)}
+        busy = {"type": "Utilization", "averageUtilization": _BUSY_PERCENT}
         return {
             "apiVersion": "autoscaling/v2",
             "kind": "HorizontalPodAutoscaler",
@@ -203,7 +205,11 @@ class _Renderer:
                 "scaleTargetRef": {"apiVersion": "apps/v1", "kind": kind, "name": name},
                 "minReplicas": bounds[0],
                 "maxReplicas": bounds[1],
-                "metrics": [{"type": "Pods", "pods": {"metric": {"name": metric}, "target": average}}],
+                # Whichever wants more pods. A ranker that waits for shards has an empty queue and busy cores.
+                "metrics": [
+                    {"type": "Pods", "pods": {"metric": {"name": metric}, "target": average}},
+                    {"type": "Resource", "resource": {"name": "cpu", "target": busy}},
+                ],
                 "behavior": {"scaleDown": {"stabilizationWindowSeconds": 300}},
             },
         }
