@@ -123,7 +123,9 @@ def test_a_quantized_module_keeps_its_own_type() -> None:
     with pytest.raises(ConfigError, match=r"output_dtype FP16, but the quantized module gives torch\.float32"):
         QuantEmbeddingBagCollectionSharder(fused_params={"output_dtype": "FP16"}).shard(module, plans, env)
     with pytest.raises(ConfigError, match="output_dtype FP16"):
-        ShardedQuantEmbeddingCollection(quantized_sequences(dict.fromkeys("abcd", DataType.INT8)), {}, env, {"output_dtype": "FP16"})
+        ShardedQuantEmbeddingCollection(
+            quantized_sequences(dict.fromkeys("abcd", DataType.INT8)), {}, env, {"output_dtype": "FP16"}
+        )
 
 
 def test_an_inference_lookup_uses_the_weights_of_its_processor() -> None:
