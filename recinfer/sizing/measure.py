@@ -153,6 +153,7 @@ class _InProcess:
 
     def __init__(self, predictor: Predictor, requests: dict[int, list[bytes]]) -> None:
         service = InferenceService(ModelRegistry({"model": predictor}), Limits())
+        service.direct.available = False  # as in the servers that are measured
         small, large = requests[_SMALL], requests[_LARGE]
 
         def run_of(data: Sequence[bytes]) -> Callable[[int], object]:

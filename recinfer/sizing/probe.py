@@ -180,7 +180,10 @@ def _server(archive: Path, batching: BatchConfig, shards: Path | None) -> Any:
         run_on_loop(fanout.pool.wait_for(lookups.ranks, lookups.spec.key), timeout=_START_S)
         predictor.check_merging()
     tune_process()
-    return Server({predictor.manifest.model: predictor}, batching=batching, shards=fanout).start()
+    server = Server({predictor.manifest.model: predictor}, batching=batching, shards=fanout)
+    # Small lookups would pass by the queue, whose costs are looked for: those of predictions, contexts and rankers.
+    server.service.direct.available = False
+    return server.start()
 
 
 async def _ask(call: Any, data: bytes) -> float:
