@@ -1,0 +1,84 @@
+"""Shards behind a token and mutual TLS, asked by a ranker of two workers: real processes, certificates made here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from recinfer.errors import RecinferError
+from recinfer.inference.predictor import load
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.remote.lookups import remote_lookups
+from recinfer.serving.security import Security
+from tests.serving.conftest import make_request
+from tests.serving.remote.fleet import Process, asking, free_port, shard, until, write_shards
+
+TOKEN = "a-token-of-enough-letters"
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of the shards, for another name than their address, and one that a ranker shows."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command")
+    folder = tmp_path_factory.mktemp("tls")
+    for name in ("shard", "ranker"):
+        command = f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN={name}"
+        files = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-addext", "subjectAltName=DNS:shards.example"]
+        subprocess.run([*command.split(), *files], cwd=folder, check=True, capture_output=True)
+    (folder / "token").write_text(TOKEN)
+    return folder
+
+
+def test_mutual_tls_and_a_token(archive: Path, certificates: Path, tmp_path: Path):
+    security = Security(
+        token=TOKEN,
+        tls_cert=certificates / "shard.pem",
+        tls_key=certificates / "shard.key",
+        client_ca=certificates / "ranker.pem",
+    )
+    spoken = {
+        "tls_ca": str(certificates / "shard.pem"),
+        "tls_name": "shards.example",
+        "tls_cert": str(certificates / "ranker.pem"),
+        "tls_key": str(certificates / "ranker.key"),
+        "token_file": str(certificates / "token"),
+    }
+    features = make_request(1, 5)[1]
+    expected = load(archive).lookup(features).pooled.values()
+    with ExitStack() as stack:
+        shards = [stack.enter_context(shard(archive, [rank], security=security)) for rank in (0, 1)]
+        ranks = {rank: [server.target] for rank, server in enumerate(shards)}
+        fanout = stack.enter_context(asking(write_shards(tmp_path / "shards.json", ranks, **spoken)))
+        found = load(archive, lookups=remote_lookups(fanout)).lookup(features).pooled.values()
+        assert torch.equal(found, expected)
+        for lacking in (("tls_name",), ("tls_cert", "tls_key"), ("tls_ca", "tls_name", "tls_cert", "tls_key")):
+            less = {key: value for key, value in spoken.items() if key not in lacking}
+            stranger = stack.enter_context(asking(write_shards(tmp_path / "less.json", ranks, **less)))
+            with pytest.raises(RecinferError, match="no living replica"):
+                load(archive, lookups=remote_lookups(stranger, wait=False))
+
+
+def test_workers_share_a_port_and_the_shards(archive: Path, tmp_path: Path):
+    features = make_request(2, 4)[1]
+    expected = load(archive).lookup(features).pooled.values()
+    with ExitStack() as stack:
+        shards = [stack.enter_context(shard(archive, [rank])) for rank in (0, 1)]
+        path = write_shards(tmp_path / "shards.json", {rank: [s.target] for rank, s in enumerate(shards)})
+        port = free_port()
+        arguments = [archive, "--shards", path, "--workers", "2", "--port", str(port), "--json"]
+        ranker = Process(*arguments, log=tmp_path / "ranker.log")
+        stack.callback(ranker.close)
+        until(lambda: '"port"' in ranker.said, 60)
+        assert json.loads(next(line for line in ranker.said.splitlines() if '"port"' in line))["port"] == port
+        for _ in range(6):  # a connection each, so that both workers are asked
+            with InferenceClient(f"127.0.0.1:{port}") as client:
+                assert torch.equal(client.lookup(features).pooled.values(), expected)
+        ranker.process.terminate()
+        assert ranker.process.wait(30) == 0
