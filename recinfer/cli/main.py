@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -25,7 +26,7 @@ from recinfer.cli import (
     train,
     verify,
 )
-from recinfer.cli.console import set_debug, verb
+from recinfer.cli.console import EXIT_INTERRUPTED, set_debug, verb
 
 __all__ = ["app", "main"]
 
@@ -79,7 +80,11 @@ def _root(
 
 def main() -> None:
     """Run the command line; the ``recinfer`` script."""
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # between a command and the end of the process; inside one, `verb` has it
+        sys.stderr.write("interrupted\n")
+        sys.exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

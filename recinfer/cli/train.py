@@ -52,7 +52,7 @@ def run(
         typer.Option(
             "--stream/--no-stream",
             help="Read the rows anew in every pass instead of keeping them in memory.",
-            show_default="for gzip, parquet, folders and files over 2 GiB",
+            show_default="for gzip, parquet, folders and files over 256 MiB",
         ),
     ] = None,
     metrics: Annotated[

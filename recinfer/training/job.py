@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainJob", "TrainReport", "run_job"]
 
-_STREAM_BYTES = 2 << 30
+_STREAM_BYTES = 256 << 20  # parsed, rows take several times the bytes of their text, on every rank
 _CONTRACT_ROWS = 500_000  # that a contract is read off, where rows are streamed
 
 

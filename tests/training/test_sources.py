@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -107,3 +108,22 @@ def test_a_file_is_read_in_blocks(dataset: Dataset, file: Path, monkeypatch: pyt
     made._stream.blocks = counted  # type: ignore[method-assign]
     assert sum(b.labels.numel() for b in made.batches(0)) == made.num_train_rows
     assert max(sizes) < 100 and np.sum(sizes) == made.num_train_rows
+
+
+def test_memory_does_not_grow_with_the_file(
+    dataset: Dataset, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_SHUFFLE_ROWS", 500)
+    header, *lines = file.read_text().splitlines(keepends=True)
+    peaks = []
+    for times in (4, 24):
+        path = tmp_path / f"{times}.csv"
+        path.write_text(header + "".join(lines) * times)
+        made = FileSource(path, "criteo", dataset.contract, 16)
+        next(made.batches(0))  # what is loaded once
+        tracemalloc.start()
+        count = sum(len(batch.labels) for batch in made.batches(0))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert count == made.num_train_rows
+    assert peaks[1] < 1.3 * peaks[0]
