@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from recinfer.cli.main import main
+import sys
 
 if __name__ == "__main__":
-    main()
+    try:
+        from recinfer.cli.main import main
+
+        main()
+    except KeyboardInterrupt:  # while the verbs are loaded
+        exec("")  # see recinfer.cli.console.verb
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

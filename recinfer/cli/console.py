@@ -88,6 +88,9 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
         try:
             function(*args, **kwargs)
         except KeyboardInterrupt:
+            # CPython remembers one that left code made from text (dataclasses are, while torch loads) and would end
+            # `python -m` by SIGINT in spite of the exit code; the next such code makes it forget.
+            exec("")
             _console(sys.stderr).print("[yellow]interrupted[/yellow]")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except BrokenPipeError:

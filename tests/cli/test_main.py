@@ -147,3 +147,34 @@ def test_a_server_that_is_not_there_is_said_in_one_line() -> None:
     assert code == 2
     assert "127.0.0.1:1" in err
     assert "Traceback" not in err
+
+
+PROGRAM = """
+import typer
+from recinfer.cli.console import verb
+
+def run() -> None:
+    exec("raise KeyboardInterrupt")
+
+app = typer.Typer()
+app.command()(verb(run))
+app()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "files"),
+    [
+        ("interrupted", {"interrupted.py": PROGRAM}),  # in code made from text, as dataclasses are while torch loads
+        ("recinfer", {"typer.py": "raise KeyboardInterrupt"}),  # while the verbs load
+    ],
+)
+def test_ctrl_c_ends_with_130_wherever_it_comes(module: str, files: dict[str, str], tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", module],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
