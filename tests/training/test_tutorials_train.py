@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -30,6 +31,21 @@ from tests.distributed.spawn import run_ranks
 BATCH, STEPS, DIM = 8, 4, 64
 ROWS = {"large_table_0": 4096, "large_table_1": 4096, "small_table_0": 1024, "small_table_1": 1024}
 adagrad = partial(torch.optim.Adagrad, lr=0.5, eps=1e-8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training program."""
+
+    kind: str  # "mixed": another type for each table; "own": what DistributedModelParallel plans by itself
+    pooling: str = "SUM"
+    in_backward: bool = False  # the optimizer by apply_optimizer_in_backward, else by fused_params
+    variable: bool = False  # a batch size for each feature
+    kernel: str | None = None
+
+    @property
+    def sharding(self) -> dict[str, str]:
+        return MIXED if self.kind == "mixed" else dict.fromkeys(ROWS, self.kind)
 
 
 def configs(pooling: str) -> list[recinfer.EmbeddingBagConfig]:
@@ -85,14 +101,20 @@ def fed(step: int, rank: int, world_size: int, variable: bool) -> KeyedJaggedTen
     )
 
 
-def planned(module: nn.Module, sharding: dict[str, str], world_size: int, sharders: list[Any]) -> ShardingPlan:
+def planned(module: nn.Module, case: Case, world_size: int, sharders: list[Any]) -> ShardingPlan | None:
     """As the texts: a topology of GPUs and constraints for each table, planned by all ranks together."""
+    if case.kind == "own":
+        return None
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world_size, compute_device="cuda"),
         batch_size=BATCH,
         constraints={
-            name: ParameterConstraints(sharding_types=[ShardingType(kind).value], pooling_factors=[2.0])
-            for name, kind in sharding.items()
+            name: ParameterConstraints(
+                sharding_types=[ShardingType(kind).value],
+                compute_kernels=[case.kernel] if case.kernel else None,
+                pooling_factors=[2.0],
+            )
+            for name, kind in case.sharding.items()
         },
         debug=True,
     )
@@ -100,19 +122,17 @@ def planned(module: nn.Module, sharding: dict[str, str], world_size: int, sharde
     return planner.collective_plan(module, sharders, dist.group.WORLD)
 
 
-def on_rank(
-    rank: int, world_size: int, sharding: dict[str, str], pooling: str, in_backward: bool, variable: bool
-) -> tuple[list[float], str]:
-    ebc = recinfer.EmbeddingBagCollection(device=cast(Any, "meta"), tables=configs(pooling))
-    if in_backward:
+def on_rank(rank: int, world_size: int, case: Case) -> tuple[list[float], str]:
+    ebc = recinfer.EmbeddingBagCollection(device=cast(Any, "meta"), tables=configs(case.pooling))
+    if case.in_backward:
         sharder = EmbeddingBagCollectionSharder()
-        cut = [p for name, p in ebc.named_parameters() if sharding[name.split(".")[1]] != "data_parallel"]
+        cut = [p for name, p in ebc.named_parameters() if case.sharding[name.split(".")[1]] != "data_parallel"]
         apply_optimizer_in_backward(torch.optim.Adagrad, cut, {"lr": 0.5, "eps": 1e-8})
     else:
         fused = {"optimizer": OptimType.ADAGRAD, "learning_rate": 0.5, "eps": 1e-8}
         sharder = EmbeddingBagCollectionSharder(fused_params=fused)
     sharders = [cast(ModuleSharder[nn.Module], sharder)]
-    plan = planned(ebc, sharding, world_size, sharders)
+    plan = planned(ebc, case, world_size, sharders)
     assert dist.group.WORLD is not None
     model = DistributedModelParallel(
         ebc,
@@ -123,16 +143,17 @@ def on_rank(
     )
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        print(f"rank:{rank},sharding plan: {plan}")
+        print(f"rank:{rank},sharding plan: {model.plan}")
+    found_types = {name: p.sharding_type for name, p in cast(Any, model.plan.plan[""]).items()}
     each_rectangle(model, weights(), lambda held, given: held.copy_(given))
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     rest = [KeyedOptimizerWrapper(dense, adagrad)] if dense else []
     optimizer = CombinedOptimizer([model.fused_optimizer, *rest])
-    assert bool(dense) == ("data_parallel" in sharding.values())
+    assert bool(dense) == ("data_parallel" in found_types.values())
 
     losses, mine = [], slice(rank * BATCH // world_size, (rank + 1) * BATCH // world_size)
     for step in range(STEPS):
-        pooled = model(fed(step, rank, world_size, variable))
+        pooled = model(fed(step, rank, world_size, case.variable))
         found = torch.cat([pooled[f"{name}_feature"] for name in ROWS], dim=1)
         loss = nn.functional.mse_loss(found, targets(step)[mine])
         optimizer.zero_grad()
@@ -141,9 +162,9 @@ def on_rank(
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(float(total) / world_size)
-    _, trained = plain(pooling)
+    _, trained = plain(case.pooling)
     each_rectangle(model, trained, partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5))
-    assert {t: p.sharding_type for t, p in cast(Any, plan.plan[""]).items()} == sharding
+    assert list(found_types) == list(ROWS) and (case.kind == "own" or found_types == case.sharding)
     return losses, printed.getvalue()
 
 
@@ -184,34 +205,37 @@ KINDS = ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_colum
 MIXED = dict(zip(ROWS, ["row_wise", "table_wise", "column_wise", "data_parallel"]))
 
 
-def check(
-    world_size: int, kind: str, pooling: str = "SUM", *, in_backward: bool = False, variable: bool = False
-) -> None:
-    sharding = MIXED if kind == "mixed" else dict.fromkeys(ROWS, kind)
-    expected, _ = plain(pooling)
+def check(world_size: int, case: Case) -> None:
+    expected, _ = plain(case.pooling)
     assert max(expected) - min(expected) > 1e-3
-    for losses, printed in run_ranks(world_size, on_rank, sharding, pooling, in_backward, variable):
+    for losses, printed in run_ranks(world_size, on_rank, case):
         assert losses == pytest.approx(expected, rel=1e-5)
-        for name, kind in sharding.items():
-            assert name in printed and kind in printed
+        assert "sharding plan: " in printed and all(name in printed for name in ROWS)
+        if case.kind != "own":
+            assert all(kind in printed for kind in case.sharding.values())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", [*KINDS, "mixed"])
+@pytest.mark.parametrize("kind", [*KINDS, "mixed", "own"])
 def test_each_type_of_the_text_trains(kind: str, world_size: int) -> None:
-    check(world_size, kind)
+    check(world_size, Case(kind))
 
 
 def test_the_optimizer_in_the_backward() -> None:
-    check(2, "mixed", in_backward=True)
+    check(2, Case("mixed", in_backward=True))
+
+
+@pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
+def test_a_table_that_the_plan_puts_into_host_memory_trains_on_cpu(kernel: str) -> None:
+    check(2, Case("column_wise", kernel=kernel))
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise", "mixed"])
 def test_mean_pooling(kind: str) -> None:
-    check(2, kind, pooling="MEAN")
+    check(2, Case(kind, pooling="MEAN"))
 
 
 @pytest.mark.parametrize("pooling", ["SUM", "MEAN"])
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "mixed"])
 def test_a_batch_size_for_each_feature(kind: str, pooling: str) -> None:
-    check(2, kind, pooling=pooling, variable=True)
+    check(2, Case(kind, pooling=pooling, variable=True))
