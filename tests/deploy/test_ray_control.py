@@ -128,6 +128,8 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(store: Path) -> Iterator[Running]:
+    if not os.environ.get("RECINFER_DEPLOY_TRIAL"):
+        pytest.skip("real servers that come and go need a quiet machine: set RECINFER_DEPLOY_TRIAL=1 to run these")
     patch = pytest.MonkeyPatch()
     patch.setattr(control, "_PERIOD_S", 0.2)
     patch.setattr(control, "_RANKER_DRAIN_S", 1.0)
@@ -197,9 +199,13 @@ def test_more_servers_and_fewer_again(running: Running):
         until(lambda: len(running.servers("shard")) == 3)
         running.wait()
         assert len({each["node"] for each in running.servers("shard")}) == 3
-        members = running.controller._members
-        listed = json.loads(running.engine.listed(members["ranker-0"]))["ranks"]
-        assert listed["0"] == listed["1"] == sorted(each["address"] for each in running.servers("shard"))
+
+        def all_are_listed() -> bool:
+            """One that was too busy for its health check is left out for a moment."""
+            listed = json.loads(running.engine.listed(running.controller._members["ranker-0"]))["ranks"]
+            return listed["0"] == listed["1"] == sorted(each["address"] for each in running.servers("shard"))
+
+        until(all_are_listed)
         running.controller.scale(1, 1)
         until(lambda: len(running.servers()) == 2)
         running.wait()
