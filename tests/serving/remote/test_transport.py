@@ -22,7 +22,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import EVERYTHING_ROWS, Everything
 from tests.archive.models import make_archive as make_everything
 from tests.archive.models import make_request as make_other
-from tests.serving.remote.fleet import asking, remote, shard, write_shards
+from tests.serving.remote.fleet import asking, remote, shard, until, write_shards
 from tests.serving.remote.models import KINDS, make_archive, make_request
 
 EXACT = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
@@ -149,27 +149,30 @@ def test_a_replica_that_was_slow_once_is_tried_again(tmp_path: Path, monkeypatch
 
 def test_a_replica_that_is_taken_from_the_list_still_answers_what_it_was_asked(tmp_path: Path):
     archive, path = make_archive(tmp_path, "table_wise"), tmp_path / "s.json"
-    asked = threading.Event()
+    asked, go_on = threading.Event(), threading.Event()
     with shard(archive, (0, 1, 2)) as one, shard(archive, (0, 1, 2), "127.0.0.2") as two:
         find = one.tables.find
 
         def slow_find(data: bytes, limits: Limits) -> bytes:
             asked.set()
-            time.sleep(1.0)
+            assert go_on.wait(60)
             return find(data, limits)
 
-        with asking(write_shards(path, {key: [one.target] for key in range(3)}, hedge=False)) as fanout:
+        patient = {"hedge": False, "timeout_seconds": 60.0}
+        with asking(write_shards(path, {key: [one.target] for key in range(3)}, **patient)) as fanout:
             predictor = load(archive, lookups=remote_lookups(fanout))
             request = make_request(5000)  # so long that a thread beside the loop answers it
             expected = predictor.lookup(request)
             one.tables.find = slow_find  # type: ignore[method-assign]
+            for rank in range(3):
+                fanout.pace(rank, 5000).p95 = 60.0  # so the other replica is not asked because this one takes long
             with ThreadPoolExecutor(1) as pool:
                 answer = pool.submit(predictor.lookup, request)
-                assert asked.wait(10)
-                write_shards(path, {key: [two.target] for key in range(3)}, hedge=False)
-                same(answer.result(10), expected, exact=True)
-            replicas = [replica.target for replica in fanout.pool.replicas(0)]
-            assert replicas == [two.target]
+                assert asked.wait(60)
+                write_shards(path, {key: [two.target] for key in range(3)}, **patient)
+                until(lambda: [replica.target for replica in fanout.pool.replicas(0) if replica.up] == [two.target])
+                go_on.set()
+                same(answer.result(60), expected, exact=True)
             assert fanout.calls["hedge_won"] == 0, "the one that was asked had to answer"
             same(predictor.lookup(request), expected, exact=True)
 
