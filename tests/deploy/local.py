@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +17,14 @@ from recinfer.deploy.ray.spec import Need
 
 
 class LocalEngine:
-    """See recinfer.deploy.ray.engine.Engine. ``sizes``: node's address -> bytes of memory."""
+    """See recinfer.deploy.ray.engine.Engine. ``sizes``: node's address -> bytes of memory.
+
+    A test loses nodes while its controller looks: ``lock`` is held by whoever reads or changes ``lives``.
+    """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sizes = dict(sizes)
+        self.lock = threading.RLock()
         self.places: dict[int, tuple[str, Need]] = {}
         self.lives: dict[int, tuple[str, ServerProcess]] = {}
         self.state: str | None = None
@@ -37,30 +42,39 @@ class LocalEngine:
 
     def launch(self, member: Member, arguments: list[str], environment: dict[str, str], shards: str | None) -> None:
         assert self.places[member.place][0] == member.host
-        self.lives[member.life] = member.host, ServerProcess(arguments, environment, shards, "test", grace=5.0)
+        with self.lock:
+            self.lives[member.life] = member.host, ServerProcess(arguments, environment, shards, "test", grace=5.0)
 
     def look(self, members: Collection[Member]) -> Mapping[str, Life | None]:
-        return {m.name: self.lives[m.life][1].look() if m.life in self.lives else None for m in members}
+        with self.lock:
+            return {m.name: self.lives[m.life][1].look() if m.life in self.lives else None for m in members}
 
     def write(self, member: Member, shards: str) -> bool:
-        self.lives[member.life][1].write(shards)
-        return True
+        with self.lock:
+            if member.life not in self.lives:
+                return False
+            self.lives[member.life][1].write(shards)
+            return True
 
     def stop(self, member: Member) -> None:
-        self.lives[member.life][1].stop()
+        with self.lock:
+            if member.life in self.lives:
+                self.lives[member.life][1].stop()
 
     def end(self, member: Member) -> None:
-        if member.life in self.lives:
-            process = self.lives.pop(member.life)[1]
-            process.stop()
-            assert process.wait(30)
+        with self.lock:
+            found = self.lives.pop(member.life, None)
+        if found is not None:
+            found[1].stop()
+            assert found[1].wait(60)
 
     def free(self, member: Member) -> None:
         self.places.pop(member.place, None)
 
     def sweep(self, known: Collection[Member]) -> None:
-        for life in self.lives.keys() - {member.life for member in known}:
-            self.lives.pop(life)[1].stop()
+        with self.lock:
+            for life in self.lives.keys() - {member.life for member in known}:
+                self.lives.pop(life)[1].stop()
 
     def save(self, state: str) -> None:
         self.state = state
@@ -72,25 +86,27 @@ class LocalEngine:
 
     def lose(self, host: str) -> None:
         """A node with all servers on it."""
-        del self.sizes[host]
-        for life, (where, process) in list(self.lives.items()):
-            if where == host:
-                with suppress(ProcessLookupError):
-                    os.kill(process.guard_pid, signal.SIGKILL)
-                assert process.wait(10)
-                if process.folder is not None:  # a killed guard removes nothing, as on a node that is gone
-                    shutil.rmtree(process.folder)
-                del self.lives[life]
+        with self.lock:
+            del self.sizes[host]
+            for life, (where, process) in list(self.lives.items()):
+                if where == host:
+                    with suppress(ProcessLookupError):
+                        os.kill(process.guard_pid, signal.SIGKILL)
+                    assert process.wait(60)
+                    if process.folder is not None:  # a killed guard removes nothing, as on a node that is gone
+                        shutil.rmtree(process.folder)
+                    del self.lives[life]
 
     def close(self) -> None:
         """End everything."""
         for _, process in self.lives.values():
             process.stop()
         for _, process in self.lives.values():
-            assert process.wait(30)
+            assert process.wait(60)
 
     def listed(self, member: Member) -> str:
         """The shards.json that a ranker has."""
-        folder = self.lives[member.life][1].folder
+        with self.lock:
+            folder = self.lives[member.life][1].folder
         assert folder is not None
         return (Path(folder) / "shards.json").read_text()

@@ -356,9 +356,17 @@ class Controller:
         return sorted(m.address for m in members if m.group is None and m.phase is Phase.serving and m.address)
 
     def _is_ready(self) -> bool:
+        """Whether as many serve as are wanted, and every ranker was told of every shard server.
+
+        Takes no lock, since a look may hold it for long: so it is worked out from what members say now, and does not ask
+        whether the look that changed them is over.
+        """
         members = list(self._members.values())
         counts = all(sum(m.group == kind for m in members) == self._wanted[kind] for kind in self._kinds)
-        return counts and all(member.phase is Phase.serving for member in members)
+        if not counts or not all(member.phase is Phase.serving for member in members):
+            return False
+        text = shards_text(self.spec.groups, addresses_by_group(len(self.spec.groups), members, {}))
+        return all(self._written.get(_process(member)) == text for member in members if member.group is None)
 
     def _wait_for_the_end(self, members: list[Member]) -> None:
         end = time.monotonic() + _STOP_S
