@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recinfer.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
-from recinfer.distributed.embedding_types import BaseEmbeddingSharder, KJTList, embedding_parameters
+from recinfer.distributed.embedding_types import BaseEmbeddingSharder, KJTList
 from recinfer.distributed.sharding.collection import ShardedCollection
 from recinfer.distributed.sharding.dedup import deduplicated
 from recinfer.distributed.sharding.infos import by_sharding_type, table_infos
 from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext
 from recinfer.distributed.sharding.tables import SequenceSharding
+from recinfer.distributed.sharding.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
     Awaitable,
-    EmbeddingModuleShardingPlan,
     LazyAwaitable,
     Multistreamable,
     ParameterSharding,
@@ -188,9 +188,7 @@ class EmbeddingCollectionAwaitable(LazyAwaitable[dict[str, JaggedTensor]]):
         return result
 
 
-class ShardedEmbeddingCollection(
-    ShardedCollection[KJTList, list[Tensor], dict[str, JaggedTensor], EmbeddingCollectionContext]
-):
+class ShardedEmbeddingCollection(ShardedCollection[dict[str, JaggedTensor], EmbeddingCollectionContext]):
     """An EmbeddingCollection whose tables are cut over the ranks of a process group.
 
     Args:
@@ -264,34 +262,8 @@ class ShardedEmbeddingCollection(
             ctx.reverse_indices.append(reverse)
         return self._begin(ctx, features)
 
-    def compute(self, ctx: EmbeddingCollectionContext, dist_input: KJTList) -> list[Tensor]:
-        """Look the local rectangles up: ``[ids received, local columns]`` a group of tables."""
-        return [lookup(features) for lookup, features in zip(self._lookups, dist_input)]
-
-    def output_dist(
-        self, ctx: EmbeddingCollectionContext, output: list[Tensor]
-    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Start moving rows to the ranks of their ids."""
-        awaitables = [
-            output_dist(rows, context)
-            for output_dist, rows, context in zip(self._output_dists, output, ctx.sharding_contexts)
-        ]
-        return self._awaitable(awaitables, ctx)
-
-    def compute_and_output_dist(
-        self, ctx: EmbeddingCollectionContext, input: KJTList
-    ) -> LazyAwaitable[dict[str, JaggedTensor]]:
-        """Both steps; a group's rows are under way while the next one is looked up."""
-        awaitables = [
-            output_dist(lookup(features), context)
-            for output_dist, lookup, features, context in zip(
-                self._output_dists, self._lookups, input, ctx.sharding_contexts
-            )
-        ]
-        return self._awaitable(awaitables, ctx)
-
-    def _awaitable(
-        self, awaitables: Sequence[Awaitable[list[Tensor]]], ctx: EmbeddingCollectionContext
+    def _outputs(
+        self, ctx: EmbeddingCollectionContext, awaitables: list[Awaitable[list[Tensor]]]
     ) -> EmbeddingCollectionAwaitable:
         return EmbeddingCollectionAwaitable(
             awaitables, self._pieces, self._names, self._feature_names, ctx, self._need_indices
@@ -314,7 +286,9 @@ class ShardedEmbeddingCollection(
         return self._need_indices
 
 
-class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
+class EmbeddingCollectionSharder(
+    BaseEmbeddingSharder[EmbeddingCollection], TypedSharder[EmbeddingCollection, ShardedEmbeddingCollection]
+):
     """Shards a float EmbeddingCollection.
 
     Args:
@@ -322,6 +296,8 @@ class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
         use_index_dedup: send each distinct id of a feature once.
     """
+
+    _takes, _makes = EmbeddingCollection, ShardedEmbeddingCollection
 
     def __init__(
         self,
@@ -332,10 +308,8 @@ class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
         super().__init__(fused_params, qcomm_codecs_registry)
         self._use_index_dedup = use_index_dedup
 
-    @property
-    def module_type(self) -> type[EmbeddingCollection]:
-        """What it shards."""
-        return EmbeddingCollection
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings() | {"use_index_dedup": self._use_index_dedup}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Types that keep one vector an id: no host-wise ones."""
@@ -346,27 +320,3 @@ class EmbeddingCollectionSharder(BaseEmbeddingSharder[EmbeddingCollection]):
             ShardingType.ROW_WISE,
         )
         return [t.value for t in types]
-
-    def shardable_parameters(self, module: EmbeddingCollection) -> dict[str, nn.Parameter]:
-        """Tables by name."""
-        return embedding_parameters(module)
-
-    def shard(
-        self,
-        module: EmbeddingCollection,
-        params: EmbeddingModuleShardingPlan,
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingCollection:
-        """The sharded module, holding its values."""
-        return ShardedEmbeddingCollection(
-            module,
-            params,
-            env,
-            self.fused_params,
-            device,
-            self.qcomm_codecs_registry,
-            self._use_index_dedup,
-            module_fqn,
-        )

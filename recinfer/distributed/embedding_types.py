@@ -370,6 +370,10 @@ class BaseEmbeddingSharder(ModuleSharder[M]):
         """Settings of the fused kernels."""
         return self._fused_params
 
+    def _settings(self) -> dict[str, Any]:
+        """What the sharded module is told of this sharder."""
+        return {"fused_params": self.fused_params, "qcomm_codecs_registry": self.qcomm_codecs_registry}
+
     def storage_usage(self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
         """Bytes of the float rows, in the memory that the kernel keeps them in."""
         return {_storage_of(compute_device_type, compute_kernel): tensor.element_size() * tensor.nelement()}
@@ -408,6 +412,10 @@ class BaseQuantEmbeddingSharder(ModuleSharder[M]):
     def fused_params(self) -> dict[str, Any] | None:
         """Settings of the quantized kernels."""
         return self._fused_params
+
+    def _settings(self) -> dict[str, Any]:
+        """What the sharded module is told of this sharder."""
+        return {"fused_params": self.fused_params}
 
     def storage_usage(self, tensor: torch.Tensor, compute_device_type: str, compute_kernel: str) -> dict[str, int]:
         """Bytes of the packed rows: the elements, and a 2-byte scale and bias a row."""

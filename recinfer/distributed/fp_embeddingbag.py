@@ -22,9 +22,9 @@ from recinfer.distributed.embedding_types import (
     embedding_parameters,
 )
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
+from recinfer.distributed.sharding.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
     Awaitable,
-    EmbeddingModuleShardingPlan,
     LazyAwaitable,
     ParameterSharding,
     QuantizedCommCodecs,
@@ -173,7 +173,10 @@ def _on(processors: nn.Module, device: torch.device) -> nn.Module:
     return processors
 
 
-class FeatureProcessedEmbeddingBagCollectionSharder(BaseEmbeddingSharder[FeatureProcessedEmbeddingBagCollection]):
+class FeatureProcessedEmbeddingBagCollectionSharder(
+    BaseEmbeddingSharder[FeatureProcessedEmbeddingBagCollection],
+    TypedSharder[FeatureProcessedEmbeddingBagCollection, ShardedFeatureProcessedEmbeddingBagCollection],
+):
     """Shards a float FeatureProcessedEmbeddingBagCollection.
 
     Args:
@@ -181,24 +184,8 @@ class FeatureProcessedEmbeddingBagCollectionSharder(BaseEmbeddingSharder[Feature
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
     """
 
-    @property
-    def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
-        """What it shards."""
-        return FeatureProcessedEmbeddingBagCollection
+    _takes, _makes = FeatureProcessedEmbeddingBagCollection, ShardedFeatureProcessedEmbeddingBagCollection
 
     def shardable_parameters(self, module: FeatureProcessedEmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Tables by name; not the processors."""
         return embedding_parameters(module.embedding_bag_collection())
-
-    def shard(
-        self,
-        module: FeatureProcessedEmbeddingBagCollection,
-        params: EmbeddingModuleShardingPlan,
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedFeatureProcessedEmbeddingBagCollection:
-        """The sharded module, holding its values."""
-        return ShardedFeatureProcessedEmbeddingBagCollection(
-            module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
-        )

@@ -12,6 +12,7 @@ from recinfer.distributed.embedding_types import BaseQuantEmbeddingSharder, List
 from recinfer.distributed.fused_params import check_output_dtype
 from recinfer.distributed.quant_layout import PackedShard
 from recinfer.distributed.quant_state import ShardedQuantState, place_buffer, place_module
+from recinfer.distributed.sharding.typed_sharder import TypedSharder
 from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardingEnv
 from recinfer.modules.embedding_configs import EmbeddingConfig
 from recinfer.quant.embedding_modules import EmbeddingCollection
@@ -146,21 +147,9 @@ class ShardedQuantEmbeddingCollection(ShardedQuantState[EmbeddingConfig]):
         return self._need_indices
 
 
-class QuantEmbeddingCollectionSharder(BaseQuantEmbeddingSharder[EmbeddingCollection]):
+class QuantEmbeddingCollectionSharder(
+    BaseQuantEmbeddingSharder[EmbeddingCollection], TypedSharder[EmbeddingCollection, ShardedQuantEmbeddingCollection]
+):
     """Shards :class:`recinfer.quant.embedding_modules.EmbeddingCollection` by a plan."""
 
-    def shard(
-        self,
-        module: EmbeddingCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedQuantEmbeddingCollection:
-        """The sharded module, holding its weights."""
-        return ShardedQuantEmbeddingCollection(module, params, env, self.fused_params, device)
-
-    @property
-    def module_type(self) -> type[EmbeddingCollection]:
-        """What it shards."""
-        return EmbeddingCollection
+    _takes, _makes = EmbeddingCollection, ShardedQuantEmbeddingCollection

@@ -17,6 +17,7 @@ from recinfer.distributed.embedding_types import BaseQuantEmbeddingSharder, KJTL
 from recinfer.distributed.fused_params import check_output_dtype
 from recinfer.distributed.quant_layout import PackedShard, mean_columns
 from recinfer.distributed.quant_state import Placed, ShardedQuantState, place_buffer, place_module
+from recinfer.distributed.sharding.typed_sharder import TypedSharder
 from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardingEnv
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import EmbeddingBagConfig
@@ -194,21 +195,10 @@ class ShardedQuantEmbeddingBagCollection(ShardedQuantState[EmbeddingBagConfig]):
         return self._is_weighted
 
 
-class QuantEmbeddingBagCollectionSharder(BaseQuantEmbeddingSharder[EmbeddingBagCollection]):
+class QuantEmbeddingBagCollectionSharder(
+    BaseQuantEmbeddingSharder[EmbeddingBagCollection],
+    TypedSharder[EmbeddingBagCollection, ShardedQuantEmbeddingBagCollection],
+):
     """Shards :class:`recinfer.quant.embedding_modules.EmbeddingBagCollection` by a plan."""
 
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedQuantEmbeddingBagCollection:
-        """The sharded module, holding its weights."""
-        return ShardedQuantEmbeddingBagCollection(module, params, env, self.fused_params, device)
-
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        """What it shards."""
-        return EmbeddingBagCollection
+    _takes, _makes = EmbeddingBagCollection, ShardedQuantEmbeddingBagCollection

@@ -16,6 +16,7 @@ from recinfer.distributed.embedding_types import (
     ShardedEmbeddingModule,
 )
 from recinfer.distributed.sharded_bags import ShardedEmbeddingBagCollection
+from recinfer.distributed.sharding.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
     Awaitable,
     EmbeddingModuleShardingPlan,
@@ -249,7 +250,7 @@ def _as_collection(module: nn.EmbeddingBag, is_weighted: bool) -> EmbeddingBagCo
     return collection
 
 
-class EmbeddingBagSharder(BaseEmbeddingSharder[nn.EmbeddingBag]):
+class EmbeddingBagSharder(BaseEmbeddingSharder[nn.EmbeddingBag], TypedSharder[nn.EmbeddingBag, ShardedEmbeddingBag]):
     """Shards an nn.EmbeddingBag.
 
     Args:
@@ -257,22 +258,8 @@ class EmbeddingBagSharder(BaseEmbeddingSharder[nn.EmbeddingBag]):
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
     """
 
-    def shard(
-        self,
-        module: nn.EmbeddingBag,
-        params: EmbeddingModuleShardingPlan,
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingBag:
-        """The sharded module, holding its values."""
-        return ShardedEmbeddingBag(module, params, env, self.fused_params, device, self.qcomm_codecs_registry)
+    _takes, _makes = nn.EmbeddingBag, ShardedEmbeddingBag
 
     def shardable_parameters(self, module: nn.EmbeddingBag) -> dict[str, nn.Parameter]:
         """``weight``."""
         return dict(module.named_parameters())
-
-    @property
-    def module_type(self) -> type[nn.EmbeddingBag]:
-        """What it shards."""
-        return nn.EmbeddingBag

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recinfer.distributed.embedding_sharding import (
     EmbeddingSharding,
@@ -20,15 +20,14 @@ from recinfer.distributed.embedding_sharding import (
 from recinfer.distributed.embedding_types import (
     BaseEmbeddingSharder,
     KJTList,
-    embedding_parameters,
 )
 from recinfer.distributed.sharding.collection import ShardedCollection
 from recinfer.distributed.sharding.combine import JoinGroups
 from recinfer.distributed.sharding.infos import by_sharding_type, table_infos
 from recinfer.distributed.sharding.tables import PooledSharding
+from recinfer.distributed.sharding.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
     Awaitable,
-    EmbeddingModuleShardingPlan,
     LazyAwaitable,
     Multistreamable,
     ParameterSharding,
@@ -180,9 +179,7 @@ def replace_placement_with_meta_device(sharding_infos: list[EmbeddingShardingInf
                 shard.placement._device = torch.device("meta")
 
 
-class ShardedEmbeddingBagCollection(
-    ShardedCollection[KJTList, list[Tensor], KeyedTensor, EmbeddingBagCollectionContext]
-):
+class ShardedEmbeddingBagCollection(ShardedCollection[KeyedTensor, EmbeddingBagCollectionContext]):
     """An EmbeddingBagCollection whose tables are cut over the ranks of a process group.
 
     Args:
@@ -247,26 +244,9 @@ class ShardedEmbeddingBagCollection(
         for input_dist, context, received in steps:
             context.tie(received, input_dist.weights_in_order(features), None)
 
-    def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KJTList) -> list[Tensor]:
-        """Look the local rectangles up: ``[B of all ranks, local columns]`` a group of tables."""
-        return [lookup(features) for lookup, features in zip(self._lookups, dist_input)]
-
-    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
-        """Start moving pooled vectors to the ranks of their examples."""
-        awaitables = [
-            output_dist(embeddings, context)
-            for output_dist, embeddings, context in zip(self._output_dists, output, ctx.sharding_contexts)
-        ]
-        return EmbeddingBagCollectionAwaitable(awaitables, self._dims, self._names, self._join)
-
-    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
-        """Both steps; a group's vectors are under way while the next one is looked up."""
-        awaitables = [
-            output_dist(lookup(features), context)
-            for output_dist, lookup, features, context in zip(
-                self._output_dists, self._lookups, input, ctx.sharding_contexts
-            )
-        ]
+    def _outputs(
+        self, ctx: EmbeddingBagCollectionContext, awaitables: list[Awaitable[Tensor]]
+    ) -> LazyAwaitable[KeyedTensor]:
         return EmbeddingBagCollectionAwaitable(awaitables, self._dims, self._names, self._join)
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -278,7 +258,9 @@ class ShardedEmbeddingBagCollection(
         return self._is_weighted
 
 
-class EmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollection]):
+class EmbeddingBagCollectionSharder(
+    BaseEmbeddingSharder[EmbeddingBagCollection], TypedSharder[EmbeddingBagCollection, ShardedEmbeddingBagCollection]
+):
     """Shards a float EmbeddingBagCollection.
 
     Args:
@@ -286,24 +268,4 @@ class EmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollection]
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
     """
 
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: EmbeddingModuleShardingPlan,
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedEmbeddingBagCollection:
-        """The sharded module, holding its values."""
-        return ShardedEmbeddingBagCollection(
-            module, params, env, self.fused_params, device, self.qcomm_codecs_registry, module_fqn
-        )
-
-    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """Tables by name."""
-        return embedding_parameters(module)
-
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        """What it shards."""
-        return EmbeddingBagCollection
+    _takes, _makes = EmbeddingBagCollection, ShardedEmbeddingBagCollection

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo, KJTListSplitsAwaitable
 from recinfer.distributed.embedding_types import (
-    CompIn,
-    DistOut,
     EmbeddingComputeKernel,
     FeatureShardingMixIn,
+    KJTList,
     Out,
     ShardedEmbeddingModule,
     ShrdCtx,
@@ -27,8 +27,10 @@ from recinfer.distributed.sharding.layout import Piece, global_metadata
 from recinfer.distributed.sharding.state import TableState
 from recinfer.distributed.sharding.tables import HOST_TYPES, ROW_TYPES, TableSharding
 from recinfer.distributed.types import (
+    Awaitable,
     CommOp,
     EnumerableShardingSpec,
+    LazyAwaitable,
     QuantizedCommCodecs,
     ShardingEnv,
     ShardingType,
@@ -40,7 +42,7 @@ from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer
 __all__ = ["ShardedCollection"]
 
 
-class ShardedCollection(ShardedEmbeddingModule[CompIn, DistOut, Out, ShrdCtx], FusedOptimizerModule):
+class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, ShrdCtx], FusedOptimizerModule):
     """What the sharded EmbeddingBagCollection and EmbeddingCollection share.
 
     Tables are dealt into groups; each group has one input exchange, one lookup and one output exchange. Parameters and
@@ -188,6 +190,35 @@ class ShardedCollection(ShardedEmbeddingModule[CompIn, DistOut, Out, ShrdCtx], F
             ctx.sharding_contexts.append(context)
             awaitables.append(input_dist(features, context))
         return KJTListSplitsAwaitable(awaitables, ctx)
+
+    def compute(self, ctx: ShrdCtx, dist_input: KJTList) -> list[Tensor]:
+        """Look the local rectangles up: ``[vectors, local columns]`` a group of tables.
+
+        A vector stands for an example of any rank where tables are pooled, else for an id that came here.
+        """
+        return [lookup(features) for lookup, features in zip(self._lookups, dist_input)]
+
+    def output_dist(self, ctx: ShrdCtx, output: list[Tensor]) -> LazyAwaitable[Out]:
+        """Start moving vectors to the ranks that asked for them."""
+        steps: Any = zip(self._output_dists, output, _contexts(ctx))
+        return self._outputs(ctx, [output_dist(vectors, context) for output_dist, vectors, context in steps])
+
+    def compute_and_output_dist(self, ctx: ShrdCtx, input: KJTList) -> LazyAwaitable[Out]:
+        """Both steps; a group's vectors are under way while the next one is looked up."""
+        steps: Any = zip(self._output_dists, self._lookups, input, _contexts(ctx))
+        return self._outputs(
+            ctx, [output_dist(lookup(features), context) for output_dist, lookup, features, context in steps]
+        )
+
+    @abc.abstractmethod
+    def _outputs(self, ctx: ShrdCtx, awaitables: list[Awaitable[Any]]) -> LazyAwaitable[Out]:
+        """The module's outputs, from the vectors of each group on their way."""
+
+
+def _contexts(ctx: Any) -> list[Any]:
+    """What the groups' exchanges carry from the input to the output."""
+    contexts: list[Any] = ctx.sharding_contexts
+    return contexts
 
 
 def _placed_on(info: EmbeddingShardingInfo, device: torch.device) -> EmbeddingShardingInfo:
