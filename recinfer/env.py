@@ -97,7 +97,7 @@ def torchrun_rank() -> tuple[int, int] | None:
 
 
 def set_torchrun(rank: int, world_size: int, port: int) -> None:
-    """Set for this process what torchrun would, for ranks that are all on this host."""
+    """Set for this process what torchrun would, for ranks that are all on this host and join a store at ``port``."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
@@ -105,6 +105,7 @@ def set_torchrun(rank: int, world_size: int, port: int) -> None:
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )
 
 

@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from recinfer.errors import RecinferError, UnavailableError
 __all__ = ["process_group", "run_ranks"]
 
 _GRACE = 5.0  # seconds a rank has to end before it is killed
+_told: Callable[[BaseException], None] | None = None  # on a rank of run_ranks: writes down why it fails
 
 
 @contextlib.contextmanager
@@ -43,6 +45,10 @@ def process_group(timeout: float = 600.0) -> Iterator[tuple[int, int]]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     try:
         yield rank, world_size
+    except BaseException as error:
+        if _told is not None:  # before the others lose this rank, and fail too
+            _told(error)
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -56,15 +62,15 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
 
     Raises:
         RecinferError: that a rank raised, as it was raised.
-        UnavailableError: a rank died or failed otherwise; names it and says how. The others are stopped at once.
+        UnavailableError: a rank died or failed otherwise; names it and says how. The others are stopped within seconds.
     """
     context = multiprocessing.get_context("spawn")
-    port = _free_port()
+    store = _store()
     with tempfile.TemporaryDirectory(prefix="recinfer-train-") as folder:
         ranks = [
             context.Process(
                 target=_rank_main,
-                args=(rank, world_size, port, folder, function, args),
+                args=(rank, world_size, store.port, folder, function, args),
                 name=f"rank {rank}",
             )
             for rank in range(world_size)
@@ -72,11 +78,11 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
         try:
             for process in ranks:
                 process.start()
-            failed = _first_failure(ranks)
+            failed = _failures(ranks)
         finally:
             _stop(ranks)
-        if failed is not None:
-            raise _error(Path(folder), failed, ranks[failed].exitcode)
+        if failed:
+            raise _error(Path(folder), failed)
         return pickle.loads((Path(folder) / "result").read_bytes())
 
 
@@ -85,6 +91,8 @@ def _rank_main(rank: int, world_size: int, port: int, folder: str, function: Cal
     env.set_torchrun(rank, world_size, port)
     # torch says of its own ShardedTensor, which TorchRec's checkpoints are made of, that DTensor will follow it.
     warnings.filterwarnings("ignore", message="Please use DTensor instead")
+    global _told
+    _told = partial(_tell, Path(folder), rank)
     try:
         result = function(*args)
         if rank == 0:
@@ -92,34 +100,46 @@ def _rank_main(rank: int, world_size: int, port: int, folder: str, function: Cal
             part.write_bytes(pickle.dumps(result))
             part.rename(Path(folder) / "result")
     except BaseException as error:
-        # The first to fail is the cause: those that fail later lost their peer.
-        story = (type(error).__module__, type(error).__name__, error if isinstance(error, RecinferError) else None,
-                 traceback.format_exc())  # fmt: skip
-        with contextlib.suppress(Exception):
-            (Path(folder) / f"error-{rank}").write_bytes(pickle.dumps(story))
+        _told(error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
-def _first_failure(ranks: list[Any]) -> int | None:
-    """Wait until all ranks are done, or the first fails; its number."""
+def _tell(folder: Path, rank: int, error: BaseException) -> None:
+    """Write down what this rank fails with and when; what it fails with afterwards is no news."""
+    path = folder / f"error-{rank}"
+    if path.exists():
+        return
+    known = error if isinstance(error, RecinferError) else None
+    story = time.monotonic(), type(error).__name__, known, "".join(traceback.format_exception(error))
+    with contextlib.suppress(Exception):
+        part = folder / f".error-{rank}"
+        part.write_bytes(pickle.dumps(story))
+        part.rename(path)
+
+
+def _failures(ranks: list[Any]) -> dict[int, int]:
+    """Wait until all ranks are done, or some fail: rank -> exit code of those that did."""
     alive = {process.sentinel: at for at, process in enumerate(ranks)}
+    failed: dict[int, int] = {}
+    end: float | None = None
     while alive:
-        failed = []
-        for sentinel in wait(list(alive)):
+        # A rank that ended by an error may only have lost its peer: the others get a moment to end too, since the first
+        # cause may be theirs. One that was killed is a cause.
+        ready = wait(list(alive), None if end is None else max(0.0, end - time.monotonic()))
+        if not ready:
+            break
+        for sentinel in ready:
             at = alive.pop(sentinel)  # type: ignore[arg-type]
             ranks[at].join()
             if ranks[at].exitcode:
-                failed.append(at)
-        if failed:
-            # One that was killed is the cause; one that ended by an error may only have lost its peer, a moment before
-            # this process heard of the first.
-            time.sleep(0.2)
-            failed += [at for at in alive.values() if ranks[at].exitcode]
-            killed = [at for at in failed if (ranks[at].exitcode or 0) < 0]
-            return (killed or failed)[0]
-    return None
+                failed[at] = ranks[at].exitcode
+        if any(code < 0 for code in failed.values()):
+            break
+        if failed and end is None:
+            end = time.monotonic() + _GRACE
+    return failed
 
 
 def _stop(ranks: list[Any]) -> None:
@@ -135,23 +155,28 @@ def _stop(ranks: list[Any]) -> None:
             process.join()
 
 
-def _error(folder: Path, rank: int, exitcode: int | None) -> Exception:
-    path = folder / f"error-{rank}"
-    if path.exists():
-        _module, name, known, text = pickle.loads(path.read_bytes())
+def _error(folder: Path, failed: dict[int, int]) -> Exception:
+    """What to raise: a rank that was killed or ended without a word, else the story of the one that failed first."""
+    stories = {int(path.name.rpartition("-")[2]): pickle.loads(path.read_bytes()) for path in folder.glob("error-*")}
+    rank, code = min(failed.items(), key=lambda item: (item[1] >= 0, item[0] in stories))
+    if code > 0 and rank in stories:
+        rank, (_, name, known, text) = min(stories.items(), key=lambda item: item[1][0])
         if known is not None:
             return known
         return UnavailableError(f"rank {rank} failed with {name}; the other ranks were stopped\n{text}")
-    if exitcode is not None and exitcode < 0:
-        how = f"was killed by {signal.Signals(-exitcode).name}"
-        hint = "; was the machine out of memory?" if -exitcode == signal.SIGKILL else ""
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        hint = "; was the machine out of memory?" if -code == signal.SIGKILL else ""
     else:
-        how, hint = f"ended with exit code {exitcode}", ""
+        how, hint = f"ended with exit code {code}", ""
     return UnavailableError(f"rank {rank} {how}{hint}; the other ranks were stopped. --resume goes on from the last "
                             "checkpoint of --save-every")  # fmt: skip
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _store() -> dist.TCPStore:
+    """Where the ranks find each other. It is here and not on rank 0: this process has the port from the moment it is
+    chosen, so that nobody else can take it; and it listens on loopback alone."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    limit = timedelta(minutes=10)
+    return dist.TCPStore("127.0.0.1", port, None, True, limit, False, master_listen_fd=listening.detach())

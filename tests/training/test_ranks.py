@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -38,24 +39,41 @@ def test_two_ranks_train_what_one_does(tmp_path: Path) -> None:
         assert first.read(key).allclose(second.read(key), atol=1e-3), key
 
 
-def dies(path: str) -> int:
-    with process_group() as (rank, world_size):
-        import torch
-        import torch.distributed as dist
+def fails(how: str) -> int:
+    """Rank 1 fails; "raised": the starter hears of it long after rank 0 has lost its peer, failed too and ended."""
+    import torch
+    import torch.distributed as dist
 
-        if rank == 1:
-            Path(path).write_text(str(os.getpid()))
-            time.sleep(0.5)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):  # nobody takes the port before a rank has it
+        other.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+    leave = dist.destroy_process_group
+
+    def leave_and_stall() -> None:
+        leave()
+        time.sleep(1.5)
+
+    with process_group() as (rank, world_size):
+        dist.all_reduce(torch.ones(1))
+        if rank == 1 and how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        for _ in range(1000):
-            dist.all_reduce(torch.ones(1))
+        if rank == 1:
+            dist.destroy_process_group = leave_and_stall
+            raise ValueError("no luck on this rank")
+        dist.barrier()
         return world_size
 
 
-def test_a_killed_rank_is_named_and_stops_the_others(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match=r"rank 1 was killed by SIGKILL.*the other ranks were stopped"):
-        run_ranks(2, dies, str(tmp_path / "pid"))
-    assert (tmp_path / "pid").exists()
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("killed", r"rank 1 was killed by SIGKILL.*the other ranks were stopped"),
+        ("raised", r"rank 1 failed with ValueError; the other ranks were stopped(.|\n)*no luck on this rank"),
+    ],
+    ids=["killed", "raised"],
+)
+def test_the_rank_that_failed_first_is_named_and_the_others_are_stopped(how: str, said: str) -> None:
+    with pytest.raises(UnavailableError, match=said):
+        run_ranks(2, fails, how)
 
 
 def test_what_needs_ranks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
