@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,11 @@ class DenseTableGroup(TableGroup):
         self._states = {}
         self.tables = nn.ParameterList([nn.Parameter(view) for view in self.table_weights()])
 
-    def _differentiable(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
-        out: Tensor = _DenseLookup.apply(self, indices, offsets, per_sample_weights, *self.tables)
-        return out
+    def _leaves(self) -> Iterable[Tensor]:
+        return self.tables
+
+    def _leaf_gradients(self, call: LookupGradient) -> list[Tensor]:
+        return self.table_gradients(call)
 
     @torch.no_grad()
     def table_gradients(self, call: LookupGradient) -> list[Tensor]:
@@ -35,24 +37,3 @@ class DenseTableGroup(TableGroup):
         for block, rows, grad in self._row_gradients(call):
             block.matrix(flat).index_copy_(0, rows, grad.to(flat.dtype))
         return [flat[start : start + s.rows * s.dim].view(s.rows, s.dim) for s, start in zip(self.shapes, self._starts)]
-
-
-class _DenseLookup(torch.autograd.Function):
-    """Look up; the backward gives each table its whole gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: DenseTableGroup, indices: Tensor, offsets: Tensor, weights: Tensor | None, *tables: Tensor
-    ) -> Tensor:
-        ctx.group = group
-        ctx.save_for_backward(indices, offsets, weights)
-        return group.lookup(indices, offsets, weights)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        indices, offsets, weights = ctx.saved_tensors
-        grad_weights = None
-        if weights is not None and ctx.needs_input_grad[3]:
-            grad_weights = ctx.group.per_sample_weight_gradient(grad_output.contiguous(), indices, offsets)
-        gradients = ctx.group.table_gradients(LookupGradient(indices, offsets, weights, grad_output.contiguous()))
-        return None, None, None, grad_weights, *gradients

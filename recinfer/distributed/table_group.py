@@ -10,7 +10,7 @@ that it gets. CUDA: :mod:`recinfer.distributed.tbe`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -191,9 +191,18 @@ class TableGroup(nn.Module):
         return out
 
     def _differentiable(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
-        """The lookup, tied to :meth:`update`."""
-        out: Tensor = _FusedLookup.apply(self._anchor, per_sample_weights, self, indices, offsets)
+        """The lookup, tied to :meth:`_leaf_gradients`."""
+        out: Tensor = _Lookup.apply(self, indices, offsets, per_sample_weights, *self._leaves())
         return out
+
+    def _leaves(self) -> Iterable[Tensor]:
+        """What autograd runs the backward for."""
+        return (self._anchor,)
+
+    def _leaf_gradients(self, call: LookupGradient) -> Sequence[Tensor | None]:
+        """Update the rows; the gradient of each of the leaves."""
+        self.update(call.indices, call.offsets, call.per_sample_weights, call.grad_output)
+        return (None,)
 
     def _within_bounds(self, error: RuntimeError, indices: Tensor, offsets: Tensor) -> Tensor:
         """``indices`` with row 0 for those outside their table, where the settings say so."""
@@ -366,12 +375,12 @@ class TableGroup(nn.Module):
         """Bring rows into the cache; there is none here."""
 
 
-class _FusedLookup(torch.autograd.Function):
-    """Look up; in the backward update the rows and give the gradient of the per-sample weights."""
+class _Lookup(torch.autograd.Function):
+    """Look up; the backward gives the gradient of the per-sample weights and what the group's leaves get."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, weights: Tensor | None, group: TableGroup, indices: Tensor, offsets: Tensor
+        ctx: Any, group: TableGroup, indices: Tensor, offsets: Tensor, weights: Tensor | None, *leaves: Tensor
     ) -> Tensor:
         ctx.group = group
         ctx.save_for_backward(indices, offsets, weights)
@@ -380,8 +389,9 @@ class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         indices, offsets, weights = ctx.saved_tensors
+        grad_output = grad_output.contiguous()
         grad_weights = None
-        if weights is not None and ctx.needs_input_grad[1]:
-            grad_weights = ctx.group.per_sample_weight_gradient(grad_output.contiguous(), indices, offsets)
-        ctx.group.update(indices, offsets, weights, grad_output)
-        return None, grad_weights, None, None, None
+        if weights is not None and ctx.needs_input_grad[3]:  # first: an update changes the rows that it reads
+            grad_weights = ctx.group.per_sample_weight_gradient(grad_output, indices, offsets)
+        gradients = ctx.group._leaf_gradients(LookupGradient(indices, offsets, weights, grad_output))
+        return None, None, None, grad_weights, *gradients
