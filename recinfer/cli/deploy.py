@@ -62,6 +62,39 @@ def run(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen beyond loopback without a token.", rich_help_panel=_RAY)
     ] = False,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file of the certificate chain of every server, at this path on every node, as all of these.",
+            rich_help_panel=_RAY,
+            show_default=False,
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="PEM file of its key.", rich_help_panel=_RAY, show_default=False)
+    ] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file of the authority of callers' certificates (mutual TLS); rankers show --tls-cert to shards.",
+            rich_help_panel=_RAY,
+            show_default=False,
+        ),
+    ] = None,
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file of the authority of --tls-cert: rankers check shards by it, the controller all servers.",
+            rich_help_panel=_RAY,
+            show_default=False,
+        ),
+    ] = None,
+    tls_name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name in --tls-cert, where it is not each node's address.", rich_help_panel=_RAY, show_default=False
+        ),
+    ] = None,
     wait: Annotated[
         float, typer.Option(min=0, help="Seconds until all servers must serve.", rich_help_panel=_RAY)
     ] = 600.0,
@@ -156,6 +189,11 @@ def run(
             model_store=model_store,
             token_file=token_file,
             insecure=insecure,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_client_ca=tls_client_ca,
+            tls_ca=tls_ca,
+            tls_name=tls_name,
         )
         run_ray(ray or "auto", archive, name, action, options, wait, output)
         return

@@ -75,6 +75,11 @@ class RayOptions:
     model_store: Path | None
     token_file: Path | None
     insecure: bool
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    tls_ca: Path | None = None
+    tls_name: str | None = None
 
 
 def run_ray(
@@ -126,6 +131,7 @@ def run_ray(
 def _spec(archive: Path, name: str | None, options: RayOptions) -> Any:
     from recinfer.deploy.groups import footprint
     from recinfer.deploy.ray.spec import cores, deployment_of
+    from recinfer.deploy.ray.tls import Tls
     from recinfer.serving.security import read_token
 
     return deployment_of(
@@ -141,6 +147,7 @@ def _spec(archive: Path, name: str | None, options: RayOptions) -> Any:
         cool_down=options.cool_down,
         token=env.token() if options.token_file is None else read_token(options.token_file),
         insecure=options.insecure,
+        tls=Tls.of(options.tls_cert, options.tls_key, options.tls_client_ca, options.tls_ca, options.tls_name),
     )
 
 

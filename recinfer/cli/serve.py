@@ -128,6 +128,7 @@ def run(
         insecure=insecure,
     )
     security.check_host(host)
+    security.credentials()  # a file that is not there is found before any table is read
     mine = None if ranks is None else parse_ranks(ranks)
     _check_roles(mine, shards, missing_shards, http_port=http_port, workers=workers, admin=admin, device=device)
     if mine is not None:

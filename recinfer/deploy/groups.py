@@ -103,10 +103,11 @@ def _dense_bytes(manifest: Manifest) -> int:
     return sum(file.bytes for file in manifest.files if file.path.startswith("dense/"))
 
 
-def shards_json(addresses: Mapping[int, Sequence[str]]) -> str:
-    """The text of a shards.json: rank -> addresses of its replicas."""
+def shards_json(addresses: Mapping[int, Sequence[str]], settings: Mapping[str, str] | None = None) -> str:
+    """The text of a shards.json: rank -> addresses of its replicas, and how they are asked."""
     ranks = {str(rank): list(found) for rank, found in sorted(addresses.items())}
-    return json.dumps({"format": FORMAT, "version": VERSION, "ranks": ranks}, indent=1) + "\n"
+    more = {"settings": dict(settings)} if settings else {}
+    return json.dumps({"format": FORMAT, "version": VERSION, "ranks": ranks, **more}, indent=1) + "\n"
 
 
 def dns_label(name: str) -> str:

@@ -46,6 +46,7 @@ class AdminClient:
 
     Args:
         target, token, tls_ca, tls_cert, tls_key: as InferenceClient has them.
+        tls_name: name in the server's certificate, where it is not the target's host; empty: it is.
         timeout: seconds until a call is given up; loading reads and checks a whole archive.
 
     Errors are those of InferenceClient.
@@ -64,12 +65,16 @@ class AdminClient:
         tls_ca: Path | None = None,
         tls_cert: Path | None = None,
         tls_key: Path | None = None,
+        tls_name: str = "",
     ) -> None:
         self.target, self.timeout = target, timeout
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         credentials = credentials_of(tls_ca, tls_cert, tls_key)
+        options = [("grpc.ssl_target_name_override", tls_name)] if tls_name else []
         self._channel = (
-            grpc.insecure_channel(target) if credentials is None else grpc.secure_channel(target, credentials)
+            grpc.insecure_channel(target)
+            if credentials is None
+            else grpc.secure_channel(target, credentials, options=options)
         )
 
     def list_models(self) -> Loaded:

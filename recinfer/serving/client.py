@@ -335,9 +335,14 @@ def credentials_of(ca: Path | None, cert: Path | None, key: Path | None) -> grpc
         if cert is not None:
             raise InputError("TLS: got a certificate without tls_ca, expected the server's authority too")
         return None
-    return grpc.ssl_channel_credentials(
-        ca.read_bytes(), key.read_bytes() if key else None, cert.read_bytes() if cert else None
-    )
+    return grpc.ssl_channel_credentials(_pem(ca), _pem(key) if key else None, _pem(cert) if cert else None)
+
+
+def _pem(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"TLS: cannot read {path}: {error.strerror}") from None
 
 
 def _wait_before_retry(error: Any, tried: int, left: float) -> float | None:

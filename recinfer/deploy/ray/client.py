@@ -6,11 +6,13 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from recinfer.deploy.ray.cluster import NAMESPACE, forget, remove_files, sweep
 from recinfer.deploy.ray.spec import Deployment
+from recinfer.deploy.ray.tls import Tls, missing_files
 from recinfer.errors import ConfigError, NotFoundError, RecinferError, UnavailableError
 from recinfer.serving.security import Security
 
@@ -53,10 +55,19 @@ def deploy(spec: Deployment) -> None:
     """
     import ray
 
-    security = Security(token=spec.token, insecure=spec.insecure)
-    for node in ray.nodes():
-        if node["Alive"]:
-            _check_host(security, node["NodeManagerAddress"])
+    there = None if spec.tls is None or spec.tls.client_ca is None else spec.tls
+    security = Security(
+        token=spec.token,
+        insecure=spec.insecure,
+        tls_cert=None if there is None else Path(there.cert),
+        tls_key=None if there is None else Path(there.key),
+        client_ca=None if there is None or there.client_ca is None else Path(there.client_ca),
+    )
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    for node in nodes:
+        _check_host(security, node["NodeManagerAddress"])
+    if spec.tls is not None:
+        _check_files(nodes, spec.tls)
     if spec.name in deployments():
         raise ConfigError(
             f"deployment {spec.name!r} is there already: take it down, roll another version (--roll), or give --name"
@@ -168,8 +179,8 @@ def down(name: str | None) -> list[str]:
             raise UnavailableError(f"{name}: still there: {', '.join(_left(name))}")
         time.sleep(0.2)
     forget(name)
-    if tag is not None:
-        _remove_files(tag)
+    if tag is not None:  # a guard that was killed with its ranker could not remove its folder
+        _on_every_node([node for node in ray.nodes() if node["Alive"]], remove_files, tag)
     return gone
 
 
@@ -180,21 +191,6 @@ def _left(name: str) -> list[str]:
     actors = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
     groups = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
     return [each for each in (*actors, *groups) if each == name or each.startswith(f"{name}/")]
-
-
-def _remove_files(tag: str) -> None:
-    """On every node: a guard that was killed with its ranker could not remove its folder."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    tasks = [
-        ray.remote(remove_files)
-        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
-        .remote(tag)
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    ray.wait(tasks, num_returns=len(tasks), timeout=_ANSWER_S)
 
 
 def _controller(name: str | None) -> Any:
@@ -236,8 +232,35 @@ def _check_host(security: Security, host: str) -> None:
     except ConfigError:
         raise ConfigError(
             f"node {host} can be reached from other machines, and there is no token: set RECINFER_TOKEN, give "
-            "--token-file, or say --insecure"
+            "--token-file or --tls-client-ca, or say --insecure"
         ) from None
+
+
+def _check_files(nodes: list[dict[str, Any]], tls: Tls) -> None:
+    """Have every node look for the files of TLS; raises ConfigError naming nodes and files."""
+    found = _on_every_node(nodes, missing_files, tls.files)
+    missing = [f"node {host} has no {', '.join(gone)}" for host, gone in sorted(found.items()) if gone]
+    if missing:
+        raise ConfigError(f"TLS: {'; '.join(missing)} that can be read; put each file at its path on every node")
+
+
+def _on_every_node(nodes: list[dict[str, Any]], run: Callable[[Any], Any], argument: Any) -> dict[str, Any]:
+    """``run(argument)`` on each of ``nodes``: by address what came back within half a minute."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    asked = {
+        ray.remote(run)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
+        .remote(argument): node["NodeManagerAddress"]
+        for node in nodes
+    }
+    ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
+    found = {}
+    for answer in ready:
+        with suppress(ray.exceptions.RayError):  # the node has gone
+            found[asked[answer]] = ray.get(answer)
+    return found
 
 
 def _check_address(address: str) -> None:

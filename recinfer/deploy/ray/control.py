@@ -59,7 +59,7 @@ class Controller:
         self._written: dict[str, str] = {}  # by process
         self._misses: dict[str, int] = {}  # by process
         self._probes: Mapping[str, Probe] = {}
-        self._prober = Prober(spec.token)
+        self._prober = Prober(spec.token, spec.tls)
         self._followers = {kind: LoadFollower(spec.queue_depth, spec.cool_down) for kind in self._kinds}
         self._step = threading.Lock()
         self._stopping = threading.Event()
@@ -205,7 +205,7 @@ class Controller:
             if self._missed(member, _MISSES):
                 self._lost(member, "its health does not answer", nodes, now)
         else:
-            why = "it takes no requests yet" if probe.answers else "it starts"
+            why = "it takes no requests yet" if probe.answers else probe.why or "it starts"
             member.enter(Phase.starting, now, member.why if member.restarts else why)
             if now - member.since > _START_S:
                 self._lost(member, f"it took no requests within {_START_S:g} s", nodes, now)
@@ -263,7 +263,7 @@ class Controller:
     def _list(self) -> None:
         """Tell rankers who is there, where that has changed."""
         self._listed = addresses_by_group(len(self.spec.groups), self._members.values(), self._listed)
-        self._text = shards_text(self.spec.groups, self._listed)
+        self._text = shards_text(self.spec.groups, self._listed, self.spec.settings())
         text = self._text
         for member in self._members.values():
             stale = member.group is None and member.pid and self._written.get(_process(member)) != text
@@ -365,7 +365,8 @@ class Controller:
         counts = all(sum(m.group == kind for m in members) == self._wanted[kind] for kind in self._kinds)
         if not counts or not all(member.phase is Phase.serving for member in members):
             return False
-        text = shards_text(self.spec.groups, addresses_by_group(len(self.spec.groups), members, {}))
+        listed = addresses_by_group(len(self.spec.groups), members, {})
+        text = shards_text(self.spec.groups, listed, self.spec.settings())
         return all(self._written.get(_process(member)) == text for member in members if member.group is None)
 
     def _wait_for_the_end(self, members: list[Member]) -> None:

@@ -113,11 +113,15 @@ def addresses_by_group(
     return {group: found for group, found in listed.items() if found}
 
 
-def shards_text(groups: tuple[tuple[int, ...], ...], listed: Mapping[int, tuple[str, ...]]) -> str | None:
+def shards_text(
+    groups: tuple[tuple[int, ...], ...],
+    listed: Mapping[int, tuple[str, ...]],
+    settings: Mapping[str, str] | None = None,
+) -> str | None:
     """shards.json; None while a group has never had a server: rankers refuse a file that lacks a rank."""
     if len(listed) < len(groups):
         return None
-    return shards_json({rank: listed[number] for number, ranks in enumerate(groups) for rank in ranks})
+    return shards_json({rank: listed[number] for number, ranks in enumerate(groups) for rank in ranks}, settings)
 
 
 def to_remove(members: Iterable[Member], count: int) -> list[Member]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import ssl
 import time
-import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +16,14 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from recinfer.deploy.ray.members import Member
+from recinfer.deploy.ray.tls import Tls
 
 __all__ = ["Probe", "Prober"]
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _TIMEOUT_S = 2.0
 _THREADS = 16
+_LAST = "last error: "  # of gRPC's, behind what it says first of all addresses
 _UNCOUNTED = frozenset({"State", "Prepare", "ListModels", "Load", "Unload", "SetDefault"})  # the control's own calls
 
 
@@ -30,6 +33,7 @@ class Probe:
 
     Attributes:
         answers: its health service answered; ``serving``: and that it takes requests.
+        why: it did not answer, as gRPC says it; empty without TLS, where it is no more than that nobody listens yet.
         status: as recinfer.serving.metrics has it; empty when it was not to be had.
         rate: requests a second since the last look.
         inside: requests that were in the server at a time, on average since the last look (waiting or at work): the
@@ -41,6 +45,7 @@ class Probe:
     status: Mapping[str, Any] = field(default_factory=dict)
     rate: float = 0.0
     inside: float = 0.0
+    why: str = ""
 
     @property
     def version(self) -> str:
@@ -57,18 +62,30 @@ class Probe:
 
 
 class Prober:
-    """Keeps a connection to each server's health, and what it had counted when it was last looked at."""
+    """Keeps a connection to each server's health, and what it had counted when it was last looked at.
 
-    def __init__(self, token: str | None) -> None:
+    Args:
+        token: of the servers; None: they have none.
+        tls: of theirs; None: none.
+    """
+
+    def __init__(self, token: str | None, tls: Tls | None = None) -> None:
+        self._tls = tls
+        self._credentials: grpc.ChannelCredentials | None = None
+        self._context: ssl.SSLContext | None = None
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._channels: dict[str, grpc.Channel] = {}
         self._counts: dict[str, tuple[float, int, float]] = {}
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="recinfer-probe")
-        # A proxy of the environment has nothing to do with servers next door.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def look(self, members: list[Member]) -> dict[str, Probe]:
-        """By name, all at a time; members without a port are left out."""
+        """By name, all at a time; members without a port are left out.
+
+        Raises:
+            ConfigError: a file of TLS is not on this node: nothing is known then, so nobody may be taken for gone.
+        """
+        if self._tls is not None and self._context is None:
+            self._credentials, self._context = self._tls.credentials(), self._tls.context()
         there = [member for member in members if member.port]
         known = {member.address for member in there}
         for address in [address for address in self._channels if address not in known]:
@@ -82,7 +99,7 @@ class Prober:
             self._forget(address)
 
     def _one(self, member: Member) -> Probe:
-        code = self._health(member.address)
+        code, why = self._health(member.address)
         status = self._status(member) if code is not None else {}
         rate, inside = self._since_last(f"{member.name}/{member.life}", status)
         return Probe(
@@ -91,20 +108,30 @@ class Prober:
             status=status,
             rate=rate,
             inside=inside,
+            why=why,
         )
 
-    def _health(self, address: str) -> int | None:
+    def _health(self, address: str) -> tuple[int | None, str]:
         channel = self._channels.get(address)
         if channel is None:
-            options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-            channel = self._channels[address] = grpc.insecure_channel(address, options=options)
+            channel = self._channels[address] = self._channel(address)
         try:
             call = channel.unary_unary(f"/{_HEALTH}/Check")
             answer = call(health_pb2.HealthCheckRequest().SerializeToString(), timeout=_TIMEOUT_S)
-            return int(health_pb2.HealthCheckResponse.FromString(answer).status)
-        except grpc.RpcError:
+            return int(health_pb2.HealthCheckResponse.FromString(answer).status), ""
+        except grpc.RpcError as error:
             self._forget(address)  # a server that starts again there is not to wait for this one's patience
-            return None
+            if self._tls is None:
+                return None, ""
+            return None, f"its health does not answer through TLS: {(error.details() or '').rpartition(_LAST)[2]}"
+
+    def _channel(self, address: str) -> grpc.Channel:
+        options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+        if self._tls is None:
+            return grpc.insecure_channel(address, options=options)
+        if self._tls.name is not None:
+            options.append(("grpc.ssl_target_name_override", self._tls.name))
+        return grpc.secure_channel(address, self._credentials, options=options)
 
     def _forget(self, address: str) -> None:
         channel = self._channels.pop(address, None)
@@ -112,11 +139,15 @@ class Prober:
             channel.close()
 
     def _status(self, member: Member) -> dict[str, Any]:
-        host = f"[{member.host}]" if ":" in member.host else member.host
-        request = urllib.request.Request(f"http://{host}:{member.metrics_port}/status.json", headers=self._headers)
-        with suppress(OSError, ValueError), self._opener.open(request, timeout=_TIMEOUT_S) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+        # Straight to the server: a proxy of the environment has nothing to do with servers next door.
+        name = "" if self._tls is None else self._tls.name or member.host
+        connection = _Connection(member.host, member.metrics_port, self._context, name)
+        with suppress(OSError, ValueError, http.client.HTTPException), closing(connection):
+            connection.request("GET", "/status.json", headers=self._headers)
+            answer = connection.getresponse()
+            if answer.status == http.client.OK:
+                found: dict[str, Any] = json.load(answer)
+                return found
         return {}
 
     def _since_last(self, key: str, status: Mapping[str, Any]) -> tuple[float, float]:
@@ -131,3 +162,16 @@ class Prober:
         if now <= before:
             return 0.0, 0.0
         return max(0, count - last_count) / (now - before), max(0.0, seconds - last_seconds) / (now - before)
+
+
+class _Connection(http.client.HTTPConnection):
+    """To a server's metrics: through TLS where there is a context, and then to who has ``name`` in the certificate."""
+
+    def __init__(self, host: str, port: int, context: ssl.SSLContext | None, name: str) -> None:
+        super().__init__(host, port, timeout=_TIMEOUT_S)
+        self._through, self._name = context, name
+
+    def connect(self) -> None:
+        super().connect()
+        if self._through is not None:
+            self.sock = self._through.wrap_socket(self.sock, server_hostname=self._name)

@@ -90,7 +90,12 @@ class Versions:
         self._beside.shutdown(wait=False, cancel_futures=True)
 
     def _connect(self, address: str) -> AdminClient:
-        return AdminClient(address, token=self._spec.token or "", timeout=_CALL_S)
+        tls = self._spec.tls
+        if tls is None:
+            return AdminClient(address, token=self._spec.token or "", timeout=_CALL_S)
+        return AdminClient(
+            address, token=self._spec.token or "", timeout=_CALL_S, tls_name=tls.name or "", **tls.caller()
+        )
 
     def _roll(self, version: str) -> None:
         model = self._spec.model

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.deploy.groups import Footprint, dns_label
+from recinfer.deploy.ray.tls import Tls
 from recinfer.errors import ConfigError
 
 __all__ = ["Bounds", "Deployment", "Need", "cores", "deployment_of", "store_of"]
@@ -62,6 +63,7 @@ class Deployment:
         cool_down: seconds that load must have been low for before there is one less.
         token: bearer token of all servers; None: none.
         insecure: listen beyond this machine without one.
+        tls: of all servers, and of who asks them; None: none.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Deployment:
     cool_down: float = 300.0
     token: str | None = field(default=None, repr=False)
     insecure: bool = False
+    tls: Tls | None = None
 
     def __post_init__(self) -> None:
         self.shards.check("replicas")
@@ -108,7 +111,13 @@ class Deployment:
             said += ["--ranks", ",".join(map(str, self.groups[group])), "--preload"]
         elif self.store is not None:
             said.append("--admin")
+        if self.tls is not None:
+            said += self.tls.arguments()
         return [*said, "--insecure"] if self.insecure else said
+
+    def settings(self) -> dict[str, str]:
+        """How rankers ask shards, as shards.json has it."""
+        return {} if self.tls is None else self.tls.settings()
 
     def environment(self) -> dict[str, str]:
         """Of all servers. The token goes this way: every user of a node can read the arguments of a process."""
