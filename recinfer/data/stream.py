@@ -6,6 +6,7 @@ the format allows (tab-separated text, parquet), and turns only those into ids i
 
 from __future__ import annotations
 
+import abc
 import csv
 import gzip
 import io
@@ -136,22 +137,25 @@ def held_out_mask(rows: NDArray[np.int64], fraction: float, seed: int) -> NDArra
 # --------------------------------------------------------------------------------------------------- blocks of a format
 
 
-class _Block:
+class _Block(abc.ABC):
     """Rows that are read but perhaps not parsed."""
 
     names: tuple[str, ...]
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
 
+    @abc.abstractmethod
     def joined(self, other: Any) -> Any:
-        raise NotImplementedError
+        """These rows and those of ``other``, of the same class, behind them."""
 
+    @abc.abstractmethod
     def cut(self, rows: int) -> tuple[Any, Any]:
-        raise NotImplementedError
+        """The first ``rows`` rows, and the others."""
 
+    @abc.abstractmethod
     def columns(self, places: NDArray[np.int64] | None) -> Columns:
-        raise NotImplementedError
+        """The rows at ``places`` (None: all), parsed."""
 
 
 @dataclass

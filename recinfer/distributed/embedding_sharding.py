@@ -183,7 +183,7 @@ class EmbeddingSharding(abc.ABC, FeatureShardingMixIn, Generic[C, F, T, W]):
         """Names of the outputs that each rank has a part of, one for each rectangle and feature."""
 
     def embedding_tables(self) -> list[ShardedEmbeddingTable]:
-        """The rectangles on this rank."""
+        """The rectangles on this rank; not abstract, as documented."""
         raise NotImplementedError(f"{type(self).__name__} must implement embedding_tables")
 
 

@@ -246,7 +246,10 @@ class GroupedEmbeddingConfig:
 
 
 class FeatureShardingMixIn:
-    """Which features a sharding serves, and on which rank."""
+    """Which features a sharding serves, and on which rank.
+
+    Its methods are documented as plain ones, not abstract: a sharding may leave out what nobody asks it.
+    """
 
     def feature_names(self) -> list[str]:
         """All features."""
@@ -262,7 +265,7 @@ class FeatureShardingMixIn:
 
 
 class ModuleShardingMixIn:
-    """Access to the shardings of a sharded module."""
+    """Access to the shardings of a sharded module; like those of :class:`FeatureShardingMixIn`, not abstract."""
 
     @property
     def shardings(self) -> dict[str, FeatureShardingMixIn]:

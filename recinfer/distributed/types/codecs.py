@@ -18,7 +18,10 @@ QuantizationContext = TypeVar("QuantizationContext")
 
 
 class QuantizedCommCodec(Generic[QuantizationContext]):
-    """Shrinks a float32 tensor for a collective and restores it behind it."""
+    """Shrinks a float32 tensor for a collective and restores it behind it.
+
+    Its methods are documented as plain ones, not abstract: a codec may leave out what its collective does not ask.
+    """
 
     def encode(self, input_tensor: torch.Tensor, ctx: QuantizationContext | None = None) -> torch.Tensor:
         """The tensor to send."""
