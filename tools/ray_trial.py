@@ -1,13 +1,14 @@
 """A deployment on a Ray cluster of three nodes, under load all the time, while everything that can end ends.
 
-    python tools/ray_trial.py                  # as root, about five minutes; needs the extra ray, unshare and ip
+    python tools/ray_trial.py                  # as root, about eight minutes; needs the extra ray, unshare and ip
     python tools/ray_trial.py --seconds 4
 
 The nodes are three raylets with addresses 127.0.0.1 to 127.0.0.3 in a network and a process namespace of their own, which
 has loopback alone: Ray listens on every interface. A client calls through gRPC's own name resolution, round robin and
 retry, and checks every answer against the version that it names. Servers, actors and the controller are killed, a node
 with all it runs, a version is rolled out, back, and a broken one refused, servers are added and taken away by hand and by
-load. Prints a line for each part; exits with 1 when an answer failed or was wrong, or something was left behind.
+load (rankers, then shard servers), and some of it again behind mutual TLS. Prints a line for each part; exits with 1 when an
+answer failed or was wrong, or something was left behind.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 
 HEAD, NODES, MEMORY = "127.0.0.1:6379", 3, 8_000_000_000
 NAME = "trial"
+TLS_NAME = "trial.example"
 
 
 # ---------------------------------------------------------------- the client, a process of its own
 
 
 def load_main(store: str, callers: int) -> None:
-    """Calls all the time. Lines of stdin: ``targets A,B``, ``callers N`` and ``report``, which prints one JSON line."""
+    """Calls all the time. Lines of stdin: ``targets A,B``, ``callers N``, ``tls FOLDER`` (of the calls from the next targets
+    on; ``-``: none) and ``report``, which prints one JSON line."""
     import grpc.aio
     import torch
     from netns_trial import ROWS
@@ -108,10 +111,18 @@ def load_main(store: str, callers: int) -> None:
         print("ready", flush=True)
         while line := (await asyncio.to_thread(sys.stdin.readline)).split():
             if line[0] == "targets":
-                old, channel = channel, grpc.aio.insecure_channel(f"ipv4:{line[1]}", options=options)
+                old, target = channel, f"ipv4:{line[1]}"
+                if state.tls is None:
+                    channel = grpc.aio.insecure_channel(target, options=options)
+                else:
+                    named = [*options, ("grpc.ssl_target_name_override", TLS_NAME)]
+                    channel = grpc.aio.secure_channel(target, state.tls, options=named)
                 state.lookup = channel.unary_unary(f"/{SERVICE_NAME}/Lookup")
                 if old is not None:
                     tasks.append(asyncio.create_task(close_later(old)))
+            elif line[0] == "tls":
+                files = [Path(line[1], name) for name in ("ca.pem", "key.pem", "cert.pem")]
+                state.tls = None if line[1] == "-" else grpc.ssl_channel_credentials(*(f.read_bytes() for f in files))
             elif line[0] == "callers":
                 before, state.wanted = state.wanted, int(line[1])
                 tasks += [asyncio.create_task(caller(number)) for number in range(before, state.wanted)]
@@ -132,6 +143,7 @@ class Seen:
 
     wanted: int
     lookup: Any = None
+    tls: Any = None
     times: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     wrong: int = 0
@@ -414,18 +426,42 @@ class Trial:
         assert counts["shard"] >= 3 * shards, counts
         return f"{len(self.servers())} servers"
 
-    def load_up(self) -> str:
-        """Many callers: load asks for more rankers."""
+    def load_up(self, kind: str) -> str:
+        """Many callers: load asks for more servers of a kind; all that are begun must serve."""
+        before = len(self.servers(kind))
         self.client.say("callers 48")
-        wait(lambda: len([s for s in self.servers("ranker") if s["state"] == "serving"]) > 1, 120, "more rankers")
-        loads = ", ".join(f"{server['load']:.0f}" for server in self.servers("ranker"))
-        return f"{len(self.servers('ranker'))} rankers, requests in each: {loads}"
+        wait(lambda: len([s for s in self.servers(kind) if s["state"] == "serving"]) > before, 120, f"more {kind}s")
+        self.wait_ready()
+        loads = ", ".join(f"{server['name']} {server['load']:.0f}" for server in self.servers(kind))
+        return f"{before} to {len(self.servers(kind))}, requests in each: {loads}"
 
-    def load_down(self) -> str:
-        """Few callers: fewer rankers."""
+    def load_down(self, kind: str, least: int) -> str:
+        """Few callers: fewer servers of that kind."""
         self.client.say("callers 1")
-        wait(lambda: len(self.servers("ranker")) == 1, 120, "fewer rankers")
-        return "1 ranker"
+        wait(lambda: len(self.servers(kind)) == least, 120, f"fewer {kind}s")
+        self.wait_ready()
+        return f"{least} again"
+
+    def certificates(self) -> Path:
+        """The folder of an authority, and of a certificate of it that is for a name."""
+        folder = self.folder / "tls"
+        folder.mkdir()
+        new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        for arguments in (
+            "-subj /CN=authority -keyout ca.key -out ca.pem",
+            f"-subj /CN=s -keyout key.pem -out cert.pem -CA ca.pem -CAkey ca.key -addext subjectAltName=DNS:{TLS_NAME}",
+        ):
+            subprocess.run((new + arguments).split(), cwd=folder, check=True, capture_output=True)
+        return folder
+
+    def refuse_missing(self, tls: Path) -> None:
+        """A file that no node has is named, with the nodes, before anything is started."""
+        files = ["--tls-cert", tls / "cert.pem", "--tls-key", tls / "key.pem", "--tls-ca", tls / "gone.pem"]
+        done = recinfer("deploy", self.store / NAME / "1", "--ray", HEAD, *files)
+        message = json.loads(done.stdout.splitlines()[-1])["error"]["message"]
+        assert done.returncode == 2 and message.count("gone.pem") == NODES, message
+        assert self.ray.deployments() == [], "nothing was started"
+        print(f"refused: {message[:200]}", flush=True)
 
     def down(self) -> list[str]:
         """Take it down; what is left of it."""
@@ -477,6 +513,8 @@ def trial(folder: Path, options: argparse.Namespace, stack: ExitStack) -> int:
     left: list[str] = []
     for name, (chapter, more) in CHAPTERS.items():
         if options.only in (None, name):
+            if name == "tls":
+                more = behind_tls(run)
             run.deploy(*more)
             chapter(run)
             left += run.down()
@@ -507,14 +545,42 @@ def changes(run: Trial) -> None:
 
 def load(run: Trial) -> None:
     """What load changes."""
-    run.part("48 callers: scaled up by load", run.load_up)
-    run.part("1 caller: scaled down by load", run.load_down)
+    run.part("48 callers: rankers scaled up", lambda: run.load_up("ranker"))
+    run.part("1 caller: rankers scaled down", lambda: run.load_down("ranker", 1))
+
+
+def shard_load(run: Trial) -> None:
+    """What load changes of shard servers: one more of each of the three groups."""
+    run.part("48 callers: shard servers scaled up", lambda: run.load_up("shard"))
+    run.part("1 caller: shard servers scaled down", lambda: run.load_down("shard", 3))
+    run.client.say("callers 4")
+
+
+def behind_tls(run: Trial) -> tuple[object, ...]:
+    """The options of a deployment with mutual TLS, once one without a file was refused."""
+    tls = run.certificates()
+    run.refuse_missing(tls)
+    run.client.say(f"tls {tls}")
+    files = ("--tls-cert", "cert"), ("--tls-key", "key"), ("--tls-ca", "ca"), ("--tls-client-ca", "ca")
+    return (*(word for option, file in files for word in (option, tls / f"{file}.pem")), "--tls-name", TLS_NAME)
+
+
+def guarded(run: Trial) -> None:
+    """Behind mutual TLS."""
+    run.part("mutual TLS: a shard server killed", run.kill_server)
+    run.part("mutual TLS: version 2 rolled out", lambda: run.roll("2"))
+    run.part("mutual TLS: the controller killed", run.kill_controller)
 
 
 CHAPTERS: dict[str, tuple[Callable[[Trial], None], tuple[object, ...]]] = {
     "faults": (faults, ()),
     "changes": (changes, ()),
     "load": (load, ("--replicas", 1, "--rankers", 1, "--max-rankers", 3, "--queue-depth", 16, "--cool-down", 10)),
+    "shards": (
+        shard_load,
+        ("--replicas", 1, "--max-replicas", 2, "--rankers", 2, "--queue-depth", 3, "--cool-down", 10),
+    ),
+    "tls": (guarded, ()),
 }
 
 
@@ -523,7 +589,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=4.0, help="of load after each part's action")
     parser.add_argument("--callers", type=int, default=4)
-    parser.add_argument("--only", choices=list(CHAPTERS), help="one of three deployments")
+    parser.add_argument("--only", choices=list(CHAPTERS), help="one of five deployments")
     parser.add_argument("--load", help=argparse.SUPPRESS)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
