@@ -25,8 +25,9 @@ from recinfer.inference.predictor import load
 from recinfer.serving.client import InferenceClient
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.docker.test_files import DOCKER, ROOT
+from tests.ports import free_port
 from tests.serving.conftest import NUM_DENSE, build_archive, build_model, export
-from tests.serving.remote.fleet import free_port, write_shards
+from tests.serving.remote.fleet import write_shards
 
 TOKEN = "a-token-of-a-test-0123456789"
 FEATURES = ["user", "item", "history", "shop"]

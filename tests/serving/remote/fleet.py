@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,10 +20,12 @@ from recinfer.serving.remote.lookups import remote_lookups
 from recinfer.serving.remote.pool import ReplicaPool
 from recinfer.serving.remote.server import ShardServer
 from recinfer.serving.remote.tables import ShardTables
+from tests.ports import free_port
 
 
 def write_shards(path: Path, ranks: Mapping[int, Sequence[str]], **settings: Any) -> Path:
-    """shards.json at ``path``."""
+    """shards.json at ``path``; nothing is given up because the machine is busy, unless ``settings`` say otherwise."""
+    settings = {"timeout_seconds": 60.0, **settings}
     document = {"format": "recinfer.shards", "version": 1, "ranks": {str(r): list(a) for r, a in ranks.items()}}
     path.write_text(json.dumps({**document, "settings": settings}))
     return path
@@ -36,15 +37,17 @@ def shard(archive: Path | None, ranks: Sequence[int], host: str = "127.0.0.1", *
     tables = ShardTables(ranks, options.pop("store", None))
     if archive is not None:
         tables.add(archive)
-    with ShardServer(tables, host, **options) as server:
+    with ShardServer(tables, host, options.pop("port", None) or free_port(host), **options) as server:
         yield server
 
 
 @contextmanager
-def asking(path: Path, **options: Any) -> Iterator[Fanout]:
-    """A fan-out to what ``path`` lists."""
+def asking(path: Path, *, ready: bool = True, **options: Any) -> Iterator[Fanout]:
+    """A fan-out to what ``path`` lists; ``ready``: once all of them are up."""
     fanout = Fanout(ReplicaPool(path), **options)
     try:
+        if ready:
+            until(lambda: all(replica.up for replica in fanout.pool.everyone()))
         yield fanout
     finally:
         fanout.pool.close()
@@ -61,13 +64,6 @@ def remote(archive: Path, groups: Sequence[Sequence[int]], folder: Path, **setti
                 ranks.setdefault(rank, []).append(server.target)
         fanout = stack.enter_context(asking(write_shards(folder / "shards.json", ranks, **settings)))
         yield load(archive, lookups=remote_lookups(fanout))
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as taken:
-        taken.bind((host, 0))
-        return int(taken.getsockname()[1])
 
 
 class Process:
@@ -90,18 +86,18 @@ class Process:
         """Send a signal; after SIGKILL and SIGTERM wait for its end."""
         self.process.send_signal(number)
         if number in (signal.SIGKILL, signal.SIGTERM):
-            self.process.wait(20)
+            self.process.wait(60)
 
     def close(self) -> None:
         """End it, however it is."""
         if self.process.poll() is None:
             os.kill(self.process.pid, signal.SIGCONT)
             self.process.kill()
-            self.process.wait(20)
+            self.process.wait(60)
         self._file.close()
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     """Wait for something to become true."""
     end = time.monotonic() + seconds
     while not condition():

@@ -56,7 +56,7 @@ class Mixed(nn.Module):
         return found
 
 
-def _rectangles(kind: str, rows: int, dim: int, number: int) -> tuple[ShardRect, ...]:
+def rectangles_of(kind: str, rows: int, dim: int, number: int) -> tuple[ShardRect, ...]:
     """Three ranks; the two-level types as if ranks 0 and 1 were one host."""
     if kind == "table_row_wise":
         half = -(-rows // 2)
@@ -90,7 +90,7 @@ def make_archive(
     for path, _, configs, _ in embedding_tables(model):
         for config in configs:
             size = config.num_embeddings, config.embedding_dim
-            shards = _rectangles(kind, *size, len(tables))
+            shards = rectangles_of(kind, *size, len(tables))
             tables.append(TablePlan(path, config.name, kind, "quant", precision, *size, shards))
     out = folder / f"{kind}.rqa"
     reader = CheckpointReader(folder / "weights.pt")

@@ -21,8 +21,9 @@ from recinfer.serving.registry import ServedModel
 from recinfer.serving.remote.fanout import Fanout
 from recinfer.serving.remote.lookups import remote_lookups
 from recinfer.serving.server import Server
+from tests.ports import free_port
 from tests.serving.conftest import make_request
-from tests.serving.remote.fleet import Process, asking, free_port, until, write_shards
+from tests.serving.remote.fleet import Process, asking, until, write_shards
 
 
 @dataclass
@@ -60,7 +61,6 @@ def fleet(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[F
             fleet.shards[rank] = [fleet.begin(rank, number) for number in range(2)]
         stack.callback(lambda: [process.close() for mine in fleet.shards.values() for process in mine])
         fleet.fanout = stack.enter_context(asking(write_shards(folder / "shards.json", addresses)))
-        until(lambda: fleet.up(0) == fleet.up(1) == 2, 60)
         fleet.here = load(archive, lookups=remote_lookups(fleet.fanout))
         yield fleet
 
@@ -70,7 +70,7 @@ def client(fleet: Fleet) -> Iterator[InferenceClient]:
     """A client, which never tries again, of the ranker."""
     with (
         Server([ServedModel.of("tiny", fleet.here)], shards=fleet.fanout) as server,
-        InferenceClient(server.target, retries=0) as client,
+        InferenceClient(server.target, retries=0, timeout=60) as client,
     ):
         yield client
 
@@ -103,7 +103,7 @@ class Load:
         while not self._stop.is_set():
             start = time.monotonic()
             try:
-                got = self.client.lookup(request, timeout=5)
+                got = self.client.lookup(request)
                 if not torch.equal(got.pooled.values(), wanted):
                     self.failed.append("another answer")
             except Exception as error:
@@ -121,7 +121,7 @@ def test_a_killed_replica_fails_nothing_and_comes_back(fleet: Fleet, client: Inf
         load.done(100)
         fleet.shards[0][0].kill()
         load.done(200)
-        assert fleet.up(0) == 1
+        until(lambda: fleet.up(0) == 1)
         fleet.shards[0][0] = fleet.begin(0, 0)
         until(lambda: fleet.up(0) == 2)
         load.done(100)
@@ -146,22 +146,24 @@ def test_no_replica_is_an_error_that_says_which_and_it_recovers(fleet: Fleet, cl
         fleet.fanout._missing = None
     fleet.shards[1] = [fleet.begin(1, number) for number in range(2)]
     until(lambda: fleet.up(1) > 0)
-    back = time.monotonic()
-    assert client.lookup(request).missing_ranks == ()
-    assert time.monotonic() - back < 2
+    assert client.lookup(request).missing_ranks == ()  # the first one already: nobody has to ask again
     until(lambda: fleet.up(1) == 2)
 
 
 def test_a_stopped_replica_is_hedged(fleet: Fleet, client: InferenceClient, predictor: Predictor):
     with Load(client, predictor) as load:
         load.done(200)  # so that it knows how long answers take
+        won = fleet.fanout.calls["hedge_won"]
         load.seconds.clear()
         fleet.shards[0][1].kill(signal.SIGSTOP)
         load.done(300)
         fleet.shards[0][1].kill(signal.SIGCONT)
         load.done(100)
     assert load.failed == []
-    assert sorted(load.seconds)[int(0.99 * len(load.seconds))] < 1.0  # its connection is given up after three seconds
+    assert fleet.fanout.calls["hedge_won"] > won
+    # All but what one moment of a machine that stands still can hold up. Without the other replica's answers each call to
+    # the one that is stopped would take until its deadline, or until its connection is given up, a minute both.
+    assert sorted(load.seconds)[int(0.9 * len(load.seconds))] < 1.0
     until(lambda: fleet.up(0) == 2)
 
 
@@ -176,7 +178,7 @@ def test_a_stopping_replica_drains(fleet: Fleet, client: InferenceClient, predic
     until(lambda: fleet.up(1) == 2)
 
 
-def test_replicas_are_added_without_a_restart(fleet: Fleet, client: InferenceClient):
+def test_replicas_are_added_without_a_restart(fleet: Fleet, client: InferenceClient, caplog: pytest.LogCaptureFixture):
     path = fleet.folder / "shards.json"
     fewer = {0: fleet.addresses[0][:1], 1: fleet.addresses[1]}
     write_shards(path, fewer)
@@ -184,7 +186,7 @@ def test_replicas_are_added_without_a_restart(fleet: Fleet, client: InferenceCli
     client.lookup(make_request(1, 1)[1])
     path.write_text("no JSON")  # the last list that made sense stays
     fleet.fanout.pool.reload()
-    time.sleep(1.0)
+    until(lambda: "the shards stay as they were" in caplog.text)
     client.lookup(make_request(1, 1)[1])
     write_shards(path, fleet.addresses)
     until(lambda: fleet.up(0) == 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from contextlib import ExitStack
@@ -16,8 +17,9 @@ from recinfer.inference.predictor import load
 from recinfer.serving.client import InferenceClient
 from recinfer.serving.remote.lookups import remote_lookups
 from recinfer.serving.security import Security
+from tests.ports import free_port
 from tests.serving.conftest import make_request
-from tests.serving.remote.fleet import Process, asking, free_port, shard, until, write_shards
+from tests.serving.remote.fleet import Process, asking, shard, until, write_shards
 
 TOKEN = "a-token-of-enough-letters"
 
@@ -60,7 +62,7 @@ def test_mutual_tls_and_a_token(archive: Path, certificates: Path, tmp_path: Pat
         assert torch.equal(found, expected)
         for lacking in (("tls_name",), ("tls_cert", "tls_key"), ("tls_ca", "tls_name", "tls_cert", "tls_key")):
             less = {key: value for key, value in spoken.items() if key not in lacking}
-            stranger = stack.enter_context(asking(write_shards(tmp_path / "less.json", ranks, **less)))
+            stranger = stack.enter_context(asking(write_shards(tmp_path / "less.json", ranks, **less), ready=False))
             with pytest.raises(RecinferError, match="no living replica"):
                 load(archive, lookups=remote_lookups(stranger, wait=False))
 
@@ -75,10 +77,11 @@ def test_workers_share_a_port_and_the_shards(archive: Path, tmp_path: Path):
         arguments = [archive, "--shards", path, "--workers", "2", "--port", str(port), "--json"]
         ranker = Process(*arguments, log=tmp_path / "ranker.log")
         stack.callback(ranker.close)
-        until(lambda: '"port"' in ranker.said, 60)
+        until(lambda: re.search(r'"port".*\n', ranker.said) is not None)
         assert json.loads(next(line for line in ranker.said.splitlines() if '"port"' in line))["port"] == port
         for _ in range(6):  # a connection each, so that both workers are asked
-            with InferenceClient(f"127.0.0.1:{port}") as client:
+            with InferenceClient(f"127.0.0.1:{port}", timeout=60) as client:
+                client.wait_until_ready(60)  # this worker has its shards
                 assert torch.equal(client.lookup(features).pooled.values(), expected)
         ranker.process.terminate()
-        assert ranker.process.wait(30) == 0
+        assert ranker.process.wait(60) == 0

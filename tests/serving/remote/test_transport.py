@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -95,8 +94,10 @@ def test_shards_ask_for_a_token(tmp_path: Path):
     (tmp_path / "token").write_text(token)
     with shard(archive, (0, 1, 2), security=Security(token=token)) as server:
         path = write_shards(tmp_path / "s.json", {key: [server.target] for key in range(3)})
-        with asking(path) as stranger, pytest.raises(UnavailableError, match="UNAUTHENTICATED"):
-            load(archive, lookups=remote_lookups(stranger))
+        with asking(path, ready=False) as stranger:
+            until(lambda: "UNAUTHENTICATED" in stranger.pool.addresses(0))
+            with pytest.raises(UnavailableError, match="UNAUTHENTICATED"):
+                load(archive, lookups=remote_lookups(stranger))
         write_shards(path, {key: [server.target] for key in range(3)}, token_file=str(tmp_path / "token"))
         with asking(path) as known:
             request = make_request(4)
@@ -109,7 +110,9 @@ def test_a_name_is_all_its_addresses(tmp_path: Path):
     archive = make_archive(tmp_path, "table_wise")
     with shard(archive, (0, 1, 2)) as server:
         name = f"dns:///localhost:{server.port}"
-        with asking(write_shards(tmp_path / "s.json", {key: [name] for key in range(3)})) as fanout:
+        path = write_shards(tmp_path / "s.json", {key: [name] for key in range(3)})
+        with asking(path, ready=False) as fanout:  # some of its addresses are those of nobody
+            until(lambda: any(replica.up for replica in fanout.pool.replicas(0)))
             request = make_request(4)
             same(
                 load(archive, lookups=remote_lookups(fanout)).lookup(request), load(archive).lookup(request), exact=True
@@ -119,6 +122,8 @@ def test_a_name_is_all_its_addresses(tmp_path: Path):
 
 def test_equal_replicas_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recinfer.serving.remote.replica._STALE_S", 0.0)  # no figure is young enough to prefer one
+    for wait in ("_FIRST_HEDGE_S", "_LEAST_HEDGE_S"):  # and the other one is not asked because a machine stands still
+        monkeypatch.setattr(f"recinfer.serving.remote.fanout.{wait}", 600.0)
     archive = make_archive(tmp_path, "table_wise")
     with shard(archive, (0, 1, 2)) as one, shard(archive, (0, 1, 2), "127.0.0.2") as two:
         targets = [one.target, two.target]
@@ -141,10 +146,12 @@ def test_a_replica_that_was_slow_once_is_tried_again(tmp_path: Path, monkeypatch
             slow = fanout.pool.replicas(0)[0]
             slow.answered(100.0)
             before = slow.answers
-            for _ in range(30):
+
+            def is_tried() -> bool:
                 predictor.lookup(make_request(2))
-                time.sleep(0.01)
-            assert slow.answers > before
+                return slow.answers > before
+
+            until(is_tried)
 
 
 def test_a_replica_that_is_taken_from_the_list_still_answers_what_it_was_asked(tmp_path: Path):

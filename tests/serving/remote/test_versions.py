@@ -73,7 +73,7 @@ def rolling(archives: dict[str, Path], folder: Path) -> Iterator[Roll]:
         registry = ModelRegistry([models.newest(MODEL)])
         server = stack.enter_context(Server(registry, admin=StoreManager(registry, models), shards=fanout))
         admin = stack.enter_context(AdminClient(server.target))
-        client = stack.enter_context(InferenceClient(server.target, retries=0))
+        client = stack.enter_context(InferenceClient(server.target, retries=0, timeout=60))
         yield Roll(store, hosts, servers, admin, client, server)
 
 
@@ -87,7 +87,7 @@ def under_load(client: InferenceClient, expected: dict[str, Tensor]) -> Iterator
         request = make_request(6, 3)
         while not stop.is_set():
             try:
-                got = client.lookup(request, timeout=10)
+                got = client.lookup(request, timeout=60)
                 found = [k for k, wanted in expected.items() if torch.allclose(got.pooled.values(), wanted, atol=1e-5)]
                 name = found[0] if len(found) == 1 else "mixed"
             except Exception as error:

@@ -1,0 +1,393 @@
+"""Between ranker and shards, what goes from bytes to bytes is what the ordinary way sends and finds, to the byte, or nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recinfer.archive.reader import open_archive
+from recinfer.checkpoint import CheckpointReader
+from recinfer.distributed.planner.plan import Plan, TablePlan, embedding_tables
+from recinfer.errors import UnavailableError
+from recinfer.inference.bags import bags_of
+from recinfer.inference.export import export_archive
+from recinfer.inference.lookups import run_later
+from recinfer.inference.predictor import load
+from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from recinfer.serving import codec
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.limits import Limits
+from recinfer.serving.loop import run_on_loop
+from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.registry import ModelRegistry
+from recinfer.serving.remote.direct import RemoteTables
+from recinfer.serving.remote.fanout import Fanout
+from recinfer.serving.remote.layout import module_layouts
+from recinfer.serving.remote.lookups import remote_lookups
+from recinfer.serving.remote.messages import join_request
+from recinfer.serving.remote.split import ModuleSplit
+from recinfer.serving.remote.tables import ShardTables
+from recinfer.serving.server import Server
+from recinfer.serving.service import InferenceService
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.serving.remote.fleet import asking, shard, write_shards
+from tests.serving.remote.models import KINDS, rectangles_of
+
+pytestmark = pytest.mark.skipif(
+    not RemoteTables.available(),
+    reason="recinfer.serving._ranks was not built: no C compiler when recinfer was installed",
+)
+
+NUM_DENSE = 3
+ROWS = {"a": 53, "b": 301, "c": 301, "d": 97, "e": 40}
+
+
+class Pooled(nn.Module):
+    """One module of sums, means, a table of two features and one feature of two tables' heights; a dense part."""
+
+    def __init__(self, pooling: PoolingType = PoolingType.MEAN) -> None:
+        super().__init__()
+        self.bags = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(53, 12, "t_a", feature_names=["a"], pooling=pooling),
+                EmbeddingBagConfig(301, 16, "t_b", feature_names=["b", "c"], pooling=PoolingType.MEAN),
+                EmbeddingBagConfig(97, 20, "t_d", feature_names=["d"], pooling=pooling),
+                EmbeddingBagConfig(40, 8, "t_e", feature_names=["e"], pooling=PoolingType.MEAN),
+            ]
+        )
+        self.over = nn.Linear(NUM_DENSE + 72, 2)
+
+    def forward(self, dense: Tensor, kjt: KeyedJaggedTensor) -> Tensor:
+        """Something of everything."""
+        return self.over(torch.cat([dense, self.bags(kjt).values()], 1))
+
+
+def make_archive(
+    folder: Path, kind: str, precision: DataType = DataType.INT8, pooling: PoolingType = PoolingType.SUM
+) -> Path:
+    torch.manual_seed(7)
+    model = Pooled(pooling)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), folder / "weights.pt")
+    tables = []
+    for path, _, configs, _ in embedding_tables(model):
+        for config in configs:
+            size = config.num_embeddings, config.embedding_dim
+            tables.append(
+                TablePlan(path, config.name, kind, "quant", precision, *size, rectangles_of(kind, *size, len(tables)))
+            )
+    out = folder / f"{kind}.rqa"
+    export_archive(
+        model,
+        CheckpointReader(folder / "weights.pt"),
+        Plan(3, "cpu", tuple(tables)),
+        out,
+        name="pooled",
+        version="1",
+        num_dense=NUM_DENSE,
+        progress=False,
+    )
+    return out
+
+
+def make_request(
+    batch: int,
+    seed: int = 0,
+    *,
+    longest: int = 4,
+    keys: tuple[str, ...] | None = None,
+    dtype: torch.dtype = torch.int64,
+) -> KeyedJaggedTensor:
+    """Random bags of 0 to ``longest`` - 1 ids; exactly one where it is 1."""
+    random = torch.Generator().manual_seed(seed)
+    names = list(keys or ROWS)
+    lengths = torch.randint(0, longest, (len(names), batch), generator=random)
+    if longest == 1:
+        lengths = torch.ones_like(lengths)
+    ids = [torch.randint(0, ROWS[key], (int(n.sum()),), generator=random) for key, n in zip(names, lengths)]
+    return KeyedJaggedTensor(names, torch.cat(ids).to(dtype), lengths=lengths.flatten().int())
+
+
+def requests() -> list[KeyedJaggedTensor]:
+    return [
+        make_request(1, 1, longest=1),
+        make_request(5, 2, longest=1, dtype=torch.int32),
+        make_request(7, 3),
+        make_request(33, 4, longest=9, dtype=torch.int32),
+        make_request(2, 5, longest=400),
+        make_request(3, 6, keys=("d", "b")),
+        make_request(3, 7, keys=("e", "d", "c", "b", "a"), longest=1),
+        make_request(200, 8, longest=1),
+    ]
+
+
+@contextmanager
+def served(archive: Path, folder: Path, *, missing: str | None = None, **settings: Any) -> Iterator[InferenceService]:
+    """A ranker's service and two shard servers of it."""
+    with ExitStack() as stack:
+        ranks: dict[int, list[str]] = {}
+        for group in ((0,), (1, 2)):
+            server = stack.enter_context(shard(archive, group))
+            for rank in group:
+                ranks.setdefault(rank, []).append(server.target)
+        fanout = stack.enter_context(asking(write_shards(folder / "shards.json", ranks, **settings), missing=missing))
+        yield service_of(archive, fanout)
+
+
+def service_of(archive: Path, fanout: Fanout, limits: Limits | None = None) -> InferenceService:
+    return InferenceService(ModelRegistry({"pooled": load(archive, lookups=remote_lookups(fanout))}), limits)
+
+
+def straight(service: InferenceService, call: str, data: bytes) -> bytes | None:
+    """The answer of the short way."""
+
+    async def answer() -> bytes | None:
+        asked = service.away.begin(call, data)
+        return None if asked is None else await service.away.answer(asked, float("inf"))
+
+    return run_on_loop(answer())
+
+
+def ordinary(service: InferenceService, call: str, data: bytes) -> bytes:
+    """The answer of the ordinary way, waited for as a server does."""
+    work = service.decode_lookup(data) if call == "Lookup" else service.decode_predict(data)
+    (answer,) = run_on_loop(run_later(service.run_steps([work]), float("inf")))
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+# -- a shard ----------------------------------------------------------------------------------------------------------
+
+
+def shard_messages(archive: Path, request: KeyedJaggedTensor, ranks: tuple[int, ...], key: str) -> bytes:
+    """What the ordinary way of a ranker sends to a server of ``ranks``."""
+    opened = open_archive(archive, ranks=())
+    bags = bags_of(request)
+    parts = []
+    for number, layout in enumerate(module_layouts(opened.manifest, opened.plan)):
+        sections = ModuleSplit(number, layout).split(bags)
+        parts += [sections[rank].parts for rank in ranks if rank in sections]
+    return join_request(key, bags.batch, parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shard_answers_from_the_bytes(tmp_path: Path, kind: str):
+    archive = make_archive(tmp_path, kind)
+    for ranks in ((0,), (2,), (0, 1, 2)):
+        tables = ShardTables(ranks)
+        key = tables.add(archive)
+        for request in requests():
+            data = shard_messages(archive, request, ranks, key)
+            if b"\x1a" in data[len(key) + 2 :]:  # somebody is asked for something
+                assert tables.find_directly(data, Limits()) == tables.find_any(data, Limits())
+
+
+@pytest.mark.parametrize("precision", [DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32])
+def test_a_shard_of_every_precision(tmp_path: Path, precision: DataType):
+    for pooling in (PoolingType.SUM, PoolingType.MEAN):
+        archive = make_archive(tmp_path / pooling.name, "table_wise", precision, pooling)
+        for rank in range(3):
+            tables = ShardTables((rank,))
+            key = tables.add(archive)
+            for request in requests():
+                data = shard_messages(archive, request, (rank,), key)
+                found = tables.find_directly(data, Limits())
+                assert found is not None
+                assert found == tables.find_any(data, Limits())
+
+
+def test_a_shard_leaves_what_is_not_plain(tmp_path: Path):
+    archive = make_archive(tmp_path, "table_wise")
+    tables = ShardTables((0, 1))
+    key = tables.add(archive)
+    data = shard_messages(archive, make_request(3, longest=1), (0, 1), key)
+    assert tables.find_directly(data, Limits()) is not None
+    whole = make_request(3, longest=1)
+    beyond = KeyedJaggedTensor(whole.keys(), whole.values() + 1000, lengths=whole.lengths())
+    halves = join_request(key, 3, [[data[len(join_request(key, 3, [])) :]]], half=True)
+    for other in (
+        halves,
+        shard_messages(archive, beyond, (0, 1), key),
+        shard_messages(archive, whole, (0, 1), "another"),
+        shard_messages(archive, whole, (2,), key),
+        data + b"\x20\x01",
+        data[:-1],
+        b"",
+    ):
+        assert tables.find_directly(other, Limits()) is None
+    assert tables.find_directly(data, Limits(max_concurrent=1, max_batch=2)) is None
+
+
+def mutated(chosen: random.Random, starts: list[bytes], count: int) -> Iterator[bytes]:
+    for _ in range(count):
+        data = bytearray(chosen.choice(starts))
+        for _ in range(chosen.randint(1, 3)):
+            at = chosen.randrange(len(data))
+            kind = chosen.random()
+            if kind < 0.6:
+                data[at] = chosen.choice([0, 1, 2, 0x7F, 0x80, 0xFF, chosen.randrange(256)])
+            elif kind < 0.8:
+                del data[at : at + chosen.randint(1, 9)]
+            else:
+                data[at:at] = chosen.randbytes(chosen.randint(1, 9))
+        yield bytes(data)
+
+
+def test_ten_thousand_mutated_messages_to_a_shard(tmp_path: Path):
+    archive = make_archive(tmp_path, "grid_shard")
+    tables = ShardTables((0, 1))
+    key = tables.add(archive)
+    starts = [
+        shard_messages(archive, make_request(batch, batch, longest=longest), (0, 1), key)
+        for batch, longest in ((1, 1), (2, 4), (1, 300))
+    ]
+    answered = 0
+    for data in mutated(random.Random(5), starts, 10_000):
+        found = tables.find_directly(data, Limits())
+        if found is not None:
+            answered += 1
+            assert found == tables.find_any(data, Limits())
+    assert answered > 100
+
+
+# -- a ranker ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ranker_splits_and_joins_as_the_ordinary_way(tmp_path: Path, kind: str):
+    archive = make_archive(tmp_path, kind)
+    opened = open_archive(archive, ranks=())
+    here = load(archive)
+    with served(archive, tmp_path) as service:
+        lookups = service.registry.get().predictor.lookups
+        (layout,) = module_layouts(opened.manifest, opened.plan)
+        for request in requests():
+            data = codec.encode_lookup_request(request)
+            asked = service.away.begin("Lookup", data)
+            assert asked is not None
+            sections = ModuleSplit(0, layout).split(bags_of(request))
+            assert {r: b"".join(*parts) for r, parts in asked.parts.items()} == {
+                r: b"".join(section.parts) for r, section in sections.items()
+            }
+            assert straight(service, "Lookup", data) == ordinary(service, "Lookup", data)
+            if not any(rank.mine.cuts_rows for rank in lookups._splits[0].ranks):
+                found = here.lookup(request)
+                assert codec.encode_lookup_response(found.pooled, {}, request.stride(), "1") == straight(
+                    service, "Lookup", data
+                )
+
+
+def test_predictions_float16_and_a_lookup_without_ids(tmp_path: Path):
+    archive = make_archive(tmp_path, "row_wise", pooling=PoolingType.MEAN)
+    for half in (False, True):
+        with served(archive, tmp_path, half=half) as service:
+            for seed, batch in enumerate((1, 5, 40)):
+                dense = torch.randn(batch, NUM_DENSE, generator=torch.Generator().manual_seed(seed))
+                data = codec.encode_predict_request(dense, make_request(batch, seed))
+                found = straight(service, "Predict", data)
+                assert found is not None
+                pair = [pb.PredictResponse.FromString(x) for x in (found, ordinary(service, "Predict", data))]
+                (a,), (b,) = (answer.outputs for answer in pair)
+                assert (a.name, list(a.shape)) == (b.name, list(b.shape))
+                np.testing.assert_allclose(
+                    np.frombuffer(a.values, np.float32), np.frombuffer(b.values, np.float32), rtol=1e-5, atol=1e-6
+                )
+            data = codec.encode_lookup_request(make_request(4, 1, longest=9))
+            assert straight(service, "Lookup", data) == ordinary(service, "Lookup", data)
+            nothing = KeyedJaggedTensor(
+                ["a", "d"], torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(6, dtype=torch.int32)
+            )
+            data = codec.encode_lookup_request(nothing)
+            assert straight(service, "Lookup", data) == ordinary(service, "Lookup", data)
+
+
+def test_a_ranker_leaves_what_is_not_plain(tmp_path: Path):
+    archive = make_archive(tmp_path, "table_wise")
+    whole = make_request(2, longest=1)
+    weighted = KeyedJaggedTensor(whole.keys(), whole.values(), lengths=whole.lengths(), weights=torch.ones(10))
+    unknown = KeyedJaggedTensor(["none"], torch.tensor([1]), lengths=torch.tensor([1], dtype=torch.int32))
+    with served(archive, tmp_path) as service:
+        for request in (
+            KeyedJaggedTensor(whole.keys(), whole.values() + 1000, lengths=whole.lengths()),
+            KeyedJaggedTensor(whole.keys(), whole.values() - 1000, lengths=whole.lengths()),
+            weighted,
+            unknown,
+            make_request(9000),
+        ):
+            assert service.away.begin("Lookup", codec.encode_lookup_request(request)) is None
+        assert service.direct.lookup(codec.encode_lookup_request(whole)) is None  # no rows here
+        for dense, request in (
+            (torch.full((2, NUM_DENSE), float("nan")), whole),
+            (torch.zeros(2, NUM_DENSE + 1), whole),
+            (torch.zeros(2, NUM_DENSE), make_request(2, keys=("a", "b"), longest=1)),
+        ):
+            assert service.away.begin("Predict", codec.encode_predict_request(dense, request)) is None
+        starts = [codec.encode_lookup_request(make_request(batch, batch, longest=2)) for batch in (1, 3)]
+        begun = 0
+        for data in mutated(random.Random(3), starts, 3_000):
+            asked = service.away.begin("Lookup", data)
+            if asked is not None:  # then the ordinary way takes it too
+                begun += 1
+                sections = (
+                    service.registry.get().predictor.lookups._splits[0].split(service.decode_lookup(data).features)
+                )
+                assert {r: b"".join(*parts) for r, parts in asked.parts.items()} == {
+                    r: b"".join(section.parts) for r, section in sections.items()
+                }
+        assert begun > 50
+
+
+def test_a_missing_rank_is_an_error_or_flagged_zeros(tmp_path: Path):
+    archive = make_archive(tmp_path, "row_wise")
+    data = codec.encode_lookup_request(make_request(3, 1, longest=1))
+    predict = codec.encode_predict_request(torch.zeros(3, NUM_DENSE), make_request(3, 1, longest=1))
+    for missing in ("error", "default_rows"):
+        with served(archive, tmp_path, missing=missing) as service:
+            fanout = service.registry.get().predictor.lookups._fanout
+            fanout.pool.replicas(0)[0].up = False  # its health does not change, so it stays like this
+            if missing == "error":
+                with pytest.raises(UnavailableError, match="rank 0 has no living replica"):
+                    straight(service, "Lookup", data)
+                continue
+            for call, message, kind in (("Lookup", data, pb.LookupResponse), ("Predict", predict, pb.PredictResponse)):
+                found = straight(service, call, message)
+                assert found is not None
+                assert list(kind.FromString(found).missing_ranks) == [0]
+                if call == "Lookup":
+                    assert found == ordinary(service, call, message)
+            assert fanout.default_rows[0] == 3
+
+
+def test_through_a_server_and_in_its_figures(tmp_path: Path):
+    archive = make_archive(tmp_path, "grid_shard")
+    here = load(archive)
+    request = make_request(3, 1)
+    with served(archive, tmp_path) as service:
+        predictor = service.registry.get().predictor
+        with (
+            Server({"pooled": predictor}, shards=predictor.lookups._fanout) as server,
+            InferenceClient(server.target) as client,
+        ):
+            before = predictor.stages.state()["lookup"].count
+            found = client.lookup(request)
+            torch.testing.assert_close(
+                found.pooled.values(), here.lookup(request).pooled.values(), rtol=1e-5, atol=1e-6
+            )
+            outputs = client.predict(torch.zeros(3, NUM_DENSE), request)
+            torch.testing.assert_close(outputs["output"], here.predict(torch.zeros(3, NUM_DENSE), request)["output"])
+            assert server.batcher is not None
+            state = server.batcher.state
+            assert (state.requests, state.samples, state.running) == (2, 6, 0)
+            assert server.stats.requests() == {("Lookup", "OK"): 1, ("Predict", "OK"): 1}
+            assert predictor.stages.state()["lookup"].count == before + 2
+            assert server.stats.batch.state().count == 2
