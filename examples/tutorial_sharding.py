@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import sys
 from typing import cast
 
 import torch
+import torch.distributed as dist
 
 import recinfer
 from recinfer.distributed.planner.types import ParameterConstraints
@@ -55,8 +55,6 @@ def single_rank_execution(
     backend: str,
 ) -> None:
     """What each rank runs: plan together, shard, look something up."""
-    import torch.distributed as dist
-
     from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from recinfer.distributed.model_parallel import DistributedModelParallel
     from recinfer.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -118,9 +116,10 @@ def spmd_sharing_simulation(sharding_type: ShardingType = ShardingType.TABLE_WIS
 
 if __name__ == "__main__":
     os.environ["MASTER_ADDR"] = "localhost"
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     kinds = sys.argv[1:] or ["table_wise", "row_wise", "column_wise", "data_parallel"]
     for kind in kinds:
+        # The ranks meet at a store of this process, so that the port is taken from the moment it is chosen.
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        os.environ["MASTER_PORT"] = str(store.port)
         spmd_sharing_simulation(ShardingType(kind))

@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
+# How long an example takes says how busy the machine is, and nothing of the code: none is too slow.
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # A landing must not hang on the day's luck: CI draws the same examples each time. Elsewhere they are random, and a case
 # that fails there goes into its test as an @example.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+settings.register_profile("ci", settings.get_profile("here"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT.parent / "shared" / "data"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import socket
 import subprocess
 import sys
 import tomllib
@@ -13,18 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import held_port
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recinfer/archive").glob("*.md")])
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -41,16 +36,17 @@ def shell_environment(tmp_path: Path) -> dict[str, str]:
 def test_the_commands_and_the_example_of_the_readme_run(tmp_path: Path, shell_environment: dict[str, str]) -> None:
     (commands,) = blocks(ROOT / "README.md", "bash")
     (example,) = blocks(ROOT / "README.md", "python")
-    commands = commands.replace("8500", str(free_port())).replace("--limit 20000", "--limit 2000")
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", commands + "wait\n"],
-        cwd=tmp_path,
-        env=shell_environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    commands = commands.replace("--limit 20000", "--limit 2000").replace("--wait 60", "--wait 600")
+    with held_port() as port:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", commands.replace("8500", str(port)) + "wait\n"],
+            cwd=tmp_path,
+            env=shell_environment,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
     assert "C1" in done.stdout
     done = subprocess.run(
@@ -59,7 +55,7 @@ def test_the_commands_and_the_example_of_the_readme_run(tmp_path: Path, shell_en
         env=shell_environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -63,7 +63,7 @@ def number_of(folder: Path) -> int:
 
 def test_a_killed_save_leaves_the_last_whole_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAVING, str(tmp_path / "ck"), "5"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert found.returncode == 0, found.stderr
     assert len(found.stdout.split()) == 5
     save_checkpoint(tmp_path / "ck", nn.Linear(2, 1))

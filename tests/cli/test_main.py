@@ -133,9 +133,12 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stderr is not None
-    assert process.stderr.readline()  # it has begun
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    try:
+        assert process.stderr.readline()  # it has begun
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "interrupted" in err
     assert "Traceback" not in err

@@ -19,7 +19,7 @@ def lists(columns: dict[str, object]) -> dict[str, list[str]]:
     return {name: list(values) for name, values in columns.items()}  # type: ignore[call-overload]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.integers(1, 4).flatmap(lambda n: st.lists(st.lists(FIELD, min_size=n, max_size=n), max_size=8)))
 def test_written_columns_are_read_back(tmp_path: Path, rows: list[list[str]]) -> None:
     names = [f"c{i}" for i in range(len(rows[0]) if rows else 2)]

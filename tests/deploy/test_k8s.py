@@ -134,7 +134,7 @@ def test_the_command_renders_an_archive(archive: Path, tmp_path: Path):
     out = tmp_path / "manifests"
     command = [sys.executable, "-m", "recinfer", "deploy", archive, "--k8s", "--out", out, "--json"]
     more = ["--ranks-per-shard", "2", "--replicas", "3", "--namespace", "ads", "--image", "r.example/recinfer:1"]
-    done = subprocess.run([*map(str, command), *more], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*map(str, command), *more], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert [group["ranks"] for group in said["groups"]] == [[0, 1]]
@@ -160,7 +160,7 @@ def test_what_the_containers_run_is_a_command_that_serve_takes(archive: Path):
         at = command.index("--token-file")
         command = command[:at] + command[at + 2 :]
         done = subprocess.run(
-            [sys.executable, "-m", *command, "--insecure"], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-m", *command, "--insecure"], capture_output=True, text=True, timeout=240, check=False
         )
         assert done.returncode == 2 and ("/models" in done.stderr or "shards.json" in done.stderr), done.stderr
 

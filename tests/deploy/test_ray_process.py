@@ -9,17 +9,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from recinfer.deploy.ray.guard import die_with
 from recinfer.deploy.ray.process import ServerProcess
 
 GUARD = [sys.executable, "-m", "recinfer.deploy.ray.guard"]
 ROOT = Path(__file__).resolve().parents[2]
 # Ends well at SIGTERM; says so, and nothing before it can.
-POLITE = "import signal,sys,time; signal.signal(15, lambda *_: sys.exit(7)); print('up', flush=True); time.sleep(60)"
-STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+POLITE = "import signal,sys,time; signal.signal(15, lambda *_: sys.exit(7)); print('up', flush=True); time.sleep(600)"
+STUBBORN = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 
 
 def is_there(pid: int) -> bool:
@@ -28,7 +30,7 @@ def is_there(pid: int) -> bool:
     return False
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "not within that time"
@@ -41,10 +43,11 @@ def guarded(tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[s
     started: list[subprocess.Popen[str]] = []
 
     def start(script: str) -> tuple[subprocess.Popen[str], int, Path]:
+        grace = "0.5" if script == STUBBORN else "60"  # one that ends well gets the time for it
         folder = tmp_path / "folder"
         folder.mkdir()
         (folder / "shards.json").write_text("{}")
-        command = [*GUARD, "--grace", "0.5", "--folder", str(folder), "--", sys.executable, "-c", script]
+        command = [*GUARD, "--grace", grace, "--folder", str(folder), "--", sys.executable, "-c", script]
         guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         started.append(guard)
         assert guard.stdout is not None
@@ -65,32 +68,38 @@ def guarded(tmp_path: Path) -> Iterator[Callable[[str], tuple[subprocess.Popen[s
 def test_the_end_of_stdin_ends_the_command(guarded: Callable, script: str, code: int):
     guard, pid, folder = guarded(script)
     guard.stdin.close()
-    assert guard.wait(20) == code
+    assert guard.wait(120) == code
     assert not is_there(pid) and not folder.exists()
 
 
 def test_sigterm_ends_the_command(guarded: Callable):
     guard, pid, folder = guarded(POLITE)
     guard.terminate()
-    assert guard.wait(20) == 7 and not is_there(pid) and not folder.exists()
+    assert guard.wait(120) == 7 and not is_there(pid) and not folder.exists()
 
 
 def test_a_killed_guard_takes_the_command_along(guarded: Callable):
     guard, pid, _ = guarded(STUBBORN)
     guard.kill()
-    guard.wait(20)
+    guard.wait(120)
     until(lambda: not is_there(pid))
+
+
+def test_a_command_whose_guard_is_gone_before_it_begins_does_not_begin():
+    gone = subprocess.Popen(["true"], preexec_fn=partial(die_with, 0))  # nobody's process id
+    assert gone.wait(60) == 128 + signal.SIGKILL
+    assert subprocess.Popen(["true"], preexec_fn=partial(die_with, os.getpid())).wait(60) == 0
 
 
 def test_a_command_that_ends_ends_the_guard(guarded: Callable):
     guard, pid, folder = guarded(POLITE)
     os.kill(pid, signal.SIGKILL)
-    assert guard.wait(20) == 128 + signal.SIGKILL and not folder.exists()
+    assert guard.wait(120) == 128 + signal.SIGKILL and not folder.exists()
 
 
 def test_a_server_says_why_it_could_not_start(tmp_path: Path):
     process = ServerProcess([str(tmp_path / "none"), "--ranks", "0", "--port", "0"], {})
-    assert process.wait(60)
+    assert process.wait(240)
     life = process.look()
     assert not life.running and "none" in life.why and life.port == 0
 
@@ -103,7 +112,7 @@ def test_killing_the_starter_ends_server_and_folder(archive: Path):
         f"process = ServerProcess([{str(archive)!r}, '--ranks', '0', '--port', '0'], {{}}, None, 'x', 5.0)\n"
         "while not process.look().port: time.sleep(0.05)\n"
         "print(process.look().pid, process.guard_pid, process.look().memory, flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     starter = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert starter.stdout is not None

@@ -51,7 +51,7 @@ def run_ranks(
     *args: Any,
     env: dict[str, str] | None = None,
     backend: str = "gloo",
-    timeout: float = 60.0,
+    timeout: float = 300.0,
     **kwargs: Any,
 ) -> list[Any]:
     """``[function(rank, world_size, *args, **kwargs) for each rank]``, each in its own process, in one process group.
@@ -61,7 +61,8 @@ def run_ranks(
         function: a function at the top of a module (it travels by name); the default process group is there when it
             runs, with one torch thread. What it returns must pickle.
         env: environment variables for this call, for example ``{"LOCAL_WORLD_SIZE": "2"}`` to play two hosts.
-        timeout: seconds until the ranks are killed; time during which this process was stopped does not count.
+        timeout: seconds until the ranks are killed, their start included; time during which this process was stopped
+            does not count.
 
     Raises:
         RankError: naming the rank that failed first, with its traceback.
@@ -171,7 +172,7 @@ def _serve(pipe: Connection) -> None:
             rank, job, work = pipe.recv()
         except EOFError:
             return
-        pipe.send(_run(rank, job, work))
+        _run(rank, job, work, pipe)
 
 
 def _die_with(sentinel: int) -> None:
@@ -179,7 +180,8 @@ def _die_with(sentinel: int) -> None:
     os._exit(1)
 
 
-def _run(rank: int, job: dict[str, Any], work: bytes) -> tuple[float, bool, bytes]:
+def _run(rank: int, job: dict[str, Any], work: bytes, pipe: Connection) -> None:
+    """Do it and send the answer: (when, whether it went well, what came out or the traceback)."""
     import torch
     import torch.distributed as dist
 
@@ -197,9 +199,10 @@ def _run(rank: int, job: dict[str, Any], work: bytes) -> tuple[float, bool, byte
         )
         answer = pickle.dumps(function(rank, job["world_size"], *args, **kwargs))
         dist.barrier()  # no rank tears its group down while another still talks to it
-        return time.monotonic(), True, answer
     except BaseException:
-        return time.monotonic(), False, traceback.format_exc().encode()
+        # Before its group goes: the others fail when it does, and this is the cause.
+        pipe.send((time.monotonic(), False, traceback.format_exc().encode()))
+        answer = None
     finally:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
@@ -208,3 +211,5 @@ def _run(rank: int, job: dict[str, Any], work: bytes) -> tuple[float, bool, byte
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+    if answer is not None:
+        pipe.send((time.monotonic(), True, answer))

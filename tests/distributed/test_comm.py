@@ -126,4 +126,4 @@ def invoke_failing(rank: int, world: int) -> None:
 
 
 def test_a_failure_reaches_all_ranks_at_once() -> None:
-    run_ranks(2, invoke_failing, timeout=30)
+    run_ranks(2, invoke_failing)

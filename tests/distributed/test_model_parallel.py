@@ -290,4 +290,4 @@ def dies(rank: int, world_size: int) -> None:
 
 def test_a_rank_that_breaks_ends_the_others() -> None:
     with pytest.raises(RankError, match="rank 1 breaks"):
-        run_ranks(2, dies, timeout=30)
+        run_ranks(2, dies)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def demo(*args: object) -> tuple[dict[str, Any], str]:
     """What ``recinfer demo --json`` printed last, and what it printed for people."""
     command = [sys.executable, "-m", "recinfer", "demo", "--json", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 

@@ -201,7 +201,7 @@ def test_a_server_stops_cleanly(made: Made, signal_number: int) -> None:
     found = run_json("lookup", "--target", f"127.0.0.1:{ready['port']}", "--feature", "C1=1")
     assert found["batch_size"] == 1
     process.send_signal(signal_number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 0
     assert "stopped" in err
     assert "Traceback" not in err
@@ -225,7 +225,7 @@ def test_a_server_keeps_the_limits_it_is_given(made: Made) -> None:
             assert said in error["message"], error
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
     assert process.returncode == 0
 
 

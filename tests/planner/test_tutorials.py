@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run_example(name: str, *args: str) -> str:
     """What a script prints."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *args], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, str(EXAMPLES / name), *args], capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

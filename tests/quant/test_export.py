@@ -59,7 +59,7 @@ def test_export_runs_after_reload_in_a_fresh_process(tmp_path: Path, pooling: st
     subprocess.run(
         [sys.executable, "-c", RELOAD, tmp_path / "model.pt2", tmp_path / "in.pt", tmp_path / "out.pt"],
         check=True,
-        timeout=120,
+        timeout=240,
     )
     for got, args in zip(torch.load(tmp_path / "out.pt", weights_only=True), given):
         torch.testing.assert_close(got, model(*args), rtol=0, atol=0)

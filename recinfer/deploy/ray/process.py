@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,11 +128,13 @@ class ServerProcess:
                 self._process.stdin.close()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, after at most ``seconds``."""
+        """Whether it has ended, after at most ``seconds``; what it said before it did is then known."""
+        end = time.monotonic() + seconds
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return False
+        self._reader.join(max(0.0, end - time.monotonic()))
         return True
 
     def _read(self) -> None:
