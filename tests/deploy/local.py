@@ -37,6 +37,9 @@ class LocalEngine:
         return [Node(f"id-{host}", host, memory, 8.0) for host, memory in free.items()]
 
     def reserve(self, member: Member, need: Need, node: Node) -> bool:
+        # As a cluster does: what the controller saw of the nodes may be seconds old.
+        if not any(each.host == node.host and each.memory >= need.memory for each in self.nodes()):
+            return False
         self.places[member.place] = node.host, need
         return True
 

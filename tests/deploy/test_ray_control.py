@@ -119,8 +119,15 @@ class Running:
         self.controller.start()
         self.wait()
 
+    def until(self, condition: Callable[[], Any]) -> None:
+        """Say what was there instead, where it does not come true."""
+        try:
+            until(condition)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {json.dumps(self.controller.status(), indent=1)}") from None
+
     def wait(self) -> None:
-        until(lambda: self.controller.status()["ready"])
+        self.until(lambda: self.controller.status()["ready"])
 
     def servers(self, prefix: str = "") -> list[dict[str, Any]]:
         return [each for each in self.controller.status()["servers"] if each["name"].startswith(prefix)]
@@ -151,7 +158,7 @@ def test_it_serves_from_nodes_that_differ(running: Running):
         command = Path(f"/proc/{each['pid']}/cmdline").read_bytes().decode()
         assert TOKEN not in command
     with Load(running.controller) as load:
-        until(lambda: len(load.answers) > 20)
+        running.until(lambda: len(load.answers) > 20)
     assert load.failed == [] and set(load.versions) == {"1"}
     with InferenceClient(found["rankers"][0], retries=0) as stranger, pytest.raises(RecinferError, match="token"):
         stranger.lookup(make_request(0, 3)[1])
@@ -160,16 +167,16 @@ def test_it_serves_from_nodes_that_differ(running: Running):
 def test_a_version_rolls_out_and_back(running: Running):
     with Load(running.controller) as load:
         assert running.controller.roll("2") == "2"
-        until(lambda: load.answers[-1][0] == "2")
+        running.until(lambda: load.answers[-1][0] == "2")
         assert running.controller.roll(None) == "1"
-        until(lambda: load.answers[-1][0] == "1")
+        running.until(lambda: load.answers[-1][0] == "1")
         with pytest.raises(RecinferError, match=r"not sound"):
             running.controller.roll("3")
         assert running.controller.status()["version"] == "1"
         assert running.controller.roll("2") == "2"
     assert load.failed == []
     assert set(load.versions) == {"1", "2"} and all(len(values) == 1 for values in load.versions.values())
-    until(lambda: {each["version"] for each in running.servers("ranker")} == {"2"})
+    running.until(lambda: {each["version"] for each in running.servers("ranker")} == {"2"})
     with pytest.raises(ConfigError, match="model store"):
         alone = replace(running.spec, store=None)
         Controller(alone, LocalEngine({})).roll("2")
@@ -181,7 +188,7 @@ def test_killed_servers_come_back_where_they_were_with_the_version_that_is_serve
     with Load(running.controller) as load:
         for name in victims:
             os.kill(before[name]["pid"], signal.SIGKILL)
-        until(lambda: all(each["restarts"] == 1 for each in running.servers() if each["name"] in victims))
+        running.until(lambda: all(each["restarts"] == 1 for each in running.servers() if each["name"] in victims))
         running.wait()
     assert load.failed == [] and set(load.versions) == {"2"}
     after = {each["name"]: each for each in running.servers()}
@@ -194,13 +201,13 @@ def test_killed_servers_come_back_where_they_were_with_the_version_that_is_serve
 def test_more_servers_and_fewer_again(running: Running):
     with Load(running.controller) as load:
         running.controller.scale(3, None)
-        until(lambda: len(running.servers("shard")) == 3)
+        running.until(lambda: len(running.servers("shard")) == 3)
         running.wait()
         assert len({each["node"] for each in running.servers("shard")}) == 3
         listed = json.loads(running.engine.listed(running.controller._members["ranker-0"]))["ranks"]
         assert listed["0"] == listed["1"] == sorted(each["address"] for each in running.servers("shard"))
         running.controller.scale(1, 1)
-        until(lambda: len(running.servers()) == 2)
+        running.until(lambda: len(running.servers()) == 2)
         running.wait()
     assert load.failed == []
     assert len(running.engine.lives) == len(running.engine.places) == 2, "processes and places were given back"
@@ -219,22 +226,22 @@ def test_another_controller_goes_on_and_a_lost_node_is_replaced(running: Running
     assert running.controller.status()["version"] == "2" and running.controller.status()["previous"] == "1"
     host = running.servers("shard")[0]["host"]
     running.engine.lose(host)
-    until(lambda: running.servers("shard")[0]["host"] not in ("", host))
+    running.until(lambda: running.servers("shard")[0]["host"] not in ("", host))
     running.wait()
     with Load(running.controller) as load:
-        until(lambda: len(load.answers) > 5)
+        running.until(lambda: len(load.answers) > 5)
     assert load.failed == [] and set(load.versions) == {"2"}
 
 
 def test_what_fits_nowhere_waits_and_says_so(running: Running):
     sizes, running.engine.sizes = running.engine.sizes, {host: GIB for host in running.engine.sizes}
     running.controller.scale(2, None)
-    until(
+    running.until(
         lambda: any("no node has room for shard-0-1 (ranks 0, 1)" in each["why"] for each in running.servers("shard"))
     )
     assert not running.controller.status()["ready"]
     running.controller.scale(1, None)
-    until(lambda: len(running.servers("shard")) == 1)
+    running.until(lambda: len(running.servers("shard")) == 1)
     running.engine.sizes = sizes
 
 
