@@ -22,7 +22,8 @@ def extension(name: str, *headers: str) -> Extension:
 setup(
     ext_modules=[
         extension("quant/_rows", "recinfer/quant/_half.h"),
-        extension("quant/_tables", "recinfer/quant/_half.h"),
+        extension("quant/_tables", "recinfer/quant/_half.h", "recinfer/quant/_bags.h"),
+        extension("serving/_ranks", "recinfer/quant/_bags.h"),
         extension("serving/_wire"),
     ]
 )

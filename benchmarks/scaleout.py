@@ -8,6 +8,9 @@
 A DLRM of 26 features (INT8, 13 dense columns) with random weights, cut for two ranks. Four servers stand at a time: the
 single process, two shard servers, a ranker that asks them, and a ranker that asks one shard server with both ranks. The
 clients are one more process with one channel each. All take turns; figures are medians over the turns.
+
+The floor is gRPC's own: a bare server that calls two bare servers at a time, with as many bytes as a ranker and its shards
+send, beside a bare server that calls nobody; all on our event loop and scheduling.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import grpc.aio
 import torch
 
+from benchmarks.serving import process
 from recinfer.checkpoint import CheckpointReader, save_checkpoint
 from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan, embedding_tables
 from recinfer.inference.export import export_archive
@@ -42,12 +46,13 @@ from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from recinfer.serving import codec
 from recinfer.serving.client import InferenceClient
 from recinfer.serving.server import SERVICE_NAME
-from recinfer.serving.tuning import new_loop
+from recinfer.serving.tuning import new_loop, tune_process
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 FEATURES, DENSE, ROWS = 26, 13, 20_000
 _ANY_LENGTH = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 _GOAL_MS = 1.2
+_BARE = "/bare.Bare/Call"
 
 
 def build(folder: Path, dim: int, sharding: str) -> Path:
@@ -111,10 +116,51 @@ def request(batch: int) -> tuple[torch.Tensor, KeyedJaggedTensor]:
     return torch.randn(batch, DENSE, generator=random), KeyedJaggedTensor(names, ids, lengths=lengths)
 
 
+def serve_bare(behind: Sequence[int], pipe: Any) -> None:
+    """A server that answers with as many bytes as the request's first number says, once ``behind`` have answered.
+
+    The other two numbers, of eight bytes each: the bytes that each of them is sent, and answers with.
+    """
+
+    async def main() -> None:
+        channels = [grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=_ANY_LENGTH) for port in behind]
+        others = [channel.unary_unary(_BARE) for channel in channels]
+
+        async def call(data: bytes, _: grpc.aio.ServicerContext) -> bytes:
+            size, sent, answered = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8, 16))
+            if others:
+                message = answered.to_bytes(8, "little") + bytes(max(16, sent - 8))
+                await asyncio.gather(*(other(message) for other in others))
+            return bytes(size)
+
+        server = grpc.aio.server()
+        method = grpc.unary_unary_rpc_method_handler(call)  # type: ignore[arg-type]
+        _, service, name = _BARE.split("/")
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: method}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        pipe.send(port)
+        await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
+        await server.stop(0)
+        pipe.send(None)
+
+    tune_process()
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(main())
+
+
+def bare_request(method: str, batch: int, dim: int, data: bytes) -> bytes:
+    """For :func:`serve_bare`: as long as ``data``, with the sizes of what is sent for it."""
+    vectors, ids = 4 * batch * FEATURES * dim, 4 * batch * FEATURES
+    numbers = (vectors if method == "Lookup" else 4 * batch, ids // 2 + 60, vectors // 2)
+    head = b"".join(number.to_bytes(8, "little") for number in numbers)
+    return head + bytes(max(0, len(data) - len(head)))
+
+
 async def calls(port: int, method: str, data: bytes, seconds: float, callers: int) -> list[float]:
     """Seconds of each call while ``callers`` call all the time."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=_ANY_LENGTH) as channel:
-        call = channel.unary_unary(f"/{SERVICE_NAME}/{method}")
+        call = channel.unary_unary(method)
         for _ in range(20):
             await call(data, timeout=10)
         end = time.perf_counter() + seconds
@@ -140,17 +186,20 @@ def measure(ports: dict[str, int], options: argparse.Namespace) -> dict[str, Any
             if method == "Predict":
                 data = codec.encode_predict_request(dense, features)
             alone: dict[str, list[float]] = {name: [] for name in ports}
+            bare = bare_request(method, batch, options.dim, data)
             for _ in range(options.turns):
                 for name, port in ports.items():
-                    found = loop.run_until_complete(calls(port, method, data, options.seconds, 1))
+                    path, sent = (_BARE, bare) if "bare" in name else (f"/{SERVICE_NAME}/{method}", data)
+                    found = loop.run_until_complete(calls(port, path, sent, options.seconds, 1))
                     alone[name].append(statistics.median(found) * 1e3)
             result["p50_ms"][f"{method} {batch}"] = {name: statistics.median(p) for name, p in alone.items()}
     dense, features = request(32)
     data = codec.encode_predict_request(dense, features)
-    many: dict[str, list[float]] = {name: [] for name in ports}
+    many: dict[str, list[float]] = {name: [] for name in ports if "bare" not in name}
     for _ in range(options.turns):
-        for name, port in ports.items():
-            found = loop.run_until_complete(calls(port, "Predict", data, options.seconds, options.callers))
+        for name in many:
+            path = f"/{SERVICE_NAME}/Predict"
+            found = loop.run_until_complete(calls(ports[name], path, data, options.seconds, options.callers))
             many[name].append(len(found) / options.seconds)
     result["per_second"] = {name: statistics.median(rates) for name, rates in many.items()}
     return result
@@ -159,11 +208,17 @@ def measure(ports: dict[str, int], options: argparse.Namespace) -> dict[str, Any
 def show(result: dict[str, Any], options: argparse.Namespace) -> None:
     """The table for people."""
     print(f"dim {options.dim}, {options.sharding}, {'float16' if options.half else 'float32'} on the wire")
-    print(f"{'p50, one caller':22s}{'single':>10s}{'2 shards':>10s}{'added':>10s}{'1 shard':>10s}{'added':>10s}  ms")
+    print(
+        f"{'p50, one caller':22s}{'single':>10s}{'2 shards':>10s}{'added':>10s}{'1 shard':>10s}{'added':>10s}"
+        f"{'bare':>10s}{'bare + 2':>10s}{'floor':>10s}  ms"
+    )
     for name, row in result["p50_ms"].items():
-        single, two, one = row["single"], row["two shards"], row["one shard"]
+        single, two, one, bare, fan = (row[k] for k in ("single", "two shards", "one shard", "bare", "bare fan-out"))
         met = "met" if two - single < _GOAL_MS else "missed"
-        print(f"{name:22s}{single:10.2f}{two:10.2f}{two - single:10.2f}{one:10.2f}{one - single:10.2f}  goal {met}")
+        print(
+            f"{name:22s}{single:10.2f}{two:10.2f}{two - single:10.2f}{one:10.2f}{one - single:10.2f}"
+            f"{bare:10.2f}{fan:10.2f}{fan - bare:10.2f}  goal {met}"
+        )
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in result["per_second"].items())
     print(f"Predict of 32, {options.callers} callers, answers a second: {rates}")
 
@@ -198,10 +253,15 @@ def main() -> None:
             "two shards": stack.enter_context(serving(archive, "--shards", shards("two.json", {0: first, 1: second}))),
             "one shard": stack.enter_context(serving(archive, "--shards", shards("one.json", {0: both, 1: both}))),
         }
+        echoes = [stack.enter_context(process(serve_bare, ()))[0] for _ in range(2)]
+        bare = {
+            "bare": echoes[0],
+            "bare fan-out": stack.enter_context(process(serve_bare, echoes))[0],
+        }
         for port in ports.values():
             with InferenceClient(f"127.0.0.1:{port}") as client:
                 client.wait_until_ready(60)
-        result = measure(ports, options)
+        result = measure({**ports, **bare}, options)
     print(json.dumps(result)) if options.json else show(result, options)
 
 

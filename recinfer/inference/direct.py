@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from recinfer.quant.lookup import PooledLookup
 from recinfer.quant.packing import row_bytes
+from recinfer.quant.tbe import TableBatch
 
 try:
     from recinfer.quant._tables import pool as _pool
 except ImportError:  # no compiler was there when recinfer was installed
     _pool = None
 
-__all__ = ["DirectOrder", "DirectTables"]
+__all__ = ["DirectOrder", "DirectPieces", "DirectTables"]
 
 _MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
 
@@ -47,6 +48,47 @@ class DirectOrder:
     heads: dict[Any, bytes] = field(default_factory=dict)
 
 
+class DirectPieces:
+    """The tables of one op call, as the compiled loop takes them.
+
+    Args:
+        batch: tables in this process's memory, all of them ``"near"``.
+        means: of its features, whether bags are averaged.
+
+    Attributes:
+        widths: columns of each feature.
+    """
+
+    def __init__(self, batch: TableBatch, means: Sequence[bool]) -> None:
+        self._buffer = batch.weights.numpy()
+        used = [batch.slots[i] for i in batch.feature_slots]
+        self._pieces = np.array(
+            [
+                (
+                    slot.offset,
+                    slot.rows,
+                    row_bytes(slot.dim, slot.data_type, batch.row_alignment),
+                    slot.dim,
+                    slot.data_type.bits,
+                    mean,
+                )
+                for slot, mean in zip(used, means, strict=True)
+            ],
+            np.int64,
+        ).reshape(-1, 6)
+        self.widths = [slot.dim for slot in used]
+
+    @staticmethod
+    def available() -> bool:
+        """Whether the compiled loop was built."""
+        return _pool is not None
+
+    def pool(self, steps: NDArray[np.int64], *places: Any) -> Any:
+        """See ``recinfer.quant._tables.pool``, whose arguments behind ``steps`` these are."""
+        assert _pool is not None
+        return _pool(self._buffer, self._pieces, steps, *places)
+
+
 class DirectTables:
     """The tables of a model whose only embedding module is pooled, unweighted and in this process's memory.
 
@@ -64,24 +106,8 @@ class DirectTables:
         names: Sequence[str],
         dims: Sequence[int],
     ) -> None:
-        batch = lookup.batch
-        self._buffer = batch.weights.numpy()
-        used = [batch.slots[i] for i in batch.feature_slots]
-        self._pieces = np.array(
-            [
-                (
-                    slot.offset,
-                    slot.rows,
-                    row_bytes(slot.dim, slot.data_type, batch.row_alignment),
-                    slot.dim,
-                    slot.data_type.bits,
-                    mean,
-                )
-                for slot, mean in zip(used, means, strict=True)
-            ],
-            np.int64,
-        ).reshape(-1, 6)
-        self._widths = [slot.dim for slot in used]
+        self.pieces = DirectPieces(lookup.batch, means)
+        self._widths = self.pieces.widths
         self._features, self._names, self._dims = tuple(features), tuple(names), tuple(dims)
         self._known = frozenset(features)
         self._orders: dict[bytes, DirectOrder] = {}
@@ -135,18 +161,4 @@ class DirectTables:
         into: bytes | NDArray[np.float32],
     ) -> Any:
         """Float32 ``[batch, order.columns]``: see ``recinfer.quant._tables.pool``; None when an id is out of range."""
-        assert _pool is not None
-        return _pool(
-            self._buffer,
-            self._pieces,
-            order.steps,
-            data,
-            lengths_at,
-            ids_at,
-            ids,
-            wide,
-            keys,
-            batch,
-            order.columns,
-            into,
-        )
+        return self.pieces.pool(order.steps, data, lengths_at, ids_at, ids, wide, keys, batch, order.columns, into)

@@ -100,6 +100,11 @@ class Lookups(Protocol):
         """The rows for lookups from a request's bytes; None where that cannot be."""
         ...
 
+    @property
+    def away(self) -> Any:
+        """The same where the rows are on other hosts (recinfer.serving.remote.direct.RemoteTables); None elsewhere."""
+        ...
+
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """Vectors of the samples of all requests, request after request.
 
@@ -214,6 +219,8 @@ class LocalLookups:
         threads: on CPU, threads that one large pooled lookup may use.
         join_columns: on CPU, copy tables that are cut by columns into whole rows.
     """
+
+    away: Any = None
 
     def __init__(
         self,

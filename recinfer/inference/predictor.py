@@ -258,6 +258,11 @@ class Predictor:
         return self.state.lookups.direct
 
     @property
+    def away(self) -> Any:
+        """The tables of other hosts for small requests, where the model allows it; see recinfer.serving.away."""
+        return self.state.lookups.away
+
+    @property
     def archive(self) -> Archive:
         """The opened archive, as it reads after the deltas applied."""
         return (self._state or self)._archive

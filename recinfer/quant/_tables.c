@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "_bags.h"
 #include "_half.h"
 
 #if defined(__GNUC__)
@@ -30,29 +31,6 @@ typedef struct {
 typedef struct {
     int64_t key, piece, column;
 } Step;
-
-typedef struct {
-    const uint8_t *lengths, *values; /* int32 [keys, batch]; int64 or int32 [ids] */
-    int64_t keys, ids, batch;
-    int wide;
-} Bags;
-
-static inline int64_t length_at(const Bags *bags, int64_t at) {
-    uint32_t length; /* a negative one becomes larger than any number of ids */
-    memcpy(&length, bags->lengths + 4 * at, 4);
-    return length;
-}
-
-static inline int64_t id_at(const Bags *bags, int64_t at) {
-    if (bags->wide) {
-        int64_t id;
-        memcpy(&id, bags->values + 8 * at, 8);
-        return id;
-    }
-    int32_t id;
-    memcpy(&id, bags->values + 4 * at, 4);
-    return id;
-}
 
 /* `width` and `bits` of a table, as constants where the caller has them: then a row's sum stays in registers. */
 INLINE static void add_row(const uint8_t *row, int64_t width, int64_t bits, float *restrict sum) {
@@ -160,21 +138,6 @@ WIDE static int pool(const uint8_t *buffer, const Piece *pieces, const Step *ste
     return 1;
 }
 
-/* Where each key's ids begin; 0 where the lengths are not those of so many ids. */
-static int find_starts(const Bags *bags, int64_t *starts) {
-    int64_t at = 0;
-    for (int64_t key = 0; key < bags->keys; key++) {
-        starts[key] = at;
-        for (int64_t b = 0; b < bags->batch; b++) {
-            at += length_at(bags, key * bags->batch + b);
-            if (at > bags->ids)
-                return 0;
-        }
-    }
-    starts[bags->keys] = at;
-    return at == bags->ids;
-}
-
 static int check_pieces(const Piece *pieces, int64_t count, int64_t buffer_bytes) {
     for (int64_t p = 0; p < count; p++) {
         const Piece *piece = pieces + p;
@@ -202,9 +165,10 @@ static int check_steps(const Step *steps, int64_t count, const Piece *pieces, in
 }
 
 PyDoc_STRVAR(pool_doc,
-             "pool(buffer, pieces, steps, data, lengths_at, values_at, ids, wide, keys, batch, columns, into)\n--\n\n"
+             "pool(buffer, pieces, steps, data, lengths_at, values_at, ids, wide, keys, batch, columns, into, length_bytes=4)\n"
+             "--\n\n"
              "Pooled rows of bags whose lengths (int32 [keys, batch]) and ids (int64 [ids], or int32 unless `wide`) lie\n"
-             "in the bytes `data` from those places on.\n\n"
+             "in the bytes `data` from those places on. `length_bytes` 1: lengths are uint8; 0: each bag holds one id.\n\n"
              "pieces: int64 [P, 6], offset, rows, bytes of a row, width, bits and mean of tables in `buffer`.\n"
              "steps: int64 [S, 3], place among the keys, piece, first column of the answer's `columns`.\n"
              "into: a writable float32 buffer of [batch, columns], or bytes that the answer begins with.\n\n"
@@ -216,9 +180,9 @@ static PyObject *pool_method(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *buffer_object, *pieces_object, *steps_object, *data_object, *into, *result = NULL, *answer = NULL;
     Py_ssize_t lengths_at, values_at, ids, keys, batch, columns;
-    int wide;
-    if (!PyArg_ParseTuple(args, "OOOOnnnpnnnO", &buffer_object, &pieces_object, &steps_object, &data_object, &lengths_at,
-                          &values_at, &ids, &wide, &keys, &batch, &columns, &into))
+    int wide, length_bytes = 4;
+    if (!PyArg_ParseTuple(args, "OOOOnnnpnnnO|i", &buffer_object, &pieces_object, &steps_object, &data_object,
+                          &lengths_at, &values_at, &ids, &wide, &keys, &batch, &columns, &into, &length_bytes))
         return NULL;
     Py_buffer buffer, pieces_view, steps_view, data, out = {0};
     if (PyObject_GetBuffer(buffer_object, &buffer, PyBUF_SIMPLE) < 0)
@@ -238,7 +202,8 @@ static PyObject *pool_method(PyObject *module, PyObject *args) {
     int64_t widest;
     if (keys < 0 || batch < 1 || columns < 0 || ids < 0 || ids > most || (keys && batch > most / keys) ||
         (columns && batch > most / columns) || lengths_at < 0 || lengths_at > data.len ||
-        4 * keys * batch > data.len - lengths_at || values_at < 0 || values_at > data.len ||
+        (length_bytes != 0 && length_bytes != 1 && length_bytes != 4) ||
+        length_bytes * keys * batch > data.len - lengths_at || values_at < 0 || values_at > data.len ||
         (wide ? 8 : 4) * ids > data.len - values_at || !check_pieces(pieces, num_pieces, buffer.len) ||
         !check_steps(steps, num_steps, pieces, num_pieces, keys, columns, &widest)) {
         PyErr_SetString(PyExc_ValueError, "pool: places outside the bytes, the buffer or the answer");
@@ -270,7 +235,7 @@ static PyObject *pool_method(PyObject *module, PyObject *args) {
         goto release_out;
     }
     const Bags bags = {(const uint8_t *)data.buf + lengths_at, (const uint8_t *)data.buf + values_at, keys, ids, batch,
-                       wide};
+                       wide, length_bytes};
     float *sum = (float *)(starts + keys + 1);
     int whole;
     if (ids * widest > LONG_WORK) {

@@ -255,6 +255,26 @@ class Batcher:
         self._pace.goes_alone()
         self._done(lane, (_ONE,), seconds, seconds)
 
+    def may_go_away(self) -> bool:
+        """Whether a request whose rows are on other hosts may be run by its caller, within :meth:`away`: nothing else is
+        there that it could share a run with.
+        """
+        return not self._waiting and not self._running and (not self.config.max_delay_us or self._pace.is_alone)
+
+    @contextmanager
+    def away(self, lane: Any, samples: int) -> Iterator[None]:
+        """A run by its caller that waits for other hosts."""
+        self._pace.goes_alone()
+        self._running += 1
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._done(lane, (_One(samples=samples),), time.monotonic() - start, 0.0)
+            if self._waiting:
+                self._flush_soon()
+
     def count(self, samples: int) -> None:
         """A request was answered without the queue."""
         self._runs += 1

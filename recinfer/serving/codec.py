@@ -248,9 +248,11 @@ def encode_predict_response(outputs: dict[str, Tensor], version: str, missing: t
     return b"".join(parts)
 
 
-def encode_output_arrays(names: Sequence[str], arrays: Sequence[NDArray[Any]], version: str) -> bytes:
+def encode_output_arrays(
+    names: Sequence[str], arrays: Sequence[NDArray[Any]], version: str, missing: tuple[int, ...] = ()
+) -> bytes:
     """:func:`encode_predict_response` of float32 arrays, C-contiguous."""
-    parts: list[Buffer] = [_predict_head(version, ())]
+    parts: list[Buffer] = [_predict_head(version, missing)]
     for name, array in zip(names, arrays):
         small = _tensor_head(name, array.shape)
         parts += bytes_field(1, small, *bytes_field(3, array.tobytes()))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recinfer.errors import RecinferError
-from recinfer.inference.direct import DirectOrder, DirectTables
+from recinfer.inference.direct import DirectTables
 from recinfer.inference.predictor import Predictor
 from recinfer.serving import codec
 from recinfer.serving.limits import Limits
@@ -29,7 +29,7 @@ try:
 except ImportError:  # no compiler was there when recinfer was installed
     read_request = None
 
-__all__ = ["DIRECT_BYTES", "Direct"]
+__all__ = ["DIRECT_BYTES", "Direct", "PlainRequest", "lookup_head", "run_dense"]
 
 DIRECT_BYTES = 128 << 10
 """Longer requests are not looked at."""
@@ -39,14 +39,18 @@ _MOST_IDS, _MOST_FLOATS = 8192, 1 << 18
 _MAX_HEADS = 64
 
 
-class _Request(NamedTuple):
-    """Where the parts of a request lie in ``data``, and what they are for."""
+class PlainRequest(NamedTuple):
+    """Where the parts of a request lie in ``data``, and what they are for.
+
+    Attributes:
+        tables: DirectTables, or recinfer.serving.remote.direct.RemoteTables; ``order``: of theirs.
+    """
 
     data: bytes
     model: ServedModel
     state: Predictor
-    tables: DirectTables
-    order: DirectOrder
+    tables: Any
+    order: Any
     keys: int
     batch: int
     lengths_at: int
@@ -62,16 +66,44 @@ class _Request(NamedTuple):
             self.order, self.data, self.lengths_at, self.ids_at, self.ids, self.wide, self.keys, self.batch, into
         )
 
+    def head(self) -> bytes:
+        """All of its LookupResponse but the floats at the end."""
+        order, key = self.order, (self.batch, self.model.version)
+        found: bytes | None = order.heads.get(key)
+        if found is None:
+            found = lookup_head(order, *key)
+            if len(order.heads) < _MAX_HEADS:
+                order.heads[key] = found
+        return found
+
+    def can_predict(self) -> bool:
+        """Whether it has what a dense run on the CPU takes."""
+        return (
+            self.order.complete
+            and self.state.engine is not None
+            and self.state.device.type == "cpu"
+            and self.dense_bytes == 4 * self.state.num_dense * self.batch
+        )
+
+    def dense(self) -> NDArray[np.float32] | None:
+        """Its dense inputs, flat; None when one of them is not finite, or all of them are too large to tell."""
+        values = np.frombuffer(self.data, np.float32, self.dense_bytes // 4, self.dense_at)
+        # One sum sees every NaN and infinity. What is merely large is looked at twice, by the ordinary way.
+        return values if math.isfinite(np.dot(values, values)) else None
+
 
 class Direct:
     """Answers what it can.
 
     Args:
         registry, limits, stats: the service's.
+
+    Attributes:
+        available: whether the compiled parts were built.
     """
 
     def __init__(self, registry: ModelRegistry, limits: Limits, stats: RequestStats) -> None:
-        self._registry, self._limits, self._stats = registry, limits, stats
+        self._registry, self._limits, self.stats = registry, limits, stats
         self.available = read_request is not None and DirectTables.available()
         self._most_ids = min(limits.max_ids, _MOST_IDS)
         self._most_floats = min(limits.max_response_bytes // 4, _MOST_FLOATS)
@@ -80,38 +112,33 @@ class Direct:
     def lookup(self, data: bytes) -> tuple[bytes, int] | None:
         """The serialized answer to a LookupRequest and its samples; None when the ordinary way has to answer."""
         start = time.perf_counter()
-        request = self._read(data)
+        request = self.read(data)
         if request is None:
             return None
-        order, batch, version = request.order, request.batch, request.model.version
-        head = order.heads.get((batch, version))
-        if head is None:
-            head = _lookup_head(order, batch, version)
-            if len(order.heads) < _MAX_HEADS:
-                order.heads[batch, version] = head
+        batch, head = request.batch, request.head()
         decoded = time.perf_counter()
         answer = request.pool(head)
         if answer is None:
             return None
         found = time.perf_counter()
-        self._stats.stages.add("decode", decoded - start)
-        self._stats.batch.add(batch)
+        self.stats.stages.add("decode", decoded - start)
+        self.stats.batch.add(batch)
         request.state.stages.add("lookup", found - decoded)
-        self._stats.stages.add("encode", 0.0)  # the lookup wrote it
+        self.stats.stages.add("encode", 0.0)  # the lookup wrote it
         return answer, batch
 
     def predict(self, data: bytes) -> tuple[bytes, int] | None:
         """The serialized answer to a PredictRequest and its samples; None when the ordinary way has to answer."""
         start = time.perf_counter()
-        request = self._read(data)
-        if request is None or not self._can_predict(request):
+        request = self.read(data)
+        if request is None or not request.can_predict():
             return None
-        self._stats.stages.add("decode", time.perf_counter() - start)
+        self.stats.stages.add("decode", time.perf_counter() - start)
         answers: list[bytes | None] = [None]
         self._run([(0, request)], answers)
         if answers[0] is None:
             return None
-        self._stats.batch.add(request.batch)
+        self.stats.batch.add(request.batch)
         return answers[0], request.batch
 
     def predict_many(self, messages: Sequence[bytes], max_batch: int) -> list[bytes | None]:
@@ -121,14 +148,14 @@ class Direct:
             max_batch: samples in a run.
         """
         answers: list[bytes | None] = [None] * len(messages)
-        runs: list[list[tuple[int, _Request]]] = []
-        open_runs: dict[int, tuple[list[tuple[int, _Request]], int]] = {}
+        runs: list[list[tuple[int, PlainRequest]]] = []
+        open_runs: dict[int, tuple[list[tuple[int, PlainRequest]], int]] = {}
         for at, data in enumerate(messages):
             start = time.perf_counter()
-            request = self._read(data)
-            if request is None or not self._can_predict(request):
+            request = self.read(data)
+            if request is None or not request.can_predict():
                 continue
-            self._stats.stages.add("decode", time.perf_counter() - start)
+            self.stats.stages.add("decode", time.perf_counter() - start)
             key = id(request.state)
             run, samples = open_runs.get(key, ([], 0))
             if not run or samples + request.batch > max_batch or not request.state.mergeable:
@@ -140,10 +167,11 @@ class Direct:
             self._run(run, answers)
             for at, request in run:
                 if answers[at] is not None:
-                    self._stats.batch.add(request.batch)
+                    self.stats.batch.add(request.batch)
         return answers
 
-    def _read(self, data: bytes) -> _Request | None:
+    def read(self, data: bytes, *, away: bool = False) -> PlainRequest | None:
+        """What ``data`` asks of tables in this process, or of those that are ``away``; None for what is not plain."""
         if len(data) > self._most_bytes or not self.available:
             return None
         found = read_request(data)
@@ -157,7 +185,7 @@ class Direct:
         except RecinferError:
             return None
         state = model.predictor.state
-        tables = state.direct
+        tables = state.away if away else state.direct
         if tables is None:
             return None
         block = data[keys_at:keys_end]
@@ -168,21 +196,11 @@ class Direct:
                 return None
         if batch * order.columns > self._most_floats:
             return None
-        return _Request(
+        return PlainRequest(
             data, model, state, tables, order, keys, batch, lengths_at, ids_at, ids, wide, dense_at, dense_bytes
         )
 
-    @staticmethod
-    def _can_predict(request: _Request) -> bool:
-        num_dense = request.state.num_dense
-        return (
-            request.order.complete
-            and request.state.engine is not None
-            and request.state.device.type == "cpu"
-            and request.dense_bytes == 4 * num_dense * request.batch
-        )
-
-    def _run(self, run: Sequence[tuple[int, _Request]], answers: list[bytes | None]) -> None:
+    def _run(self, run: Sequence[tuple[int, PlainRequest]], answers: list[bytes | None]) -> None:
         """Answer requests of one state together; those whose ids or numbers are not right stay without an answer."""
         state, columns = run[0][1].state, run[0][1].order.columns
         start = time.perf_counter()
@@ -190,9 +208,8 @@ class Direct:
         dense, taken, end = [], [], 0
         for at, request in run:
             first, last = end, end + request.batch
-            values = np.frombuffer(request.data, np.float32, request.dense_bytes // 4, request.dense_at)
-            # One sum sees every NaN and infinity. What is merely large is looked at twice, by the ordinary way.
-            if not request.pool(pooled[first:last]) or not math.isfinite(np.dot(values, values)):
+            values = request.dense()
+            if values is None or not request.pool(pooled[first:last]):
                 continue
             dense.append(values)
             taken.append((at, request, first, last))
@@ -205,17 +222,14 @@ class Direct:
             arrays.insert(0, joined.reshape(end, state.num_dense))
         found = time.perf_counter()
         state.stages.add("lookup", found - start)
-        try:
-            outputs = state.run_engine_arrays(arrays)
-        except Exception:  # it fails the ordinary way too, and is told there
+        outputs = run_dense(state, arrays, end)
+        if outputs is None:
             return
         start = time.perf_counter()
-        if any(not output.ndim or output.shape[0] != end or output.dtype != np.float32 for output in outputs):
-            return
         for at, request, first, last in taken:
             mine = outputs if len(taken) == 1 else [output[first:last] for output in outputs]
             answers[at] = codec.encode_output_arrays(state.output_names, mine, request.model.version)
-        self._stats.stages.add("encode", time.perf_counter() - start)
+        self.stats.stages.add("encode", time.perf_counter() - start)
 
 
 def _keys(block: bytes) -> tuple[str, ...]:
@@ -226,7 +240,18 @@ def _keys(block: bytes) -> tuple[str, ...]:
         return ()
 
 
-def _lookup_head(order: DirectOrder, batch: int, version: str) -> bytes:
+def run_dense(state: Predictor, arrays: Sequence[NDArray[Any]], batch: int) -> list[NDArray[Any]] | None:
+    """The dense program's outputs for ``batch`` samples; None when it fails: the ordinary way does so too, and is told."""
+    try:
+        outputs = state.run_engine_arrays(arrays)
+    except Exception:
+        return None
+    if any(not output.ndim or output.shape[0] != batch or output.dtype != np.float32 for output in outputs):
+        return None
+    return outputs
+
+
+def lookup_head(order: Any, batch: int, version: str, missing: tuple[int, ...] = ()) -> bytes:
     """All of a LookupResponse but the floats at its end."""
-    head = codec.lookup_head(order.names, order.dims, batch, version, ())
+    head = codec.lookup_head(order.names, order.dims, batch, version, missing)
     return head + bytes_field(4, bytes(4 * batch * order.columns))[0]

@@ -289,8 +289,10 @@ class Server:
         if decode is None:
             return self.service.get_model(data)
         assert self.batcher is not None
-        if len(data) <= DIRECT_BYTES and (answer := self._directly(call, data)) is not None:
-            return answer
+        if len(data) <= DIRECT_BYTES:
+            answer = self._directly(call, data) if self._shards is None else await self._away(call, data)
+            if answer is not None:
+                return answer
         if len(data) <= _INLINE_BYTES:
             self.batcher.admit(len(data))
             # Which model it is for is known once it is decoded; models do not wait for each other.
@@ -320,6 +322,19 @@ class Server:
             return None
         self.batcher.went_straight(call, time.monotonic() - start)
         return found[0]
+
+    async def _away(self, call: str, data: bytes) -> bytes | None:
+        """The answer to a small request whose rows are on other hosts, while requests come one by one; None for others."""
+        assert self.batcher is not None
+        until = deadline.get()
+        self.batcher.check_deadline(until)
+        if not self.batcher.may_go_away() or (asked := self.service.away.begin(call, data)) is None:
+            return None
+        beside = None
+        if len(data) > _INLINE_BYTES:
+            beside = functools.partial(asyncio.get_running_loop().run_in_executor, self._pool)
+        with self.batcher.away(call, asked.request.batch):
+            return await self.service.away.answer(asked, until, beside)
 
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         def handlers(service: str, calls: Mapping[str, Answer]) -> grpc.GenericRpcHandler:

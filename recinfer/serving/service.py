@@ -15,6 +15,7 @@ from recinfer.inference.bags import Bags, bags_of
 from recinfer.inference.lookups import Steps, run_now
 from recinfer.inference.together import Outputs, PredictInputs
 from recinfer.serving import codec
+from recinfer.serving.away import Away
 from recinfer.serving.direct import Direct
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import inference_pb2 as pb
@@ -96,6 +97,7 @@ class InferenceService:
         self.stats = stats or RequestStats()
         self.limits = limits or Limits()
         self.direct = Direct(registry, self.limits, self.stats)
+        self.away = Away(self.direct)
 
     def lookup(self, data: bytes) -> bytes:
         """LookupRequest -> LookupResponse."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Buffer", "bytes_field", "tensor_bytes"]
+__all__ = ["Buffer", "bytes_field", "field_head", "tensor_bytes"]
 
 Buffer = bytes | memoryview
 _LENGTH_DELIMITED = 2
@@ -22,8 +22,12 @@ def bytes_field(number: int, *parts: Buffer) -> list[Buffer]:
     >>> b"".join(bytes_field(3, b"ab", b"c"))
     b'\\x1a\\x03abc'
     """
-    head = _varint(number << 3 | _LENGTH_DELIMITED) + _varint(sum(len(part) for part in parts))
-    return [head, *parts]
+    return [field_head(number, sum(len(part) for part in parts)), *parts]
+
+
+def field_head(number: int, size: int) -> bytes:
+    """What stands before the ``size`` bytes of a length-delimited field."""
+    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(size)
 
 
 def tensor_bytes(tensor: Tensor, dtype: np.dtype) -> memoryview:

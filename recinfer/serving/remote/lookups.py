@@ -18,6 +18,7 @@ from recinfer.inference.direct import DirectTables
 from recinfer.inference.lookups import Found, LookupsOf, Part, output_names
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.serving.loop import start_on_loop
+from recinfer.serving.remote.direct import RemoteTables
 from recinfer.serving.remote.fanout import Fanout
 from recinfer.serving.remote.layout import ModuleLayout, module_layouts
 from recinfer.serving.remote.messages import Parts
@@ -53,6 +54,13 @@ class RemoteLookups:
         self._rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}
         self._weighted = any(part.needs_weights for part in self.parts)
         self._limits: dict[tuple[str, ...], NDArray[np.uint64]] = {}
+        self.away = self._away()
+
+    def _away(self) -> RemoteTables | None:
+        (part, *others), split = self.parts, self._splits[0]
+        if others or not split.layout.pooled or part.info.is_weighted or not RemoteTables.available():
+            return None
+        return RemoteTables(self.spec.key, split, part.names, part.dims, self._rows, self._fanout)
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """See :class:`recinfer.inference.lookups.Lookups`; not on the serving loop itself."""

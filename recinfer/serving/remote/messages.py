@@ -18,7 +18,7 @@ from recinfer.inference.bags import offsets_of
 from recinfer.serving import codec
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import shards_pb2 as pb
-from recinfer.serving.wire import Buffer, bytes_field
+from recinfer.serving.wire import Buffer, bytes_field, field_head
 
 __all__ = [
     "Parts",
@@ -31,6 +31,8 @@ __all__ = [
     "encode_response",
     "join_request",
     "ones",
+    "part_head",
+    "values_head",
 ]
 
 _NO_LENGTHS, _BYTE, _INT = 0, 1, 4
@@ -59,7 +61,7 @@ def encode_part(
         flat = lengths_SB.reshape(-1)
         if len(ids) != flat.size or int(flat.min()) != 1:
             width = _BYTE if flat.dtype == np.uint8 or int(flat.max()) < 256 else _INT
-    parts: list[Buffer] = [_part_head(rank, module, width)]
+    parts: list[Buffer] = [part_head(rank, module, width)]
     if width and flat is not None:
         parts += bytes_field(3, _data(flat.astype(np.uint8 if width == _BYTE else np.uint32, copy=False)))
     parts += bytes_field(5 if ids.dtype == np.int32 else 6, _data(ids))
@@ -73,7 +75,8 @@ def _data(array: NDArray[Any]) -> memoryview:
 
 
 @lru_cache(maxsize=4096)
-def _part_head(rank: int, module: int, width: int) -> bytes:
+def part_head(rank: int, module: int, width: int) -> bytes:
+    """A ``ShardPart`` without lengths and ids; lengths take ``width`` bytes each."""
     return pb.ShardPart(rank=rank, module=module, length_bytes=width).SerializeToString()
 
 
@@ -148,14 +151,22 @@ def encode_response(values: Sequence[Sequence[NDArray[Any]]]) -> bytes:
     parts: list[Buffer] = []
     at = 0
     for arrays in values:
-        field = bytes_field(_VALUES, *(_data(array) for array in arrays))
-        short = -(at + len(field[0])) % _ALIGNED
-        if short:  # a field of its own takes two bytes and what it holds
-            parts += bytes_field(_FILL, bytes((short - 2) % _ALIGNED))
-            at += 2 + (short - 2) % _ALIGNED
-        parts += field
-        at += sum(map(len, field))
+        field = [_data(array) for array in arrays]
+        size = sum(map(len, field))
+        head = values_head(at % _ALIGNED, size)
+        parts += [head, *field]
+        at += len(head) + size
     return b"".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def values_head(at: int, size: int) -> bytes:
+    """What stands before ``size`` bytes of values in a ``ShardResponse`` that has ``at`` bytes (modulo 4) already."""
+    head = field_head(_VALUES, size)
+    short = -(at + len(head)) % _ALIGNED
+    if short:  # a field of its own takes two bytes and what it holds
+        return b"".join([*bytes_field(_FILL, bytes((short - 2) % _ALIGNED)), head])
+    return head
 
 
 def decode_response(data: bytes, half: bool) -> list[NDArray[Any]]:

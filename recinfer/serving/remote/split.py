@@ -53,6 +53,7 @@ class _RankSplit:
         self._starts = np.array([stream.row_start for stream in mine.streams], np.int64)
         self._rows = np.array([stream.rows for stream in mine.streams], np.int64)
         narrow = max(stream.rows for stream in mine.streams) <= _INT32_ROWS
+        self.wide = not narrow
         self._type = np.dtype(np.int32 if narrow else np.int64)
         self.runs = _runs(mine)
         self.columns = None if mine.cuts_rows else np.array(mine.order.columns, np.intp)
@@ -138,16 +139,26 @@ def _runs(mine: RankModule) -> list[_Run]:
 
 
 class ModuleSplit:
-    """One embedding module, as the ranker splits and joins it."""
+    """One embedding module, as the ranker splits and joins it.
+
+    Attributes:
+        features: of its outputs, in order.
+        ranks: who has a part of it.
+        mean_columns: (number of the feature, first and last column of its vector) of what ranks sum and the ranker divides.
+    """
 
     def __init__(self, number: int, layout: ModuleLayout) -> None:
         self.layout, self.number = layout, number
         self.ranks = [_RankSplit(number, mine) for mine in layout.ranks.values()]
-        self._features = tuple(f for config in layout.configs for f in config.feature_names)
+        self.features = tuple(f for config in layout.configs for f in config.feature_names)
         self._dims = [config.embedding_dim for config in layout.configs for _ in config.feature_names]
         self._columns = sum(self._dims)
-        self._names = frozenset(self._features)
+        self._names = frozenset(self.features)
         self._mean = self._mean_spans()
+        starts = [0, *accumulate(self._dims)]
+        self.mean_columns = [
+            (feature, first - starts[feature], last - starts[feature]) for feature, first, last in self._mean
+        ]
 
     def _mean_spans(self) -> list[tuple[int, int, int]]:
         """(feature, first column, last column) of what is summed by ranks and divided here; neighbours stay apart."""
@@ -206,7 +217,7 @@ class ModuleSplit:
                 else:
                     out_BD[:, run.to] = mine[:, run.at]
         if self._mean:
-            lengths_FB = bags.arranged(self._features).lengths_FB
+            lengths_FB = bags.arranged(self.features).lengths_FB
             scale_FB = np.float32(1) / np.maximum(lengths_FB, 1).astype(np.float32)
             for feature, first, last in self._mean:
                 out_BD[:, first:last] *= scale_FB[feature][:, None]
@@ -215,7 +226,7 @@ class ModuleSplit:
     def _join_rows(
         self, bags: Bags, sections: Mapping[int, Section], found: Mapping[int, NDArray[Any]]
     ) -> list[JaggedTensor]:
-        arranged = bags.arranged(self._features)
+        arranged = bags.arranged(self.features)
         lengths_FB = arranged.lengths_FB
         counts = lengths_FB.sum(1).tolist()
         rows = [np.zeros((count, dim), np.float32) for count, dim in zip(counts, self._dims)]

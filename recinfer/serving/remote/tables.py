@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,17 +24,33 @@ from recinfer.archive.reader import Archive, open_archive
 from recinfer.distributed.quant_layout import PackedShard, RankLayout
 from recinfer.errors import InputError, NotFoundError, NotPreparedError
 from recinfer.inference.bags import Bags, offsets_of
+from recinfer.inference.direct import DirectPieces
+from recinfer.modules.embedding_configs import PoolingType
 from recinfer.serving.limits import Limits
 from recinfer.serving.remote.layout import ModuleLayout, RankModule, module_layouts
-from recinfer.serving.remote.messages import RequestPart, decode_part, decode_request, encode_response
+from recinfer.serving.remote.messages import RequestPart, decode_part, decode_request, encode_response, values_head
 from recinfer.serving.remote.versions import base_of, version_key
+
+try:
+    from recinfer.serving._ranks import read_find
+except ImportError:  # no compiler was there when recinfer was installed
+    read_find = None
 
 __all__ = ["MAX_VERSIONS", "ShardModel", "ShardTables"]
 
 MAX_VERSIONS = 4
 """Versions that stay mapped: the one in use, the next, the one to go back to, and one a delta is made on."""
+_MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = 8192, 1 << 18  # beyond, FBGEMM's operator is faster than it takes to reach
 _BEYOND = "ids: one is beyond the rows of this rank; ranker and shard must have the same plan"
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class _DirectRank:
+    """One rank's part of a module for lookups from bytes; ``steps``: stream, piece and first column of each pair."""
+
+    pieces: DirectPieces
+    steps: NDArray[np.int64]
 
 
 class _RankTables:
@@ -57,6 +74,18 @@ class _RankTables:
         # takes -1 for a row that was pruned away: no bag gets anything of it).
         self._op = self._layout.batches[0].forward
         self._op_checks = layout.pooled and self._layout.batches[0].knows_rows
+        self.columns = sum(self._cols)
+        self.direct = self._direct(mine)
+
+    def _direct(self, mine: RankModule) -> _DirectRank | None:
+        """For small requests of pooled, unweighted modules."""
+        if not self._pooled or self._weighted or not DirectPieces.available():
+            return None
+        batch = self._layout.batches[0]
+        pieces = DirectPieces(batch, [mine.pooling is PoolingType.MEAN] * len(self._cols))
+        columns = [0, *accumulate(self._cols)][:-1]
+        steps = [(stream, piece, column) for piece, (stream, column) in enumerate(zip(mine.stream_of, columns))]
+        return _DirectRank(pieces, np.array(steps, np.int64).reshape(-1, 3))
 
     @property
     def num_streams(self) -> int:
@@ -215,6 +244,49 @@ class ShardTables:
             InputError: it does not fit the plan.
             NotPreparedError: its version is not here.
         """
+        answer = self.find_directly(data, limits)
+        return self.find_any(data, limits) if answer is None else answer
+
+    def find_directly(self, data: bytes, limits: Limits) -> bytes | None:
+        """:meth:`find` of a small request of bags without weights, by the compiled loops; None for any other."""
+        found = None if read_find is None else read_find(data)
+        if found is None:
+            return None
+        key, batch, parts = found
+        version = self._get(key)
+        if version is None or batch > limits.max_concurrent * limits.max_batch:
+            return None
+        answer: list[bytes] = []
+        at = 0
+        for rank, module, length_bytes, lengths_at, lengths_size, ids_at, ids, wide in parts:
+            tables = version.tables.get((rank, module))
+            if tables is None or tables.direct is None:
+                return None
+            bags, floats = batch * tables.num_streams, batch * tables.columns
+            if ids > _MOST_DIRECT_IDS or floats > _MOST_DIRECT_FLOATS or lengths_size != bags * length_bytes:
+                return None
+            direct = tables.direct
+            vectors = direct.pieces.pool(
+                direct.steps,
+                data,
+                lengths_at,
+                ids_at,
+                ids,
+                wide,
+                tables.num_streams,
+                batch,
+                tables.columns,
+                values_head(at % 4, 4 * floats),
+                length_bytes,
+            )
+            if vectors is None:
+                return None
+            answer.append(vectors)
+            at += len(vectors)
+        return answer[0] if len(answer) == 1 else b"".join(answer)
+
+    def find_any(self, data: bytes, limits: Limits) -> bytes:
+        """:meth:`find` of any request, through tensors and FBGEMM's operator."""
         request = decode_request(data, limits)
         version = self._get(request.version)
         if version is None:
