@@ -6,7 +6,9 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["held_port"]
+__all__ = ["free_port", "held_port"]
+
+_held: list[socket.socket] = []
 
 
 @contextmanager
@@ -14,10 +16,23 @@ def held_port() -> Iterator[int]:
     """A port of 127.0.0.1 that nobody else is given within the block, and that a server can listen on all the same.
 
     A port that was only looked at and let go may be another test's before the server that is to have it is up. One that a
-    socket holds, bound and not listening, the kernel hands to nobody who asks for any port; who asks for it by number
-    gets it, if both sockets have SO_REUSEADDR, as those of servers do.
+    socket holds, bound and not listening, the kernel hands to nobody who asks for any port, nor to a connection that goes
+    out; who asks for it by number gets it, if both sockets have SO_REUSEADDR, as those of servers do, or SO_REUSEPORT, as
+    those of workers.
     """
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+    with _hold("127.0.0.1") as held:
         yield held.getsockname()[1]
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """As ``held_port``, until this process ends: for servers that are started again where they were."""
+    _held.append(_hold(host))
+    return int(_held[-1].getsockname()[1])
+
+
+def _hold(host: str) -> socket.socket:
+    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind((host, 0))
+    return held
