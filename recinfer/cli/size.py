@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
-from recinfer.cli.options import Precision
+from recinfer.cli.console import EXIT_FAILED_CHECK, Output
+from recinfer.cli.declared import takes
+from recinfer.cli.size_options import AskedCall, CandidateOptions, LoadOptions, ServerOptions, SizeOptions
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from recinfer.archive.reader import Archive
+    from recinfer.distributed.planner.calibration import HardwareProfile
     from recinfer.sizing.arrivals import Trace
-    from recinfer.sizing.search import Candidate, Goal
+    from recinfer.sizing.costs import ServingCosts
+    from recinfer.sizing.hosts import HostType
+    from recinfer.sizing.search import Candidate, Goal, Settings
     from recinfer.sizing.workload import Model
 
 __all__ = ["EXAMPLE", "NAME", "run"]
@@ -27,131 +31,53 @@ __all__ = ["EXAMPLE", "NAME", "run"]
 NAME = "size"
 EXAMPLE = "Example: recinfer size --archive movielens.rqa --qps 20000 --p99-ms 10"
 
-
-class AskedCall(StrEnum):
-    """What requests ask for."""
-
-    lookup = "lookup"
-    predict = "predict"
+Progress = Callable[[str, int, int], None]
 
 
-def run(
-    archive: Annotated[Path, typer.Option("--archive", help="Archive folder: the model to serve.")],
-    p99_ms: Annotated[float, typer.Option("--p99-ms", min=0.01, help="99 % of requests are answered within this.")],
-    qps: Annotated[float | None, typer.Option(min=0.1, help="Requests a second.", show_default="the trace's")] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="When requests come and how large they are: JSON lines or CSV; see docs/sizing.md."),
-    ] = None,
-    call: Annotated[
-        AskedCall | None, typer.Option(help="What requests ask for.", show_default="predict, if the model can")
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Samples a request, without a trace.")] = 1,
-    ids: Annotated[float, typer.Option(min=0, help="Ids a sample and feature, without a trace.")] = 1.0,
-    hosts: Annotated[
-        Path | None, typer.Option(help="Kinds of hosts with their prices (JSON).", show_default="made-up ones")
-    ] = None,
-    price: Annotated[list[str] | None, typer.Option(metavar="NAME=PRICE", help="Price of a kind; repeatable.")] = None,
-    precision: Annotated[
-        list[Precision] | None,
-        typer.Option(help="Element types that may be chosen; repeatable.", show_default="the archive's, int8, int4"),
-    ] = None,
-    shards: Annotated[list[int] | None, typer.Option(min=1, help="Numbers of shards to try; repeatable.")] = None,
-    min_replicas: Annotated[int, typer.Option(min=1, help="Hosts of every kind, so that some may be lost.")] = 2,
-    max_hosts: Annotated[int, typer.Option(min=1, help="Of a deployment.")] = 1000,
-    serving: Annotated[
-        Path | None, typer.Option(help="Costs of calls: `recinfer calibrate --serving`.", show_default="typical")
-    ] = None,
-    hardware: Annotated[
-        Path | None, typer.Option(help="Costs of lookups: `recinfer calibrate --out`.", show_default="typical")
-    ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="As of `recinfer serve`.")] = 1024,
-    max_delay_us: Annotated[int, typer.Option(min=0, help="As of `recinfer serve`.")] = 4000,
-    max_queue: Annotated[int, typer.Option(min=1, help="As of `recinfer serve`.")] = 512,
-    network_us: Annotated[float, typer.Option(min=0, help="Microseconds one way between hosts.")] = 100.0,
-    network_gbps: Annotated[float, typer.Option(min=0.001, help="Gigabits a second of a host.")] = 10.0,
-    straggler_share: Annotated[float, typer.Option(min=0, max=1, help="Share of shards' answers that are late.")] = 0.0,
-    straggler_ms: Annotated[float, typer.Option(min=0, help="By how much, on average.")] = 20.0,
-    hedge_budget: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of calls that are sent twice; 0: none.")
-    ] = 0.1,
-    requests: Annotated[int, typer.Option(min=500, help="Simulated for each answer.")] = 20_000,
-    seed: Annotated[int, typer.Option(min=0, help="Of all that is random.")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw p99 against the rate here.")
-    ] = None,
-    write_trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the requests that were simulated, as a trace.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+@dataclass(frozen=True)
+class _Question:
+    """What is searched for, and all that the simulation needs to know."""
+
+    goal: Goal
+    arrivals: Trace
+    model: Model
+    costs: ServingCosts
+    hosts: Sequence[HostType]
+    precisions: list[str]
+    settings: Settings
+    hardware: HardwareProfile | None
+
+
+@takes(SizeOptions)
+def run(options: SizeOptions) -> None:
     """Find the cheapest deployment that answers so many requests a second in time: shards, replicas, rankers, precision.
 
     Queues, merged runs, fan-out, hedging and stragglers are simulated request by request with measured costs. Nothing
     is started. Exit code 1: none of the candidates keeps the promise.
     """
-    from recinfer.archive.reader import open_archive
-    from recinfer.distributed.planner.calibration import HardwareProfile
-    from recinfer.serving.batcher import BatchConfig
-    from recinfer.sizing.arrivals import read_trace
-    from recinfer.sizing.arrivals import write_trace as write
-    from recinfer.sizing.costs import ServingCosts
-    from recinfer.sizing.hosts import EXAMPLE_HOSTS, priced, read_hosts
-    from recinfer.sizing.ranker import Hedging
+    from recinfer.sizing.arrivals import write_trace
     from recinfer.sizing.report import as_data, check_picture
-    from recinfer.sizing.search import Goal, Settings, search
-    from recinfer.sizing.servers import Network
-    from recinfer.sizing.simulate import Stragglers
-    from recinfer.sizing.typical import TYPICAL_COSTS
 
-    output, started = Output(as_json), time.perf_counter()
-    if plot is not None:
-        check_picture(plot)
-    read = read_trace(trace) if trace is not None else None
-    if qps is None and read is None:
-        raise ConfigError("--qps: give the requests a second, or a --trace that has them")
-    kinds = priced(read_hosts(hosts) if hosts is not None else EXAMPLE_HOSTS, price or [])
-    costs = ServingCosts.load(serving) if serving is not None else TYPICAL_COSTS
-    profile = HardwareProfile.load(hardware) if hardware is not None else None
-    opened = open_archive(archive)
-    goal = Goal(qps if qps is not None else _rate(read), p99_ms / 1e3)
-    model, arrivals = _load_of(opened, call, read, goal.qps, batch, ids, requests, seed)
-    chosen = [p.value for p in precision] if precision else [opened.manifest.precision, "int8", "int4"]
-    settings = Settings(
-        batching=BatchConfig(max_batch=max_batch, max_delay_us=max_delay_us, max_queue=max_queue),
-        network=Network(network_us * 1e-6, network_gbps * 1.25e8),
-        stragglers=Stragglers(straggler_share, straggler_ms * 1e-3),
-        hedging=Hedging(hedge_budget),
-        min_replicas=min_replicas,
-        max_hosts=max_hosts,
-    )
+    output, started = Output(options.as_json), time.perf_counter()
+    if options.plot is not None:
+        check_picture(options.plot)
+    asked = _question(options)
+    goal = asked.goal
     with _bar(output) as progress:
-        found = search(
-            goal,
-            arrivals,
-            model,
-            costs,
-            hosts=kinds,
-            precisions=list(dict.fromkeys(chosen)),
-            shard_counts=shards or (),
-            settings=settings,
-            hardware=profile,
-            requests=requests,
-            seed=seed,
-            progress=progress,
-        )
+        found = _search(asked, options, progress)
         best = found[0] if found[0].meets else None
-        if plot is not None and best is not None:
-            _draw(plot, best, goal, arrivals, model, costs, settings, profile, seed, progress)
-    if write_trace is not None:
-        write(arrivals.at_rate(goal.qps, requests, seed), write_trace)
-    _show(output, found, goal, model, costs is TYPICAL_COSTS, hosts is None and not price)
-    if plot is not None and best is not None:
-        output.note(f"wrote {plot}")
+        if options.plot is not None and best is not None:
+            _draw(options.plot, best, asked, options.seed, progress)
+    if options.write_trace is not None:
+        write_trace(asked.arrivals.at_rate(goal.qps, options.requests, options.seed), options.write_trace)
+    _show(output, found, goal, asked.model)
+    _show_what_is_assumed(output, options.candidates)
+    if options.plot is not None and best is not None:
+        output.note(f"wrote {options.plot}")
     output.finish(
         {
             "qps": goal.qps,
-            "p99_ms": p99_ms,
+            "p99_ms": options.load.p99_ms,
             "chosen": None if best is None else as_data(best),
             "candidates": [as_data(c) for c in found],
             "seconds": time.perf_counter() - started,
@@ -161,20 +87,53 @@ def run(
         raise typer.Exit(EXIT_FAILED_CHECK)
 
 
-def _rate(trace: Trace | None) -> float:
-    assert trace is not None
-    return trace.qps
+def _question(options: SizeOptions) -> _Question:
+    """What the options ask; raises ConfigError, and the errors of the files that they name."""
+    from recinfer.archive.reader import open_archive
+    from recinfer.distributed.planner.calibration import HardwareProfile
+    from recinfer.sizing.arrivals import read_trace
+    from recinfer.sizing.costs import ServingCosts
+    from recinfer.sizing.hosts import EXAMPLE_HOSTS, priced, read_hosts
+    from recinfer.sizing.search import Goal
+    from recinfer.sizing.typical import TYPICAL_COSTS
+
+    load, given = options.load, options.candidates
+    trace = read_trace(load.trace) if load.trace is not None else None
+    qps = load.qps if load.qps is not None else None if trace is None else trace.qps
+    if qps is None:
+        raise ConfigError("--qps: give the requests a second, or a --trace that has them")
+    hosts = priced(read_hosts(given.hosts) if given.hosts is not None else EXAMPLE_HOSTS, given.price or [])
+    costs = ServingCosts.load(given.serving) if given.serving is not None else TYPICAL_COSTS
+    hardware = HardwareProfile.load(given.hardware) if given.hardware is not None else None
+    archive = open_archive(load.archive)
+    goal = Goal(qps, load.p99_ms / 1e3)
+    model, arrivals = _load_of(archive, load, trace, goal.qps, options.requests, options.seed)
+    chosen = [p.value for p in given.precision] if given.precision else [archive.manifest.precision, "int8", "int4"]
+    settings = _settings(options.servers, given)
+    return _Question(goal, arrivals, model, costs, hosts, list(dict.fromkeys(chosen)), settings, hardware)
+
+
+def _settings(servers: ServerOptions, candidates: CandidateOptions) -> Settings:
+    from recinfer.serving.batcher import BatchConfig
+    from recinfer.sizing.ranker import Hedging
+    from recinfer.sizing.search import Settings
+    from recinfer.sizing.servers import Network
+    from recinfer.sizing.simulate import Stragglers
+
+    return Settings(
+        batching=BatchConfig(
+            max_batch=servers.max_batch, max_delay_us=servers.max_delay_us, max_queue=servers.max_queue
+        ),
+        network=Network(servers.network_us * 1e-6, servers.network_gbps * 1.25e8),
+        stragglers=Stragglers(servers.straggler_share, servers.straggler_ms * 1e-3),
+        hedging=Hedging(servers.hedge_budget),
+        min_replicas=candidates.min_replicas,
+        max_hosts=candidates.max_hosts,
+    )
 
 
 def _load_of(
-    archive: Archive,
-    call: AskedCall | None,
-    trace: Trace | None,
-    qps: float,
-    batch: int,
-    ids: float,
-    requests: int,
-    seed: int,
+    archive: Archive, load: LoadOptions, trace: Trace | None, qps: float, requests: int, seed: int
 ) -> tuple[Model, Trace]:
     """The model as asked, and the requests that come."""
     from recinfer.sizing.arrivals import poisson
@@ -182,11 +141,11 @@ def _load_of(
 
     manifest = archive.manifest
     features = list(manifest.feature_tables)
-    predicts = manifest.dense is not None if call is None else call is AskedCall.predict
+    predicts = manifest.dense is not None if load.call is None else load.call is AskedCall.predict
     dense = measure_dense(archive) if predicts else None
     if trace is None:
-        model = Model.of(manifest, dict.fromkeys(features, ids), dense)
-        return model, poisson(qps, requests, batch=batch, ids_per_sample=model.ids_per_sample, seed=seed)
+        model = Model.of(manifest, dict.fromkeys(features, load.ids), dense)
+        return model, poisson(qps, requests, batch=load.batch, ids_per_sample=model.ids_per_sample, seed=seed)
     unknown = sorted(set(trace.ids_by_feature) - set(features))
     if unknown:
         raise ConfigError(
@@ -196,43 +155,51 @@ def _load_of(
     return Model.of(manifest, {name: by_feature.get(name, 0.0) for name in features}, dense), trace
 
 
-@contextmanager
-def _bar(output: Output) -> Iterator[Callable[[str, int, int], None]]:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+def _search(asked: _Question, options: SizeOptions, progress: Progress) -> list[Candidate]:
+    from recinfer.sizing.search import search
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=output.progress, transient=True) as bar:
+    return search(
+        asked.goal,
+        asked.arrivals,
+        asked.model,
+        asked.costs,
+        hosts=asked.hosts,
+        precisions=asked.precisions,
+        shard_counts=options.candidates.shards or (),
+        settings=asked.settings,
+        hardware=asked.hardware,
+        requests=options.requests,
+        seed=options.seed,
+        progress=progress,
+    )
+
+
+@contextmanager
+def _bar(output: Output) -> Iterator[Progress]:
+    from rich import progress
+
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TimeElapsedColumn())
+    with progress.Progress(*columns, console=output.progress, transient=True) as bar:
         task = bar.add_task("sizing", total=1)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
-def _draw(
-    path: Path,
-    best: Candidate,
-    goal: Goal,
-    trace: Trace,
-    model: Model,
-    costs: Any,
-    settings: Any,
-    hardware: Any,
-    seed: int,
-    progress: Callable[[str, int, int], None],
-) -> None:
+def _draw(path: Path, best: Candidate, asked: _Question, seed: int, progress: Progress) -> None:
     from recinfer.sizing.report import picture
     from recinfer.sizing.search import latency_curve
 
     curve = latency_curve(
         best,
-        goal,
-        trace,
-        model,
-        costs,
-        settings=settings,
-        hardware=hardware,
+        asked.goal,
+        asked.arrivals,
+        asked.model,
+        asked.costs,
+        settings=asked.settings,
+        hardware=asked.hardware,
         seed=seed,
         progress=lambda done, total: progress("drawing", done, total),
     )
-    picture(curve, goal, _said(best), path)
+    picture(curve, asked.goal, _said(best), path)
 
 
 def _said(best: Candidate) -> str:
@@ -245,7 +212,7 @@ def _said(best: Candidate) -> str:
     return f"{what}, {best.precision}, {d.workers} workers a host"
 
 
-def _show(output: Output, found: list[Candidate], goal: Goal, model: Model, typical: bool, made_up: bool) -> None:
+def _show(output: Output, found: list[Candidate], goal: Goal, model: Model) -> None:
     from rich.table import Table
 
     from recinfer.sizing.report import COLUMNS, rows
@@ -277,7 +244,10 @@ def _show(output: Output, found: list[Candidate], goal: Goal, model: Model, typi
     else:
         fastest = min((c.p99_s for c in found if math.isfinite(c.p99_s)), default=math.nan)
         output.show(f"[bold red]no candidate keeps it[/bold red]; the fastest has a p99 of {fastest * 1e3:.2f} ms")
-    if typical:
+
+
+def _show_what_is_assumed(output: Output, given: CandidateOptions) -> None:
+    if given.serving is None:
         output.note("costs of calls are typical ones; measure yours: recinfer calibrate --serving serving.json")
-    if made_up:
+    if given.hosts is None and not given.price:
         output.note("prices are made up; give yours: --hosts FILE or --price NAME=PRICE")
