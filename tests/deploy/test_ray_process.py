@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from recinfer.deploy.ray.guard import die_with
+from recinfer.deploy.ray.guard import _die_with
 from recinfer.deploy.ray.process import ServerProcess
 
 GUARD = [sys.executable, "-m", "recinfer.deploy.ray.guard"]
@@ -86,9 +86,9 @@ def test_a_killed_guard_takes_the_command_along(guarded: Callable):
 
 
 def test_a_command_whose_guard_is_gone_before_it_begins_does_not_begin():
-    gone = subprocess.Popen(["true"], preexec_fn=partial(die_with, 0))  # nobody's process id
+    gone = subprocess.Popen(["true"], preexec_fn=partial(_die_with, 0))  # nobody's process id
     assert gone.wait(60) == 128 + signal.SIGKILL
-    assert subprocess.Popen(["true"], preexec_fn=partial(die_with, os.getpid())).wait(60) == 0
+    assert subprocess.Popen(["true"], preexec_fn=partial(_die_with, os.getpid())).wait(60) == 0
 
 
 def test_a_command_that_ends_ends_the_guard(guarded: Callable):

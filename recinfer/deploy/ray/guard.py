@@ -19,7 +19,7 @@ import sys
 import time
 from functools import partial
 
-__all__ = ["die_with", "main"]
+__all__ = ["main"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     try:
-        child = subprocess.Popen(options.command, stdin=subprocess.DEVNULL, preexec_fn=partial(die_with, os.getpid()))
+        child = subprocess.Popen(options.command, stdin=subprocess.DEVNULL, preexec_fn=partial(_die_with, os.getpid()))
         print(json.dumps({"pid": child.pid}), flush=True)
         code = _wait(child, signals, options.grace)
     finally:
@@ -65,7 +65,7 @@ def _wait(child: subprocess.Popen[bytes], signals: int, grace: float) -> int:
     return child.wait()
 
 
-def die_with(parent: int) -> None:
+def _die_with(parent: int) -> None:
     """Have the kernel kill this process when ``parent``, its starter, is gone; ends at once if it is gone already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # before the kernel was asked
