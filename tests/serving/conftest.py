@@ -96,7 +96,7 @@ def server(predictor: Predictor) -> Iterator[Server]:
 @pytest.fixture
 def client(server: Server) -> Iterator[InferenceClient]:
     """A client of it."""
-    with InferenceClient(server.target) as open_client:
+    with InferenceClient(server.target, timeout=60) as open_client:
         yield open_client
 
 

@@ -48,11 +48,11 @@ def supervised(archive: Path, workers: int = 2) -> Iterator[tuple[Supervisor, st
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        assert ready.wait(90), failed
+        assert ready.wait(180), failed
         yield supervisor, f"127.0.0.1:{supervisor.port}", said
     finally:
         supervisor.stop()
-        thread.join(30)
+        thread.join(90)
         assert not thread.is_alive()
         assert not failed
 
@@ -72,7 +72,7 @@ class Load:
             predict = channel.unary_unary(f"/{SERVICE_NAME}/Predict")
             while not self._stop.is_set():
                 try:
-                    predict(data, timeout=10, wait_for_ready=True)
+                    predict(data, timeout=60, wait_for_ready=True)
                     code = "OK"
                 except grpc.RpcError as error:
                     code = error.code().name
@@ -86,10 +86,11 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(90)
+            assert not thread.is_alive()
 
 
-def until(condition: Any, seconds: float = 60.0) -> None:
+def until(condition: Any, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -131,7 +132,7 @@ def test_the_command_drains_all_workers_on_sigterm(archive: Path):
             until(lambda: load.codes.get("OK", 0) > 20)
             # Callers stop first, so what is in flight is answered and nobody meets a closed port.
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=40)
+        _, err = process.communicate(timeout=90)
     finally:
         process.kill()
     assert process.returncode == 0, err
@@ -150,4 +151,4 @@ def test_workers_end_with_their_supervisor(archive: Path):
         process.stdin.flush()
         assert "port" in json.loads(process.stdout.readline())
         process.stdin.close()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from recinfer.errors import ArchiveError, InputError, OverloadedError, UnavailableError
 from recinfer.inference.stages import Stages
 from recinfer.serving import codec
 from recinfer.serving.address import check_address
+from recinfer.serving.ending_health import EndingHealth
 from recinfer.serving.handling import connection_options, generic_handler, until_signalled
 from recinfer.serving.limits import Limits
 from recinfer.serving.loop import run_on_loop
@@ -43,6 +44,7 @@ _INLINE_BYTES = 32 << 10  # as recinfer.serving.server has it, for the same reas
 _MAX_RUNNING = 512
 _STOP_SLACK_S = 5.0
 _NOTICED_S = 0.1  # after which rankers know that this server takes no more requests
+_HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _log = logging.getLogger(__name__)
 
 
@@ -156,9 +158,9 @@ class ShardServer:
             ],
         )
         calls = {"Find": self._find, "Prepare": self._prepare, "State": self._state}
-        self._health = health.aio.HealthServicer()
+        self._health = EndingHealth()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = [SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        names = [SERVICE_NAME, _HEALTH_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, server, _descriptors())
         server.add_generic_rpc_handlers((generic_handler(SERVICE_NAME, calls, self._observer),))
         check_address(self.host, self.port)
@@ -181,8 +183,8 @@ class ShardServer:
         server, self._server = self._server, None
         if server is None:
             return
-        await self._health.enter_graceful_shutdown()
-        # Rankers watch health in calls that do not end by themselves: gRPC's own grace would wait for those.
+        await self._health.end()
+        # A ranker that has heard it just now may have asked before; gRPC's own grace would be for all calls, State's too.
         end = time.monotonic() + grace
         await asyncio.sleep(min(grace, _NOTICED_S))
         while self._running and time.monotonic() < end:

@@ -1,0 +1,95 @@
+"""Watchers of the health service: all of them hear all that changes, and what is last said before they are let go."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2
+
+from recinfer.serving.ending_health import EndingHealth
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Call:
+    """A watcher; what it is told is on its way until ``ready``."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+        self.ready = asyncio.Event()
+        self.ready.set()
+
+    async def write(self, answer: Any) -> None:
+        await self.ready.wait()
+        self.heard.append(answer.status)
+
+
+def watch(health: EndingHealth, call: Call, service: str = "a") -> asyncio.Task[None]:
+    return asyncio.create_task(health.Watch(health_pb2.HealthCheckRequest(service=service), call))
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_one_that_leaves_takes_nothing_from_the_others():
+    async def main() -> None:
+        health = EndingHealth()
+        await health.set("a", SERVING)
+        calls = [Call() for _ in range(3)]
+        first, second, third = (watch(health, call) for call in calls)
+        await turns()
+        first.cancel()
+        await turns()
+        await health.set("a", NOT_SERVING)
+        await turns()
+        await health.set("a", SERVING)
+        await turns()
+        await health.end()
+        await asyncio.gather(second, third)
+        assert calls[0].heard == [SERVING]
+        assert calls[1].heard == calls[2].heard == [SERVING, NOT_SERVING, SERVING, NOT_SERVING]
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_the_last_word_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+    """However slow the machine is: a watcher is not let go between the end and its word."""
+    monkeypatch.setattr("recinfer.serving.ending_health._NOTICED_S", 60.0)
+
+    async def main() -> None:
+        health = EndingHealth()
+        await health.set("a", SERVING)
+        call = Call()
+        watching = watch(health, call)
+        await turns()
+        call.ready.clear()
+        ending = asyncio.create_task(health.end())
+        await asyncio.sleep(0.2)  # long, for an answer
+        assert not ending.done()
+        call.ready.set()
+        await ending
+        assert call.heard == [SERVING, NOT_SERVING]
+        await watching
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_who_takes_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("recinfer.serving.ending_health._NOTICED_S", 0.01)
+
+    async def main() -> None:
+        health = EndingHealth()
+        call = Call()
+        call.ready.clear()
+        watching = watch(health, call, "")
+        await turns()
+        await health.end()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
+        assert call.heard == []
+
+    asyncio.run(asyncio.wait_for(main(), 60))
