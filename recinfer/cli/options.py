@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DataFormat",
     "Device",
+    "MissingShards",
     "ModelNameOption",
     "ModelVersionOption",
     "Precision",
@@ -45,6 +46,18 @@ class Device(StrEnum):
 
     cpu = "cpu"
     cuda = "cuda"
+
+
+class MissingShards(StrEnum):
+    """What a ranker does, or may do, without a rank."""
+
+    error = "error"
+    default_rows = "default-rows"
+
+    @property
+    def in_manifest(self) -> Literal["reject", "default_rows"]:
+        """What an archive's manifest says to allow it."""
+        return "default_rows" if self is MissingShards.default_rows else "reject"
 
 
 class Precision(StrEnum):

@@ -1,0 +1,230 @@
+"""``recinfer serve`` of whole models: a server, one worker of several, or a ranker whose rows are on shard servers."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from recinfer.cli.console import Output
+from recinfer.cli.remote import set_serving_when_there, shard_fanout, unchecked, version_in
+from recinfer.cli.serve_options import BatchOptions, LimitOptions, RoleOptions, ServeOptions, TableOptions
+from recinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from recinfer.inference.predictor import Predictor
+    from recinfer.serving.batcher import BatchConfig
+    from recinfer.serving.limits import Limits
+    from recinfer.serving.registry import ServedModel
+    from recinfer.serving.remote.fanout import Fanout
+    from recinfer.serving.security import Security
+    from recinfer.serving.server import Server
+    from recinfer.serving.store import ModelStore, StoreManager
+    from recinfer.serving.worker import WorkerLink
+
+__all__ = ["serve_models"]
+
+
+def serve_models(options: ServeOptions, security: Security, output: Output) -> None:
+    """Serve until told to stop.
+
+    Raises:
+        ConfigError: nothing to serve, or deltas of several archives.
+    """
+    from recinfer.serving.observe import log_as_json
+    from recinfer.serving.registry import ModelRegistry
+    from recinfer.serving.server import serve
+    from recinfer.serving.store import StoreManager
+    from recinfer.serving.worker import WorkerLink
+
+    address = options.address
+    if address.log_json:
+        log_as_json()
+    link = WorkerLink() if options.worker else None
+    state = None if link is None else link.restore
+    fanout = _fanout(options.roles, security)
+    store = _store(options, fanout)
+    models = _models(options, fanout, store, state)
+    registry = ModelRegistry(models)
+    manager = None if store is None else StoreManager(registry, store, state)
+    life = _Life(options, models, fanout, output, link, manager)
+    serve(
+        registry,
+        shards=fanout,
+        serving=fanout is None,
+        on_hangup=None if fanout is None else fanout.pool.reload,
+        host=address.host,
+        port=address.port,
+        limits=_limits(options.limits),
+        http_port=address.http_port,
+        batching=_batching(options.batching),
+        security=security,
+        share_port=options.worker,
+        admin=manager if options.models.admin else None,
+        admin_through=None if link is None else link.change,
+        stop=None if link is None else link.gone,
+        metrics_port=None if options.worker else address.metrics_port,  # the supervisor's
+        on_ready=life.ready,
+        on_start=life.start,
+    )
+    life.end()
+
+
+def _fanout(roles: RoleOptions, security: Security) -> Fanout | None:
+    if roles.shards is None:
+        return None
+    return shard_fanout(roles.shards, security, None if roles.missing_shards is None else roles.missing_shards.name)
+
+
+def _limits(options: LimitOptions) -> Limits:
+    from recinfer.serving.limits import Limits
+
+    return Limits(
+        max_message_bytes=options.max_message_mib << 20,
+        max_batch=options.max_samples,
+        max_ids=options.max_ids,
+        max_keys=options.max_features,
+        max_response_bytes=options.max_response_mib << 20,
+        max_concurrent=options.max_streams,
+    )
+
+
+def _batching(options: BatchOptions) -> BatchConfig:
+    from recinfer.serving.batcher import BatchConfig
+
+    return BatchConfig(max_batch=options.max_batch, max_delay_us=options.max_delay_us, max_queue=options.max_queue)
+
+
+# --------------------------------------------------------------------------------------------------- what is served
+
+
+def _loading(tables: TableOptions) -> dict[str, Any]:
+    """Options of :func:`recinfer.load` but for ``lock``, which is for the archives that are named."""
+    return {
+        "device": tables.device.value,
+        "preload": tables.preload,
+        "lookup_threads": tables.lookup_threads,
+        "join_columns": tables.join_columns,
+        "reuse_outputs": tables.reuse_outputs,
+    }
+
+
+def _store(options: ServeOptions, fanout: Fanout | None) -> ModelStore | None:
+    from recinfer.serving.remote.lookups import remote_lookups
+    from recinfer.serving.store import ModelStore
+
+    folder = options.models.model_store
+    if folder is None:
+        return None
+    lookups = None if fanout is None else remote_lookups(fanout, str(folder))
+    return ModelStore(folder, lookups=lookups, **_loading(options.tables))
+
+
+def _models(
+    options: ServeOptions, fanout: Fanout | None, store: ModelStore | None, state: dict[str, Any] | None
+) -> list[ServedModel]:
+    """The archives that are named, then those of the store; a restarted worker's are those that it had."""
+    from recinfer.serving.store import restore
+
+    models = _named(options, fanout)
+    if store is not None and state is not None:
+        models = restore(state, models, store)
+    elif store is not None and fanout is not None:
+        # As a shard server does: archives that are named are what it serves, and the store is where others come from.
+        models += [] if options.archives else _newest_of_shards(options, fanout, store)
+    elif store is not None:
+        models += [store.newest(name) for name in store.models()]
+    if not models:
+        raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
+    return models
+
+
+def _named(options: ServeOptions, fanout: Fanout | None) -> list[ServedModel]:
+    from recinfer.inference.predictor import load
+    from recinfer.serving.registry import ServedModel
+
+    tables, folder, deltas = options.tables, options.models.model_store, options.models.delta or []
+    models = []
+    for archive in options.archives or []:
+        version = ""
+        if fanout is not None:
+            predictor = unchecked(archive, fanout, folder, {"device": tables.device.value})
+            version = version_in(folder, archive)
+        else:
+            predictor = load(archive, lock=tables.lock, **_loading(tables))
+        models.append(ServedModel.of(predictor.manifest.model, predictor, version))
+    if deltas and len(models) != 1:
+        raise ConfigError(f"delta: got {len(models)} archives; a delta goes with one archive")
+    for path in deltas:
+        models[0].predictor.apply_delta(path)
+    return models
+
+
+def _newest_of_shards(options: ServeOptions, fanout: Fanout, store: ModelStore) -> list[ServedModel]:
+    from recinfer.serving.registry import ServedModel
+
+    found, device = [], {"device": options.tables.device.value}
+    for name in store.models():
+        version = store.newest_version(name)
+        predictor = unchecked(store.folder / name / version, fanout, options.models.model_store, device)
+        found.append(ServedModel.of(name, predictor, version))
+    return found
+
+
+# --------------------------------------------------------------------------------------------------- from start to stop
+
+
+class _Life:
+    """What happens, and what is told, when the server starts, is ready and has stopped."""
+
+    def __init__(
+        self,
+        options: ServeOptions,
+        models: list[ServedModel],
+        fanout: Fanout | None,
+        output: Output,
+        link: WorkerLink | None,
+        manager: StoreManager | None,
+    ) -> None:
+        self._options = options
+        self._models = list(models)
+        self._fanout = fanout
+        self._output = output
+        self._link = link
+        self._manager = manager
+        self._stopped = threading.Event()
+        self._server: Server | None = None
+
+    def start(self, server: Server) -> None:
+        self._server = server
+        if self._link is not None:
+            self._link.attach(server, self._manager)
+
+    def ready(self, port: int) -> None:
+        assert self._server is not None, "a server starts before it is ready"
+        address, output = self._options.address, self._output
+        if self._fanout is not None:
+            predictors: list[Predictor] = [model.predictor for model in self._models]
+            set_serving_when_there(predictors, self._fanout, output, self._server.set_serving, self._stopped)
+        served = ", ".join(f"{m.name} {m.version}" for m in self._models)
+        output.show(f"[green]serving[/green] {served} on {address.host}:{port}  (Ctrl-C stops)")
+        if address.http_port is not None:
+            output.show(f"Open Inference Protocol over HTTP on {address.host}:{address.http_port}")
+        shown = self._server.metrics_port
+        if shown is not None:
+            output.show(f"status page on http://{address.host}:{shown}/")
+        output.finish(
+            {
+                "model": self._models[0].name,
+                "version": self._models[0].version,
+                "host": address.host,
+                "port": port,
+                "http_port": address.http_port,
+                "metrics_port": shown,
+            }
+        )
+
+    def end(self) -> None:
+        self._stopped.set()
+        if self._fanout is not None:
+            self._fanout.pool.close()
+        self._output.note("stopped")
