@@ -20,6 +20,7 @@ __all__ = [
     "FeatureInfo",
     "FileInfo",
     "Manifest",
+    "MissingShards",
     "ModuleInfo",
     "OnnxInfo",
     "QuantizationInfo",
@@ -34,6 +35,7 @@ FORMAT_VERSION = 1
 MAX_ONNX_ERROR = 1e-5
 
 Precision = Literal["int8", "int4", "int2", "fp16", "fp32"]
+MissingShards = Literal["reject", "default_rows"]
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,11 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of ``manifest.json``. ``FORMAT.md`` says what each part means and which rule guards it."""
+    """All of ``manifest.json``. ``FORMAT.md`` says what each part means and which rule guards it.
+
+    ``missing_shards`` is the one key that may be absent, then ``"reject"``: whether rows of ranks that no host answers for
+    may be replaced by default rows.
+    """
 
     format: str
     format_version: int
@@ -186,10 +192,14 @@ class Manifest:
     check: CheckInfo
     files: tuple[FileInfo, ...]
     bytes_total: int
+    missing_shards: MissingShards = "reject"
 
     def to_json(self) -> str:
         """Readable, deterministic JSON."""
-        return json.dumps(asdict(self), indent=1, allow_nan=False) + "\n"
+        values = asdict(self)
+        if self.missing_shards == "reject":  # so that readers from before there was such a key take it
+            del values["missing_shards"]
+        return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
     @property
     def name(self) -> str:

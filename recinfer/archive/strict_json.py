@@ -50,7 +50,7 @@ def loads(data: bytes, what: str) -> dict[str, Any]:
 
 
 def build(cls: type[T], value: Any, where: str) -> T:
-    """The dataclass ``cls`` from parsed JSON, with exactly its keys and types.
+    """The dataclass ``cls`` from parsed JSON, with exactly its keys and types; those that have a default may be absent.
 
     Raises:
         ArchiveError: rule J3, naming the place (``manifest.tables[3].rows``), what came and what was expected.
@@ -142,7 +142,9 @@ def _build_dataclass(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise _wrong(where, value, "an object")
     hints = _hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]
+    fields = dataclasses.fields(kind)
+    optional = {field.name for field in fields if field.default is not dataclasses.MISSING}
+    names = [field.name for field in fields if field.name in value or field.name not in optional]
     if value.keys() != set(names):
         missing, unknown = [n for n in names if n not in value], [k for k in value if k not in hints]
         raise ArchiveError(

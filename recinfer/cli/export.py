@@ -18,7 +18,7 @@ from recinfer.cli.models import (
     open_checkpoint,
     parse_precisions,
 )
-from recinfer.cli.options import DataFormat, Precision
+from recinfer.cli.options import DataFormat, MissingShards, Precision
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ def run(
     max_auc_drop: Annotated[
         float | None, typer.Option(min=0, help="Write nothing if more of the AUC is lost on --eval-data.")
     ] = None,
+    missing_shards: Annotated[
+        MissingShards,
+        typer.Option(help="What a ranker may do without a rank: refuse, or answer with default rows, flagged."),
+    ] = MissingShards.error,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an archive that is there.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -91,6 +95,7 @@ def run(
         version=version or about.get("version") or "1",
         contract=reader.contract,
         num_dense=num_dense,
+        missing_shards=missing_shards.in_manifest,
         overwrite=overwrite,
         eval_data=held_out,
         eval_output=eval_output,

@@ -77,6 +77,7 @@ def describe_archive(manifest: Manifest) -> dict[str, Any]:
         "outputs": [o.name for o in dense.outputs] if dense else [],
         "engine": dense.engine if dense else None,
         "has_contract": manifest.contract is not None,
+        "missing_shards": manifest.missing_shards,
         "num_files": len(manifest.files),
         "bytes_total": manifest.bytes_total,
     }
@@ -120,6 +121,8 @@ def _tables(manifest: Manifest) -> list[Table]:
         outputs = ", ".join(o.name for o in dense.outputs)
         about.add_row("dense part", f"{dense.num_dense} dense inputs -> {outputs}, runs on {dense.engine}")
     about.add_row("raw rows", "yes, it holds its feature contract" if manifest.contract else "no feature contract")
+    if manifest.missing_shards == "default_rows":
+        about.add_row("missing shards", "default rows instead, flagged")
     tables = Table("table", "features", "rows", "dim", "precision", "pooling", "sharding", "ranks", "max error")
     for t in manifest.tables:
         name, features = t.full_name, ", ".join(t.features)

@@ -10,7 +10,7 @@ import typer
 
 from recinfer.cli.console import JsonOption, Output
 from recinfer.cli.format import mebibytes
-from recinfer.cli.options import Device
+from recinfer.cli.options import Device, MissingShards
 from recinfer.errors import ConfigError
 
 __all__ = ["EXAMPLE", "NAME", "run"]
@@ -28,6 +28,10 @@ def run(
     plan: Annotated[Path | None, typer.Option("--plan", help="Cut by this plan instead.", show_default=False)] = None,
     device: Annotated[
         Device | None, typer.Option(help="Where the ranks compute.", show_default="as in the archive's plan")
+    ] = None,
+    missing_shards: Annotated[
+        MissingShards | None,
+        typer.Option(help="What a ranker may do without a rank.", show_default="as in the archive"),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an archive that is there.")] = False,
     as_json: JsonOption = False,
@@ -56,7 +60,13 @@ def run(
         opened = open_archive(archive)
         where = device.value if device else opened.plan.compute_device
         chosen = plan_archive(opened.manifest, world_size=world_size, compute_device=where)
-    manifest = reshard_archive(archive, chosen, out, overwrite=overwrite).manifest
+    manifest = reshard_archive(
+        archive,
+        chosen,
+        out,
+        missing_shards=None if missing_shards is None else missing_shards.in_manifest,
+        overwrite=overwrite,
+    ).manifest
     seconds = time.perf_counter() - started
     output.show(
         f"[green]wrote[/green] {out}  {manifest.world_size} ranks, {mebibytes(manifest.bytes_total)}, "

@@ -22,6 +22,7 @@ from recinfer.archive.layout import layout_rank, pieces_by_rank
 from recinfer.archive.manifest import (
     CheckInfo,
     Manifest,
+    MissingShards,
     QuantizationInfo,
 )
 from recinfer.archive.manifest_rules import check_before_writing
@@ -63,6 +64,7 @@ def export_archive(
     version: str,
     contract: FeatureContract | None = None,
     num_dense: int | None = None,
+    missing_shards: MissingShards = "reject",
     max_chunk_bytes: int = 16 << 20,
     progress: bool = True,
     overwrite: bool = False,
@@ -81,6 +83,8 @@ def export_archive(
         name, version: of the model, to be served under.
         contract: how raw rows become features; its policies become the manifest's.
         num_dense: columns of the dense input; default the contract's, or read off the first Linear that takes it.
+        missing_shards: ``"default_rows"``: rankers may answer while no host has some ranks, with zeros for their rows and a
+            flag; ``"reject"``: they may not.
         max_chunk_bytes: float bytes of a chunk of a table; a few chunks are in memory at a time.
         progress: show a bar on stderr.
         overwrite: replace an archive that is there.
@@ -108,7 +112,7 @@ def export_archive(
     keys = table_keys(leaves, checkpoint)
     with one_thread_an_operator(), archive_folder(Path(out), overwrite=overwrite) as folder:
         cut, dense = dense_part(model, leaves, checkpoint, contract, num_dense)
-        manifest = first_manifest(name, version, plan, leaves, cut, dense, contract)
+        manifest = first_manifest(name, version, plan, leaves, cut, dense, contract, missing_shards)
         try:
             check_before_writing(manifest)
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend

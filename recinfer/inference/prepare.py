@@ -23,6 +23,7 @@ from recinfer.archive.manifest import (
     DenseOutput,
     FeatureInfo,
     Manifest,
+    MissingShards,
     ModuleInfo,
     QuantizationInfo,
     TableInfo,
@@ -93,6 +94,7 @@ def first_manifest(
     cut: Cut | None,
     dense: ExportedDense | None,
     contract: FeatureContract | None,
+    missing_shards: MissingShards = "reject",
 ) -> Manifest:
     """The manifest as far as it is known before anything is written."""
     tables = tuple(_table(leaf, i, plan) for leaf in leaves for i in range(len(leaf.configs)))
@@ -117,6 +119,7 @@ def first_manifest(
         check=CheckInfo(1, 0.0, None),
         files=(),
         bytes_total=0,
+        missing_shards=missing_shards,
     )
     if cut is None or dense is None:
         return manifest

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from recinfer.archive.manifest import Manifest, TableInfo
+from recinfer.archive.manifest import Manifest, MissingShards, TableInfo
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.rows import RowReader, row_chunks
 from recinfer.archive.writer import ShardWriter, archive_folder
@@ -36,6 +36,7 @@ def reshard_archive(
     plan: Plan,
     out: str | os.PathLike[str],
     *,
+    missing_shards: MissingShards | None = None,
     max_chunk_bytes: int = 64 << 20,
     progress: bool = True,
     overwrite: bool = False,
@@ -46,6 +47,7 @@ def reshard_archive(
         path: the archive.
         plan: covers exactly its tables, with the precisions they are stored in.
         out: the new archive's folder.
+        missing_shards: as recinfer.inference.export.export_archive has it; None: as in the archive.
         max_chunk_bytes: packed bytes in memory at a time; about three times this is used.
         progress: show a bar on stderr.
         overwrite: replace an archive that is at ``out``.
@@ -86,6 +88,7 @@ def reshard_archive(
             tables=tuple(_placed(table, plan) for table in source.manifest.tables),
             files=files,
             bytes_total=sum(file.bytes for file in files),
+            missing_shards=missing_shards or source.manifest.missing_shards,
         )
         folder.write_manifest(manifest.to_json())
         predictor = Predictor(open_archive(folder.root))

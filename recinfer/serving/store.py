@@ -130,7 +130,7 @@ class StoreManager:
                 raise InputError(f"version: {version!r} of model {model!r} is loaded already; unload it first")
             try:
                 predictor = self.store.open(model, version)
-            except ArchiveError as error:
+            except (ArchiveError, ConfigError) as error:
                 raise InputError(f"version: {version!r} of model {model!r} is not served: {error}") from None
             self.registry.add(ServedModel.of(model, predictor, version))
             if activate:

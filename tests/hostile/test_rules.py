@@ -174,6 +174,8 @@ manifest_case("J3", "number for a number of another kind", lambda m: m["tables"]
 manifest_case("J3", "null", lambda m: m.update(model=None))
 manifest_case("J3", "list for an object", lambda m: m.update(check=[]))
 manifest_case("J3", "unknown precision", lambda m: m["tables"][0].update(precision="int7"))
+manifest_case("J3", "unknown word for missing shards", lambda m: m.update(missing_shards="zeros"))
+manifest_case("J3", "null for missing shards", lambda m: m.update(missing_shards=None))
 
 # ---- M
 

@@ -60,6 +60,20 @@ def test_lookups_are_the_same_bit_for_bit(small: tuple[nn.Module, Archive], tmp_
     assert torch.equal(before.lookup(request).pooled.values(), after.lookup(request).pooled.values())
 
 
+def test_what_rankers_may_do_goes_along_or_is_changed(small: tuple[nn.Module, Archive], tmp_path: Path) -> None:
+    archive = small[1]
+    assert archive.manifest.missing_shards == "reject"
+    assert "missing_shards" not in (archive.root / "manifest.json").read_text()  # older readers know no such key
+    allowing = reshard_archive(
+        archive.root, archive.plan, tmp_path / "a.rqa", missing_shards="default_rows", progress=False
+    )
+    assert allowing.manifest.missing_shards == "default_rows"
+    again = reshard_archive(allowing.root, archive.plan, tmp_path / "b.rqa", progress=False)
+    assert again.manifest.missing_shards == "default_rows"
+    back = reshard_archive(again.root, archive.plan, tmp_path / "c.rqa", missing_shards="reject", progress=False)
+    assert back.manifest.missing_shards == "reject"
+
+
 def test_damaged_rows_get_no_new_hash(small: tuple[nn.Module, Archive], tmp_path: Path) -> None:
     root = tmp_path / "damaged.rqa"
     shutil.copytree(small[1].root, root)

@@ -30,8 +30,9 @@ class ShardsSettings:
         hedge_budget: at most this share of the requests is sent twice.
         timeout_seconds: of a request whose caller set no deadline.
         prepare_seconds: how long mapping and checking a version may take.
-        missing: what a rank without a living replica means: ``"error"``, or ``"default_rows"``: its vectors are zero, and
-            the answer says so.
+        missing: what a rank without a living replica means: ``"default_rows"``: its vectors are zero, and the answer says
+            so; only for archives whose manifest allows it, others are refused. ``"error"``: whatever the manifest allows.
+            None: as each archive's manifest says.
         half: have vectors sent as float16: half the bytes, three decimal digits.
         token_file: file with the bearer token of the shards; None: this ranker's own token.
         tls_ca, tls_cert, tls_key: PEM files of the shards' authority, and of this ranker's certificate for mutual TLS.
@@ -42,7 +43,7 @@ class ShardsSettings:
     hedge_budget: float = 0.1
     timeout_seconds: float = 5.0
     prepare_seconds: float = 600.0
-    missing: str = "error"
+    missing: str | None = None
     half: bool = False
     token_file: str | None = None
     tls_ca: str | None = None
@@ -62,7 +63,7 @@ class ShardsSettings:
         for name in ("hedge", "half"):
             if type(getattr(self, name)) is not bool:
                 raise ConfigError(f"shards: {name}: got {getattr(self, name)!r}, expected true or false")
-        if self.missing not in ("error", "default_rows"):
+        if self.missing not in (None, "error", "default_rows"):
             raise ConfigError(f"shards: missing: got {self.missing!r}, expected 'error' or 'default_rows'")
         for name in ("token_file", "tls_ca", "tls_cert", "tls_key", "tls_name"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):

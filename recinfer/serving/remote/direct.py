@@ -6,14 +6,14 @@ and one to put the answers together; the messages and the vectors are the same, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recinfer.serving.remote.fanout import Answers, Fanout
+from recinfer.serving.remote.fanout import Answers
 from recinfer.serving.remote.messages import Parts, part_head
 from recinfer.serving.remote.split import ModuleSplit
 from recinfer.serving.wire import Buffer
@@ -63,23 +63,22 @@ class RemoteTables:
     """The tables of a model whose only embedding module is pooled, unweighted and on other hosts.
 
     Args:
-        version: its key.
         split: of the module.
         names, dims: of the module's outputs.
         rows: of each feature's tables.
-        fanout: who asks.
+        find: asks the shards for samples of this version: takes their number, each rank's parts and the deadline; see
+            recinfer.serving.remote.fanout.Fanout.find.
     """
 
     def __init__(
         self,
-        version: str,
         split: ModuleSplit,
         names: Sequence[str],
         dims: Sequence[int],
         rows: Mapping[str, int],
-        fanout: Fanout,
+        find: Callable[..., Awaitable[tuple[Answers, tuple[int, ...]]]],
     ) -> None:
-        self._version, self._split, self._rows, self._fanout = version, split, rows, fanout
+        self._split, self._rows, self._find = split, rows, find
         self._names, self._dims = tuple(names), tuple(dims)
         self._known = frozenset(split.features)
         self._orders: dict[bytes, RemoteOrder] = {}
@@ -153,7 +152,7 @@ class RemoteTables:
 
     async def find(self, parts: Mapping[int, Parts], batch: int, deadline: float) -> tuple[Answers, tuple[int, ...]]:
         """See :meth:`recinfer.serving.remote.fanout.Fanout.find`."""
-        return await self._fanout.find(self._version, batch, parts, deadline) if parts else ({}, ())
+        return await self._find(batch, parts, deadline) if parts else ({}, ())
 
     def join(
         self,

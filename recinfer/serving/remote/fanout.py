@@ -17,7 +17,8 @@ import grpc
 import grpc.aio
 from numpy.typing import NDArray
 
-from recinfer.errors import DeadlineError, OverloadedError, RecinferError, UnavailableError
+from recinfer.archive.manifest import Manifest
+from recinfer.errors import ConfigError, DeadlineError, OverloadedError, RecinferError, UnavailableError
 from recinfer.serving.remote.messages import Parts, decode_response, join_request
 from recinfer.serving.remote.pool import ReplicaPool
 from recinfer.serving.remote.replica import Replica
@@ -55,7 +56,7 @@ class Fanout:
 
     Args:
         pool: the replicas.
-        missing: instead of the settings' ``missing``.
+        missing: instead of the settings' ``missing``; None: as the settings say.
 
     Attributes:
         calls: by (rank-independent) outcome: ``sent``, ``hedged``, ``hedge_won``, ``retried``, ``failed``,
@@ -77,7 +78,14 @@ class Fanout:
         return self._turn
 
     async def find(
-        self, version: str, batch: int, parts: Mapping[int, Parts], deadline: float, *, exact: bool = False
+        self,
+        version: str,
+        batch: int,
+        parts: Mapping[int, Parts],
+        deadline: float,
+        *,
+        exact: bool = False,
+        default_rows: bool = False,
     ) -> tuple[Answers, tuple[int, ...]]:
         """The arrays that each rank gives for its parts, and the ranks that nobody answered for.
 
@@ -86,14 +94,16 @@ class Fanout:
             parts: rank -> its parts of the message.
             deadline: of ``time.monotonic()``; infinite: the settings' timeout counts.
             exact: float32 whatever the settings say, for golden requests.
+            default_rows: whether the version's manifest allows default rows where nobody answers; the settings may forbid
+                them.
 
         Raises:
-            UnavailableError: a rank has no living replica, and the settings do not say that default rows will do.
+            UnavailableError: a rank has no living replica, and default rows are not allowed, or forbidden.
             DeadlineError: the deadline passed.
         """
         limit = time.monotonic() + self.pool.config.settings.timeout_seconds
         half = self.pool.config.settings.half and not exact
-        fan = _Fan(self, version, batch, parts, min(deadline, limit), half)
+        fan = _Fan(self, version, batch, parts, min(deadline, limit), half, default_rows)
         try:
             await fan.run()
         finally:
@@ -101,9 +111,17 @@ class Fanout:
         return fan.answers, fan.missing
 
     @property
-    def gives_default_rows(self) -> bool:
-        """Whether a rank that nobody answers for is left out of the answer."""
-        return (self._missing or self.pool.config.settings.missing) == "default_rows"
+    def missing(self) -> str | None:
+        """What a rank that nobody answers for means, by the settings of this moment; None: as each manifest says."""
+        return self._missing or self.pool.config.settings.missing
+
+    def check_manifest(self, manifest: Manifest) -> None:
+        """Raises ConfigError when the settings ask for default rows that ``manifest`` does not allow."""
+        if self.missing == "default_rows" and manifest.missing_shards != "default_rows":
+            raise ConfigError(
+                f"shards: missing is 'default_rows', but the archive of {manifest.model} {manifest.version} does not allow "
+                "default rows; export or reshard it with --missing-shards default-rows, or set 'error'"
+            )
 
     def pace(self, rank: int, batch: int) -> _Pace:
         """Times of answers of a rank to batches of about that size."""
@@ -144,15 +162,26 @@ class Fanout:
         }
 
 
+def _result(call: grpc.aio.UnaryUnaryCall[bytes, bytes]) -> bytes:
+    """What a call that has ended gave; raises what it raised."""
+    try:
+        next(call.__await__())
+    except StopIteration as stop:
+        data: bytes = stop.value
+        return data
+    raise RecinferError("a call that had ended gave no answer")
+
+
 class _Try:
     """One call to one replica for some ranks."""
 
-    __slots__ = ("hedge", "over", "ranks", "replica", "since", "task", "timer")
+    __slots__ = ("call", "count", "hedge", "over", "ranks", "replica", "since", "timer")
 
     def __init__(self, replica: Replica, ranks: tuple[int, ...], hedge: bool) -> None:
         self.replica, self.ranks, self.hedge = replica, ranks, hedge
         self.since = time.monotonic()
-        self.task: asyncio.Task[None] | None = None
+        self.call: grpc.aio.UnaryUnaryCall[bytes, bytes] | None = None
+        self.count = 0  # parts that it was sent
         self.timer: asyncio.TimerHandle | None = None
         self.over = False
 
@@ -161,16 +190,23 @@ class _Fan:
     """The calls of one request."""
 
     def __init__(
-        self, fanout: Fanout, version: str, batch: int, parts: Mapping[int, Parts], deadline: float, half: bool
+        self,
+        fanout: Fanout,
+        version: str,
+        batch: int,
+        parts: Mapping[int, Parts],
+        deadline: float,
+        half: bool,
+        default_rows: bool,
     ) -> None:
         self._fanout, self._pool = fanout, fanout.pool
         self._version, self._batch, self._parts, self._deadline = version, batch, parts, deadline
-        self._half = half
+        self._half, self._default_rows = half, default_rows
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._tries: list[_Try] = []
-        self._asked: dict[int, set[Replica]] = {rank: set() for rank in parts}
-        self._retried: Counter[int] = Counter()
+        self._asked: dict[int, list[Replica]] = {rank: [] for rank in parts}
+        self._retried: dict[int, int] = {}
         self.answers: Answers = {}
         self.missing: tuple[int, ...] = ()
 
@@ -201,9 +237,8 @@ class _Fan:
         """Send ``ranks`` to replicas that were not asked for them yet, one request a replica; whether all were sent."""
         chosen: dict[Replica, list[int]] = {}
         lost = []
-        now = time.monotonic()
         for rank in ranks:
-            replica = self._choose(rank, chosen, now)
+            replica = self._choose(rank, chosen)
             if replica is None:
                 lost.append(rank)
             else:
@@ -214,11 +249,14 @@ class _Fan:
             self._lose(lost)
         return not lost
 
-    def _choose(self, rank: int, chosen: Mapping[Replica, list[int]], now: float) -> Replica | None:
+    def _choose(self, rank: int, chosen: Mapping[Replica, list[int]]) -> Replica | None:
         asked = self._asked[rank]
         best: Replica | None = None
         least: Any = None
         replicas = self._pool.replicas(rank)
+        if len(replicas) == 1:
+            return replicas[0] if replicas[0] not in asked and replicas[0].usable(self._version) else None
+        now = time.monotonic()
         # Of equals another one each time: else all rankers that are hardly busy would ask the first that is listed.
         first = self._fanout.turn() % len(replicas) if replicas else 0
         for replica in (*replicas[first:], *replicas[:first]):
@@ -235,15 +273,16 @@ class _Fan:
         each = _Try(replica, ranks, hedge)
         self._tries.append(each)
         for rank in ranks:
-            self._asked[rank].add(replica)
+            self._asked[rank].append(replica)
         replica.outstanding += 1
         self._fanout.calls["hedged" if hedge else "sent"] += 1
         if not hedge:
             self._fanout.earn()
-            pace = self._fanout.pace(ranks[0], self._batch).p95
-            delay = _FIRST_HEDGE_S if math.isnan(pace) else max(_LEAST_HEDGE_S, pace)
-            each.timer = self._loop.call_later(delay, self._slow, each, delay)
-        each.task = self._loop.create_task(self._call(each))
+            if any(len(self._pool.replicas(rank)) > 1 for rank in ranks):
+                pace = self._fanout.pace(ranks[0], self._batch).p95
+                delay = _FIRST_HEDGE_S if math.isnan(pace) else max(_LEAST_HEDGE_S, pace)
+                each.timer = self._loop.call_later(delay, self._slow, each, delay)
+        self._call(each)
 
     def _slow(self, each: _Try, delay: float) -> None:
         """It takes longer than 95 % of the others."""
@@ -272,19 +311,36 @@ class _Fan:
 
     # -- what comes back ---------------------------------------------------------------------------------------------
 
-    async def _call(self, each: _Try) -> None:
+    def _call(self, each: _Try) -> None:
+        """Ask. gRPC runs a task for each call; a second one of ours would only wait for it."""
         replica = each.replica
+        parts = [part for rank in each.ranks for part in self._parts[rank]]
+        each.count = len(parts)
         try:
-            parts = [part for rank in each.ranks for part in self._parts[rank]]
             request = join_request(self._version, self._batch, parts, half=self._half)
             left = max(0.001, self._deadline - time.monotonic())
-            data = await replica.find(request, timeout=left, metadata=replica.metadata)
+            each.call = replica.find(request, timeout=left, metadata=replica.metadata)
+            # It is called by gRPC's task, whose result is there once that has ended.
+            each.call.add_done_callback(lambda _: self._loop.call_soon(self._ended, each))
+        except Exception as error:  # the channel is closed
+            self._stop(each)
+            self._fail(error)
+
+    def _ended(self, each: _Try) -> None:
+        if each.over:
+            return
+        assert each.call is not None
+        try:
+            data = _result(each.call)
             arrays = decode_response(data, self._half)
-            if len(arrays) != len(parts):
-                raise RecinferError(f"shard {replica.target} answered {len(arrays)} parts of {len(parts)}")
+            if len(arrays) != each.count:
+                raise RecinferError(f"shard {each.replica.target} answered {len(arrays)} parts of {each.count}")
         except grpc.aio.AioRpcError as error:
             self._stop(each)
-            self._failed(each, error)
+            self._failed(each, error.code(), error.details() or "")
+        except asyncio.CancelledError:  # its channel was closed
+            self._stop(each)
+            self._failed(each, grpc.StatusCode.CANCELLED, "the connection was closed")
         except Exception as error:  # ours: nobody else would hear of it
             self._stop(each)
             self._fail(error)
@@ -302,8 +358,8 @@ class _Fan:
         """Cancel a call whose answer nobody needs."""
         if not each.over:
             self._stop(each)
-            if each.task is not None:
-                each.task.cancel()
+            if each.call is not None:
+                each.call.cancel()
 
     def _answered(self, each: _Try, arrays: list[NDArray[Any]]) -> None:
         now = time.monotonic()
@@ -331,8 +387,7 @@ class _Fan:
         if len(self.answers) + len(self.missing) == len(self._parts) and not self._done.done():
             self._done.set_result(None)
 
-    def _failed(self, each: _Try, error: grpc.aio.AioRpcError) -> None:
-        code, details = error.code(), error.details() or ""
+    def _failed(self, each: _Try, code: grpc.StatusCode, details: str) -> None:
         if self._done.done():
             return
         left = [rank for rank in each.ranks if rank not in self.answers and not self._is_asked(rank)]
@@ -357,8 +412,8 @@ class _Fan:
         return any(not each.over and rank in each.ranks for each in self._tries)
 
     def _retry(self, ranks: Sequence[int], code: grpc.StatusCode, details: str) -> None:
-        again = [rank for rank in ranks if self._retried[rank] < _RETRIES]
-        self._retried.update(again)
+        again = [rank for rank in ranks if self._retried.get(rank, 0) < _RETRIES]
+        self._retried.update({rank: self._retried.get(rank, 0) + 1 for rank in again})
         if again:
             self._fanout.calls["retried"] += 1
             self._ask(again)
@@ -370,10 +425,12 @@ class _Fan:
 
     def _lose(self, ranks: Sequence[int]) -> None:
         """Nobody can be asked for ``ranks``."""
-        if self._fanout.gives_default_rows:
+        if self._default_rows and self._fanout.missing != "error":
             self._fanout.default_rows.update(ranks)
             self.missing = (*self.missing, *ranks)
             self._look()
             return
         where = "; ".join(f"rank {rank} has no living replica: {self._pool.addresses(rank)}" for rank in ranks)
+        if self._fanout.missing == "default_rows":
+            where += "; shards.json asks for default rows, but the archive's manifest does not allow them"
         self._fail(UnavailableError(where))

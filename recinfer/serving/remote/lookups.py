@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -36,6 +37,9 @@ class RemoteLookups:
         archive: opened for no rank.
         spec: the version; shards prepare it for as long as this lives.
         fanout: who asks.
+
+    Raises:
+        ConfigError: the fan-out's settings ask for default rows that the manifest does not allow.
     """
 
     mapped: MappedShards | None = None
@@ -43,7 +47,9 @@ class RemoteLookups:
 
     def __init__(self, archive: Archive, spec: VersionSpec, fanout: Fanout) -> None:
         manifest = archive.manifest
+        fanout.check_manifest(manifest)
         self._fanout = fanout
+        self._default_rows = manifest.missing_shards == "default_rows"
         self.spec = fanout.pool.want(spec)
         weights, names = read_position_weights(archive), output_names(manifest)
         layouts = module_layouts(manifest, archive.plan)
@@ -60,7 +66,8 @@ class RemoteLookups:
         (part, *others), split = self.parts, self._splits[0]
         if others or not split.layout.pooled or part.info.is_weighted or not RemoteTables.available():
             return None
-        return RemoteTables(self.spec.key, split, part.names, part.dims, self._rows, self._fanout)
+        find = functools.partial(self._fanout.find, self.spec.key, default_rows=self._default_rows)
+        return RemoteTables(split, part.names, part.dims, self._rows, find)
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """See :class:`recinfer.inference.lookups.Lookups`; not on the serving loop itself."""
@@ -91,7 +98,9 @@ class RemoteLookups:
         missing: tuple[int, ...] = ()
         answers: dict[int, list[NDArray[Any]]] = {}
         if parts:
-            answers, missing = await self._fanout.find(self.spec.key, bags.batch, parts, deadline, exact=exact)
+            answers, missing = await self._fanout.find(
+                self.spec.key, bags.batch, parts, deadline, exact=exact, default_rows=self._default_rows
+            )
         return Found(_joined(asked, answers), missing)
 
     def _check(self, bags: Bags) -> None:

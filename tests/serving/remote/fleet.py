@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,14 @@ def write_shards(path: Path, ranks: Mapping[int, Sequence[str]], **settings: Any
     document = {"format": "recinfer.shards", "version": 1, "ranks": {str(r): list(a) for r, a in ranks.items()}}
     path.write_text(json.dumps({**document, "settings": settings}))
     return path
+
+
+def allowing_default_rows(archive: Path, out: Path) -> Path:
+    """``archive`` with a manifest that allows default rows where a shard is missing."""
+    shutil.copytree(archive, out)
+    path = out / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "missing_shards": "default_rows"}))
+    return out
 
 
 @contextmanager

@@ -77,6 +77,8 @@ def test_the_command_line(archive: Path, tmp_path: Path):
     assert "ranks: got 'x'" in serve(archive, "--ranks", "x")
     assert "it lists ranks 0, 1, 2" in serve(archive, "--shards", three)
     assert "give --shards" in serve(archive, "--missing-shards", "default-rows")
+    said = serve(archive, "--shards", two, "--missing-shards", "default-rows")
+    assert "does not allow default rows" in said and "reshard it with" in said
     assert "a shard server answers rankers alone" in serve(archive, "--ranks", "0", "--workers", 2)
     assert "nothing to serve" in serve("--ranks", "0")
 

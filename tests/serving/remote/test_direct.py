@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from recinfer.archive.reader import open_archive
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import Plan, TablePlan, embedding_tables
-from recinfer.errors import UnavailableError
+from recinfer.errors import ConfigError, UnavailableError
 from recinfer.inference.bags import bags_of
 from recinfer.inference.export import export_archive
 from recinfer.inference.lookups import run_later
@@ -39,7 +39,7 @@ from recinfer.serving.remote.tables import ShardTables
 from recinfer.serving.server import Server
 from recinfer.serving.service import InferenceService
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-from tests.serving.remote.fleet import asking, shard, write_shards
+from tests.serving.remote.fleet import allowing_default_rows, asking, shard, write_shards
 from tests.serving.remote.models import KINDS, rectangles_of
 
 pytestmark = pytest.mark.skipif(
@@ -348,10 +348,10 @@ def test_a_ranker_leaves_what_is_not_plain(tmp_path: Path):
 
 
 def test_a_missing_rank_is_an_error_or_flagged_zeros(tmp_path: Path):
-    archive = make_archive(tmp_path, "row_wise")
+    archive = allowing_default_rows(make_archive(tmp_path, "row_wise"), tmp_path / "allowing.rqa")
     data = codec.encode_lookup_request(make_request(3, 1, longest=1))
     predict = codec.encode_predict_request(torch.zeros(3, NUM_DENSE), make_request(3, 1, longest=1))
-    for missing in ("error", "default_rows"):
+    for missing in ("error", None, "default_rows"):
         with served(archive, tmp_path, missing=missing) as service:
             fanout = service.registry.get().predictor.lookups._fanout
             fanout.pool.replicas(0)[0].up = False  # its health does not change, so it stays like this
@@ -366,6 +366,20 @@ def test_a_missing_rank_is_an_error_or_flagged_zeros(tmp_path: Path):
                 if call == "Lookup":
                     assert found == ordinary(service, call, message)
             assert fanout.default_rows[0] == 3
+
+
+def test_default_rows_need_the_manifests_word(tmp_path: Path):
+    archive = make_archive(tmp_path, "row_wise")
+    data = codec.encode_lookup_request(make_request(3, 1, longest=1))
+    with served(archive, tmp_path) as service:
+        fanout = service.registry.get().predictor.lookups._fanout
+        fanout.pool.replicas(0)[0].up = False
+        fanout._missing = "default_rows"  # as a shards.json does that is changed while the ranker runs
+        for way in (straight, ordinary):
+            with pytest.raises(UnavailableError, match=r"rank 0 has no living replica.*manifest does not allow them"):
+                way(service, "Lookup", data)
+        with pytest.raises(ConfigError, match="pooled 1 does not allow default rows; export or reshard it"):
+            load(archive, lookups=remote_lookups(fanout))
 
 
 def test_through_a_server_and_in_its_figures(tmp_path: Path):

@@ -23,7 +23,7 @@ from recinfer.serving.remote.lookups import remote_lookups
 from recinfer.serving.server import Server
 from tests.ports import free_port
 from tests.serving.conftest import make_request
-from tests.serving.remote.fleet import Process, asking, until, write_shards
+from tests.serving.remote.fleet import Process, allowing_default_rows, asking, until, write_shards
 
 
 @dataclass
@@ -51,6 +51,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
+    archive = allowing_default_rows(archive, folder / "allowing.rqa")
     addresses = {
         rank: [f"127.0.0.{1 + 2 * rank + n}:{free_port(f'127.0.0.{1 + 2 * rank + n}')}" for n in range(2)]
         for rank in range(2)
@@ -60,7 +61,8 @@ def fleet(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[F
         for rank in range(2):
             fleet.shards[rank] = [fleet.begin(rank, number) for number in range(2)]
         stack.callback(lambda: [process.close() for mine in fleet.shards.values() for process in mine])
-        fleet.fanout = stack.enter_context(asking(write_shards(folder / "shards.json", addresses)))
+        shards = write_shards(folder / "shards.json", addresses)
+        fleet.fanout = stack.enter_context(asking(shards, missing="error"))
         fleet.here = load(archive, lookups=remote_lookups(fleet.fanout))
         yield fleet
 
@@ -136,14 +138,14 @@ def test_no_replica_is_an_error_that_says_which_and_it_recovers(fleet: Fleet, cl
     with pytest.raises(UnavailableError, match="rank 1 has no living replica") as caught:
         client.lookup(request)
     assert all(re.search(re.escape(address), str(caught.value)) for address in fleet.addresses[1])
-    fleet.fanout._missing = "default_rows"
+    fleet.fanout._missing = None  # so as the manifest says
     try:
         got = client.lookup(request)
         assert got.missing_ranks == (1,) and fleet.fanout.default_rows[1] > 0
         outputs = client.predict(*make_request(5, 4))
         assert outputs.missing == (1,) and torch.isfinite(outputs["output"]).all()
     finally:
-        fleet.fanout._missing = None
+        fleet.fanout._missing = "error"
     fleet.shards[1] = [fleet.begin(1, number) for number in range(2)]
     until(lambda: fleet.up(1) > 0)
     assert client.lookup(request).missing_ranks == ()  # the first one already: nobody has to ask again
