@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from recinfer import env
 from recinfer.errors import RecinferError, UnavailableError
+from recinfer.training.last_words import LastWords, is_lost_peer
 
 __all__ = ["process_group", "run_ranks"]
 
@@ -37,20 +39,40 @@ def process_group(timeout: float = 600.0) -> Iterator[tuple[int, int]]:
 
     Args:
         timeout: seconds that a rank waits for the others in a collective.
+
+    Raises:
+        UnavailableError: this process is no rank; or another rank was lost, names it (torchrun's ranks find that out among
+            themselves, :func:`run_ranks` sees it).
     """
     place = env.torchrun_rank()
     if place is None:
         raise UnavailableError("this process is no rank: RANK is not set; start it with torchrun or run_ranks")
     rank, world_size = place
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=limit)))
+    store.set_timeout(limit)
+    group = dist.PrefixStore("default_group", store)
+    dist.init_process_group("gloo", store=group, rank=rank, world_size=world_size, timeout=limit)
+    words = LastWords(store, rank, world_size)
+    lost: RuntimeError | None = None
     try:
         yield rank, world_size
     except BaseException as error:
-        if _told is not None:  # before the others lose this rank, and fail too
+        # Before the others lose this rank, and fail too.
+        if _told is not None:
             _told(error)
-        raise
+            raise
+        words.say(error)
+        if not is_lost_peer(error):
+            raise
+        lost = error  # type: ignore[assignment]
+        # What the frames hold would keep connections open that the others wait on.
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
     finally:
         dist.destroy_process_group()
+    if lost is not None:
+        raise words.explain() or lost from lost
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from recinfer import env
 from recinfer.checkpoint import CheckpointReader
 from recinfer.data.dataset import load_dataset
 from recinfer.errors import ConfigError, UnavailableError
+from recinfer.training import launch
 from recinfer.training.job import TrainJob, run_job
 from recinfer.training.launch import process_group, run_ranks
 
@@ -74,6 +78,43 @@ def fails(how: str) -> int:
 def test_the_rank_that_failed_first_is_named_and_the_others_are_stopped(how: str, said: str) -> None:
     with pytest.raises(UnavailableError, match=said):
         run_ranks(2, fails, how)
+
+
+def lone_rank(how: str, rank: int, port: int) -> None:
+    """A rank that nobody but its own host's starter watches: rank 2 fails, the others say what they know of it."""
+    import torch
+    import torch.distributed as dist
+
+    env.set_torchrun(rank, 3, port)
+    try:
+        with process_group():
+            dist.all_reduce(torch.ones(1))
+            if rank == 2 and how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 2:
+                raise ValueError("no luck on this rank")
+            dist.all_reduce(torch.ones(1))
+    except UnavailableError as error:
+        print(error)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("killed", "rank 2 ended without a word, killed perhaps; this rank stops. --resume goes on"),
+        ("raised", "rank 2 failed with ValueError: no luck on this rank; this rank stops"),
+    ],
+    ids=["killed", "raised"],
+)
+def test_ranks_that_start_alone_name_the_one_they_lost(how: str, said: str) -> None:
+    store = launch._store()
+    ranks = []
+    for rank in range(3):
+        command = f"from tests.training.test_ranks import lone_rank; lone_rank({how!r}, {rank}, {store.port})"
+        ranks.append(subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True))
+    heard = [process.communicate(timeout=300)[0] for process in ranks]
+    assert heard[0].startswith(said) and heard[1].startswith(said)
+    assert heard[2] == ""
 
 
 def test_what_needs_ranks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
