@@ -6,38 +6,32 @@ the dense program. Everything is built when the archive is loaded; a call only r
 
 from __future__ import annotations
 
-import copy
-import functools
-import hashlib
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from recinfer.archive.check import Answer, Request, compare_answers, read_requests
-from recinfer.archive.delta import Delta, patch_rows, read_delta, with_delta
 from recinfer.archive.dense import DenseEngine, open_dense
 from recinfer.archive.manifest import Manifest
 from recinfer.archive.mapping import MappedShards
-from recinfer.archive.paths import read_inside
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.distributed.planner.plan import Plan
-from recinfer.errors import ArchiveError, InputError, NotFoundError, RecinferError, UnavailableError
+from recinfer.errors import ArchiveError, InputError, RecinferError, UnavailableError
 from recinfer.inference.bags import Bags, Features, bags_of
 from recinfer.inference.direct import DirectTables
 from recinfer.inference.intake import FeatureIntake
-from recinfer.inference.lookups import Ask, Found, LocalLookups, Lookups, LookupsOf, Part, Steps, output_names, run_now
+from recinfer.inference.lookups import Ask, Found, LocalLookups, Lookups, LookupsOf, Steps, output_names, run_now
+from recinfer.inference.results import FeatureSpec, LookupResult, feature_specs, selected, tensors_of
 from recinfer.inference.stages import Stages
+from recinfer.inference.states import States, at_one_state
 from recinfer.inference.together import Outputs, PredictInputs, lookup_many, predict_many, predict_with_context
 from recinfer.quant.outputs import keep_outputs
-from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
@@ -48,63 +42,8 @@ __all__ = ["FeatureSpec", "LookupResult", "Predictor", "load"]
 _MERGE_RELATIVE, _MERGE_ABSOLUTE = 1e-3, 1e-4
 
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class FeatureSpec:
-    """One output of lookup: its name, and the table behind it."""
-
-    name: str
-    table: str
-    rows: int
-    dim: int
-    pooled: bool
-
-
-@dataclass(frozen=True)
-class LookupResult:
-    """Embeddings of the features that a request brought, in the model's order.
-
-    Attributes:
-        pooled: float32 [B, sum of dims], or None when no pooled feature was asked for.
-        sequences: name -> values float32 [ids, dim] with their lengths.
-        missing: ranks whose hosts did not answer, so that vectors of their rows are zero.
-    """
-
-    pooled: KeyedTensor | None
-    sequences: dict[str, JaggedTensor]
-    missing: tuple[int, ...] = ()
-
-    def keys(self) -> list[str]:
-        """All names: pooled ones first."""
-        return [*(self.pooled.keys() if self.pooled is not None else ()), *self.sequences]
-
-    def __getitem__(self, name: str) -> Tensor | JaggedTensor:
-        """The vectors of one name: [B, dim] when pooled; raises NotFoundError."""
-        if name in self.sequences:
-            return self.sequences[name]
-        if self.pooled is not None and name in self.pooled.keys():  # noqa: SIM118 - not a dict
-            return self.pooled[name]
-        raise NotFoundError(f"no embedding {name!r} in this result; it has {', '.join(self.keys())}")
-
-
-def _at_one_state(method: _Method) -> _Method:
-    """Run a method on the state of the moment it is called: a delta applied meanwhile does not reach it."""
-
-    @functools.wraps(method)
-    def run(self: Predictor, *args: Any, **kwargs: Any) -> Any:
-        return method(self._state or self, *args, **kwargs)
-
-    return cast(_Method, run)
-
-
-class Predictor:
+class Predictor(States):
     """Answers requests from one archive. Every method may be called from any number of threads at once.
-
-    ``_state`` is a copy of the predictor with the rows and the dense program of the deltas applied; what does not change
-    (counters, the checks of features) is shared. Each call runs on the one state that it finds, to its end: the base is
-    such a copy too, since a call that ran on the predictor itself would meet a delta half-way.
 
     Attributes:
         features: what lookup gives, in the model's order.
@@ -142,23 +81,15 @@ class Predictor:
         self._dense_options: dict[str, Any] = {"device": device, "num_threads": dense_threads, "engine": dense_engine}
         self.intake = FeatureIntake(manifest)
         self.mergeable = True
-        self.features = tuple(_specs(manifest, output_names(manifest)))
+        self.features = tuple(feature_specs(manifest, output_names(manifest)))
         self.num_dense = 0 if manifest.dense is None else manifest.dense.num_dense
         self.output_names: list[str] = []
         if manifest.dense is not None:
             self.output_names = [output.name for output in manifest.dense.outputs]
-        self._state: Predictor | None = None
-        self._previous: Predictor | None = None
-        self._deltas: tuple[Delta, ...] = ()
-        self._delta_lock = threading.Lock()
-        self._assemble(archive)
-        self._base: Predictor = copy.copy(self)
-        self._state = self._base
+        super().__init__(archive)
 
     def _assemble(self, archive: Archive, edit: Callable[[MappedShards], None] | None = None) -> None:
-        """Map the tables and open the dense program of ``archive``."""
         manifest = archive.manifest
-        self._archive = archive
         self.lookups: Lookups
         if self._lookups_of is None:
             mapped = archive.map_shards(**self._mapping, edit=edit)
@@ -171,87 +102,6 @@ class Predictor:
         if manifest.dense is not None:
             self._engine = open_dense(archive, manifest.dense, **self._dense_options)
 
-    def apply_delta(self, path: str | os.PathLike[str]) -> None:
-        """Bring the model to the state of a later checkpoint, while requests run.
-
-        A request (and a batch of requests that run together) sees all of the delta or nothing of it. The changed rows'
-        pages become this process's own; all others stay shared. Answers are then those of a full export.
-
-        Args:
-            path: a delta (``*.rqd``) for this archive, the next one in its chain.
-
-        Raises:
-            ArchiveError: the delta breaks a rule of DELTA.md, or its golden answers do not come out. Nothing changed.
-            UnavailableError: there is no memory for the changed rows. Nothing changed.
-        """
-        self.apply(read_delta(path))
-
-    def apply(self, delta: Delta) -> None:
-        """:meth:`apply_delta` of a delta that is open already."""
-        with self._delta_lock:
-            now = self._state or self
-            state = self.tried(delta)
-            now._previous = None  # one undo is at hand, older ones are built again: memory stays bounded
-            state._previous = now
-            self._state = state
-
-    def undo_delta(self) -> None:
-        """Go back to the state before the last delta, as atomically as it came.
-
-        Raises:
-            InputError: no delta is applied.
-        """
-        with self._delta_lock:
-            now = self._state or self
-            if not now._deltas:
-                raise InputError("no delta is applied to this archive, so there is none to undo")
-            if len(now._deltas) == 1:
-                self._state = self._base
-            elif now._previous is not None:
-                self._state = now._previous
-            else:
-                state = self._base
-                for delta in now._deltas[:-2]:  # their manifests only; the rows come with the last one
-                    state = state._with_manifest(delta)
-                self._state = state.tried(now._deltas[-2], at=state)
-
-    def tried(self, delta: Delta, *, at: Predictor | None = None) -> Predictor:
-        """The state after ``delta``, its golden answers checked; this predictor stays as it is.
-
-        Raises:
-            ArchiveError: as :meth:`apply_delta`.
-        """
-        now = at or self._state or self
-        _check_unchanged(self.archive)
-        archive = with_delta(now._archive, delta, now._deltas)
-        deltas = (*now._deltas, delta)
-
-        def edit(mapped: MappedShards) -> None:
-            for each in deltas:
-                patch_rows(mapped, archive.manifest, each)
-
-        state = copy.copy(now)
-        state._state = state._previous = None
-        state._deltas = deltas
-        state._assemble(archive, edit)
-        if delta.sha256:  # else it is still being written, and its answers are not known
-            for index in range(archive.manifest.check.num_requests):
-                state.check_request(index)
-            state.check_merging()
-        return state
-
-    def _with_manifest(self, delta: Delta) -> Predictor:
-        state = copy.copy(self)
-        state._state = None
-        state._archive = with_delta(self._archive, delta, self._deltas)
-        state._deltas = (*self._deltas, delta)
-        return state
-
-    @property
-    def state(self) -> Predictor:
-        """The predictor of this moment: deltas that are applied later do not reach it."""
-        return self._state or self
-
     @property
     def direct(self) -> DirectTables | None:
         """The tables for :mod:`recinfer.inference.direct`, where the model and the machine allow it."""
@@ -261,16 +111,6 @@ class Predictor:
     def away(self) -> Any:
         """The tables of other hosts for small requests, where the model allows it; see recinfer.serving.away."""
         return self.state.lookups.away
-
-    @property
-    def archive(self) -> Archive:
-        """The opened archive, as it reads after the deltas applied."""
-        return (self._state or self)._archive
-
-    @property
-    def num_deltas(self) -> int:
-        """How many deltas are applied: the sequence number of the last one, 0 without one."""
-        return len((self._state or self)._deltas)
 
     @property
     def manifest(self) -> Manifest:
@@ -285,7 +125,7 @@ class Predictor:
     @property
     def engine(self) -> str | None:
         """What runs the dense part: ``"onnx"``, ``"torch"``, or None without a dense part."""
-        engine = (self._state or self)._engine
+        engine = self.state._engine
         return None if engine is None else engine.name
 
     @property
@@ -309,7 +149,7 @@ class Predictor:
         """
         return run_now(self.lookup_steps(features))
 
-    @_at_one_state
+    @at_one_state
     def lookup_steps(self, features: Features) -> Steps[LookupResult]:
         """:meth:`lookup` for who waits in another way (see recinfer.inference.lookups)."""
         taken = self.intake.take(bags_of(features), need_all=False)
@@ -320,7 +160,7 @@ class Predictor:
         """:meth:`lookup` of each request, run together; an error stands in the place of its request's answer."""
         return run_now(self.lookup_many_steps(requests))
 
-    @_at_one_state
+    @at_one_state
     def lookup_many_steps(self, requests: Sequence[Features]) -> Steps[list[LookupResult | Exception]]:
         """:meth:`lookup_many` for who waits in another way."""
         return lookup_many(self, requests)
@@ -329,7 +169,7 @@ class Predictor:
         """:meth:`predict` of each request, run together; an error stands in the place of its request's answer."""
         return run_now(self.predict_many_steps(requests))
 
-    @_at_one_state
+    @at_one_state
     def predict_many_steps(self, requests: Sequence[PredictInputs]) -> Steps[list[Outputs | Exception]]:
         """:meth:`predict_many` for who waits in another way."""
         return predict_many(self, requests)
@@ -341,21 +181,10 @@ class Predictor:
         self.stages.add("lookup", time.perf_counter() - start)
         return found
 
-    @_at_one_state
+    @at_one_state
     def select(self, found: Sequence[Any], present: Set[str] | None, missing: tuple[int, ...] = ()) -> LookupResult:
         """The embeddings of the features ``present`` (None: all), from what each module found (None: not asked)."""
-        pooled: list[KeyedTensor] = []
-        sequences: dict[str, JaggedTensor] = {}
-        for part, given in zip(self.parts, found):
-            wanted = None if present is None else [f in present for f in part.info.features]
-            if given is None or (wanted is not None and not any(wanted)):
-                continue
-            if part.info.kind == "pooled":
-                pooled.append(_select(part, given, wanted))
-            else:
-                chosen = zip(part.names, given, wanted or [True] * len(part.names))
-                sequences.update({name: _on_cpu(sequence) for name, sequence, keep in chosen if keep})
-        return LookupResult(_join(pooled), sequences, missing)
+        return selected(self.parts, found, present, missing)
 
     def predict(self, dense: Tensor | None, features: Features, context: Features | None = None) -> Outputs:
         """The model's outputs.
@@ -375,7 +204,7 @@ class Predictor:
         """
         return run_now(self.predict_steps(dense, features, context))
 
-    @_at_one_state
+    @at_one_state
     def predict_steps(
         self, dense: Tensor | None, features: Features, context: Features | None = None
     ) -> Steps[Outputs]:
@@ -388,7 +217,7 @@ class Predictor:
         found = yield from self.find([taken])
         return Outputs(zip(self.output_names, self._run_dense(dense, found.parts)), missing=found.missing)
 
-    @_at_one_state
+    @at_one_state
     def replay(self, request: Request) -> Answer:
         """Answer a golden request: every embedding and output, module by module."""
         taken = self.intake.take(bags_of(request.features), need_all=True).features
@@ -396,9 +225,9 @@ class Predictor:
         if found.missing:
             raise UnavailableError(f"ranks {', '.join(map(str, found.missing))} do not answer")
         outputs = [] if self._engine is None else self._run_dense(request.dense, found.parts)
-        return Answer([t.cpu() for given in found.parts for t in _tensors(given)], outputs)
+        return Answer([t.cpu() for given in found.parts for t in tensors_of(given)], outputs)
 
-    @_at_one_state
+    @at_one_state
     def check_request(self, index: int) -> None:
         """Replay golden request ``index``; raises ArchiveError (C1, C2) when the answer differs from the stored one."""
         request, answer = read_requests(self.archive)[index]
@@ -408,7 +237,12 @@ class Predictor:
             raise ArchiveError(f"golden request {index} fails: {error}", rule="C2") from None
         compare_answers(index, given, answer)
 
-    @_at_one_state
+    def _check_answers(self) -> None:
+        for index in range(self.manifest.check.num_requests):
+            self.check_request(index)
+        self.check_merging()
+
+    @at_one_state
     def run_dense_on(
         self, dense: Tensor | None, embeddings: Sequence[Tensor], lengths: Sequence[Tensor | None]
     ) -> list[Tensor]:
@@ -420,7 +254,7 @@ class Predictor:
             tensors += [vectors] if length is None else [vectors, length]
         return [output.cpu() for output in self._engine([t.to(self.device) for t in tensors])]
 
-    @_at_one_state
+    @at_one_state
     def run_engine(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The dense program on its inputs, in the manifest's order."""
         assert self._engine is not None
@@ -437,7 +271,7 @@ class Predictor:
         self.stages.add("dense", time.perf_counter() - start)
         return outputs
 
-    @_at_one_state
+    @at_one_state
     def check_merging(self) -> None:
         """Run the golden requests together; where an answer differs from the one alone, requests are never merged."""
         stored = read_requests(self.archive)
@@ -452,7 +286,7 @@ class Predictor:
                 if not torch.allclose(tensor, expected, rtol=_MERGE_RELATIVE, atol=_MERGE_ABSOLUTE):
                     self.mergeable = False
 
-    @_at_one_state
+    @at_one_state
     def check_has_dense(self) -> None:
         """Raises InputError when the archive has no dense part."""
         if self._engine is None:
@@ -461,7 +295,7 @@ class Predictor:
     def _run_dense(self, dense: Tensor | None, found: Sequence[Any]) -> list[Tensor]:
         tensors = [dense] if dense is not None and self.num_dense else []
         for given in found:
-            tensors += _tensors(given, dense_input=True)
+            tensors += tensors_of(given, dense_input=True)
         return self.run_engine(tensors)
 
     def check_dense(self, dense: Tensor | None, batch: int) -> Tensor | None:
@@ -546,65 +380,9 @@ def load(
     return predictor
 
 
-def _check_unchanged(archive: Archive) -> None:
-    """Rows are mapped from the folder again, so it must still hold what was loaded."""
-    try:
-        text = read_inside(archive.root, "manifest.json")
-    except ArchiveError:
-        text = b""
-    if archive.manifest_sha256 and hashlib.sha256(text).hexdigest() != archive.manifest_sha256:
-        raise ArchiveError(f"{str(archive.root)!r} was replaced since it was loaded; load it again", rule="X5")
-
-
 def _contract(manifest: Manifest) -> FeatureContract | None:
     if manifest.contract is None:
         return None
     from recinfer.data.contract import FeatureContract
 
     return FeatureContract.from_dict(manifest.contract)
-
-
-def _specs(manifest: Manifest, names: dict[str, list[str]]) -> list[FeatureSpec]:
-    specs = []
-    for module in manifest.modules:
-        tables = [table for table in manifest.module_tables(module.path) for _ in table.features]
-        for name, table in zip(names[module.path], tables):
-            specs.append(FeatureSpec(name, table.name, table.rows, table.dim, module.kind == "pooled"))
-    return specs
-
-
-def _tensors(found: Tensor | list[JaggedTensor], *, dense_input: bool = False) -> list[Tensor]:
-    """The vectors of one module; as the dense program takes them also the lengths of each sequence."""
-    if isinstance(found, Tensor):
-        return [found]
-    if not dense_input:
-        return [sequence.values() for sequence in found]
-    return [tensor for sequence in found for tensor in (sequence.values(), sequence.lengths().long())]
-
-
-def _select(part: Part, values: Tensor, wanted: Sequence[bool] | None) -> KeyedTensor:
-    if wanted is None or all(wanted):
-        return KeyedTensor.from_parts_unchecked(part.names, part.dims, values.cpu())
-    chosen = [i for i, keep in enumerate(wanted) if keep]
-    columns = values.split(part.dims, dim=1)
-    return KeyedTensor(
-        [part.names[i] for i in chosen],
-        [part.dims[i] for i in chosen],
-        torch.cat([columns[i] for i in chosen], dim=1).cpu(),
-    )
-
-
-def _join(pooled: Sequence[KeyedTensor]) -> KeyedTensor | None:
-    if len(pooled) <= 1:
-        return pooled[0] if pooled else None
-    return KeyedTensor(
-        [key for part in pooled for key in part.keys()],  # noqa: SIM118 - not a dict
-        [dim for part in pooled for dim in part.length_per_key()],
-        torch.cat([part.values() for part in pooled], dim=1),
-    )
-
-
-def _on_cpu(sequence: JaggedTensor) -> JaggedTensor:
-    if sequence.values().device.type == "cpu":
-        return sequence
-    return JaggedTensor.from_parts_unchecked(sequence.values().cpu(), None, sequence.lengths().cpu())

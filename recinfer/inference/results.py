@@ -1,0 +1,120 @@
+"""What lookups give: the embeddings of the features that were asked for, in the model's order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recinfer.archive.manifest import Manifest
+from recinfer.errors import NotFoundError
+from recinfer.inference.lookups import Part
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+__all__ = ["FeatureSpec", "LookupResult", "feature_specs", "selected", "tensors_of"]
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """One output of lookup: its name, and the table behind it."""
+
+    name: str
+    table: str
+    rows: int
+    dim: int
+    pooled: bool
+
+
+@dataclass(frozen=True)
+class LookupResult:
+    """Embeddings of the features that a request brought, in the model's order.
+
+    Attributes:
+        pooled: float32 [B, sum of dims], or None when no pooled feature was asked for.
+        sequences: name -> values float32 [ids, dim] with their lengths.
+        missing: ranks whose hosts did not answer, so that vectors of their rows are zero.
+    """
+
+    pooled: KeyedTensor | None
+    sequences: dict[str, JaggedTensor]
+    missing: tuple[int, ...] = ()
+
+    def keys(self) -> list[str]:
+        """All names: pooled ones first."""
+        return [*(self.pooled.keys() if self.pooled is not None else ()), *self.sequences]
+
+    def __getitem__(self, name: str) -> Tensor | JaggedTensor:
+        """The vectors of one name: [B, dim] when pooled; raises NotFoundError."""
+        if name in self.sequences:
+            return self.sequences[name]
+        if self.pooled is not None and name in self.pooled.keys():  # noqa: SIM118 - not a dict
+            return self.pooled[name]
+        raise NotFoundError(f"no embedding {name!r} in this result; it has {', '.join(self.keys())}")
+
+
+def feature_specs(manifest: Manifest, names: dict[str, list[str]]) -> list[FeatureSpec]:
+    """What lookup gives, in the model's order; ``names`` are those of each module's outputs, by its path."""
+    specs = []
+    for module in manifest.modules:
+        tables = [table for table in manifest.module_tables(module.path) for _ in table.features]
+        for name, table in zip(names[module.path], tables):
+            specs.append(FeatureSpec(name, table.name, table.rows, table.dim, module.kind == "pooled"))
+    return specs
+
+
+def selected(
+    parts: Sequence[Part], found: Sequence[Any], present: Set[str] | None, missing: tuple[int, ...] = ()
+) -> LookupResult:
+    """The embeddings of the features ``present`` (None: all), from what each module found (None: not asked)."""
+    pooled: list[KeyedTensor] = []
+    sequences: dict[str, JaggedTensor] = {}
+    for part, given in zip(parts, found):
+        wanted = None if present is None else [f in present for f in part.info.features]
+        if given is None or (wanted is not None and not any(wanted)):
+            continue
+        if part.info.kind == "pooled":
+            pooled.append(_pooled(part, given, wanted))
+        else:
+            chosen = zip(part.names, given, wanted or [True] * len(part.names))
+            sequences.update({name: _on_cpu(sequence) for name, sequence, keep in chosen if keep})
+    return LookupResult(_joined(pooled), sequences, missing)
+
+
+def tensors_of(found: Tensor | list[JaggedTensor], *, dense_input: bool = False) -> list[Tensor]:
+    """The vectors of one module; as the dense program takes them also the lengths of each sequence."""
+    if isinstance(found, Tensor):
+        return [found]
+    if not dense_input:
+        return [sequence.values() for sequence in found]
+    return [tensor for sequence in found for tensor in (sequence.values(), sequence.lengths().long())]
+
+
+def _pooled(part: Part, values: Tensor, wanted: Sequence[bool] | None) -> KeyedTensor:
+    if wanted is None or all(wanted):
+        return KeyedTensor.from_parts_unchecked(part.names, part.dims, values.cpu())
+    chosen = [i for i, keep in enumerate(wanted) if keep]
+    columns = values.split(part.dims, dim=1)
+    return KeyedTensor(
+        [part.names[i] for i in chosen],
+        [part.dims[i] for i in chosen],
+        torch.cat([columns[i] for i in chosen], dim=1).cpu(),
+    )
+
+
+def _joined(pooled: Sequence[KeyedTensor]) -> KeyedTensor | None:
+    if len(pooled) <= 1:
+        return pooled[0] if pooled else None
+    return KeyedTensor(
+        [key for part in pooled for key in part.keys()],  # noqa: SIM118 - not a dict
+        [dim for part in pooled for dim in part.length_per_key()],
+        torch.cat([part.values() for part in pooled], dim=1),
+    )
+
+
+def _on_cpu(sequence: JaggedTensor) -> JaggedTensor:
+    if sequence.values().device.type == "cpu":
+        return sequence
+    return JaggedTensor.from_parts_unchecked(sequence.values().cpu(), None, sequence.lengths().cpu())

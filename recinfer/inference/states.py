@@ -1,0 +1,164 @@
+"""The states of a predictor: the archive as loaded, and as it is after each delta; a call runs on one of them."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import functools
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, Self, TypeVar, cast
+
+from recinfer.archive.delta import Delta, patch_rows, read_delta, with_delta
+from recinfer.archive.mapping import MappedShards
+from recinfer.archive.paths import read_inside
+from recinfer.archive.reader import Archive
+from recinfer.errors import ArchiveError, InputError
+
+__all__ = ["States", "at_one_state"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def at_one_state(method: _Method) -> _Method:
+    """Run a method on the state of the moment it is called: a delta applied meanwhile does not reach it."""
+
+    @functools.wraps(method)
+    def run(self: States, *args: Any, **kwargs: Any) -> Any:
+        return method(self._state or self, *args, **kwargs)
+
+    return cast(_Method, run)
+
+
+class States(abc.ABC):
+    """What a predictor is at this moment, and how a delta brings it to the next one, while calls run.
+
+    ``_state`` is a copy of the predictor with the rows and the dense program of the deltas applied; what does not change
+    (counters, the checks of features) is shared. Each call runs on the one state that it finds, to its end: the base is
+    such a copy too, since a call that ran on the predictor itself would meet a delta half-way.
+    """
+
+    _state: Self | None
+    _previous: Self | None
+    _base: Self
+
+    def __init__(self: Self, archive: Archive) -> None:
+        """Called last by a subclass: the base is a copy of all that it is then."""
+        self._state = None
+        self._previous = None
+        self._deltas: tuple[Delta, ...] = ()
+        self._delta_lock = threading.Lock()
+        self._archive = archive
+        self._assemble(archive)
+        self._base = copy.copy(self)
+        self._state = self._base
+
+    @abc.abstractmethod
+    def _assemble(self, archive: Archive, edit: Callable[[MappedShards], None] | None = None) -> None:
+        """Map the tables and open the dense program of ``archive``, with rows changed by ``edit``."""
+
+    @abc.abstractmethod
+    def _check_answers(self) -> None:
+        """Raises ArchiveError when a golden request gets another answer than the stored one."""
+
+    def apply_delta(self, path: str | os.PathLike[str]) -> None:
+        """Bring the model to the state of a later checkpoint, while requests run.
+
+        A request (and a batch of requests that run together) sees all of the delta or nothing of it. The changed rows'
+        pages become this process's own; all others stay shared. Answers are then those of a full export.
+
+        Args:
+            path: a delta (``*.rqd``) for this archive, the next one in its chain.
+
+        Raises:
+            ArchiveError: the delta breaks a rule of DELTA.md, or its golden answers do not come out. Nothing changed.
+            UnavailableError: there is no memory for the changed rows. Nothing changed.
+        """
+        self.apply(read_delta(path))
+
+    def apply(self: Self, delta: Delta) -> None:
+        """:meth:`apply_delta` of a delta that is open already."""
+        with self._delta_lock:
+            now = self._state or self
+            state = self.tried(delta)
+            now._previous = None  # one undo is at hand, older ones are built again: memory stays bounded
+            state._previous = now
+            self._state = state
+
+    def undo_delta(self: Self) -> None:
+        """Go back to the state before the last delta, as atomically as it came.
+
+        Raises:
+            InputError: no delta is applied.
+        """
+        with self._delta_lock:
+            now = self._state or self
+            if not now._deltas:
+                raise InputError("no delta is applied to this archive, so there is none to undo")
+            if len(now._deltas) == 1:
+                self._state = self._base
+            elif now._previous is not None:
+                self._state = now._previous
+            else:
+                state = self._base
+                for delta in now._deltas[:-2]:  # their manifests only; the rows come with the last one
+                    state = state._with_manifest(delta)
+                self._state = state.tried(now._deltas[-2], at=state)
+
+    def tried(self, delta: Delta, *, at: Self | None = None) -> Self:
+        """The state after ``delta``, its golden answers checked; this predictor stays as it is.
+
+        Raises:
+            ArchiveError: as :meth:`apply_delta`.
+        """
+        now = at or self._state or self
+        _check_unchanged(self.archive)
+        archive = with_delta(now._archive, delta, now._deltas)
+        deltas = (*now._deltas, delta)
+
+        def edit(mapped: MappedShards) -> None:
+            for each in deltas:
+                patch_rows(mapped, archive.manifest, each)
+
+        state = copy.copy(now)
+        state._state = state._previous = None
+        state._deltas = deltas
+        state._archive = archive
+        state._assemble(archive, edit)
+        if delta.sha256:  # else it is still being written, and its answers are not known
+            state._check_answers()
+        return state
+
+    def _with_manifest(self, delta: Delta) -> Self:
+        state = copy.copy(self)
+        state._state = None
+        state._archive = with_delta(self._archive, delta, self._deltas)
+        state._deltas = (*self._deltas, delta)
+        return state
+
+    @property
+    def state(self) -> Self:
+        """The predictor of this moment: deltas that are applied later do not reach it."""
+        return self._state or self
+
+    @property
+    def archive(self) -> Archive:
+        """The opened archive, as it reads after the deltas applied."""
+        return (self._state or self)._archive
+
+    @property
+    def num_deltas(self) -> int:
+        """How many deltas are applied: the sequence number of the last one, 0 without one."""
+        return len((self._state or self)._deltas)
+
+
+def _check_unchanged(archive: Archive) -> None:
+    """Rows are mapped from the folder again, so it must still hold what was loaded."""
+    try:
+        text = read_inside(archive.root, "manifest.json")
+    except ArchiveError:
+        text = b""
+    if archive.manifest_sha256 and hashlib.sha256(text).hexdigest() != archive.manifest_sha256:
+        raise ArchiveError(f"{str(archive.root)!r} was replaced since it was loaded; load it again", rule="X5")
