@@ -6,7 +6,6 @@
     OMP_NUM_THREADS=1 python -m benchmarks.serving --torchserve        # and TorchServe on the same archive
     OMP_NUM_THREADS=1 python -m benchmarks.serving --unbatched --over 2048 2048 1 --batches 1 --concurrency 32
     OMP_NUM_THREADS=1 python -m benchmarks.serving --context           # what looking up the context once saves
-    OMP_NUM_THREADS=1 python -m benchmarks.serving --overload --over 2048 2048 1    # three times what it can do
 
 A DLRM of 26 features (INT8, width 16, 13 dense columns) with random weights. Each server has its own process, and the
 clients another: one asyncio channel, C requests in flight. All take turns of a fifth of the time, after a fifth of a
@@ -100,8 +99,11 @@ def serve_ours(archive: str, batching: BatchConfig, pipe: Any) -> None:
     tune_process()  # as recinfer.serving.server.serve does
     with Server({"bench": predictor}, batching=batching) as server:
         pipe.send(server.port)
-        pipe.recv()
-        pipe.send(server.batcher.state if server.batcher else None)
+        while server.batcher is not None:
+            asked = pipe.recv()
+            pipe.send(server.batcher.state)
+            if asked == "stop":
+                return
 
 
 def serve_echo(tuned: bool, pipe: Any) -> None:
@@ -153,12 +155,18 @@ def predictions_request(call: str, data: bytes) -> bytes:
 
 @contextmanager
 def process(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    """A server in a process of its own: its port, and after the block what it said at the end under "state"."""
+    """A server in a process of its own: its port, and its "pid", "ask" (a call: what it says of itself now) and, after the
+    block, "state" (what it said last)."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     child = context.Process(target=target, args=(*arguments, there))
     child.start()
-    said: dict[str, Any] = {}
+
+    def ask() -> Any:
+        here.send("state")
+        return here.recv()
+
+    said: dict[str, Any] = {"pid": child.pid, "ask": ask}
     try:
         yield here.recv(), said
     finally:
@@ -266,47 +274,6 @@ def _print(row: dict[str, Any], contenders: list[str]) -> None:
         )
 
 
-async def overload(who: Contender, data: bytes, seconds: float) -> None:
-    """The most that 64 to 512 callers get; then three times as many requests a second, whatever becomes of them.
-
-    The callers have the lowest priority: they stand for other machines, and may not take the server's processor.
-    """
-    os.nice(19)
-    peak = max([(await drive(who, data, callers, seconds / 3))["rps"] for callers in (64, 256, 512)])
-    done: dict[str, list[float]] = {}
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{who.port}", options=_ANY_LENGTH) as channel:
-        call = channel.unary_unary(who.path)
-
-        async def ask() -> None:
-            start, code = time.perf_counter(), "OK"
-            try:
-                await call(data, timeout=1.0)
-            except grpc.aio.AioRpcError as error:
-                code = error.code().name
-            done.setdefault(code, []).append(time.perf_counter() - start)
-
-        begun, sent, counted, since = time.perf_counter(), 0, 0, 0.0
-        tasks: set[asyncio.Task[None]] = set()
-        while (now := time.perf_counter() - begun) < seconds:
-            for _ in range(int(now * 3 * peak) - sent):
-                task = asyncio.create_task(ask())
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-                sent += 1
-            await asyncio.sleep(0.002)
-            if now > seconds / 4 and not counted:
-                counted, since = len(done.get("OK", ())), time.perf_counter()
-        in_time = (len(done.get("OK", ())) - counted) / (time.perf_counter() - since)  # behind the first rush
-        await asyncio.gather(*tasks)
-    print(
-        f"overload: peak {peak:.0f}/s; sent {sent / seconds:.0f}/s, answered {in_time:.0f}/s in time, {in_time / peak:.2f} of the peak"
-    )
-    for code, times in done.items():
-        times.sort()
-        p50, p99 = times[len(times) // 2] * 1e3, times[int(len(times) * 0.99)] * 1e3
-        print(f"    {code:18} {len(times):6} of {sent}: p50 {p50:.1f} ms, p99 {p99:.1f} ms")
-
-
 def compare_context(predictor: Predictor, who: Contender, seconds: float) -> None:
     """Half of the features are the user's, of 1 to 50 ids: sent for every candidate, or once as the context."""
     print("context: Predict of N candidates, 13 of 26 features are the user's, one caller; every candidate / once")
@@ -376,9 +343,7 @@ def run(archive: Path, folder: Path, options: argparse.Namespace) -> list[dict]:
 
         predictor = load(archive)
         who = contenders("Predict")["ours"]
-        if options.overload:
-            asyncio.run(overload(who, requests_of(predictor, 1)["Predict"][0], options.seconds))
-        elif options.context:
+        if options.context:
             compare_context(predictor, who, options.seconds)
         else:
             found = compare(predictor, contenders, options)
@@ -401,7 +366,6 @@ def main() -> None:
     parser.add_argument("--unbatched", action="store_true", help="also our server with --max-batch 1")
     parser.add_argument("--torchserve", action="store_true", help="also TorchServe")
     parser.add_argument("--context", action="store_true", help="only the saving of a context")
-    parser.add_argument("--overload", action="store_true", help="only an overload")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -30,6 +30,7 @@ _MARGIN = 1.5
 _LONGEST_RUN_S = 50e-3  # of a merged run: it is over before those behind it give up, and merging gains no more by then
 _MIN_PROBE, _MAX_PROBE = 8, 256
 _HITS_BEFORE_GROWTH, _HITS_AT_FIRST = 8, 2
+_TOO_LATE = "more than its deadline allows"
 _RUNS_AWAY = 64  # that wait for other hosts at a time
 
 
@@ -206,12 +207,24 @@ class Batcher:
             return
         if not waiting:  # a single message longer than the queue: its own limit is the message's
             return
-        self._refuse("its limit")
+        raise self._refusal("its limit")
 
-    def _refuse(self, why: str) -> None:
+    def has_room(self, deadline: float) -> bool:
+        """Whether a short request that has to wait would be taken now (see :meth:`submit`)."""
+        waiting = self._waiting + self._waiting_elsewhere
+        if not waiting:
+            return True
+        return waiting < self.config.max_queue and time.monotonic() + _MARGIN * self._expected_wait() <= deadline
+
+    def refusal(self, deadline: float) -> OverloadedError:
+        """What one is told for whom there is no room; counted as refused."""
+        full = self._waiting + self._waiting_elsewhere >= self.config.max_queue
+        return self._refusal("its limit" if full else _TOO_LATE)
+
+    def _refusal(self, why: str) -> OverloadedError:
         self._refused += 1
         waiting, seconds = self._waiting + self._waiting_elsewhere, max(0.001, self._expected_wait())
-        raise OverloadedError(
+        return OverloadedError(
             f"the server has {waiting} requests waiting, {why}; try again in {seconds * 1e3:.0f} ms",
             retry_after=seconds,
         )
@@ -301,7 +314,7 @@ class Batcher:
         self.admit(work.bytes)
         if self._waiting and now + _MARGIN * self._expected_wait() > deadline:
             # Run, it would be answered when nobody waits any more, in the place of one that somebody waits for.
-            self._refuse("more than its deadline allows")
+            raise self._refusal(_TOO_LATE)
         entry = _Waiting(work, asyncio.get_running_loop().create_future(), deadline, now)
         self._lanes.setdefault(work.lane, deque()).append(entry)
         self._waiting += 1

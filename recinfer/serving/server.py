@@ -33,6 +33,7 @@ from recinfer.serving.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.open_inference_grpc import OpenInference
 from recinfer.serving.proto import admin_pb2, open_inference_pb2
 from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.refusing import Door, aio_server
 from recinfer.serving.registry import ModelRegistry, ServedModel
 from recinfer.serving.security import Security, TokenInterceptor
 from recinfer.serving.service import Call, InferenceService, Message
@@ -186,7 +187,8 @@ class Server:
             waited=functools.partial(self.stats.stages.add, "queue"),
             run_later=None if self._shards is None else self._run_later,
         )
-        server = grpc.aio.server(
+        server = aio_server(
+            self._door(self.batcher),
             interceptors=[TokenInterceptor(self._security)] if self._security.token is not None else [],
             options=[
                 ("grpc.max_receive_message_length", limits.max_message_bytes),
@@ -335,6 +337,13 @@ class Server:
             beside = functools.partial(asyncio.get_running_loop().run_in_executor, self._pool)
         with self.batcher.away(call, asked.request.batch):
             return await self.service.away.answer(asked, until, beside)
+
+    def _door(self, batcher: Batcher) -> Door:
+        # Small lookups of this process's tables are answered past the queue: they are never refused for its length.
+        paths = {f"/{SERVICE_NAME}/Predict": "Predict"}
+        if self._shards is not None or not self.service.direct.available:
+            paths |= {f"/{SERVICE_NAME}/Lookup": "Lookup", f"/{OPEN_INFERENCE}/ModelInfer": "ModelInfer"}
+        return Door(batcher, paths, self._security.allows, self.observer)
 
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         def handlers(service: str, calls: Mapping[str, Answer]) -> grpc.GenericRpcHandler:

@@ -1,0 +1,227 @@
+"""Calls that there is no room for are refused before their message is read; everything else passes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from recinfer.errors import OverloadedError
+from recinfer.inference.predictor import Predictor
+from recinfer.serving import codec, refusing
+from recinfer.serving.batcher import BatchConfig
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.observe import Observer
+from recinfer.serving.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
+from recinfer.serving.refusing import Door, aio_server, knows_grpcio
+from recinfer.serving.security import Security
+from recinfer.serving.server import SERVICE_NAME, Server
+from recinfer.serving.stats import RequestStats
+from tests.serving.conftest import make_request
+
+PREDICT, LOOKUP = f"/{SERVICE_NAME}/Predict", f"/{SERVICE_NAME}/Lookup"
+LONG = 60.0
+
+
+class Held:
+    """A server of one thread whose merged runs wait until they are let go; its queue takes two requests."""
+
+    def __init__(self, server: Server, channel: grpc.Channel, begun: threading.Event, go_on: threading.Event) -> None:
+        self.server, self.begun, self.go_on = server, begun, go_on
+        self.call = {path: channel.unary_unary(path) for path in (PREDICT, LOOKUP)}
+        self.channel = channel
+
+    def fill(self) -> list[grpc.Future]:
+        """Requests that run and wait, until there is no room."""
+        large = codec.encode_predict_request(*make_request(0, 4000))
+        futures = [self.call[PREDICT].future(large, timeout=LONG)]
+        assert self.begun.wait(LONG)
+        futures += [self.call[PREDICT].future(small(), timeout=LONG) for _ in range(2)]
+        until(lambda: self.server.batcher is not None and self.server.batcher.state.waiting == 2)
+        return futures
+
+
+def small() -> bytes:
+    return codec.encode_predict_request(*make_request(1, 2))
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait until a condition holds, a minute at most."""
+    waited = threading.Event()
+    for _ in range(6000):
+        if true():
+            return
+        waited.wait(0.01)
+    raise AssertionError("it did not come true")
+
+
+@contextmanager
+def held(predictor: Predictor, monkeypatch: pytest.MonkeyPatch, security: Security | None = None) -> Iterator[Held]:
+    begun, go_on = threading.Event(), threading.Event()
+    ordinary = predictor.predict_steps
+
+    def slow(*args: object) -> object:
+        begun.set()
+        assert go_on.wait(LONG)
+        return ordinary(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(predictor, "predict_steps", slow)
+    config = BatchConfig(max_queue=2)
+    with (
+        Server({"tiny": predictor}, threads=1, batching=config, security=security) as server,
+        grpc.insecure_channel(server.target) as channel,
+    ):
+        try:
+            yield Held(server, channel, begun, go_on)
+        finally:
+            go_on.set()
+
+
+def refused(call: grpc.UnaryUnaryMultiCallable, data: bytes, **how: object) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(data, timeout=LONG, **how)
+    return caught.value
+
+
+def test_the_installed_grpcio_is_known():
+    """When this fails, look at what _handle_rpc of the new grpcio does first, and at AioServer's main loop."""
+    assert knows_grpcio()
+
+
+def test_no_room_is_said_before_the_message_is_read(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+    with held(predictor, monkeypatch) as server:
+        futures = server.fill()
+        read: list[str] = []
+        ordinary = server.server._ask
+        monkeypatch.setattr(server.server, "_ask", lambda *a: read.append(a[0]) or ordinary(*a))
+        error = refused(server.call[PREDICT], b"no message at all")
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.details().startswith("the server has 2 requests waiting, its limit; try again in ")
+        trailing = dict(error.trailing_metadata())
+        assert int(trailing["grpc-retry-pushback-ms"]) > 0
+        assert b"google.rpc.RetryInfo" in trailing["grpc-status-details-bin"]
+        assert not read
+        assert server.server.stats.requests()["Predict", "RESOURCE_EXHAUSTED"] == 1
+        assert server.server.batcher.state.refused == 1
+        del futures
+
+
+def test_what_does_not_wait_passes(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+    with held(predictor, monkeypatch) as server:
+        futures = server.fill()
+        lookup = codec.encode_lookup_request(make_request(1, 2)[1])
+        if server.server.service.direct.available:
+            assert server.call[LOOKUP](lookup, timeout=LONG)
+        health = server.channel.unary_unary("/grpc.health.v1.Health/Check")
+        answer = health(health_pb2.HealthCheckRequest().SerializeToString(), timeout=LONG)
+        assert health_pb2.HealthCheckResponse.FromString(answer).status == health_pb2.HealthCheckResponse.SERVING
+        assert server.channel.unary_unary(f"/{SERVICE_NAME}/GetModel")(b"", timeout=LONG)
+        assert server.channel.unary_unary(f"/{OPEN_INFERENCE}/ServerLive")(b"", timeout=LONG)
+        assert refused(server.channel.unary_unary("/no.Such/Method"), b"").code() is grpc.StatusCode.UNIMPLEMENTED
+        del futures
+
+
+def test_all_that_was_taken_is_answered_and_a_place_is_free_again(
+    predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+):
+    with held(predictor, monkeypatch) as server:
+        futures = server.fill()
+        for _ in range(20):
+            assert refused(server.call[PREDICT], small()).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        futures.pop().cancel()
+        until(lambda: server.server.batcher.state.waiting == 1)
+        futures.append(server.call[PREDICT].future(small(), timeout=LONG))
+        until(lambda: server.server.batcher.state.waiting == 2)
+        server.go_on.set()
+        answers = [future.result(LONG) for future in futures]
+    assert len(answers) == 3 and all(answers)
+
+
+def test_who_has_no_token_is_told_that_and_not_that_the_queue_is_full(
+    predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+):
+    with held(predictor, monkeypatch, Security(token="secret-of-sixteen")) as server:
+        right = (("authorization", "Bearer secret-of-sixteen"),)
+        for path in (PREDICT, LOOKUP):
+            call = server.channel.unary_unary(path)
+            server.call[path] = _with(call, right)  # type: ignore[assignment]
+        futures = server.fill()
+        bare = server.channel.unary_unary(PREDICT)
+        assert refused(bare, small()).code() is grpc.StatusCode.UNAUTHENTICATED
+        assert refused(bare, small(), metadata=right).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        del futures
+
+
+class _with:
+    """A call that always sends the same metadata."""
+
+    def __init__(self, call: grpc.UnaryUnaryMultiCallable, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._call, self._metadata = call, metadata
+
+    def future(self, data: bytes, timeout: float) -> grpc.Future:
+        return self._call.future(data, timeout=timeout, metadata=self._metadata)
+
+
+def test_the_client_tries_again_when_told_to(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+    with held(predictor, monkeypatch) as server:
+        futures = server.fill()
+        with InferenceClient(server.server.target, timeout=LONG, retries=10_000) as client:
+            answers: list[object] = []
+            asking = threading.Thread(target=lambda: answers.append(client.predict(*make_request(2, 1))))
+            asking.start()
+            until(lambda: server.server.batcher.state.refused >= 2)
+            futures.pop().cancel()
+            futures.pop().cancel()
+            until(lambda: server.server.batcher.state.waiting == 1)  # its second try, or a later one
+            assert not answers
+            server.go_on.set()
+            asking.join(LONG)
+            assert len(answers) == 1
+
+
+class _Queue:
+    """One that has room for those alone who wait for ever."""
+
+    def has_room(self, deadline: float) -> bool:
+        return deadline == math.inf
+
+    def refusal(self, deadline: float) -> OverloadedError:
+        return OverloadedError("full", retry_after=0.25)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_server_of_any_grpcio_answers(monkeypatch: pytest.MonkeyPatch, known: bool):
+    """Where grpcio is not known nothing is refused here."""
+    if not known:
+        monkeypatch.setattr(refusing, "_make", None)
+
+    async def main() -> list[object]:
+        door = Door(_Queue(), {"/a.B/C": "C"}, lambda header: True, Observer(RequestStats()))
+        server = aio_server(door, interceptors=[], options=[])
+
+        async def echo(data: bytes, _: object) -> bytes:
+            return data
+
+        method = grpc.unary_unary_rpc_method_handler(echo)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.B", {"C": method, "D": method}),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        found: list[object] = []
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for path, timeout in (("/a.B/C", None), ("/a.B/D", LONG), ("/a.B/C", LONG)):
+                try:
+                    found.append(await channel.unary_unary(path)(b"x", timeout=timeout))
+                except grpc.aio.AioRpcError as error:
+                    found.append((error.code().name, error.details()))
+        await server.stop(None)
+        return found
+
+    from recinfer.serving.loop import run_on_loop
+
+    answers = run_on_loop(main(), timeout=LONG)
+    assert answers == [b"x", b"x", ("RESOURCE_EXHAUSTED", "full") if known else b"x"]
