@@ -69,7 +69,7 @@ class Request(Awaitable[W]):
         device: where the tensors are.
 
     Attributes:
-        wait_function: the ``_Wait`` function that gives the result.
+        wait_function: the ``_Waiting`` function that gives the result.
         dummy_tensor: ties request and wait together in the graph.
     """
 
@@ -117,7 +117,30 @@ def _wait_grad(ctx: Any, grads: tuple[Tensor, ...]) -> tuple[None, None, Tensor]
     return None, None, torch.empty_like(myreq.dummy_tensor)
 
 
-class All2All_Pooled_Req(Function):
+class _Starting(Function):
+    """Starts a collective; its backward gives the gradients that its wait has sent for."""
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """The gradients that the wait has sent for."""
+        return _request_grad(ctx)
+
+
+class _Waiting(Function):
+    """Gives what a request has started; its backward starts the mirror collective."""
+
+    @staticmethod
+    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Any:  # type: ignore[override]
+        """The result."""
+        return _wait(ctx, myreq)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
+        """Start sending gradients; they come out of the request."""
+        return _wait_grad(ctx, (grad_output,))
+
+
+class All2All_Pooled_Req(_Starting):
     """Starts the all-to-all of pooled embeddings; its backward gives their gradients."""
 
     @staticmethod
@@ -127,27 +150,12 @@ class All2All_Pooled_Req(Function):
         """Start it; the result comes from :class:`All2All_Pooled_Wait`."""
         return _request(ctx, myreq, PooledExchange(pg, a2ai), (input_embeddings,))
 
-    @staticmethod
-    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients that :class:`All2All_Pooled_Wait` has sent for."""
-        return _request_grad(ctx)
 
-
-class All2All_Pooled_Wait(Function):
+class All2All_Pooled_Wait(_Waiting):
     """Gives what :class:`All2All_Pooled_Req` has started; its backward starts the mirror collective."""
 
-    @staticmethod
-    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Tensor:  # type: ignore[override]
-        """The result."""
-        return _wait(ctx, myreq)
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
-        """Start sending gradients; they come out of :class:`All2All_Pooled_Req`."""
-        return _wait_grad(ctx, (grad_output,))
-
-
-class Variable_Batch_All2All_Pooled_Req(Function):
+class Variable_Batch_All2All_Pooled_Req(_Starting):
     """Starts the all-to-all of pooled embeddings of a variable batch; its backward gives their gradients."""
 
     @staticmethod
@@ -157,27 +165,12 @@ class Variable_Batch_All2All_Pooled_Req(Function):
         """Start it; the result comes from :class:`Variable_Batch_All2All_Pooled_Wait`."""
         return _request(ctx, myreq, VariableBatchExchange(pg, a2ai), (input_embeddings,))
 
-    @staticmethod
-    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients that :class:`Variable_Batch_All2All_Pooled_Wait` has sent for."""
-        return _request_grad(ctx)
 
-
-class Variable_Batch_All2All_Pooled_Wait(Function):
+class Variable_Batch_All2All_Pooled_Wait(_Waiting):
     """Gives what :class:`Variable_Batch_All2All_Pooled_Req` has started; its backward starts the mirror collective."""
 
-    @staticmethod
-    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Tensor:  # type: ignore[override]
-        """The result."""
-        return _wait(ctx, myreq)
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
-        """Start sending gradients; they come out of :class:`Variable_Batch_All2All_Pooled_Req`."""
-        return _wait_grad(ctx, (grad_output,))
-
-
-class All2All_Seq_Req(Function):
+class All2All_Seq_Req(_Starting):
     """Starts the all-to-all of sequence embeddings; its backward gives their gradients."""
 
     @staticmethod
@@ -187,19 +180,9 @@ class All2All_Seq_Req(Function):
         """Start it; the result comes from :class:`All2All_Seq_Req_Wait`."""
         return _request(ctx, myreq, SequenceExchange(pg, a2ai), (sharded_input_embeddings,))
 
-    @staticmethod
-    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients that :class:`All2All_Seq_Req_Wait` has sent for."""
-        return _request_grad(ctx)
 
-
-class All2All_Seq_Req_Wait(Function):
+class All2All_Seq_Req_Wait(_Waiting):
     """Gives what :class:`All2All_Seq_Req` has started; its backward starts the mirror collective."""
-
-    @staticmethod
-    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Tensor:  # type: ignore[override]
-        """The result."""
-        return _wait(ctx, myreq)
 
     @staticmethod
     def backward(ctx: Any, sharded_grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
@@ -207,7 +190,7 @@ class All2All_Seq_Req_Wait(Function):
         return _wait_grad(ctx, (sharded_grad_output,))
 
 
-class All2Allv_Req(Function):
+class All2Allv_Req(_Starting):
     """Starts the all-to-all of a list of tables' embeddings; its backward gives their gradients."""
 
     @staticmethod
@@ -221,13 +204,8 @@ class All2Allv_Req(Function):
         return _request_grad(ctx)
 
 
-class All2Allv_Wait(Function):
+class All2Allv_Wait(_Waiting):
     """Gives what :class:`All2Allv_Req` has started; its backward starts the mirror collective."""
-
-    @staticmethod
-    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """The result."""
-        return _wait(ctx, myreq)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
@@ -235,7 +213,7 @@ class All2Allv_Wait(Function):
         return _wait_grad(ctx, grad_outputs)
 
 
-class ReduceScatter_Req(Function):
+class ReduceScatter_Req(_Starting):
     """Starts the reduce-scatter of a list of partial sums; its backward gives their gradients."""
 
     @staticmethod
@@ -243,27 +221,12 @@ class ReduceScatter_Req(Function):
         """Start it; the result comes from :class:`ReduceScatter_Wait`."""
         return _request(ctx, myreq, ReduceListExchange(pg, rsi), inputs)
 
-    @staticmethod
-    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients that :class:`ReduceScatter_Wait` has sent for."""
-        return _request_grad(ctx)
 
-
-class ReduceScatter_Wait(Function):
+class ReduceScatter_Wait(_Waiting):
     """Gives what :class:`ReduceScatter_Req` has started; its backward starts the mirror collective."""
 
-    @staticmethod
-    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Tensor:  # type: ignore[override]
-        """The result."""
-        return _wait(ctx, myreq)
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
-        """Start sending gradients; they come out of :class:`ReduceScatter_Req`."""
-        return _wait_grad(ctx, (grad_output,))
-
-
-class ReduceScatterBase_Req(Function):
+class ReduceScatterBase_Req(_Starting):
     """Starts the reduce-scatter of partial sums; its backward gives their gradients."""
 
     @staticmethod
@@ -271,13 +234,8 @@ class ReduceScatterBase_Req(Function):
         """Start it; the result comes from :class:`ReduceScatterBase_Wait`."""
         return _request(ctx, myreq, ReduceExchange(pg, rsi), (inputs,))
 
-    @staticmethod
-    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients that :class:`ReduceScatterBase_Wait` has sent for."""
-        return _request_grad(ctx)
 
-
-class ReduceScatterBase_Wait(Function):
+class ReduceScatterBase_Wait(_Waiting):
     """Gives what :class:`ReduceScatterBase_Req` has started; its backward starts the mirror collective."""
 
     @staticmethod
@@ -285,13 +243,8 @@ class ReduceScatterBase_Wait(Function):
         """The result."""
         return _wait(ctx, myreq)
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
-        """Start sending gradients; they come out of :class:`ReduceScatterBase_Req`."""
-        return _wait_grad(ctx, (grad_output,))
 
-
-class AllGatherBase_Req(Function):
+class AllGatherBase_Req(_Starting):
     """Starts the all-gather of rows; its backward gives their gradients."""
 
     @staticmethod
@@ -299,19 +252,9 @@ class AllGatherBase_Req(Function):
         """Start it; the result comes from :class:`AllGatherBase_Wait`."""
         return _request(ctx, myreq, GatherExchange(pg, agi), (input,))
 
-    @staticmethod
-    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients that :class:`AllGatherBase_Wait` has sent for."""
-        return _request_grad(ctx)
 
-
-class AllGatherBase_Wait(Function):
+class AllGatherBase_Wait(_Waiting):
     """Gives what :class:`AllGatherBase_Req` has started; its backward starts the mirror collective."""
-
-    @staticmethod
-    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Tensor:  # type: ignore[override]
-        """The result."""
-        return _wait(ctx, myreq)
 
     @staticmethod
     def backward(ctx: Any, grad_outputs: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
@@ -319,7 +262,7 @@ class AllGatherBase_Wait(Function):
         return _wait_grad(ctx, (grad_outputs,))
 
 
-class ReduceScatterV_Req(Function):
+class ReduceScatterV_Req(_Starting):
     """Starts the reduce-scatter of partial sums with rows for each rank; its backward gives their gradients."""
 
     @staticmethod
@@ -327,21 +270,6 @@ class ReduceScatterV_Req(Function):
         """Start it; the result comes from :class:`ReduceScatterV_Wait`."""
         return _request(ctx, myreq, ReduceRowsExchange(pg, rsi), (input,))
 
-    @staticmethod
-    def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """The gradients that :class:`ReduceScatterV_Wait` has sent for."""
-        return _request_grad(ctx)
 
-
-class ReduceScatterV_Wait(Function):
+class ReduceScatterV_Wait(_Waiting):
     """Gives what :class:`ReduceScatterV_Req` has started; its backward starts the mirror collective."""
-
-    @staticmethod
-    def forward(ctx: Any, pg: dist.ProcessGroup, myreq: Request, *dummy_tensor: Tensor) -> Tensor:  # type: ignore[override]
-        """The result."""
-        return _wait(ctx, myreq)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, None, Tensor]:  # type: ignore[override]
-        """Start sending gradients; they come out of :class:`ReduceScatterV_Req`."""
-        return _wait_grad(ctx, (grad_output,))

@@ -54,16 +54,23 @@ class PooledEmbeddingsAwaitable(Awaitable[Tensor]):
         return self._callbacks
 
 
-class _PooledAllToAll(nn.Module):
+class _Exchange(nn.Module):
+    """What is between ranks, and what shrinks what travels."""
+
+    def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None = None) -> None:
+        super().__init__()
+        self._pg = pg
+        self._codecs = codecs
+
+
+class _PooledAllToAll(_Exchange):
     """What the two pooled all-to-alls share."""
 
     def __init__(
         self, pg: dist.ProcessGroup, callbacks: list[Callback] | None, codecs: QuantizedCommCodecs | None
     ) -> None:
-        super().__init__()
-        self._pg = pg
+        super().__init__(pg, codecs)
         self._callbacks = [] if callbacks is None else callbacks
-        self._codecs = codecs
 
     @property
     def callbacks(self) -> list[Callback]:
@@ -162,18 +169,13 @@ class VariableBatchPooledEmbeddingsAllToAll(_PooledAllToAll):
         )
 
 
-class PooledEmbeddingsReduceScatter(nn.Module):
+class PooledEmbeddingsReduceScatter(_Exchange):
     """``[examples of all ranks, D]`` of partial sums to the sums ``[examples here, D]``, for tables cut by rows.
 
     Args:
         pg: the process group.
         codecs: shrink what travels, forward and backward.
     """
-
-    def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None = None) -> None:
-        super().__init__()
-        self._pg = pg
-        self._codecs = codecs
 
     def forward(self, local_embs: Tensor, input_splits: list[int] | None = None) -> PooledEmbeddingsAwaitable:
         """Start it.
@@ -189,13 +191,8 @@ class PooledEmbeddingsReduceScatter(nn.Module):
         return PooledEmbeddingsAwaitable(started)
 
 
-class VariableBatchPooledEmbeddingsReduceScatter(nn.Module):
+class VariableBatchPooledEmbeddingsReduceScatter(_Exchange):
     """:class:`PooledEmbeddingsReduceScatter` where every feature has a batch size of its own on every rank."""
-
-    def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None = None) -> None:
-        super().__init__()
-        self._pg = pg
-        self._codecs = codecs
 
     def forward(
         self, local_embs: Tensor, batch_size_per_rank_per_feature: list[list[int]], embedding_dims: list[int]
@@ -208,18 +205,13 @@ class VariableBatchPooledEmbeddingsReduceScatter(nn.Module):
         )
 
 
-class PooledEmbeddingsAllGather(nn.Module):
+class PooledEmbeddingsAllGather(_Exchange):
     """``[B, D]`` of every rank, the same ``B`` everywhere, to ``[ranks * B, D]``; its backward is a reduce-scatter.
 
     Args:
         pg: the process group.
         codecs: shrink what travels, forward and backward.
     """
-
-    def __init__(self, pg: dist.ProcessGroup, codecs: QuantizedCommCodecs | None = None) -> None:
-        super().__init__()
-        self._pg = pg
-        self._codecs = codecs
 
     def forward(self, local_emb: Tensor) -> PooledEmbeddingsAwaitable:
         """Start it."""

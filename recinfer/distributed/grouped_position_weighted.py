@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from recinfer.distributed.embedding_types import BaseGroupedFeatureProcessor
-from recinfer.errors import ConfigError
 from recinfer.modules.feature_processor_ import with_weights
-from recinfer.modules.positions import check_positions, offsets_to_positions
+from recinfer.modules.positions import check_positions, new_position_weights, offsets_to_positions
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["GroupedPositionWeightedModule"]
@@ -33,11 +32,7 @@ class GroupedPositionWeightedModule(BaseGroupedFeatureProcessor):
         super().__init__()
         self.max_feature_lengths = max_feature_lengths
         # Not in the module tree: a feature's name may hold dots, which keys of a ParameterDict may not.
-        self._position_weights: dict[str, nn.Parameter] = {}
-        for name, length in max_feature_lengths.items():
-            if length < 1:
-                raise ConfigError(f"feature {name!r}: got max_feature_length={length}; it must be at least 1")
-            self._position_weights[name] = nn.Parameter(torch.ones(length, device=device))
+        self._position_weights = new_position_weights(max_feature_lengths, device)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The same ids with the weights of their places.

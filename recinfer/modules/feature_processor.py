@@ -7,9 +7,8 @@ import abc
 import torch
 from torch import nn
 
-from recinfer.errors import ConfigError
 from recinfer.modules.feature_processor_ import PositionWeightedModuleCollection
-from recinfer.modules.positions import position_weights
+from recinfer.modules.positions import new_position_weights, position_weights
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [
@@ -50,12 +49,8 @@ class PositionWeightedModule(BaseFeatureProcessor):
     def __init__(self, max_feature_lengths: dict[str, int], device: torch.device | None = None) -> None:
         super().__init__()
         self.max_feature_lengths = max_feature_lengths
-        self.position_weights = nn.ParameterDict()
-        for name, length in max_feature_lengths.items():
-            if length < 1:
-                raise ConfigError(f"feature {name!r}: got max_feature_length={length}; it must be at least 1")
-            self.position_weights[name] = nn.Parameter(torch.empty(length, device=device))
-        self.reset_parameters()
+        # Pairs, not a mapping: ParameterDict would sort a mapping's names.
+        self.position_weights = nn.ParameterDict(new_position_weights(max_feature_lengths, device).items())
 
     def reset_parameters(self) -> None:
         """All weights to 1."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recinfer.errors import ConfigError
-from recinfer.modules.positions import position_weights
+from recinfer.modules.positions import new_position_weights, position_weights
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [
@@ -36,11 +36,6 @@ class FeatureProcessorsCollection(nn.Module):
         """The same ids with other weights."""
 
 
-def _check_length(name: str, length: int) -> None:
-    if length < 1:
-        raise ConfigError(f"{name}: got max_feature_length={length}; it must be at least 1")
-
-
 class PositionWeightedModule(FeatureProcessor):
     """Each id's weight is the parameter of its place in the bag: ``position_weight[max_feature_length]``, at first 1.
 
@@ -54,7 +49,10 @@ class PositionWeightedModule(FeatureProcessor):
 
     def __init__(self, max_feature_length: int, device: torch.device | None = None) -> None:
         super().__init__()
-        _check_length("PositionWeightedModule", max_feature_length)
+        if max_feature_length < 1:
+            raise ConfigError(
+                f"PositionWeightedModule: got max_feature_length={max_feature_length}; it must be at least 1"
+            )
         self.position_weight = nn.Parameter(torch.empty(max_feature_length, device=device))
         self.reset_parameters()
 
@@ -87,11 +85,8 @@ class PositionWeightedModuleCollection(FeatureProcessorsCollection):
     def __init__(self, max_feature_lengths: dict[str, int], device: torch.device | None = None) -> None:
         super().__init__()
         self.max_feature_lengths = max_feature_lengths
-        self.position_weights = nn.ParameterDict()
-        for name, length in max_feature_lengths.items():
-            _check_length(f"feature {name!r}", length)
-            self.position_weights[name] = nn.Parameter(torch.empty(length, device=device))
-        self.reset_parameters()
+        # Pairs, not a mapping: ParameterDict would sort a mapping's names.
+        self.position_weights = nn.ParameterDict(new_position_weights(max_feature_lengths, device).items())
 
     def reset_parameters(self) -> None:
         """All weights to 1."""

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from recinfer.errors import InputError
+from recinfer.errors import ConfigError, InputError
 from recinfer.sparse.checks import is_plain
 
-__all__ = ["check_positions", "offsets_to_positions", "position_weights"]
+__all__ = ["check_positions", "new_position_weights", "offsets_to_positions", "position_weights"]
+
+
+def new_position_weights(
+    max_feature_lengths: dict[str, int], device: torch.device | None = None
+) -> dict[str, nn.Parameter]:
+    """A weight of 1 for each position of each feature: feature -> ``[length]``.
+
+    Raises:
+        ConfigError: a length below 1.
+    """
+    for name, length in max_feature_lengths.items():
+        if length < 1:
+            raise ConfigError(f"feature {name!r}: got max_feature_length={length}; it must be at least 1")
+    return {name: nn.Parameter(torch.ones(length, device=device)) for name, length in max_feature_lengths.items()}
 
 
 def offsets_to_positions(offsets: Tensor, num_values: int) -> Tensor:
