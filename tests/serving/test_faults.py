@@ -36,6 +36,7 @@ from recinfer.serving.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.proto import open_inference_pb2 as oip
 from recinfer.serving.server import SERVICE_NAME, Server
+from tests.ports import free_port
 from tests.serving.conftest import make_request
 from tests.serving.test_batching import hold
 from tests.serving.test_hostile import BLAME, mutations
@@ -50,17 +51,22 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 REFUSED = {code.name for code in BLAME} | {"UNIMPLEMENTED"}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+# `recinfer`, but a stop lets requests run for as long as they take on a slow machine.
+PATIENT = """
+import functools
+from recinfer.serving import server
+server.serve = functools.partial(server.serve, grace=120.0)
+from recinfer.cli.main import main
+main()
+"""
 
 
 @contextmanager
 def serving(
-    archive: Path, *arguments: str, **environment: str
+    archive: Path, *arguments: str, program: tuple[str, str] = ("-m", "recinfer"), **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     """``recinfer serve`` of the archive in its own process; what it said when it was ready."""
-    command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--port", "0", "--json", *arguments]
+    command = [sys.executable, *program, "serve", str(archive), "--port", "0", "--json", *arguments]
     with tempfile.TemporaryFile("w+") as log:  # a pipe that nobody reads would stop a server that writes too much
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | environment)
         try:
@@ -68,7 +74,7 @@ def serving(
             assert line, told(log)
             yield process, json.loads(line)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, told(log)
+            assert process.wait(180) == 0, told(log)
             assert "Traceback" not in told(log), told(log)
             assert len(told(log)) < 10_000, told(log)  # callers' nonsense fills no disk
         finally:
@@ -89,7 +95,8 @@ def memory_mib(process: subprocess.Popen[str]) -> float:
 
 def answers_well(target: str, predictor: Predictor) -> None:
     dense, kjt = make_request(99, 5)
-    with InferenceClient(target) as client:
+    with InferenceClient(target, timeout=60) as client:
+        client.wait_until_ready(60)
         assert torch.equal(client.lookup(kjt).pooled.values(), predictor.lookup(kjt).pooled.values())
         torch.testing.assert_close(
             client.predict(dense, kjt)["output"], predictor.predict(dense, kjt)["output"], rtol=0, atol=1e-6
@@ -180,7 +187,7 @@ async def flood_http(port: int, count: int, rng: random.Random) -> Counter[int]:
 
 def garbage(port: int, rng: random.Random) -> None:
     """Bytes that are no HTTP of any version, on a connection of their own."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         start = rng.choice(
             [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"POST /v2 HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n"]
         )
@@ -280,9 +287,9 @@ def test_jumps_of_the_clock_change_nothing(archive: Path, tmp_path: Path, predic
             for shift in (86_400, -3 * 86_400, 40 * 365 * 86_400, 0, 1, -1):
                 shifted(tmp_path, shift)
                 goal = load.codes.get("OK", 0) + 40
-                until(lambda goal=goal: load.codes.get("OK", 0) > goal, 30)
+                until(lambda goal=goal: load.codes.get("OK", 0) > goal)
                 with urllib.request.urlopen(
-                    f"http://127.0.0.1:{ready['metrics_port']}/status.json", timeout=10
+                    f"http://127.0.0.1:{ready['metrics_port']}/status.json", timeout=60
                 ) as page:
                     status = json.loads(page.read())
                 assert 0 <= status["models"][0]["age"] <= status["uptime"] + 1 < 600
@@ -305,14 +312,14 @@ def test_sigterm_ends_what_was_begun(archive: Path):
     """Forty large requests are in the server when the signal comes: each gets its answer, and new callers get none."""
     dense, kjt = make_request(0, 12_000)
     data = codec.encode_predict_request(dense, kjt)
-    with serving(archive, "--metrics-port", "0") as (process, ready):
+    with serving(archive, "--metrics-port", "0", program=("-c", PATIENT)) as (process, ready):
         url = f"http://127.0.0.1:{ready['metrics_port']}/status.json"
         with grpc.insecure_channel(f"127.0.0.1:{ready['port']}") as channel:
             predict = channel.unary_unary(f"/{SERVICE_NAME}/Predict")
-            calls = [predict.future(data, timeout=60) for _ in range(40)]
+            calls = [predict.future(data, timeout=120) for _ in range(40)]
 
             def inside() -> int:
-                with urllib.request.urlopen(url, timeout=10) as page:
+                with urllib.request.urlopen(url, timeout=60) as page:
                     status = json.loads(page.read())
                 answered = sum(item["count"] for item in status["requests"])
                 return status["queue"]["waiting"] + status["queue"]["running"] + answered
@@ -320,10 +327,18 @@ def test_sigterm_ends_what_was_begun(archive: Path):
             until(lambda: inside() >= 40 or all(call.done() for call in calls))
             process.send_signal(signal.SIGTERM)
             assert {len(codec.decode_predict_response(call.result())[0]["output"]) for call in calls} == {12_000}
-            with pytest.raises(grpc.RpcError) as refused:
-                predict(data, timeout=5)
-            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert process.wait(30) == 0
+
+            def is_refused() -> bool:
+                """Once the signal has been seen, which may be after the last answer."""
+                try:
+                    predict(data, timeout=60)
+                except grpc.RpcError as error:
+                    assert error.code() is grpc.StatusCode.UNAVAILABLE
+                    return True
+                return False
+
+            until(is_refused)
+        assert process.wait(180) == 0
 
 
 # -- clients that stall or vanish --------------------------------------------------------------------------------------
@@ -337,9 +352,9 @@ def test_who_goes_away_over_http_frees_the_place(predictor: Predictor, monkeypat
         batcher = server.batcher
         with grpc.insecure_channel(server.target) as channel, ExitStack() as stack:
             running = channel.unary_unary(f"/{SERVICE_NAME}/Lookup").future(
-                codec.encode_lookup_request(make_request(0, 4000)[1]), timeout=30
+                codec.encode_lookup_request(make_request(0, 4000)[1]), timeout=90
             )
-            assert begun.wait(10)
+            assert begun.wait(60)
             body = json.dumps(
                 {
                     "inputs": [{"name": "user", "datatype": "INT64", "shape": [1], "data": [3]}],
@@ -374,7 +389,7 @@ def test_a_hundred_clients_that_stall_cost_nothing(archive: Path, predictor: Pre
         ]
         for number in range(120):
             port, data = starts[number % len(starts)]
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)).sendall(data)
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)).sendall(data)
         gone = threading.Event()
         stack.callback(gone.set)
         channel = stack.enter_context(grpc.insecure_channel(target))
@@ -385,13 +400,14 @@ def test_a_hundred_clients_that_stall_cost_nothing(archive: Path, predictor: Pre
             until(lambda: load.codes.get("OK", 0) > 100)
         assert set(load.codes) == {"OK"}
         answers_well(target, predictor)
-        assert len(os.listdir(f"/proc/{process.pid}/task")) <= threads + 4
+        # gRPC takes a few more for a while when none of its own gets a core.
+        until(lambda: len(os.listdir(f"/proc/{process.pid}/task")) <= threads + 4)
         assert memory_mib(process) - before < 64
 
 
 def never(gone: threading.Event) -> Iterator[bytes]:
     """Requests of a call that sends none."""
-    gone.wait(60)
+    gone.wait(600)
     yield from ()
 
 
@@ -402,34 +418,43 @@ def test_a_silent_http_connection_is_closed():
         return aiohttp.web.Response(text="here")
 
     app.router.add_get("/", answer)
+    whole = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     site = HttpSite(app, "127.0.0.1", 0, header_s=0.3, idle_s=0.5)
     run_on_loop(site.start())
     try:
-        assert seconds_until_closed(site.port, b"") < 5
-        assert seconds_until_closed(site.port, b"GET / HTTP/1.1\r\nHost:") < 5
-        answered = seconds_until_closed(site.port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert 0.4 < answered < 5  # kept for the next request, for a while
-        assert seconds_until_closed(site.port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HT") < 5
+        for data in (b"", b"GET / HTTP/1.1\r\nHost:", whole + b"GET / HT"):
+            until_closed(site.port, data)
+    finally:
+        run_on_loop(site.stop())
+    # With a bound on headers that a machine which stands still does not pass before it has read one.
+    app = aiohttp.web.Application()
+    app.router.add_get("/", answer)
+    site = HttpSite(app, "127.0.0.1", 0, header_s=60.0, idle_s=0.5)
+    run_on_loop(site.start())
+    try:
+        seconds, said = until_closed(site.port, whole)
+        assert seconds > 0.4 and said.endswith(b"here")  # kept for the next request, for a while
     finally:
         run_on_loop(site.stop())
 
 
-def seconds_until_closed(port: int, data: bytes) -> float:
-    start = time.monotonic()
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+def until_closed(port: int, data: bytes) -> tuple[float, bytes]:
+    """Send ``data``; the seconds until the other end closes the connection, which it has to, and what it said."""
+    start, said = time.monotonic(), b""
+    with socket.create_connection(("127.0.0.1", port), timeout=90) as connection:
         connection.sendall(data)
         try:
-            while connection.recv(4096):
-                pass
+            while got := connection.recv(4096):
+                said += got
         except ConnectionResetError:
             pass
-    return time.monotonic() - start
+    return time.monotonic() - start, said
 
 
 def test_half_a_greeting_is_not_waited_for(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recinfer.serving.handling._HANDSHAKE_MS", 500)
     with Server({"tiny": predictor}) as server:
-        assert seconds_until_closed(server.port, b"PRI * HTTP/2.0\r\n") < 10
+        assert until_closed(server.port, b"PRI * HTTP/2.0\r\n")[0] < 60  # while the socket's own bound is 90
         answers_well(server.target, predictor)
 
 
