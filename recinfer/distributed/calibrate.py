@@ -18,7 +18,8 @@ from recinfer.distributed.planner.estimates import packed_row_bytes
 from recinfer.distributed.planner.inference import row_alignment
 from recinfer.errors import UnavailableError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
-from recinfer.quant.embedding_modules import SLACK_BYTES, EmbeddingBagCollection
+from recinfer.quant.collection import SLACK_BYTES
+from recinfer.quant.embedding_modules import EmbeddingBagCollection
 from recinfer.quant.lookup import ColumnPiece, PooledLookup
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 

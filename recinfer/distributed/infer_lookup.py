@@ -29,7 +29,7 @@ from recinfer.distributed.types import rank_device
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.arranger import FeatureArranger
-from recinfer.quant.embedding_modules import row_alignment_for
+from recinfer.quant.collection import row_alignment_for
 from recinfer.quant.packing import padded_dim, row_bytes
 from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen, TableBatch, TableSlot
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor

@@ -32,7 +32,7 @@ from recinfer.distributed.types import NullShardedModuleContext, ParameterShardi
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingTableConfig, PoolingType
 from recinfer.quant.arranger import FeatureArranger
-from recinfer.quant.embedding_modules import row_alignment_for
+from recinfer.quant.collection import row_alignment_for
 from recinfer.quant.lookup import ColumnPiece, PooledLookup, SequenceLookup, embedding_names
 from recinfer.quant.packing import row_bytes, slice_packed_columns
 from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen, Memory

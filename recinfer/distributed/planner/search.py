@@ -60,51 +60,88 @@ def search(
     report = SearchReport(float("inf"), bound.value)
     if not np.isfinite(bound.value):
         return None, report
-    placer = Placer(problem)
-    seeds: list[Placement] = []
-    seen: set[bytes] = set()
+    found = _Starts(problem, bound, deadline, report)
+    for choice in starts or []:
+        found.consider(choice, problem.option_perf)
+    found.around_memory_prices()
+    found.near_bound()
+    if not found.placed:
+        return None, report
+    local = LocalSearch(problem, found.placer, deadline, max_moves)
+    best = _improved(found, local, memory_binds=any(bound.prices) and max_moves > 0)
+    if max_moves:
+        best = local.shake(best, bound.value)
+        if best.worst > bound.value * GOOD:
+            best = branch_and_bound(problem, found.placer, best)
+    best = refresh(problem, best)
+    report.max_perf, report.moves = best.worst, local.moves
+    report.seconds = time.monotonic() - begin
+    return best, report
 
-    def consider(choice: IntN, cost: FloatN) -> bool:
+
+class _Starts:
+    """Choices of an option a unit, each placed greedily: where the local search starts."""
+
+    def __init__(self, problem: Problem, bound: Bound, deadline: float, report: SearchReport) -> None:
+        self.problem, self.bound, self.deadline, self.report = problem, bound, deadline, report
+        self.placer = Placer(problem)
+        self.placed: list[Placement] = []
+        self._seen: set[bytes] = set()
+
+    def late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def consider(self, choice: IntN, cost: FloatN) -> bool:
+        """Place a choice that is new; whether it fits."""
         key = choice.tobytes()
-        if key in seen:
+        if key in self._seen:
             return False
-        seen.add(key)
-        report.num_proposals += 1
-        placed = placer.greedy(choice, cost) or placer.greedy(choice, cost, by_memory=True)
+        self._seen.add(key)
+        self.report.num_proposals += 1
+        placed = self.placer.greedy(choice, cost) or self.placer.greedy(choice, cost, by_memory=True)
         if placed is not None:
-            report.num_plans += 1
-            seeds.append(placed)
+            self.report.num_plans += 1
+            self.placed.append(placed)
         return placed is not None
 
-    for choice in starts or []:
-        consider(choice, problem.option_perf)
-    if any(bound.prices):  # memory binds: choices around the price at which the sums just fit
+    def around_memory_prices(self) -> None:
+        """Where memory binds: choices around the price at which the sums just fit."""
+        problem, prices = self.problem, self.bound.prices
+        if not any(prices):
+            return
         for scale in (0.8, 0.95, 1.0, 1.03, 1.07, 1.1, 1.15, 1.25, 1.5, 2.0, 3.0):
-            prices = (bound.prices[0] * scale, bound.prices[1] * scale)
-            cost, least = cheapest(problem, bound.value * 1.05, prices)
-            if np.isfinite(least).all() and (time.monotonic() < deadline or not seeds):
-                consider(first_of_least(problem, cost, least), np.minimum(cost, problem.option_perf * 1e6))
-    for factor in (1.0, 1.01, 1.03, 1.1, 1.3, 2.0, np.inf):
-        if time.monotonic() > deadline and seeds:
-            break
-        for prices in _price_ladder(problem, bound):
-            cost, least = cheapest(problem, bound.value * factor, prices)
+            cost, least = cheapest(problem, self.bound.value * 1.05, (prices[0] * scale, prices[1] * scale))
+            if np.isfinite(least).all() and (time.monotonic() < self.deadline or not self.placed):
+                self.consider(first_of_least(problem, cost, least), np.minimum(cost, problem.option_perf * 1e6))
+
+    def near_bound(self) -> None:
+        """Choices whose units are all below a multiple of the bound, a larger multiple each time."""
+        for factor in (1.0, 1.01, 1.03, 1.1, 1.3, 2.0, np.inf):
+            if self.late() and self.placed:
+                return
+            self._first_that_fits(self.bound.value * factor)
+            if self.placed and min(s.worst for s in self.placed) <= self.bound.value * GOOD:
+                return
+
+    def _first_that_fits(self, limit: float) -> None:
+        problem = self.problem
+        for prices in _price_ladder(problem, self.bound):
+            cost, least = cheapest(problem, limit, prices)
             if not np.isfinite(least).all():
-                break
+                return
             choice = first_of_least(problem, cost, least)
-            known = choice.tobytes() in seen
-            if consider(choice, np.where(np.isfinite(cost), cost, problem.option_perf * 1e6)) or known:
-                break
-            if time.monotonic() > deadline:
-                break
-        if seeds and min(s.worst for s in seeds) <= bound.value * GOOD:
-            break
-    if not seeds:
-        return None, report
-    local = LocalSearch(problem, placer, deadline, max_moves)
-    seeds.sort(key=lambda s: s.worst)
+            known = choice.tobytes() in self._seen
+            if self.consider(choice, np.where(np.isfinite(cost), cost, problem.option_perf * 1e6)) or known:
+                return
+            if self.late():
+                return
+
+
+def _improved(found: _Starts, local: LocalSearch, *, memory_binds: bool) -> Placement:
+    """The best of the best starts, searched around."""
+    good = found.bound.value * GOOD
+    seeds = sorted(found.placed, key=lambda s: s.worst)
     best = seeds[0]
-    memory_binds = any(bound.prices) and max_moves > 0
     # Where memory binds, what a start is worth shows only after its search: a balanced one may hold the wrong replicas.
     for seed in seeds[: _STARTS_BY_MEMORY if memory_binds else 3]:
         improved = seed.copy()
@@ -112,21 +149,14 @@ def search(
             before = improved.copy()
             if memory_binds:
                 improved = local.spend_memory(improved)
-            improved = local.run(improved, bound.value)
+            improved = local.run(improved, found.bound.value)
             if improved.worst > before.worst:
                 improved = before
         if improved.worst < best.worst:
             best = improved
-        if best.worst <= bound.value * GOOD or time.monotonic() > deadline:
+        if best.worst <= good or found.late():
             break
-    if max_moves:
-        best = local.shake(best, bound.value)
-        if best.worst > bound.value * GOOD:
-            best = branch_and_bound(problem, placer, best)
-    best = refresh(problem, best)
-    report.max_perf, report.moves = best.worst, local.moves
-    report.seconds = time.monotonic() - begin
-    return best, report
+    return best
 
 
 def _price_ladder(problem: Problem, bound: Bound) -> list[tuple[float, float]]:
