@@ -110,14 +110,18 @@ def test_killing_the_starter_ends_server_and_folder(archive: Path):
         "import sys, time\n"
         "from recinfer.deploy.ray.process import ServerProcess\n"
         f"process = ServerProcess([{str(archive)!r}, '--ranks', '0', '--port', '0'], {{}}, None, 'x', 5.0)\n"
-        "while not process.look().port: time.sleep(0.05)\n"
+        "while not process.look().port:\n"
+        "    assert process.look().running, process.look().why\n"
+        "    time.sleep(0.05)\n"
         "print(process.look().pid, process.guard_pid, process.look().memory, flush=True)\n"
         "time.sleep(600)\n"
     )
     starter = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert starter.stdout is not None
     with starter:
-        server, guard, memory = map(int, starter.stdout.readline().split())
+        said = starter.stdout.readline()
+        assert said, "the server ended before it listened"
+        server, guard, memory = map(int, said.split())
         assert is_there(server) and is_there(guard) and memory > 50 << 20
         starter.kill()
     until(lambda: not is_there(server) and not is_there(guard))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 from pathlib import Path
 
@@ -121,6 +122,7 @@ def test_memory_does_not_grow_with_the_file(
         path.write_text(header + "".join(lines) * times)
         made = FileSource(path, "criteo", dataset.contract, 16)
         next(made.batches(0))  # what is loaded once
+        gc.collect()
         tracemalloc.start()
         count = sum(len(batch.labels) for batch in made.batches(0))
         peaks.append(tracemalloc.get_traced_memory()[1])
