@@ -6,7 +6,6 @@ import hashlib
 import json
 import mmap
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -375,14 +374,9 @@ def delta_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(target)
-        folder, lock = partial_folder(target)
-        try:
+        with partial_folder(target) as folder:
             yield folder / "delta"
             os.replace(folder / "delta", target)
             sync_folder(target.parent)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            if lock is not None:
-                os.close(lock)
     except OSError as error:
         raise UnavailableError(f"cannot write the delta {str(target)!r}: {error.strerror or error}") from error

@@ -7,6 +7,7 @@ import glob
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -27,7 +28,7 @@ from recinfer.quant.packing import slice_packed_columns
 
 __all__ = ["ArchiveFolder", "ShardWriter", "archive_folder", "partial_folder", "remove_stale", "sync_folder"]
 
-_PARTIAL = re.compile(r"\.[a-z0-9_]{8}\.partial")  # what mkdtemp puts behind the target's name
+_PARTIAL = re.compile(r"\.[a-z0-9_]{8}\.partial")  # what partial_folder puts behind the target's name
 _YOUNG_SECONDS = 10.0
 
 _SYNC_FILE_RANGE_WRITE = 2
@@ -196,32 +197,53 @@ def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[Archive
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(target)
-        root, lock = partial_folder(target)
     except OSError as error:
         raise UnavailableError(f"cannot write beside {str(target)!r}: {error.strerror}") from None
     try:
-        root.chmod(0o755)
-        yield ArchiveFolder(root)
-        for folder in [*(p for p in root.rglob("*") if p.is_dir()), root]:
-            sync_folder(folder)
-        _check_target(target, overwrite)
-        _replace(root, target)
+        with partial_folder(target) as root:
+            root.chmod(0o755)
+            yield ArchiveFolder(root)
+            for folder in [*(p for p in root.rglob("*") if p.is_dir()), root]:
+                sync_folder(folder)
+            _check_target(target, overwrite)
+            _replace(root, target)
     except OSError as error:
         raise UnavailableError(f"cannot write the archive {str(target)!r}: {error.strerror or error}") from error
+
+
+@contextmanager
+def partial_folder(target: Path) -> Iterator[Path]:
+    """A new hidden folder beside ``target``, locked, that is gone when the block ends, however it ends.
+
+    The lock is the kernel's: it goes with the process, however that ends, so :func:`remove_stale` can tell what is left
+    of a killed one from what another is writing, on any host that shares the disk and its locks. Where there are no locks
+    there is none.
+    """
+    root = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
+    lock: int | None = None
+    mine = True
+    try:  # from before the folder is there: Ctrl-C may come while it is made
+        try:
+            root.mkdir(mode=0o700)
+        except FileExistsError:
+            mine = False
+            raise
+        lock = _lock(root)
+        yield root
     finally:
-        shutil.rmtree(root, ignore_errors=True)
+        if mine:
+            _remove(root)
         if lock is not None:
             os.close(lock)
 
 
-def partial_folder(target: Path) -> tuple[Path, int | None]:
-    """A new hidden folder beside ``target``, and an open descriptor that holds its lock; None where there are no locks.
-
-    The lock is the kernel's: it goes with the process, however that ends, so :func:`remove_stale` can tell what is left
-    of a killed one from what another is writing, on any host that shares the disk and its locks.
-    """
-    root = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
-    return root, _lock(root)
+def _remove(folder: Path) -> None:
+    """Remove a folder with all in it, also when Ctrl-C comes in the middle of that."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def remove_stale(target: Path) -> None:

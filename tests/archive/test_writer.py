@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +67,29 @@ def test_an_interrupted_export_leaves_nothing(tmp_path: Path, error: type[BaseEx
         folder.add("plan.json", b"{}")
         raise error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("make", [archive_folder, delta_file])
+@pytest.mark.parametrize("name", ["mkdir", "rmdir"])
+def test_control_c_while_the_folder_is_made_or_removed_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Any], name: str
+) -> None:
+    """The call returns, and the signal's handler runs before anybody has noted that it did."""
+    real, calls = getattr(os, name), []
+
+    def interrupted(path: object, *arguments: object, **options: object) -> None:
+        if name == "mkdir":
+            real(path, *arguments, **options)
+        calls.append(path)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        if name == "rmdir":
+            real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, name, interrupted)
+    with pytest.raises(KeyboardInterrupt), make(tmp_path / "target"):
+        raise ValueError
+    assert calls and list(tmp_path.iterdir()) == []
 
 
 def test_bad_weights_leave_nothing(tmp_path: Path) -> None:
