@@ -1,11 +1,12 @@
 """The simulation of `recinfer size` beside servers that run here, and how long it takes for a thousand hosts.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.sizing                      # about three minutes on two cores
+    OMP_NUM_THREADS=1 python -m benchmarks.sizing                      # about five minutes on two cores
     OMP_NUM_THREADS=1 python -m benchmarks.sizing --costs serving.json # without measuring the costs first
     OMP_NUM_THREADS=1 python -m benchmarks.sizing --hosts 1000         # the simulation of many hosts alone
 
 Costs are measured on one model (26 tables of width 16, one id); the check is made on another (10 tables of width 64, four
-ids, two ranks), first on one server, then on a ranker with two shard servers, all processes and the caller on this machine.
+ids, two ranks): on one server, whose small lookups pass by its queue, on one where they may not (as predictions do not), and on a
+ranker with two shard servers, all processes and the caller on this machine.
 The caller sends at random times; what it measured is compared with a simulation of the very arrivals. Capacity is what four
 callers get that each wait for their answer. Medians over the turns.
 """
@@ -52,9 +53,13 @@ def check(costs: ServingCosts, options: argparse.Namespace) -> list[dict]:
         cores = len(os.sched_getaffinity(0))
         for batch in options.batches:
             requests = lookup_requests(load(archive), batch, _IDS)
-            with ServerProcess(archive) as server:
-                one = Deployment(1, 1, 0, cores, co_located=True)
-                rows += compare("one server", server, requests, batch, one, model, shards_of(model, 1), costs, options)
+            one = Deployment(1, 1, 0, cores, co_located=True)
+            for kind, direct in (("one server", True), ("one, queued", False)):
+                if direct and costs.direct is None:
+                    continue
+                its = costs if direct else replace(costs, direct=None)
+                with ServerProcess(archive, direct=direct) as server:
+                    rows += compare(kind, server, requests, batch, one, model, shards_of(model, 1), its, options)
             with ExitStack() as stack:
                 shards = [stack.enter_context(ServerProcess(archive, ranks=(rank,))) for rank in (0, 1)]
                 listed = {str(rank): [shard.target] for rank, shard in enumerate(shards)}
@@ -154,7 +159,7 @@ def main() -> None:
     parser.add_argument("--save-costs", type=Path, help="write them here")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.6, 0.8])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.5, 0.7, 0.85])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--hosts", type=int, help="only simulate so many hosts")
     parser.add_argument("--requests", type=int, default=10_000, help="with --hosts")

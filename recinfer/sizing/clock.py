@@ -1,4 +1,4 @@
-"""Simulated time: a heap of events, processors that jobs take turns on, and threads that run one job after another."""
+"""Simulated time: a heap of events, cores that threads take turns on, and threads that run one job after another."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 __all__ = ["Clock", "Cpu", "Thread"]
 
 SLICE_S = 3e-3
+HOT_S = 0.5e-3
 
 _Run = Callable[..., object]
 
@@ -45,49 +46,49 @@ class Clock:
 
 
 class Cpu:
-    """The cores of one host, and the line of jobs that wait for one.
+    """The cores of one host, each with a line of threads that wait for it, as a kernel has them.
 
-    A job is one thread's work. It has a core until it ends or its time slice is over and others wait, as in a kernel's fair
-    scheduler between threads that wake each other: what wakes up does not push others aside.
+    A thread that wakes up takes the core that it had last, else any that is free, else it waits in the line of its last
+    core; it pushes nobody aside. It has a core until it has nothing to do, or its time slice is over and others wait. A
+    core that becomes free takes the first of its line, or a thread from the line of another core, but only one whose
+    caches are cold: what has run lately stays where it is, also when that means to wait beside a core that is free.
 
     Args:
-        cores: jobs at a time.
+        cores: threads at a time.
         speed: seconds of work a second.
         slice_s: seconds until the next in line has its turn; Linux has about 3 ms.
+        hot_s: seconds after its last turn for which a thread is not moved; Linux has 0.5 ms.
 
     Attributes:
-        busy: core-seconds that jobs had.
+        busy: core-seconds that threads had.
     """
 
     __slots__ = (
         "_clock",
-        "_free",
-        "_line",
+        "_cores",
         "_stall_begin",
         "_stall_end",
         "_stalled",
         "busy",
         "cores",
+        "hot_s",
         "slice_s",
         "speed",
     )
 
-    def __init__(self, clock: Clock, cores: int, speed: float = 1.0, slice_s: float = SLICE_S) -> None:
-        self.cores, self.speed, self.slice_s = cores, speed, slice_s
+    def __init__(
+        self, clock: Clock, cores: int, speed: float = 1.0, slice_s: float = SLICE_S, hot_s: float = HOT_S
+    ) -> None:
+        self.cores, self.speed, self.slice_s, self.hot_s = cores, speed, slice_s, hot_s
         self.busy = 0.0
         self._clock = clock
-        self._free = cores
-        self._line: deque[tuple[float, _Run, tuple[Any, ...]]] = deque()
+        self._cores = [_Core() for _ in range(cores)]
         self._stalled = 0.0  # seconds of stalls that are over
         self._stall_begin = self._stall_end = -1.0
 
     def start(self, seconds: float, run: _Run, *args: Any) -> None:
-        """Begin a job of ``seconds`` of a core at speed 1, or put it in line; ``run(*args)`` is called at its end."""
-        if self._free:
-            self._free -= 1
-            self._take(seconds, run, args)
-        else:
-            self._line.append((seconds, run, args))
+        """A thread of its own for one job of ``seconds`` of a core at speed 1; ``run(*args)`` is called at its end."""
+        Thread(self).submit(seconds, 0.0, run, *args)
 
     def stall(self, seconds: float) -> None:
         """Nothing runs for a while: the hypervisor, or the kernel, has other things to do."""
@@ -97,31 +98,79 @@ class Cpu:
             self._stall_begin = self._stall_end = now
         self._stall_end = max(self._stall_end, now + seconds)
 
+    def wake(self, thread: Thread) -> None:
+        """A thread has something to do."""
+        last = thread.core
+        if last is None or last.running:
+            free = next((core for core in self._cores if not core.running), None)
+            if free is None:
+                last = last or min(self._cores, key=_length)
+                last.line.append(thread)
+                return
+            last = free
+        self._give(last, thread)
+
     def _stalled_so_far(self) -> float:
         return self._stalled + max(min(self._clock.now, self._stall_end) - self._stall_begin, 0.0)
 
-    def _take(self, seconds: float, run: _Run, args: tuple[Any, ...]) -> None:
-        turn = min(seconds, self.slice_s) if self._line or seconds > self.slice_s else seconds
-        self._clock.after(turn / self.speed, self._ended, turn, seconds - turn, self._stalled_so_far(), run, args)
+    def _give(self, core: _Core, thread: Thread) -> None:
+        core.running, core.used = True, 0.0
+        thread.core = core
+        self._go_on(core, thread)
 
-    def _ended(self, turn: float, left: float, stalled: float, run: _Run, args: tuple[Any, ...]) -> None:
+    def _go_on(self, core: _Core, thread: Thread) -> None:
+        """Run the thread's first job, or what its slice allows of it."""
+        turn = left = thread.left
+        if core.line or left > self.slice_s:
+            turn = min(left, max(self.slice_s - core.used, 0.0))
+        self._clock.after(turn / self.speed, self._ended, core, thread, turn, self._stalled_so_far())
+
+    def _ended(self, core: _Core, thread: Thread, turn: float, stalled: float) -> None:
         now_stalled = self._stalled_so_far()
         if now_stalled > stalled + 1e-12:
-            self._clock.after(now_stalled - stalled, self._ended, turn, left, now_stalled, run, args)
+            self._clock.after(now_stalled - stalled, self._ended, core, thread, turn, now_stalled)
             return
         self.busy += turn / self.speed
-        line = self._line
-        if left > 0 and not line:
-            self._take(left, run, args)
+        core.used += turn
+        more = thread.did(turn)
+        over = core.used >= self.slice_s - 1e-12
+        if more and over and core.line:
+            core.line.append(thread)
+        elif more:
+            if over:
+                core.used = 0.0
+            self._go_on(core, thread)
             return
-        if left > 0:
-            line.append((left, run, args))
-        if line:
-            self._take(*line.popleft())
-        else:
-            self._free += 1
-        if left <= 0:
-            run(*args)
+        thread.ran = self._clock.now
+        core.running = False
+        following = core.line.popleft() if core.line else self._cold()
+        if following is not None:
+            self._give(core, following)
+
+    def _cold(self) -> Thread | None:
+        """The first thread in a line of another core that may be moved."""
+        before = self._clock.now - self.hot_s
+        for core in self._cores:
+            for thread in core.line:
+                if thread.ran <= before:
+                    core.line.remove(thread)
+                    return thread
+        return None
+
+
+class _Core:
+    """One core: whether a thread has it, how much of its slice that has used, and who waits for it."""
+
+    __slots__ = ("line", "running", "used")
+
+    def __init__(self) -> None:
+        self.running = False
+        self.used = 0.0
+        self.line: deque[Thread] = deque()
+
+
+def _length(core: _Core) -> int:
+    return len(core.line)
 
 
 class Thread:
@@ -129,14 +178,23 @@ class Thread:
 
     A thread that has nothing to do sleeps, and its caches are others'. So the first job after a sleep costs ``cold``
     seconds more than one behind another.
+
+    Attributes:
+        core: that it had last, or has; None: it has never run.
+        left: seconds of its first job; ``ran``: when it had a core last.
     """
 
-    __slots__ = ("_cpu", "_queue", "_running")
+    __slots__ = ("_args", "_cpu", "_queue", "_run", "_running", "core", "left", "ran")
 
     def __init__(self, cpu: Cpu) -> None:
         self._cpu = cpu
         self._queue: deque[tuple[float, _Run, tuple[Any, ...]]] = deque()
         self._running = False
+        self._run: _Run | None = None
+        self._args: tuple[Any, ...] = ()
+        self.core: _Core | None = None
+        self.left = 0.0
+        self.ran = -math.inf
 
     @property
     def idle(self) -> bool:
@@ -149,16 +207,23 @@ class Thread:
             self._queue.append((seconds, run, args))
         else:
             self._running = True
-            self._cpu.start(seconds + cold, self._ended, run, args)
+            self.left, self._run, self._args = seconds + cold, run, args
+            self._cpu.wake(self)
 
     def next(self, seconds: float, run: _Run, *args: Any) -> None:
         """A job before those that wait; to be called while a job of this thread ends."""
         self._queue.appendleft((seconds, run, args))
 
-    def _ended(self, run: _Run, args: tuple[Any, ...]) -> None:
+    def did(self, seconds: float) -> bool:
+        """It has run for ``seconds``, which may end its job; whether it has more to do."""
+        self.left -= seconds
+        if self.left > 1e-15:
+            return True
+        run, args = self._run, self._args
+        assert run is not None
         run(*args)
         if self._queue:
-            seconds, after, its = self._queue.popleft()
-            self._cpu.start(seconds, self._ended, after, its)
-        else:
-            self._running = False
+            self.left, self._run, self._args = self._queue.popleft()
+            return True
+        self._running = False
+        return False

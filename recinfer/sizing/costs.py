@@ -11,7 +11,7 @@ from typing import Any
 
 from recinfer.errors import ConfigError, NotFoundError
 
-__all__ = ["FORMAT", "EndCosts", "FanCosts", "RunCosts", "ServingCosts"]
+__all__ = ["FORMAT", "DirectCosts", "EndCosts", "FanCosts", "RunCosts", "ServingCosts"]
 
 FORMAT = "recinfer.serving/1"
 
@@ -66,6 +66,19 @@ class FanCosts:
 
 
 @dataclass(frozen=True)
+class DirectCosts:
+    """Of a small lookup that a server answers past its queue.
+
+    Attributes:
+        server: its end of the call: less code runs between two calls than where there is a queue, so each is cheaper.
+        run: what is run for it.
+    """
+
+    server: EndCosts
+    run: RunCosts
+
+
+@dataclass(frozen=True)
 class ServingCosts:
     """Measured costs of one machine.
 
@@ -79,6 +92,7 @@ class ServingCosts:
         stalls_per_s: how often a host stood still for a moment, a second.
         stall_s: for how long: the seconds of each time that it was seen.
         notes: machine and versions, for people.
+        direct: of small lookups of servers that hold all tables; None: they go through the queue like all others.
     """
 
     server: EndCosts
@@ -91,11 +105,15 @@ class ServingCosts:
     stalls_per_s: float
     stall_s: tuple[float, ...]
     notes: dict[str, Any] = field(default_factory=dict)
+    direct: DirectCosts | None = None
 
     def __post_init__(self) -> None:
         figures: dict[str, float] = {"wire_s": self.wire_s, "stalls_per_s": self.stalls_per_s}
-        for name in ("server", "client", "run", "shard", "fan"):
-            figures |= {f"{name}.{key}": value for key, value in dataclasses.asdict(getattr(self, name)).items()}
+        kinds: dict[str, Any] = {name: getattr(self, name) for name in ("server", "client", "run", "shard", "fan")}
+        if self.direct is not None:
+            kinds |= {"direct.server": self.direct.server, "direct.run": self.direct.run}
+        for name, kind in kinds.items():
+            figures |= {f"{name}.{key}": value for key, value in dataclasses.asdict(kind).items()}
         for name, value in figures.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ConfigError(f"serving costs: {name} is {value!r}; expected seconds, 0 or more")
@@ -138,6 +156,9 @@ class ServingCosts:
                 ("fan", FanCosts),
             ):
                 data[name] = kind(**data[name])
+            if data.get("direct") is not None:
+                direct = dict(data["direct"])
+                data["direct"] = DirectCosts(EndCosts(**direct.pop("server")), RunCosts(**direct.pop("run")), **direct)
             return cls(spread=tuple(data.pop("spread")), stall_s=tuple(data.pop("stall_s")), **data)
         except (KeyError, TypeError) as error:
             raise ConfigError(

@@ -29,7 +29,7 @@ from recinfer.serving.batcher import BatchConfig
 from recinfer.serving.limits import Limits
 from recinfer.serving.registry import ModelRegistry
 from recinfer.serving.service import InferenceService, Message
-from recinfer.sizing.costs import EndCosts, FanCosts, RunCosts, ServingCosts
+from recinfer.sizing.costs import DirectCosts, EndCosts, FanCosts, RunCosts, ServingCosts
 from recinfer.sizing.probe import Load, ServerProcess, closed_loop
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -69,10 +69,14 @@ def measure_serving(*, seconds: float = 1.0, progress: Callable[[str], None] | N
         say("runs in process")
         in_process = _InProcess(predictor, requests)
         bench = _Bench(archive, requests, seconds, say)
-        with ServerProcess(archive) as server:
+        # Lookups that pass by the queue, and then the queue's costs: those of predictions, contexts and rankers.
+        if in_process.direct:
+            with ServerProcess(archive) as server:
+                bench.load("direct", server, (_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1))
+        with ServerProcess(archive, direct=False) as server:
             bench.load("whole", server, (_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1), (_LARGE, _BUSY_LARGE))
         # The same without merging: what each request costs that is run by itself while others wait.
-        with ServerProcess(archive, BatchConfig(max_delay_us=0)) as server:
+        with ServerProcess(archive, BatchConfig(max_delay_us=0), direct=False) as server:
             bench.load("single", server, (_SMALL, _MANY))
         for shards in (1, 2):
             bench.load_ranker(folder, shards)
@@ -120,7 +124,7 @@ class _Bench:
             listed = {str(rank): [shards[min(rank, num - 1)].target] for rank in (0, 1)}
             path = folder / f"shards-{num}.json"
             path.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}))
-            ranker = stack.enter_context(ServerProcess(self._archive, shards=path))
+            ranker = stack.enter_context(ServerProcess(self._archive, shards=path, direct=False))
             kinds = ((_SMALL, 1), (_LARGE, 1)) if num == 1 else ((_SMALL, 1),)
             self.load(f"ranker of {num}", ranker, *kinds, beside=shards[:1])
 
@@ -153,6 +157,7 @@ class _InProcess:
 
     def __init__(self, predictor: Predictor, requests: dict[int, list[bytes]]) -> None:
         service = InferenceService(ModelRegistry({"model": predictor}), Limits())
+        self.direct = service.direct.available
         service.direct.available = False  # as in the servers that are measured
         small, large = requests[_SMALL], requests[_LARGE]
 
@@ -241,8 +246,26 @@ def _fit(loads: dict[Kind, _Means], run: _InProcess) -> ServingCosts:
         spread=alone.spread,
         stalls_per_s=len(alone.stalls) / alone.seconds,
         stall_s=alone.stalls,
+        direct=_fit_direct(loads, run, server) if run.direct else None,
         notes={"machine": platform.machine(), "torch": torch.__version__, "measured": _told(loads, run)},
     )
+
+
+def _fit_direct(loads: dict[Kind, _Means], run: _InProcess, queued: EndCosts) -> DirectCosts:
+    """Of lookups past the queue: the handler's time is the run's, as nothing is waited for in it; the rest is the call's."""
+    alone, busy, large = (loads["direct", *kind] for kind in ((_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1)))
+    more_bytes = run.bytes[_LARGE] - run.bytes[_SMALL]
+    run_s = min(busy.handled, busy.loop)
+    loop_s = busy.loop - run_s
+    more = (large.handled - run.op_large) - (alone.handled - run.op_one)
+    server = replace(
+        queued,
+        loop_s=loop_s,
+        io_s=busy.io,
+        loop_cold_s=max(alone.loop - loop_s - run_s, 0.0),
+        io_cold_s=max(alone.io - busy.io, 0.0),
+    )
+    return DirectCosts(server, RunCosts(max(run_s - run.op_one, 0.0), 0.0, max(more, 0.0) / more_bytes))
 
 
 def _fit_remote(

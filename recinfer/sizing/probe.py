@@ -87,6 +87,7 @@ class ServerProcess:
     Args:
         ranks: it is a shard server of these ranks.
         shards: it is a ranker of this shards.json.
+        direct: small requests may pass by its queue, as they do in every server of ours; False: none do.
     """
 
     def __init__(
@@ -96,10 +97,11 @@ class ServerProcess:
         *,
         ranks: Sequence[int] = (),
         shards: Path | None = None,
+        direct: bool = True,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
-        arguments = (archive, batching or BatchConfig(), tuple(ranks), shards, there)
+        arguments = (archive, batching or BatchConfig(), tuple(ranks), shards, direct, there)
         self._child = context.Process(target=_serve, args=arguments, daemon=True)
 
     def __enter__(self) -> ServerProcess:
@@ -130,14 +132,16 @@ class ServerProcess:
             raise UnavailableError("the server that was to be measured did not start or is gone; see stderr") from None
 
 
-def _serve(archive: Path, batching: BatchConfig, ranks: Sequence[int], shards: Path | None, pipe: Connection) -> None:
+def _serve(
+    archive: Path, batching: BatchConfig, ranks: Sequence[int], shards: Path | None, direct: bool, pipe: Connection
+) -> None:
     import signal
 
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends this process
     torch.set_num_threads(1)
-    server = _shard_server(archive, ranks) if ranks else _server(archive, batching, shards)
+    server = _shard_server(archive, ranks) if ranks else _server(archive, batching, shards, direct)
     pipe.send(server.port)
     try:
         while pipe.recv() == "spent":
@@ -160,7 +164,7 @@ def _shard_server(archive: Path, ranks: Sequence[int]) -> Any:
     return ShardServer(tables).start()
 
 
-def _server(archive: Path, batching: BatchConfig, shards: Path | None) -> Any:
+def _server(archive: Path, batching: BatchConfig, shards: Path | None, direct: bool) -> Any:
     from recinfer.inference.predictor import load
     from recinfer.serving.server import Server
     from recinfer.serving.tuning import tune_process
@@ -181,8 +185,8 @@ def _server(archive: Path, batching: BatchConfig, shards: Path | None) -> Any:
         predictor.check_merging()
     tune_process()
     server = Server({predictor.manifest.model: predictor}, batching=batching, shards=fanout)
-    # Small lookups would pass by the queue, whose costs are looked for: those of predictions, contexts and rankers.
-    server.service.direct.available = False
+    if not direct:
+        server.service.direct.available = False
     return server.start()
 
 

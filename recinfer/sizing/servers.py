@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from recinfer.serving import batcher as rules
+from recinfer.serving import direct as plain
 from recinfer.serving.batcher import BatchConfig
 from recinfer.sizing.clock import Clock, Cpu, Thread
-from recinfer.sizing.costs import EndCosts, RunCosts, ServingCosts
+from recinfer.sizing.costs import DirectCosts, EndCosts, RunCosts, ServingCosts
 from recinfer.sizing.queue import Queue, Work
 
 __all__ = ["Call", "Network", "Process", "Server", "Spread"]
@@ -74,9 +75,10 @@ class Server(Process):
         lookup: CPU seconds of the op and the dense program, by samples.
         run: of a run around them; None: the measured costs'.
         direct: it has no queue: every call is a run of its own, at once.
+        small: of small requests that pass by the queue; None: none do.
     """
 
-    __slots__ = ("_at_door", "_costs", "_direct", "_lookup", "_run_costs", "clock", "outstanding", "queue")
+    __slots__ = ("_at_door", "_costs", "_direct", "_lookup", "_run_costs", "_small", "clock", "outstanding", "queue")
 
     def __init__(
         self,
@@ -89,17 +91,19 @@ class Server(Process):
         *,
         run: RunCosts | None = None,
         direct: bool = False,
+        small: DirectCosts | None = None,
     ) -> None:
         super().__init__(cpu, spread)
+        self._small = small
         self.clock, self._costs, self._lookup = clock, costs, lookup
         self._run_costs, self._direct = run or costs.run, direct
         self.queue = Queue(clock, cpu, self.loop, batching, self._cost, min(4, cpu.cores))
         self.outstanding = 0
         self._at_door: deque[Call] = deque()
 
-    def _cost(self, works: Sequence[Work]) -> float:
+    def _cost(self, works: Sequence[Work], costs: RunCosts | None = None) -> float:
         """CPU of a run; the work that takes longest makes all of it so."""
-        run = self._run_costs
+        run = costs or self._run_costs
         num_bytes = samples = 0.0
         for work in works:
             call: Call = work.tag
@@ -110,6 +114,8 @@ class Server(Process):
     def receive(self, call: Call) -> None:
         """A call is here. gRPC's event loop server takes calls one at a time: the next one when it has taken this."""
         self.outstanding += 1
+        if self._small is not None and _is_small(call):
+            call.end, call.small = self._small.server, True
         self._at_door.append(call)
         if len(self._at_door) == 1:
             self._accept()
@@ -120,12 +126,12 @@ class Server(Process):
 
     def _visit(self, call: Call, then: Callable[[Call], None], num_bytes: float) -> None:
         """gRPC's thread tells the loop of something, and the loop turns to it: a part of what a call costs here."""
-        end, ratio = self._costs.server, self.draw()
+        end, ratio = call.end, self.draw()
         seconds = (end.io_s / _IO_PARTS + end.io_byte_s * num_bytes) * ratio
         self.io.submit(seconds, end.io_cold_s / _IO_PARTS * ratio, self._turn, call, then, num_bytes)
 
     def _turn(self, call: Call, then: Callable[[Call], None], num_bytes: float) -> None:
-        end, ratio = self._costs.server, self.draw()
+        end, ratio = call.end, self.draw()
         seconds = (end.loop_s / _VISITS + end.loop_byte_s * num_bytes) * ratio
         self.loop.submit(seconds, end.loop_cold_s / _VISITS * ratio, then, call)
 
@@ -139,6 +145,11 @@ class Server(Process):
         work = Work(call.samples, call.bytes_in, self._answer, call, call.deadline)
         if self._direct:
             self._run_at_once(work)
+        elif call.small and self._small is not None:
+            self.queue.runs += 1
+            self.queue.requests += 1
+            work.straight = True
+            self.loop.next(self._cost((work,), self._small.run), self._answer, work)
         elif call.bytes_in <= rules._INLINE_BYTES:
             self.queue.submit(work)
         elif self.queue.take_place(call.bytes_in):
@@ -163,7 +174,7 @@ class Server(Process):
         call: Call = work.tag
         call.refused = work.refused
         out = 0.0 if work.refused else call.bytes_out
-        end, ratio = self._costs.server, self.draw()
+        end, ratio = call.end, self.draw()
         seconds = end.loop_byte_s * out * ratio
         if work.straight:
             self.loop.next(seconds, self._send, call, out)
@@ -171,7 +182,7 @@ class Server(Process):
             self.loop.submit(seconds, 0.0, self._send, call, out)
 
     def _send(self, call: Call, out: float) -> None:
-        end, ratio = self._costs.server, self.draw()
+        end, ratio = call.end, self.draw()
         seconds = (end.io_s / _IO_PARTS + end.io_byte_s * out) * ratio
         self.io.submit(seconds, end.io_cold_s / _IO_PARTS * ratio, self._sent, call, out)
 
@@ -186,6 +197,12 @@ def _nothing(call: Call) -> None:
     pass
 
 
+def _is_small(call: Call) -> bool:
+    """Whether recinfer.serving.direct would answer it: by its bytes, most of which are ids (8 each) and floats."""
+    small_in = call.bytes_in <= min(plain.DIRECT_BYTES, 8 * plain._MOST_IDS)
+    return small_in and call.bytes_out <= 4 * plain._MOST_FLOATS
+
+
 class Call:
     """One call from a caller to a server and back.
 
@@ -194,6 +211,7 @@ class Call:
         over: called with the call once the caller has its answer.
         refused: why there is none; empty when there is one.
         late: seconds that the answer is on its way besides.
+        end: what the server's end of it costs; ``small``: it passes by the queue.
     """
 
     __slots__ = (
@@ -202,12 +220,14 @@ class Call:
         "bytes_out",
         "caller",
         "deadline",
+        "end",
         "late",
         "network",
         "over",
         "refused",
         "samples",
         "server",
+        "small",
         "tag",
     )
 
@@ -229,6 +249,7 @@ class Call:
         self.over, self.tag, self.deadline = over, tag, deadline
         self.refused = ""
         self.late = 0.0
+        self.end, self.small = costs.server, False
 
     def begin(self) -> None:
         """Send it; called at the end of a job of the caller's loop, or at any time."""

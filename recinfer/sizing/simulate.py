@@ -228,10 +228,11 @@ def _whole_servers(world: _World, deployment: Deployment, one: Cpu | None) -> li
         return lookup(samples) + (dense(samples) if predicts else 0.0)
 
     found = []
+    small = None if predicts else world.costs.direct
     for _ in range(deployment.replicas):
         cpu = _host(world, deployment, one, "servers")
         for _ in range(deployment.workers):
-            found.append(Server(world.clock, cpu, world.spread, world.costs, world.batching, seconds))
+            found.append(Server(world.clock, cpu, world.spread, world.costs, world.batching, seconds, small=small))
     return found
 
 

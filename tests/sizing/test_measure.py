@@ -47,6 +47,7 @@ def test_all_of_it() -> None:
     assert costs.server.loop_cold_s >= 0
     assert costs.run.base_s > 1e-5
     assert costs.shard.base_s > 1e-5
+    assert costs.direct is None or costs.direct.run.base_s < costs.run.base_s
     assert np.mean(costs.spread) == pytest.approx(1.0, rel=0.1)
     assert any("ranker of 2" in text for text in said)
     assert set(multiprocessing.active_children()) <= before
@@ -59,5 +60,6 @@ def test_costs_are_found_where_no_requests_shared_a_run() -> None:
 
     loads = defaultdict(lambda: load_of(1.0))  # a short or slow measurement: as many runs as requests
     times = {"one": 6e-5, "few": 2e-4, "large": 1e-3, "op_one": 2e-5, "op_few": 5e-5, "op_large": 8e-4}
-    costs = _fit(loads, SimpleNamespace(bytes={1: 200, 256: 50_000}, **times))
+    costs = _fit(loads, SimpleNamespace(bytes={1: 200, 256: 50_000}, direct=False, **times))
+    assert costs.direct is None
     assert 0 < costs.run.base_s < 6e-5  # what it takes in this process

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.sizing.arrivals import poisson
-from recinfer.sizing.costs import ServingCosts
+from recinfer.sizing.costs import DirectCosts, RunCosts, ServingCosts
 from recinfer.sizing.hosts import EXAMPLE_HOSTS, HostType, priced, read_hosts
 from recinfer.sizing.search import Goal, Settings, latency_curve, search
 from recinfer.sizing.typical import TYPICAL_COSTS
@@ -116,7 +116,7 @@ def test_progress_is_told() -> None:
 
 
 def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
-    for costs in (COSTS, TYPICAL_COSTS):
+    for costs in (COSTS, TYPICAL_COSTS, replace(COSTS, direct=DirectCosts(COSTS.server, RunCosts(2e-5, 0.0, 1e-9)))):
         costs.save(tmp_path / "serving.json")
         assert ServingCosts.load(tmp_path / "serving.json") == costs
         assert 3 < costs.parts < 12
@@ -132,6 +132,8 @@ def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
         ({"stalls_per_s": 1.0}, "stall_s"),
         ({"surplus": 1}, "unknown keys"),
         ({"server": {"loop_s": 1.0}}, "incomplete"),
+        ({"direct": {"run": {}}}, "incomplete"),
+        ({"direct": asdict(DirectCosts(COSTS.server, RunCosts(-1.0, 0.0, 0.0)))}, "direct.run.base_s is -1"),
     ],
 )
 def test_costs_are_read_strictly(change: dict[str, Any], says: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from recinfer.errors import ConfigError
 from recinfer.serving.batcher import BatchConfig
 from recinfer.sizing.arrivals import poisson
+from recinfer.sizing.costs import DirectCosts, RunCosts
 from recinfer.sizing.ranker import Hedging
 from recinfer.sizing.servers import Network
 from recinfer.sizing.simulate import Deployment, Outcome, Stragglers, simulate
@@ -132,6 +133,27 @@ def test_a_predict_costs_its_dense_program() -> None:
     trace = poisson(20.0, 300, seed=1)
     times = [simulate(WHOLE, trace, model, shards_of(model, 1), COSTS).percentile(50) for model in (lookup, predict)]
     assert times[1] - times[0] == pytest.approx(3e-3, rel=0.15)
+
+
+def test_small_lookups_pass_by_the_queue_and_nothing_else_does(plans: dict[int, Shards]) -> None:
+    costs = replace(COSTS, direct=DirectCosts(COSTS.server, RunCosts(20e-6, 0.0, 1e-9)))
+
+    def both(model: Model, deployment: Deployment, batch: int = 1, qps: float = 2500.0) -> list[Outcome]:
+        ids = model.ids_per_sample
+        trace = poisson(qps, 1500, batch=batch, ids_per_sample=ids, seed=5)
+        plan = shards_of(model, deployment.shards)
+        return [simulate(deployment, trace, model, plan, each) for each in (COSTS, costs)]
+
+    queued, direct = both(MODEL, WHOLE)
+    assert queued.runs > 1.5 and direct.runs == 1.0, "what passes by shares no run"
+    assert direct.percentile(50) < 0.7 * queued.percentile(50)
+    for model, deployment, batch, qps in (
+        (model_of(dense_s=1e-4), WHOLE, 1, 500.0),  # a prediction
+        (MODEL, SHARDED, 1, 500.0),  # a ranker
+        (MODEL, WHOLE, 2048, 20.0),  # a large one
+    ):
+        queued, direct = both(model, deployment, batch, qps)
+        assert (queued.latencies == direct.latencies).all()
 
 
 def test_what_does_not_fit_together_is_refused(plans: dict[int, Shards]) -> None:
