@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recinfer import env
 from recinfer.cli.console import Output
+from recinfer.cli.deploy_options import DeployOptions
 from recinfer.cli.format import mebibytes
 from recinfer.errors import ConfigError
 
@@ -17,87 +17,18 @@ if TYPE_CHECKING:
 
     from recinfer.deploy.ray.spec import Bounds
 
-__all__ = ["Action", "RayOptions", "run_ray"]
+__all__ = ["run_ray"]
 
 
-@dataclass(frozen=True)
-class Action:
-    """What is asked for; without any of these the archive is deployed."""
-
-    status: bool = False
-    down: bool = False
-    roll: bool = False
-    rollback: bool = False
-    scale: int | None = None
-    scale_rankers: int | None = None
-
-    @property
-    def scales(self) -> bool:
-        """Whether a number of servers is to change."""
-        return self.scale is not None or self.scale_rankers is not None
-
-    def check(self, archive: Path | None) -> None:
-        """Raises ConfigError for two at a time, and for an archive where none is needed or none where one is."""
-        given = [
-            name
-            for name, wanted in (
-                ("--status", self.status),
-                ("--down", self.down),
-                ("--roll", self.roll),
-                ("--rollback", self.rollback),
-                ("--scale", self.scales),
-            )
-            if wanted
-        ]
-        if len(given) > 1:
-            raise ConfigError(f"got {' and '.join(given)}: one at a time")
-        needed = not given or self.roll
-        if needed and archive is None:
-            raise ConfigError("no archive: give the folder of the one to deploy, or --status, --down, --scale")
-        if not needed and archive is not None:
-            raise ConfigError(f"{given[0]} is about what is deployed; leave out {archive}")
-
-
-@dataclass(frozen=True)
-class RayOptions:
-    """The options of ``recinfer deploy`` that a new deployment on Ray takes."""
-
-    ranks_per_shard: int
-    replicas: int | None
-    min_replicas: int | None
-    max_replicas: int | None
-    rankers: int | None
-    min_rankers: int | None
-    max_rankers: int | None
-    cpus: str
-    queue_depth: int
-    cool_down: float
-    model_store: Path | None
-    token_file: Path | None
-    insecure: bool
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_client_ca: Path | None = None
-    tls_ca: Path | None = None
-    tls_name: str | None = None
-
-
-def run_ray(
-    address: str,
-    archive: Path | None,
-    name: str | None,
-    action: Action,
-    options: RayOptions,
-    wait: float,
-    output: Output,
-) -> None:
-    """Do what was asked of the cluster at ``address``."""
+def run_ray(options: DeployOptions, output: Output) -> None:
+    """Do what was asked of the cluster."""
+    action, archive, name, wait = options.action, options.archive, options.name, options.ray.wait
     action.check(archive)
     from recinfer.deploy.ray import client
 
     version = None if not action.roll or archive is None else archive.resolve().name
-    spec = _spec(archive, name, options) if archive is not None and not action.roll else None
-    with client.connected(address):
+    spec = _spec(archive, options) if archive is not None and not action.roll else None
+    with client.connected(options.ray.ray or "auto"):
         if action.status:
             found = client.status(name) if name or len(client.deployments()) == 1 else None
             if found is None:
@@ -128,26 +59,27 @@ def run_ray(
             _show(found, output)
 
 
-def _spec(archive: Path, name: str | None, options: RayOptions) -> Any:
+def _spec(archive: Path, options: DeployOptions) -> Any:
     from recinfer.deploy.groups import footprint
     from recinfer.deploy.ray.spec import cores, deployment_of
     from recinfer.deploy.ray.tls import Tls
     from recinfer.serving.security import read_token
 
+    ray, servers = options.ray, options.servers
     return deployment_of(
-        footprint(archive, options.ranks_per_shard),
+        footprint(archive, servers.ranks_per_shard),
         archive,
-        options.model_store,
+        ray.model_store,
         secrets.token_hex(4),
-        name=name,
-        cpus=cores(options.cpus),
-        shards=_bounds(options.replicas, options.min_replicas, options.max_replicas),
-        rankers=_bounds(options.rankers, options.min_rankers, options.max_rankers),
-        queue_depth=options.queue_depth,
-        cool_down=options.cool_down,
-        token=env.token() if options.token_file is None else read_token(options.token_file),
-        insecure=options.insecure,
-        tls=Tls.of(options.tls_cert, options.tls_key, options.tls_client_ca, options.tls_ca, options.tls_name),
+        name=options.name,
+        cpus=cores(servers.cpus),
+        shards=_bounds(servers.replicas, ray.min_replicas, servers.max_replicas),
+        rankers=_bounds(servers.rankers, ray.min_rankers, servers.max_rankers),
+        queue_depth=servers.queue_depth,
+        cool_down=ray.cool_down,
+        token=env.token() if ray.token_file is None else read_token(ray.token_file),
+        insecure=ray.insecure,
+        tls=Tls.of(ray.tls_cert, ray.tls_key, ray.tls_client_ca, ray.tls_ca, ray.tls_name),
     )
 
 

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from recinfer.cli.client import ClientOptions, TargetOption, open_client
 from recinfer.cli.console import JsonOption, Output
-from recinfer.cli.options import (
-    ModelNameOption,
-    ModelVersionOption,
-    TargetOption,
-    TimeoutOption,
-    TlsCaOption,
-    TlsCertOption,
-    TlsKeyOption,
-    TokenFileOption,
-    WaitOption,
-    open_client,
-    parse_pair,
-    wait_for,
-)
+from recinfer.cli.declared import takes
+from recinfer.cli.options import parse_pair
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +18,7 @@ if TYPE_CHECKING:
 
     from recinfer.sparse import JaggedTensor, KeyedJaggedTensor
 
-__all__ = ["EXAMPLE", "NAME", "parse_features", "run"]
+__all__ = ["EXAMPLE", "NAME", "LookupOptions", "parse_features", "run"]
 
 NAME = "lookup"
 EXAMPLE = "Example: recinfer lookup --target 127.0.0.1:8500 --feature C1=3,7 --feature C2=5"
@@ -36,42 +26,32 @@ EXAMPLE = "Example: recinfer lookup --target 127.0.0.1:8500 --feature C1=3,7 --f
 _EXPECTED = "NAME=IDS, as in C1=3,7 (one sample), C1=3,7;5 (two) or C1=3:0.5,7:1 (weighted)"
 
 
-def run(
-    target: TargetOption,
+@dataclass(frozen=True, kw_only=True)
+class LookupOptions:
+    """The options of ``recinfer lookup``."""
+
+    target: TargetOption
     feature: Annotated[
         list[str],
         typer.Option("--feature", metavar="NAME=IDS", help="Ids of a feature: 3,7; samples by ';', weights by ':'."),
-    ],
-    model: ModelNameOption = "",
-    version: ModelVersionOption = "",
-    timeout: TimeoutOption = 10.0,
-    wait: WaitOption = 0.0,
-    token_file: TokenFileOption = None,
-    tls_ca: TlsCaOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    ]
+    client: ClientOptions
+    as_json: JsonOption = False
+
+
+@takes(LookupOptions)
+def run(options: LookupOptions) -> None:
     """Look embeddings up in a running server."""
     from rich.table import Table
 
-    output = Output(as_json)
-    kjt = parse_features(feature)
-    client = open_client(
-        target,
-        model=model,
-        version=version,
-        timeout=timeout,
-        token_file=token_file,
-        tls_ca=tls_ca,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-    )
-    with client:
-        wait_for(client, wait)
+    output = Output(options.as_json)
+    kjt = parse_features(options.feature)
+    with open_client(options.target, options.client) as client:
         result = client.lookup(kjt)
     pooled = {} if result.pooled is None else result.pooled.to_dict()
-    table = Table("feature", "sample", "vectors", "dim", "embedding", title=f"{target}  version {result.model_version}")
+    table = Table(
+        "feature", "sample", "vectors", "dim", "embedding", title=f"{options.target}  version {result.model_version}"
+    )
     for name, values in pooled.items():
         for sample, row in enumerate(values):
             table.add_row(name, str(sample), "1", str(row.numel()), _preview(row))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,20 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from recinfer.cli.client import ClientOptions, TargetOption, open_client
 from recinfer.cli.console import JsonOption, Output
-from recinfer.cli.options import (
-    ModelNameOption,
-    ModelVersionOption,
-    TargetOption,
-    TimeoutOption,
-    TlsCaOption,
-    TlsCertOption,
-    TlsKeyOption,
-    TokenFileOption,
-    WaitOption,
-    open_client,
-    wait_for,
-)
+from recinfer.cli.declared import takes
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +22,7 @@ if TYPE_CHECKING:
     from recinfer.serving.client import InferenceClient
     from recinfer.sparse import KeyedJaggedTensor
 
-__all__ = ["EXAMPLE", "NAME", "InputFormat", "run"]
+__all__ = ["EXAMPLE", "NAME", "InputFormat", "PredictOptions", "run"]
 
 NAME = "predict"
 EXAMPLE = "Example: recinfer predict --target 127.0.0.1:8500 --input rows.csv --out scores.csv"
@@ -58,51 +48,39 @@ _BY_SUFFIX = {
 }
 
 
-def run(
-    target: TargetOption,
-    input: Annotated[Path, typer.Option("--input", help="Rows as the training data had them, or JSON (see below).")],
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """The options of ``recinfer predict``."""
+
+    target: TargetOption
+    input: Annotated[Path, typer.Option("--input", help="Rows as the training data had them, or JSON (see below).")]
     format: Annotated[
         InputFormat | None, typer.Option("--format", help="What the rows are.", show_default="by the file's suffix")
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the scores here, CSV, one row each.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows a request.")] = 1024,
-    model: ModelNameOption = "",
-    version: ModelVersionOption = "",
-    timeout: TimeoutOption = 10.0,
-    wait: WaitOption = 0.0,
-    token_file: TokenFileOption = None,
-    tls_ca: TlsCaOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    out: Annotated[Path | None, typer.Option("--out", help="Write the scores here, CSV, one row each.")] = None
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows a request.")] = 1024
+    client: ClientOptions
+    as_json: JsonOption = False
+
+
+@takes(PredictOptions)
+def run(options: PredictOptions) -> None:
     """Score rows with a running server.
 
     Raw rows become ids by the feature contract that the server gives out with the model, the one that training used. A
     CSV's header names the contract's columns; a .csv without a header is read as Criteo's.
     JSON holds ids: {"dense": [[0.1, ...], ...], "features": {"C1": [[3, 7], [5]], ...}}.
     """
-    output = Output(as_json)
-    kind = format or _format_of(input)
-    client = open_client(
-        target,
-        model=model,
-        version=version,
-        timeout=timeout,
-        token_file=token_file,
-        tls_ca=tls_ca,
-        tls_cert=tls_cert,
-        tls_key=tls_key,
-    )
-    with client:
-        wait_for(client, wait)
-        dense, features = _from_json(input) if kind is InputFormat.json else _from_rows(input, kind, client)
-        outputs = _predict(client, dense, features, batch_size)
+    output, source = Output(options.as_json), options.input
+    kind = options.format or _format_of(source)
+    with open_client(options.target, options.client) as client:
+        dense, features = _from_json(source) if kind is InputFormat.json else _from_rows(source, kind, client)
+        outputs = _predict(client, dense, features, options.batch_size)
     num_rows = features.stride()
     output.show(_table(outputs, num_rows))
-    if out:
-        _write(out, outputs)
-        output.show(f"[green]wrote[/green] {out}  {num_rows} rows")
+    if options.out:
+        _write(options.out, outputs)
+        output.show(f"[green]wrote[/green] {options.out}  {num_rows} rows")
     output.finish({"rows": num_rows, "outputs": {name: values.tolist() for name, values in outputs.items()}})
 
 
