@@ -138,7 +138,9 @@ async def _run(
 
     async def ask(first: int) -> None:
         at = first
-        while (start := time.perf_counter()) < end:
+        while (
+            start := time.perf_counter()
+        ) < end or at == first:  # once at least, also where all stands still meanwhile
             dense, features = requests[at % len(requests)]
             at += 1
             try:

@@ -94,7 +94,7 @@ class Load:
             while not self._stop.is_set():
                 turn = 1 - turn
                 try:
-                    answer = calls[turn](data[turn], timeout=20)
+                    answer = calls[turn](data[turn], timeout=60)
                 except grpc.RpcError as error:
                     self.answers[error.code().name] += 1
                     continue
@@ -113,7 +113,7 @@ class Load:
 
     def wait(self, state: int, more: int = 20) -> None:
         """Return when ``more`` answers of ``state`` have come."""
-        goal, end = self.answers[str(state)] + more, time.monotonic() + 60
+        goal, end = self.answers[str(state)] + more, time.monotonic() + 120
         while self.answers[str(state)] < goal:
             assert time.monotonic() < end, self.answers
             time.sleep(0.005)
@@ -126,7 +126,8 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(30)
+            thread.join(90)
+            assert not thread.is_alive()
 
 
 def test_apply_and_undo_under_load(server: Server, admin: AdminClient, store: Path):
@@ -187,4 +188,4 @@ def test_the_client_says_what_is_not_there(store: Path):
     ):
         client.list_models()
     with pytest.raises(UnavailableError, match="is the server running"):
-        AdminClient(server.target, timeout=2).list_models()
+        AdminClient(server.target, timeout=60).list_models()

@@ -49,7 +49,7 @@ def door(predictor: Predictor) -> Iterator[Server]:
 
 
 def get(door: Server, path: str) -> tuple[bytes, Any]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{door.metrics_port}{path}", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{door.metrics_port}{path}", timeout=60) as answer:
         return answer.read(), answer.headers
 
 
@@ -115,10 +115,10 @@ def test_each_model_has_its_health(door: Server):
     with grpc.insecure_channel(door.target) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for name in ("", "tiny", SERVICE_NAME):
-            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
-            health.Check(health_pb2.HealthCheckRequest(service="other"), timeout=10)
+            health.Check(health_pb2.HealthCheckRequest(service="other"), timeout=60)
 
 
 def test_a_histogram_counts_between_its_bounds():
@@ -196,11 +196,13 @@ def test_spans_have_the_caller_as_their_parent(archive: Path):
     """The real SDK with an exporter in memory, in a process of its own: a provider is set once a process."""
     pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed (the dev extra)")
     command = [sys.executable, "-c", TRACED, str(archive)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
-    model, refused, http = (json.loads(line) for line in done.stdout.splitlines())
+    spans = [json.loads(line) for line in done.stdout.splitlines()]
+    # Not by their ends: a refusal is told of when it is sent, and the next request may be there by then.
+    model, refused, http = sorted(spans, key=lambda span: (span[0] != "recinfer/GetModel", span[2] == "ERROR"))
     assert model[:3] == ["recinfer/GetModel", "SERVER", "UNSET"]
-    assert 0 < model[3] < 5e9
+    assert 0 < model[3] < 60e9
     assert model[4] == {"rpc.method": "GetModel", "rpc.grpc.status": "OK", "recinfer.request_id": "abc"}
     assert model[5:] == ["0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"]
     assert (refused[2], refused[4]["rpc.grpc.status"], refused[6]) == ("ERROR", "NOT_FOUND", None)

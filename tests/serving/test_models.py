@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def weights(models: admin_pb.ModelList) -> dict[str, dict[str, int]]:
 
 def refused(call: Any, request: Any) -> grpc.RpcError:
     with pytest.raises(grpc.RpcError) as caught:
-        call(request, timeout=30)
+        call(request, timeout=60)
     return caught.value
 
 
@@ -85,6 +85,7 @@ class Load:
         self.answers: Counter[str] = Counter()
         self._target, self._predictor, self._stop = target, predictor, threading.Event()
         self._threads = [threading.Thread(target=self._call, args=(n,)) for n in range(callers)]
+        self._asked = [0] * callers
 
     def _call(self, number: int) -> None:
         dense, kjt = make_request(number, 3)
@@ -93,16 +94,26 @@ class Load:
         with grpc.insecure_channel(self._target) as channel:
             predict = channel.unary_unary(f"/{SERVICE_NAME}/Predict")
             while not self._stop.is_set():
+                self._asked[number] += 1
                 try:
-                    outputs, version = codec.decode_predict_response(predict(data, timeout=10))
+                    outputs, version = codec.decode_predict_response(predict(data, timeout=60))
                     same = torch.allclose(outputs["output"], expected, rtol=0, atol=1e-6)
                     self.answers[version if same else "wrong"] += 1
                 except grpc.RpcError as error:
                     self.answers[error.code().name] += 1
 
     def wait(self, more: int = 30) -> None:
-        goal, end = self.answers.total() + more, time.monotonic() + 30
-        while self.answers.total() < goal:
+        goal = self.answers.total() + more
+        self._until(lambda: self.answers.total() >= goal)
+
+    def settle(self) -> None:
+        """Return when what each caller has asked before this is answered, and counted."""
+        goals = [asked + 1 for asked in self._asked]
+        self._until(lambda: all(asked >= goal for asked, goal in zip(self._asked, goals)))
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 120
+        while not condition():
             assert time.monotonic() < end
             time.sleep(0.005)
 
@@ -114,7 +125,8 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(90)
+            assert not thread.is_alive()
 
 
 def test_swap_canary_and_rollback_under_load(
@@ -126,30 +138,30 @@ def test_swap_canary_and_rollback_under_load(
         admin.Load(admin_pb.LoadRequest(model="tiny", version="2"), timeout=60)
         load_.wait()
         assert set(load_.answers) == {"1"}  # loaded, and asked for by name only
-        admin.SetDefault(admin_pb.SetDefaultRequest(model="tiny", version="2"), timeout=10)
-        load_.wait(8)  # what was in flight
+        admin.SetDefault(admin_pb.SetDefaultRequest(model="tiny", version="2"), timeout=60)
+        load_.settle()
         before = load_.answers["1"]
         load_.wait()
         assert load_.answers["1"] == before
         assert weights(admin.Rollback(admin_pb.RollbackRequest(model="tiny"))) == {"tiny": {"1": 1, "2": 0}}
-        load_.wait(8)
+        load_.settle()
         before = load_.answers["2"]
         load_.wait()
         assert load_.answers["2"] == before
         canary = [admin_pb.VersionWeight(version="1", weight=90), admin_pb.VersionWeight(version="2", weight=10)]
-        admin.SetWeights(admin_pb.SetWeightsRequest(model="tiny", weights=canary), timeout=10)
+        admin.SetWeights(admin_pb.SetWeightsRequest(model="tiny", weights=canary), timeout=60)
         start = Counter(load_.answers)
         load_.wait(400)
         share = (load_.answers["2"] - start["2"]) / (load_.answers - start).total()
         assert 0.03 < share < 0.2
-        admin.SetDefault(admin_pb.SetDefaultRequest(model="tiny", version="2"), timeout=10)
+        admin.SetDefault(admin_pb.SetDefaultRequest(model="tiny", version="2"), timeout=60)
         assert mapped(store / "tiny" / "1")
         monkeypatch.setattr(gc, "collect", None)  # it would hold requests up
         gc.disable()
         assert weights(admin.Unload(admin_pb.UnloadRequest(model="tiny", version="1"))) == {"tiny": {"2": 1}}
         load_.wait()
     assert set(load_.answers) == {"1", "2"}, load_.answers
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     try:
         while mapped(store / "tiny" / "1"):
             assert time.monotonic() < end, "the unloaded version's pages are still mapped"
@@ -189,7 +201,7 @@ def test_a_model_is_added_and_taken_away(server: Server, admin: Any, predictor: 
         assert torch.equal(client.predict(dense, kjt)["output"], predictor.predict(dense, kjt)["output"])
         check = health_pb2.HealthCheckRequest(service="other")
         assert health.Check(check).status == health_pb2.HealthCheckResponse.SERVING
-        admin.Unload(admin_pb.UnloadRequest(model="other", version="1"), timeout=10)
+        admin.Unload(admin_pb.UnloadRequest(model="other", version="1"), timeout=60)
         assert health.Check(check).status != health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(NotFoundError):
             client.predict(dense, kjt)
@@ -252,9 +264,9 @@ def test_the_command_serves_a_store(store: Path):
         try:
             port = json.loads(process.stdout.readline())["port"]
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-                models = admin_pb2_grpc.AdminStub(channel).ListModels(admin_pb.ListModelsRequest(), timeout=10)
+                models = admin_pb2_grpc.AdminStub(channel).ListModels(admin_pb.ListModelsRequest(), timeout=60)
             assert weights(models) == {"other": {"1": 1}, "tiny": {"2": 1}}
         finally:
             process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
         assert "tiny 10 is not served" in process.stderr.read()

@@ -23,6 +23,7 @@ from recinfer.serving.server import Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.conftest import DIM, NUM_DENSE, make_request
 from tests.serving.test_sequences import predictors
+from tests.serving.test_workers import until
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
 triton_grpc = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed (the dev extra)")
@@ -234,7 +235,7 @@ def test_typed_contents(server: Server, predictor: Predictor):
     request = pb.ModelInferRequest(model_name="tiny", inputs=inputs)
     with grpc.insecure_channel(server.target) as channel:
         call = channel.unary_unary(f"/{SERVICE_NAME}/ModelInfer")
-        answer = pb.ModelInferResponse.FromString(call(request.SerializeToString(), timeout=10))
+        answer = pb.ModelInferResponse.FromString(call(request.SerializeToString(), timeout=60))
         got = np.frombuffer(answer.raw_output_contents[0], "<f4").reshape(answer.outputs[0].shape)
         np.testing.assert_allclose(got, predictor.predict(dense, kjt)["output"].numpy(), atol=1e-6)
         for change, words in (
@@ -243,7 +244,7 @@ def test_typed_contents(server: Server, predictor: Predictor):
         ):
             broken = pb.ModelInferRequest(model_name="tiny", inputs=inputs, **change)
             with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT") as caught:
-                call(broken.SerializeToString(), timeout=10)
+                call(broken.SerializeToString(), timeout=60)
             assert words in caught.value.details()
 
 
@@ -251,7 +252,7 @@ def post(server: Server, body: bytes, path: str = "/v2/models/tiny/infer", **hea
     names = {key.replace("_", "-"): value for key, value in headers.items()}
     request = urllib.request.Request(f"http://127.0.0.1:{server.http_port}{path}", body, names, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
@@ -313,13 +314,13 @@ def test_too_large_a_body_is_refused(server: Server):
 
 def test_requests_are_counted_and_reflection_lists_the_service(server: Server):
     post(server, b"{")
-    assert server.stats.requests()["ModelInfer", "INVALID_ARGUMENT"] >= 1
+    until(lambda: server.stats.requests().get(("ModelInfer", "INVALID_ARGUMENT"), 0) >= 1)  # once it is sent
     with grpc.insecure_channel(server.target) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         ask = [
             reflection_pb2.ServerReflectionRequest(list_services=""),
             reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME),
         ]
-        listed, file = stub.ServerReflectionInfo(iter(ask), timeout=10)
+        listed, file = stub.ServerReflectionInfo(iter(ask), timeout=60)
     assert SERVICE_NAME in [service.name for service in listed.list_services_response.service]
     assert len(file.file_descriptor_response.file_descriptor_proto) == 1

@@ -29,7 +29,7 @@ TOKEN = "a-token-of-enough-letters"
 
 def get_model(channel: grpc.Channel, token: str | None = None) -> str:
     metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-    return inference_pb2_grpc.InferenceStub(channel).GetModel(pb.GetModelRequest(), metadata=metadata, timeout=10).name
+    return inference_pb2_grpc.InferenceStub(channel).GetModel(pb.GetModelRequest(), metadata=metadata, timeout=60).name
 
 
 def test_a_token_is_needed_but_for_health(predictor: Predictor):
@@ -130,10 +130,10 @@ def test_every_door_is_as_safe(predictor: Predictor, certificates: Path):
         for port, path in doors.items():
             url = f"https://127.0.0.1:{port}/{path}"
             with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(url, context=context, timeout=10)
+                urllib.request.urlopen(url, context=context, timeout=60)
             assert refused.value.code == 401
             asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
-            with urllib.request.urlopen(asked, context=context, timeout=10) as answer:
+            with urllib.request.urlopen(asked, context=context, timeout=60) as answer:
                 assert answer.status == 200
             with pytest.raises(OSError):
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10)
@@ -154,10 +154,10 @@ def test_every_door_is_as_safe(predictor: Predictor, certificates: Path):
         token.write_text(TOKEN + "\n")
         lookup = [sys.executable, "-m", "recinfer", "lookup", "--target", server.target, "--feature", "user=3,7"]
         secret = ["--token-file", str(token), "--tls-ca", str(ca), "--json"]
-        done = subprocess.run([*lookup, *secret], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([*lookup, *secret], capture_output=True, text=True, timeout=180, check=False)
         assert done.returncode == 0, done.stderr
         assert len(json.loads(done.stdout)["pooled"]["user"][0]) == 8
         done = subprocess.run(
-            [*lookup, "--tls-ca", "nothing.pem"], capture_output=True, text=True, timeout=60, check=False
+            [*lookup, "--tls-ca", "nothing.pem"], capture_output=True, text=True, timeout=180, check=False
         )
         assert (done.returncode, "nothing.pem" in done.stderr) == (2, True)

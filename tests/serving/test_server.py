@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,7 +28,9 @@ from recinfer.serving.proto import inference_pb2_grpc
 from recinfer.serving.security import Security
 from recinfer.serving.server import SERVICE_NAME, Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.ports import free_port
 from tests.serving.conftest import DIM, NUM_DENSE, ROWS, make_request
+from tests.serving.test_workers import until
 
 BATCHES = [1, 2, 33]
 
@@ -152,8 +153,8 @@ def test_a_watched_server_stops_at_once_and_says_so(predictor: Predictor):
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
         heard.append(next(watch).status)
         begin = time.monotonic()
-        server.stop(10.0)
-        assert time.monotonic() - begin < 5.0  # a Watch never ends by itself: it held the whole grace up
+        server.stop(100.0)
+        assert time.monotonic() - begin < 50.0  # a Watch never ends by itself: it held the whole grace up
         heard += [answer.status for answer in watch]
     assert heard == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
 
@@ -189,7 +190,7 @@ def test_a_bug_of_ours_is_logged_and_shows_nothing(
         assert str(caught.value) == "internal error; the server's log has the details"
         assert "secret of the server" in caplog.text
         assert client.lookup(one("user", 3)).keys() == ["user"]
-        assert server.stats.requests() == {("Predict", "INTERNAL"): 1, ("Lookup", "OK"): 1}
+        until(lambda: server.stats.requests() == {("Predict", "INTERNAL"): 1, ("Lookup", "OK"): 1})
 
 
 def test_limits(predictor: Predictor):
@@ -222,9 +223,8 @@ def test_listens_on_loopback_and_refuses_a_taken_port(server: Server, predictor:
 
 
 def test_client_says_when_nobody_is_there():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    client = InferenceClient(f"127.0.0.1:{port}")
+    port = free_port()
+    client = InferenceClient(f"127.0.0.1:{port}", timeout=60)
     with pytest.raises(UnavailableError, match=rf"127.0.0.1:{port}.*is the server running.*recinfer serve"):
         client.get_model()
     assert not client.is_ready()
@@ -242,7 +242,7 @@ def slowly(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> tuple[threa
 
     def lookup(self: Predictor, kjt: KeyedJaggedTensor) -> object:
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(120)
         return real(self, kjt)
 
     monkeypatch.setattr(type(predictor), "lookup_steps", lookup)
@@ -254,27 +254,25 @@ def test_a_call_is_given_up_in_time(predictor: Predictor, monkeypatch: pytest.Mo
     with Server({"tiny": predictor}) as server, InferenceClient(server.target, timeout=0.3) as client:
         with pytest.raises(UnavailableError, match=r"did not answer within 0.3 s"):
             client.lookup(make_request(0, 4000)[1])
-        assert client.is_ready()  # the loop is free while a large request runs
+        assert client.is_ready(timeout=60)  # the loop is free while a large request runs
         go_on.set()
 
 
 def test_stop_lets_running_requests_end_and_takes_no_new_ones(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     begun, go_on = slowly(predictor, monkeypatch)
     server = Server({"tiny": predictor}).start()
-    with ThreadPoolExecutor(2) as pool, InferenceClient(server.target) as client:
+    with ThreadPoolExecutor(2) as pool, InferenceClient(server.target, timeout=120) as client:
         answer = pool.submit(client.lookup, make_request(0, 4000)[1])
-        assert begun.wait(10)
-        stopped = pool.submit(server.stop, 20.0)
-        with InferenceClient(server.target) as late:
-            end = time.monotonic() + 10
-            while late.is_ready(timeout=1) and time.monotonic() < end:
-                time.sleep(0.01)
+        assert begun.wait(60)
+        stopped = pool.submit(server.stop, 100.0)
+        with InferenceClient(server.target, timeout=60) as late:
+            until(lambda: not late.is_ready())
             with pytest.raises(UnavailableError):
                 late.get_model()
         assert not answer.done()
         go_on.set()
-        assert answer.result(10).pooled.values().shape == (4000, 4 * DIM)
-        stopped.result(20)
+        assert answer.result(90).pooled.values().shape == (4000, 4 * DIM)
+        stopped.result(90)
     server.stop()  # a second stop is free
 
 
@@ -290,7 +288,7 @@ def test_signals_stop_the_serving_process(archive: Path, number: signal.Signals)
         with InferenceClient(f"127.0.0.1:{int(process.stdout.readline())}") as client:
             assert client.lookup(one("user", 3)).keys() == ["user"]
             process.send_signal(number)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=90)
     finally:
         process.kill()
     assert (process.returncode, out) == (0, "stopped\n"), err
@@ -314,6 +312,6 @@ def test_a_signal_ends_serving_whatever_lock_this_thread_holds(archive: Path) ->
         "print('stopped')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, archive], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, archive], capture_output=True, text=True, timeout=180, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, "stopped"), done.stderr

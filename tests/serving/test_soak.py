@@ -16,7 +16,9 @@ ROWS = 500
 
 
 def test_ten_seconds(tmp_path: Path):
-    result = soak(build_store(tmp_path, ROWS), rows=ROWS, seconds=10.0, every=0.1, most=200.0)
+    result = soak(
+        build_store(tmp_path, ROWS), rows=ROWS, seconds=10.0, every=0.1, most=100.0
+    )  # what a machine far slower can do too
     assert not result.errors, result
     assert result.wrong == 0, result
     assert result.changes >= 9, result  # every kind of change at least once
