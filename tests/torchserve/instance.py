@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.ports import free_port
 
-_START_S = 90.0
-_STOP_S = 30.0
+_START_S = 240.0
+_STOP_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TorchServe:
 
         self.folder, self.model_store = folder, model_store
         (folder / "temp").mkdir(parents=True)
-        rest, management, metrics, grpc_port, grpc_management = _free_ports(5)
+        rest, management, metrics, grpc_port, grpc_management = (free_port() for _ in range(5))
         self.rest, self.management = f"http://127.0.0.1:{rest}", f"http://127.0.0.1:{management}"
         self.grpc_target = f"127.0.0.1:{grpc_port}"
         settings = {
@@ -71,7 +71,7 @@ class TorchServe:
 
     def register(self, url: str) -> Reply:
         """Register an entry of the model store with its workers started."""
-        return self.post(f"{self.management}/models?url={url}&synchronous=true", key=self.management_key, timeout=120)
+        return self.post(f"{self.management}/models?url={url}&synchronous=true", key=self.management_key, timeout=300)
 
     def predict(self, model: str, body: bytes, content_type: str, **headers: str) -> Reply:
         """POST to the REST door; ``headers`` with ``_`` for ``-``."""
@@ -86,7 +86,7 @@ class TorchServe:
         *,
         key: str = "",
         headers: dict[str, str] | None = None,
-        timeout: float = 30,
+        timeout: float = 120,
         method: str = "POST",
     ) -> Reply:
         """Send ``body`` with the token ``key``."""
@@ -129,17 +129,9 @@ class TorchServe:
             try:
                 keys = json.loads((self.folder / "key_file.json").read_text())
                 token = {"Authorization": f"Bearer {keys['inference']['key']}"}
-                urllib.request.urlopen(urllib.request.Request(f"{self.rest}/ping", headers=token), timeout=5).close()
+                urllib.request.urlopen(urllib.request.Request(f"{self.rest}/ping", headers=token), timeout=30).close()
                 return keys["inference"]["key"], keys["management"]["key"]
             except (OSError, ValueError):
                 time.sleep(0.1)
         self.stop()
         raise RuntimeError(f"TorchServe did not start:\n{self.output()[-3000:]}")
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports

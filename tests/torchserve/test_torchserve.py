@@ -36,7 +36,7 @@ def ours(server: Server) -> Iterator[InferenceClient]:
 
 def over_grpc(torchserve: TorchServe, model: str, token: str | None = None) -> TorchServeClient:
     key = torchserve.inference_key if token is None else token
-    return TorchServeClient(torchserve.grpc_target, model, token=key, timeout=30)
+    return TorchServeClient(torchserve.grpc_target, model, token=key, timeout=120)
 
 
 def as_json(kjt: KeyedJaggedTensor) -> dict[str, list[list[int]]]:
@@ -124,10 +124,13 @@ def test_one_bad_request_in_a_batch_fails_alone(torchserve: TorchServe, ours: In
             torch.testing.assert_close(good.result()[name], tensor, **TOLERANCE)
         with pytest.raises(InputError, match="dense: got 32 bytes"):
             bad.result()
-    with ThreadPoolExecutor(2) as pool:
-        bodies = [codec.encode_predict_request(dense, kjt), codec.encode_predict_request(wide, kjt)]
-        replies = list(pool.map(lambda body: torchserve.predict("batched", body, OCTETS), bodies))
-    assert [reply.code for reply in replies] == [200, 400]
+    bodies = [codec.encode_predict_request(dense, kjt), codec.encode_predict_request(wide, kjt)]
+    for _ in range(20):  # until both came within the batch's two seconds: alone, a refusal has TorchServe's own form
+        with ThreadPoolExecutor(2) as pool:
+            replies = list(pool.map(lambda body: torchserve.predict("batched", body, OCTETS), bodies))
+        assert [reply.code for reply in replies] == [200, 400]
+        if "error" in json.loads(replies[1].body):
+            break
     assert json.loads(replies[1].body)["error"]["code"] == "INVALID_ARGUMENT"
 
 
@@ -188,7 +191,7 @@ def test_versions_side_by_side(torchserve: TorchServe, tmp_path: Path):
         assert codec.decode_predict_response(reply.body)[1] == version, reply
     for version in ("", "3", "4"):
         with TorchServeClient(
-            torchserve.grpc_target, "tiny", token=torchserve.inference_key, version=version, timeout=30
+            torchserve.grpc_target, "tiny", token=torchserve.inference_key, version=version, timeout=120
         ) as client:
             assert client.lookup(kjt).model_version == (version or "3")
     default = f"{torchserve.management}/models/tiny/4/set-default"
@@ -208,7 +211,7 @@ def test_the_management_calls_of_the_docs(torchserve: TorchServe):
     assert {model["modelName"] for model in json.loads(listed.body)["models"]} >= {"tiny", "zipped", "batched"}
     described = json.loads(torchserve.post(f"{base}/models/tiny", key=key, method="GET").body)[0]
     assert (described["modelVersion"], described["minWorkers"]) == ("3", 1)
-    scaled = torchserve.post(f"{base}/models/tiny?min_worker=1&synchronous=true", key=key, method="PUT", timeout=90)
+    scaled = torchserve.post(f"{base}/models/tiny?min_worker=1&synchronous=true", key=key, method="PUT", timeout=300)
     assert scaled.code == 200, scaled
     keys = json.loads((torchserve.folder / "key_file.json").read_text())
     assert set(keys) == {"management", "inference", "API"}
