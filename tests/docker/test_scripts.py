@@ -48,7 +48,7 @@ class Running:
 
     def wait(self) -> None:
         """Until it is healthy."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while not self.healthy():
             assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
             time.sleep(0.2)
@@ -57,7 +57,7 @@ class Running:
         """Its metrics, asked for as Prometheus does: with the token."""
         request = urllib.request.Request(f"http://127.0.0.1:{self.metrics}/metrics")
         request.add_header("Authorization", f"Bearer {TOKEN}")
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.read().decode()
 
 
@@ -65,7 +65,7 @@ def check(port: int) -> subprocess.CompletedProcess[str]:
     """The image's healthcheck, on a port of this machine."""
     environment = {"RECINFER_PORT": str(port), "PATH": os.environ["PATH"]}
     command = [sys.executable, DOCKER / "healthcheck.py"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def named(expression: str) -> set[str]:
 
 def test_every_metric_that_is_named_is_one_of_a_running_server(fleet: dict[str, Running]):
     yaml = pytest.importorskip("yaml", reason="PyYAML reads the rules")
-    with InferenceClient(f"127.0.0.1:{fleet['ranker'].port}", token=TOKEN) as client:
+    with InferenceClient(f"127.0.0.1:{fleet['ranker'].port}", token=TOKEN, timeout=60) as client:
         ask(client)
     by_role = {role: fleet[name].scrape() for role, name in (("shard", "shard-0"), ("ranker", "ranker"))}
     text = "".join(by_role.values())
@@ -165,7 +165,7 @@ def test_every_metric_that_is_named_is_one_of_a_running_server(fleet: dict[str, 
 
 def test_metrics_need_the_token(fleet: dict[str, Running]):
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(f"http://127.0.0.1:{fleet['ranker'].metrics}/metrics", timeout=10)
+        urllib.request.urlopen(f"http://127.0.0.1:{fleet['ranker'].metrics}/metrics", timeout=60)
 
 
 def test_the_healthcheck_says_no_where_nobody_serves():
@@ -177,7 +177,7 @@ def test_sigterm_drains_each(fleet: dict[str, Running]):
     for name in ("ranker", "shard-0", "shard-1"):
         server = fleet[name]
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0, server.log.read_text()
+        assert server.process.wait(60) == 0, server.log.read_text()
         assert "stopped" in server.log.read_text()
         assert not server.healthy()
 
@@ -186,17 +186,18 @@ def test_one_process_and_a_ranker_that_waits(tools: Path, tmp_path: Path):
     archive = build_archive(tmp_path)
     with script("serve.sh", tools, tmp_path / "log", RECINFER_ARCHIVE=str(archive), RECINFER_TOKEN=TOKEN) as server:
         server.wait()
-        with InferenceClient(f"127.0.0.1:{server.port}", token=TOKEN) as client:
+        with InferenceClient(f"127.0.0.1:{server.port}", token=TOKEN, timeout=60) as client:
             assert ask(client).shape[0] == 1
     shards = write_shards(tmp_path / "shards.json", {rank: [f"127.0.0.1:{free_port()}"] for rank in (0, 1)})
     more = {"RECINFER_ARCHIVE": str(archive), "RECINFER_SHARDS": str(shards)}
     with script("ranker.sh", tools, tmp_path / "waits", **more) as ranker:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while "waiting for shards" not in (tmp_path / "waits").read_text():
             assert ranker.process.poll() is None and time.monotonic() < end
             time.sleep(0.2)
-        done = check(ranker.port)
-        assert done.returncode == 1 and "NOT_SERVING" in done.stderr
+        while "NOT_SERVING" not in (done := check(ranker.port)).stderr:  # a check gives up after three seconds
+            assert ranker.process.poll() is None and time.monotonic() < end, done
+        assert done.returncode == 1
 
 
 def test_rankers_of_two_versions_at_one_set_of_shards(tools: Path, tmp_path: Path):
@@ -232,8 +233,8 @@ def test_rankers_of_two_versions_at_one_set_of_shards(tools: Path, tmp_path: Pat
         answers = []
         for ranker in rankers:
             ranker.wait()
-            with InferenceClient(f"127.0.0.1:{ranker.port}", token=TOKEN) as client:
-                client.wait_until_ready(60)  # it listens before its shards are there
+            with InferenceClient(f"127.0.0.1:{ranker.port}", token=TOKEN, timeout=60) as client:
+                client.wait_until_ready(240)  # it listens before its shards are there
                 answers.append(ask(client))
         for server in (*shards, *rankers):
             server.process.send_signal(signal.SIGTERM)
@@ -246,7 +247,7 @@ def test_rankers_of_two_versions_at_one_set_of_shards(tools: Path, tmp_path: Pat
 @pytest.mark.parametrize(("name", "missing"), [("serve.sh", "RECINFER_ARCHIVE"), ("shard.sh", "RECINFER_RANKS")])
 def test_a_script_names_the_variable_that_it_lacks(name: str, missing: str, tools: Path, tmp_path: Path):
     with script(name, tools, tmp_path / "log") as server:
-        assert server.process.wait(20) != 0
+        assert server.process.wait(60) != 0
     assert missing in (tmp_path / "log").read_text()
 
 
@@ -258,7 +259,7 @@ def test_beyond_loopback_a_token_is_needed(tools: Path, tmp_path: Path):
         env={**environment, "RECINFER_ARCHIVE": archive},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 2 and "0.0.0.0" in done.stderr and "token" in done.stderr

@@ -200,7 +200,7 @@ def test_requests_see_all_of_a_delta_or_nothing(chain: tuple[Any, ...]) -> None:
     predictor = recinfer.load(archive.root)
     stop = threading.Event()
     wrong: list[Any] = []
-    counts = [0, 0]
+    counts, seen = [0, 0], [0, 0]  # answers of either kind, and of either state
     request = make_request(RANKER_ROWS, 33, seed=9, longest=3)
     dense = torch.ones(33, NUM_DENSE)
 
@@ -210,23 +210,32 @@ def test_requests_see_all_of_a_delta_or_nothing(chain: tuple[Any, ...]) -> None:
             output = predictor.predict(dense, request)["output"]
             for given, place in ((pooled.values(), 0), (output, 1)):
                 matches = [torch.equal(given, state[place]) for state in allowed]
-                counts[matches.index(True) if any(matches) else 0] += 1
-                if not any(matches):
+                counts[place] += 1
+                if any(matches):
+                    seen[matches.index(True)] += 1
+                else:
                     wrong.append(given)
+
+    def wait(state: int) -> None:
+        """Until some more answers of that state have come."""
+        goal, end = seen[state] + 6, time.monotonic() + 120
+        while seen[state] < goal and not wrong:
+            assert time.monotonic() < end
+            time.sleep(0.002)
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
         thread.start()
     for _ in range(10):
         predictor.apply_delta(paths[0])
-        time.sleep(0.02)
+        wait(1)
         predictor.undo_delta()
-        time.sleep(0.02)
+        wait(0)
     stop.set()
     for thread in threads:
         thread.join()
     assert not wrong
-    assert min(counts) > 0
+    assert min(counts) > 0 and min(seen) >= 60
 
 
 def test_nothing_changed_is_a_small_delta(tmp_path: Path) -> None:
