@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +14,7 @@ from recinfer.errors import ConfigError
 if TYPE_CHECKING:
     from recinfer.serving.client import InferenceClient
 
-__all__ = ["ClientOptions", "TargetOption", "open_client"]
+__all__ = ["ClientOptions", "TargetOption", "missing_text", "open_client"]
 
 TargetOption = Annotated[str, typer.Option("--target", metavar="HOST:PORT", help="A running `recinfer serve`.")]
 
@@ -74,3 +75,9 @@ def open_client(target: str, options: ClientOptions) -> InferenceClient:
             client.close()
             raise
     return client
+
+
+def missing_text(ranks: Sequence[int]) -> str:
+    """What to say above an answer that lacks ``ranks``, in rich's markup."""
+    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"[yellow]{which} did not answer: vectors of their rows are zero, as the model allows[/yellow]"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recinfer.cli.client import ClientOptions, TargetOption, open_client
+from recinfer.cli.client import ClientOptions, TargetOption, missing_text, open_client
 from recinfer.cli.console import JsonOption, Output
 from recinfer.cli.declared import takes
 from recinfer.cli.options import parse_pair
@@ -58,11 +58,14 @@ def run(options: LookupOptions) -> None:
     for name, jagged in result.sequences.items():
         for sample, rows in enumerate(jagged.to_dense()):
             table.add_row(name, str(sample), str(len(rows)), str(rows.shape[-1]), _preview(rows.flatten()))
+    if result.missing_ranks:
+        output.show(missing_text(result.missing_ranks))
     output.show(table)
     output.finish(
         {
             "batch_size": kjt.stride(),
             "model_version": result.model_version,
+            "missing_ranks": list(result.missing_ranks),
             "pooled": {name: values.tolist() for name, values in pooled.items()},
             "sequences": {name: _rows(jagged) for name, jagged in result.sequences.items()},
         }

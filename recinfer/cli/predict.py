@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from recinfer.cli.client import ClientOptions, TargetOption, open_client
+from recinfer.cli.client import ClientOptions, TargetOption, missing_text, open_client
 from recinfer.cli.console import JsonOption, Output
 from recinfer.cli.declared import takes
 from recinfer.errors import ConfigError
@@ -75,13 +75,16 @@ def run(options: PredictOptions) -> None:
     kind = options.format or _format_of(source)
     with open_client(options.target, options.client) as client:
         dense, features = _from_json(source) if kind is InputFormat.json else _from_rows(source, kind, client)
-        outputs = _predict(client, dense, features, options.batch_size)
+        outputs, missing = _predict(client, dense, features, options.batch_size)
     num_rows = features.stride()
+    if missing:
+        output.show(missing_text(missing))
     output.show(_table(outputs, num_rows))
     if options.out:
         _write(options.out, outputs)
         output.show(f"[green]wrote[/green] {options.out}  {num_rows} rows")
-    output.finish({"rows": num_rows, "outputs": {name: values.tolist() for name, values in outputs.items()}})
+    found = {name: values.tolist() for name, values in outputs.items()}
+    output.finish({"rows": num_rows, "missing_ranks": missing, "outputs": found})
 
 
 def _format_of(path: Path) -> InputFormat:
@@ -124,13 +127,16 @@ def _from_json(path: Path) -> tuple[Tensor, KeyedJaggedTensor]:
     return codec.decode_dense(request.dense, batch, len(request.dense) // (4 * batch)), features
 
 
-def _predict(client: InferenceClient, dense: Tensor, features: KeyedJaggedTensor, batch_size: int) -> dict[str, Tensor]:
-    """The model's outputs for all rows, asked for ``batch_size`` rows at a time."""
+def _predict(
+    client: InferenceClient, dense: Tensor, features: KeyedJaggedTensor, batch_size: int
+) -> tuple[dict[str, Tensor], list[int]]:
+    """The model's outputs for all rows, asked for ``batch_size`` rows at a time, and the ranks that some lacked."""
     import torch
 
     starts = range(0, features.stride(), batch_size)
     found = [client.predict(dense[at : at + batch_size], _rows(features, at, at + batch_size)) for at in starts]
-    return {name: torch.cat([outputs[name] for outputs in found]) for name in found[0]}
+    missing = sorted({rank for outputs in found for rank in outputs.missing})
+    return {name: torch.cat([outputs[name] for outputs in found]) for name in found[0]}, missing
 
 
 def _rows(features: KeyedJaggedTensor, start: int, stop: int) -> KeyedJaggedTensor:

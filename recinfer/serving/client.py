@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2
 from torch import Tensor
 
 from recinfer.errors import InputError, RecinferError, UnavailableError
+from recinfer.inference.together import Outputs
 from recinfer.serving import codec
 from recinfer.serving.columns import as_dense, as_features, as_raw
 from recinfer.serving.proto import inference_pb2 as pb
@@ -173,9 +174,7 @@ class InferenceClient(_Client):
         """Embeddings of some or all features of the model, given in any order."""
         return _embeddings(self._call(self._lookup, self._lookup_request(features), timeout))
 
-    def predict(
-        self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None
-    ) -> dict[str, Tensor]:
+    def predict(self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
         """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples.
 
         ``context``: features of one sample that go with all B, a user's beside its candidates', in any form that
@@ -184,7 +183,7 @@ class InferenceClient(_Client):
         request = self._predict_request(dense, features, context)
         return codec.decode_predict_response(self._call(self._predict, request, timeout))[0]
 
-    def predict_raw(self, rows: Any, *, timeout: float | None = None) -> dict[str, Tensor]:
+    def predict_raw(self, rows: Any, *, timeout: float | None = None) -> Outputs:
         """The model's outputs by name, from rows as the training data had them.
 
         The server makes ids and dense inputs of them by the feature contract of the model's archive. ``rows``: see
@@ -280,14 +279,12 @@ class AsyncInferenceClient(_Client):
         """As InferenceClient.lookup."""
         return _embeddings(await self._call("Lookup", self._lookup_request(features), timeout))
 
-    async def predict(
-        self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None
-    ) -> dict[str, Tensor]:
+    async def predict(self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
         """As InferenceClient.predict."""
         request = self._predict_request(dense, features, context)
         return codec.decode_predict_response(await self._call("Predict", request, timeout))[0]
 
-    async def predict_raw(self, rows: Any, *, timeout: float | None = None) -> dict[str, Tensor]:
+    async def predict_raw(self, rows: Any, *, timeout: float | None = None) -> Outputs:
         """As InferenceClient.predict_raw."""
         return codec.decode_predict_response(await self._call("Predict", self._raw_request(rows), timeout))[0]
 

@@ -115,6 +115,7 @@ class ServerProcess:
         self._child.join(10)
         if self._child.is_alive():
             self._child.kill()
+            self._child.join()
 
     def spent(self) -> tuple[Spent, int, float]:
         """CPU so far, runs of the batcher, and seconds in handlers."""

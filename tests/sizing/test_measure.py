@@ -25,7 +25,10 @@ def test_a_server_under_both_kinds_of_load(archive: Path) -> None:
     due = np.linspace(0.0, 0.3, 60)
     before = set(multiprocessing.active_children())  # of other tests
     with ServerProcess(archive) as server:
-        closed = closed_loop(server, LOOKUP, requests, 4, 0.3)
+        seconds, closed = 0.3, closed_loop(server, LOOKUP, requests, 4, 0.3)
+        while closed.answered <= 10 and seconds < 60:  # on a machine that stood still
+            seconds *= 4
+            closed = closed_loop(server, LOOKUP, requests, 4, seconds)
         opened = open_loop(server, LOOKUP, requests, due.tolist())
     assert closed.answered == closed.latencies.size > 10
     assert opened.answered == 60
@@ -43,12 +46,16 @@ def test_a_server_under_both_kinds_of_load(archive: Path) -> None:
 def test_all_of_it() -> None:
     said: list[str] = []
     before = set(multiprocessing.active_children())  # of other tests
-    costs = measure_serving(seconds=0.1, progress=said.append)
+    # Costs are differences of means of a tenth of a second: other work on the machine can hide one, not all three times.
+    for _ in range(3):
+        costs = measure_serving(seconds=0.1, progress=said.append)
+        direct_s = 0.0 if costs.direct is None else costs.direct.run.base_s
+        sane = min(costs.run.base_s, costs.shard.base_s) > 1e-5 and direct_s < costs.run.base_s
+        if sane and np.mean(costs.spread) == pytest.approx(1.0, rel=0.1):
+            break
+    else:
+        pytest.fail(f"none of three measurements is sane: {costs}")
     assert costs.server.loop_cold_s >= 0
-    assert costs.run.base_s > 1e-5
-    assert costs.shard.base_s > 1e-5
-    assert costs.direct is None or costs.direct.run.base_s < costs.run.base_s
-    assert np.mean(costs.spread) == pytest.approx(1.0, rel=0.1)
     assert any("ranker of 2" in text for text in said)
     assert set(multiprocessing.active_children()) <= before
 

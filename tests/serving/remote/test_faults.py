@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import threading
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from recinfer.cli.main import app
 from recinfer.errors import UnavailableError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client import InferenceClient
@@ -144,6 +147,9 @@ def test_no_replica_is_an_error_that_says_which_and_it_recovers(fleet: Fleet, cl
         assert got.missing_ranks == (1,) and fleet.fanout.default_rows[1] > 0
         outputs = client.predict(*make_request(5, 4))
         assert outputs.missing == (1,) and torch.isfinite(outputs["output"]).all()
+        asked = ["lookup", "--target", client.target, *(f"--feature={key}=0" for key in request.keys())]  # noqa: SIM118
+        assert "rank 1 did not answer" in CliRunner().invoke(app, asked).stdout
+        assert json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)["missing_ranks"] == [1]
     finally:
         fleet.fanout._missing = "error"
     fleet.shards[1] = [fleet.begin(1, number) for number in range(2)]
