@@ -4,7 +4,9 @@ A call that is refused in its handler costs about what one costs that is answere
 wakes the event loop. At three times what a server can take that is most of what it does. So calls that would find
 the queue full are answered between gRPC's hand and grpc.aio's.
 
-This reaches into what grpcio keeps to itself. Where that is not as it is known here, calls are refused in their handlers.
+This reaches into what grpcio keeps to itself, which is known here in two forms: the later one (seen in 1.85) asks gRPC for
+calls of each registered method by itself, the earlier one (seen in 1.81) for calls of any. Where it is neither, calls are
+refused in their handlers.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
@@ -61,6 +64,11 @@ class Door:
     ) -> None:
         self.queue, self._methods, self._allows, self._observer = queue, methods, allows, observer
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The methods whose calls may be refused."""
+        return tuple(self._methods)
+
     def refuse(
         self, method: str, metadata: Sequence[tuple[str, Any]], deadline: float
     ) -> tuple[bytes, tuple[tuple[str, str | bytes], ...]] | None:
@@ -92,7 +100,12 @@ def _maker() -> Callable[[Door, Sequence[Any], Sequence[tuple[str, Any]]], grpc.
         from grpc._cython import cygrpc
         from grpc.aio import _server as grpc_server
 
-        if cygrpc._handle_rpc.__code__.co_varnames[: len(_HANDLE_RPC)] != _HANDLE_RPC:
+        by_method = hasattr(cygrpc.AioServer, "_request_registered_call")
+        if by_method:
+            if cygrpc.AioServer._request_registered_call.__code__.co_varnames[:2] != ("self", "method"):
+                return None
+            _ = cygrpc.AioServer.add_registered_method_handlers
+        elif cygrpc._handle_rpc.__code__.co_varnames[: len(_HANDLE_RPC)] != _HANDLE_RPC:
             return None
         exhausted = cygrpc.StatusCode.resource_exhausted
         execute, context_of, close = cygrpc.execute_batch, cygrpc._ServicerContext, cygrpc.ReceiveCloseOnServerOperation
@@ -109,34 +122,50 @@ def _maker() -> Callable[[Door, Sequence[Any], Sequence[tuple[str, Any]]], grpc.
         refusals: set[asyncio.Task[None]]
 
         async def _request_call(self) -> Any:
-            loop = asyncio.get_running_loop()
             while True:
                 state = await super()._request_call()
-                left = context_of(state, None, None, loop).time_remaining()
-                deadline = math.inf if left is None else time.monotonic() + left
-                if self.door.queue.has_room(deadline):
+                if by_method or not self._refuses(state, None):  # calls of registered methods come the other way
                     return state
-                peek = _Peek()
-                asked = handle([peek], (), state, loop, False)
-                try:
-                    asked.send(None)
-                except _Seen:
-                    pass
-                finally:
-                    asked.close()
-                refused = self.door.refuse(peek.method, peek.metadata, deadline)
-                if refused is None:
+
+        async def _request_registered_call(self, method: bytes) -> Any:
+            while True:
+                state = await super()._request_registered_call(method)
+                if not self._refuses(state, method.decode()):
                     return state
-                message, trailing = refused
-                ending = (send_metadata((), 0), send_status(trailing, exhausted, message, 0), close(0))
-                task = loop.create_task(execute(state, ending, loop))
-                self.refusals.add(task)
-                task.add_done_callback(self._ended)
+
+        def _refuses(self, state: Any, method: str | None) -> bool:
+            """Whether the call has been ended here. ``method``: None where that is still to be found out."""
+            loop = asyncio.get_running_loop()
+            context = context_of(state, None, None, loop)
+            left = context.time_remaining()
+            deadline = math.inf if left is None else time.monotonic() + left
+            if self.door.queue.has_room(deadline):
+                return False
+            refused = self.door.refuse(method or _method_of(state, loop), context.invocation_metadata(), deadline)
+            if refused is None:
+                return False
+            message, trailing = refused
+            ending = (send_metadata((), 0), send_status(trailing, exhausted, message, 0), close(0))
+            task = loop.create_task(execute(state, ending, loop))
+            self.refusals.add(task)
+            task.add_done_callback(self._ended)
+            return True
 
         def _ended(self, task: asyncio.Task[None]) -> None:
             self.refusals.discard(task)
             if not task.cancelled():
                 task.exception()  # who asked is gone: nothing to do
+
+    def _method_of(state: Any, loop: asyncio.AbstractEventLoop) -> str:
+        peek = _Peek()
+        asked = handle([peek], (), state, loop, False)
+        try:
+            asked.send(None)
+        except _Seen:
+            pass
+        finally:
+            asked.close()
+        return peek.method
 
     class Server(grpc_server.Server):
         """grpc.aio's server around it."""
@@ -146,7 +175,27 @@ def _maker() -> Callable[[Door, Sequence[Any], Sequence[tuple[str, Any]]], grpc.
             self._server = AioServer(self._loop, None, (), tuple(interceptors), augment(tuple(options), None), None)
             self._server.door, self._server.refusals = door, set()
 
+        def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+            super().add_generic_rpc_handlers(generic_rpc_handlers)
+            if by_method:  # a call of any method is handed over without its name
+                known = {path: _handler(generic_rpc_handlers, path) for path in self._server.door.paths}
+                self._server.add_registered_method_handlers({path: known[path] for path in known if known[path]})
+
     return Server
+
+
+def _handler(handlers: Sequence[grpc.GenericRpcHandler], path: str) -> grpc.RpcMethodHandler | None:
+    """What handles the calls of one method."""
+    details = _Details(path)
+    return next((found for handler in handlers if (found := handler.service(details)) is not None), None)
+
+
+@dataclass(frozen=True)
+class _Details:
+    """As grpc.HandlerCallDetails, of a call without metadata."""
+
+    method: str
+    invocation_metadata: tuple[tuple[str, str], ...] = ()
 
 
 class _Seen(Exception):
@@ -157,11 +206,10 @@ class _Peek:
     """A generic handler that remembers what was called and ends the look for a handler there."""
 
     method = ""
-    metadata: Sequence[tuple[str, Any]] = ()
 
     def service(self, details: grpc.HandlerCallDetails) -> None:
         """See grpc.GenericRpcHandler."""
-        self.method, self.metadata = details.method, details.invocation_metadata
+        self.method = details.method
         raise _Seen
 
 

@@ -89,7 +89,7 @@ def refused(call: grpc.UnaryUnaryMultiCallable, data: bytes, **how: object) -> g
 
 
 def test_the_installed_grpcio_is_known():
-    """When this fails, look at what _handle_rpc of the new grpcio does first, and at AioServer's main loop."""
+    """When this fails, look at what AioServer of the new grpcio asks for in its main loop, and what _handle_rpc does first."""
     assert knows_grpcio()
 
 
