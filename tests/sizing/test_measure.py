@@ -49,12 +49,14 @@ def test_all_of_it() -> None:
     # Costs are differences of means of a tenth of a second: other work on the machine can hide one, not all three times.
     for _ in range(3):
         costs = measure_serving(seconds=0.1, progress=said.append)
-        direct_s = 0.0 if costs.direct is None else costs.direct.run.base_s
-        sane = min(costs.run.base_s, costs.shard.base_s) > 1e-5 and direct_s < costs.run.base_s
-        if sane and np.mean(costs.spread) == pytest.approx(1.0, rel=0.1):
+        run_s, shard_s = costs.run.base_s + costs.run.request_s, costs.shard.base_s
+        if min(run_s, shard_s) > 1e-5 and np.mean(costs.spread) == pytest.approx(1.0, rel=0.1):
             break
     else:
         pytest.fail(f"none of three measurements is sane: {costs}")
+    if costs.direct is not None:  # past the queue, a lookup takes half of the loop's CPU: 270 us for 550
+        loop_us = [costs.notes["measured"][f"{kind}, batch 1, 32 callers"]["loop"] for kind in ("direct", "whole")]
+        assert loop_us[0] < loop_us[1]
     assert costs.server.loop_cold_s >= 0
     assert any("ranker of 2" in text for text in said)
     assert set(multiprocessing.active_children()) <= before
