@@ -16,7 +16,7 @@ import grpc.aio
 
 from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.serving.client import credentials_of
-from recinfer.serving.loop import run_on_loop
+from recinfer.serving.loop import run_on_loop, start_on_loop
 from recinfer.serving.remote.config import read_shards
 from recinfer.serving.remote.replica import Replica
 from recinfer.serving.remote.versions import VersionSpec
@@ -82,8 +82,17 @@ class ReplicaPool:
     # -- versions ----------------------------------------------------------------------------------------------------
 
     def want(self, spec: VersionSpec) -> VersionSpec:
-        """Replicas that come from now on prepare ``spec``, for as long as somebody holds what this returns."""
-        return self._wanted.setdefault(spec.key, spec)
+        """Replicas prepare ``spec``, those that are there and those that come, for as long as somebody holds what this
+        returns."""
+        found = self._wanted.setdefault(spec.key, spec)
+        start_on_loop(self._catch_up(found.key))
+        return found
+
+    async def _catch_up(self, version: str) -> None:
+        """Have replicas look again that came up before ``version`` was wanted."""
+        for replica in self.everyone():
+            if replica.up and version not in replica.versions:
+                replica.lacks(version)
 
     def wanted(self) -> list[VersionSpec]:
         """What replicas should have."""

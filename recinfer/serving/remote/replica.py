@@ -181,19 +181,25 @@ class Replica:
         state = pb.ShardState.FromString(answer)
         self.ranks, self.versions = tuple(state.ranks), set(state.versions)
         whole = True
-        for spec in self._wanted():
-            if spec.key in self.versions:
-                continue
-            try:
-                await self.prepare(spec)
-                _log.info("shard %s has prepared version %s", self.target, spec.key)
-            except grpc.aio.AioRpcError as error:
-                whole = False
-                self.why = f"lacks version {spec.key}: {error.details()}"
-                if self._told.get(spec.key) != self.why:
-                    self._told[spec.key] = self.why
-                    _log.warning("shard %s %s", self.target, self.why)
+        tried: set[str] = set()
+        # What is wanted may grow while one is prepared; nothing is awaited between the last look at it and "up".
+        while lacking := [spec for spec in self._wanted() if spec.key not in self.versions | tried]:
+            for spec in lacking:
+                tried.add(spec.key)
+                whole &= await self._prepare_one(spec)
         return whole
+
+    async def _prepare_one(self, spec: VersionSpec) -> bool:
+        try:
+            await self.prepare(spec)
+        except grpc.aio.AioRpcError as error:
+            self.why = f"lacks version {spec.key}: {error.details()}"
+            if self._told.get(spec.key) != self.why:
+                self._told[spec.key] = self.why
+                _log.warning("shard %s %s", self.target, self.why)
+            return False
+        _log.info("shard %s has prepared version %s", self.target, spec.key)
+        return True
 
     def _set_up(self, up: bool) -> None:
         if up != self.up:

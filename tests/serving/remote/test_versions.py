@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from recinfer.archive.reader import open_archive
 from recinfer.checkpoint import CheckpointReader
 from recinfer.errors import InputError, NotFoundError, NotPreparedError
 from recinfer.inference.delta import make_delta
-from recinfer.inference.predictor import load
+from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.admin_client import AdminClient
 from recinfer.serving.client import InferenceClient
 from recinfer.serving.limits import Limits
@@ -211,3 +212,19 @@ def test_only_the_store_is_read_and_few_versions_stay(archives: dict[str, Path],
         tables.add(make_archive(tmp_path / str(number), "table_wise", version=str(number), seed=number))
     held = set(tables.keys())
     assert len(held) == MAX_VERSIONS and first not in held
+
+
+def test_replicas_that_were_up_before_a_version_was_wanted_prepare_it(archives: dict[str, Path], tmp_path: Path):
+    """A ranker that takes long to open its archive connects first, and finds shards of the version before."""
+    for version, archive in archives.items():
+        shutil.copytree(archive, tmp_path / "store" / MODEL / version)
+    store = tmp_path / "store"
+    with (
+        shard(store / MODEL / "1", (0, 1, 2), store=store) as server,
+        asking(write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})) as fanout,
+    ):
+        there = Predictor(open_archive(store / MODEL / "2"), lookups=remote_lookups(fanout, str(store), wait=False))
+        until(lambda: not fanout.pool.unreachable(there.lookups.ranks, there.lookups.spec.key))
+        request = make_request(5)
+        expected = load(archives["2"]).lookup(request).pooled
+        torch.testing.assert_close(there.lookup(request).pooled.values(), expected.values())
