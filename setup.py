@@ -23,7 +23,7 @@ setup(
     ext_modules=[
         extension("quant/_rows", "recinfer/quant/_half.h"),
         extension("quant/_tables", "recinfer/quant/_half.h", "recinfer/quant/_bags.h"),
-        extension("serving/_ranks", "recinfer/quant/_bags.h"),
-        extension("serving/_wire"),
+        extension("serving/_ranks", "recinfer/quant/_bags.h", "recinfer/serving/_reader.h"),
+        extension("serving/_wire", "recinfer/serving/_reader.h"),
     ]
 )

@@ -22,6 +22,7 @@ from recinfer.serving.service import InferenceService, Message
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, make_archive, make_request
 from tests.inference.test_delta import changed, save
+from tests.serving.mutations import mutated
 
 pytestmark = pytest.mark.skipif(
     not DirectTables.available(),
@@ -169,21 +170,11 @@ def test_ten_thousand_mutated_messages(service: InferenceService) -> None:
     chosen = random.Random(11)
     starts = [codec.encode_lookup_request(make_request(RANKER_ROWS, batch, batch)) for batch in (1, 3)]
     answered = 0
-    for _ in range(10_000):
-        data = bytearray(chosen.choice(starts))
-        for _ in range(chosen.randint(1, 3)):
-            at = chosen.randrange(len(data))
-            kind = chosen.random()
-            if kind < 0.6:
-                data[at] = chosen.choice([0, 1, 2, 0x7F, 0x80, 0xFF, chosen.randrange(256)])
-            elif kind < 0.8:
-                del data[at : at + chosen.randint(1, 9)]
-            else:
-                data[at:at] = chosen.randbytes(chosen.randint(1, 9))
-        found = service.direct.lookup(bytes(data))
+    for data in mutated(chosen, starts, 10_000):
+        found = service.direct.lookup(data)
         if found is not None:
             answered += 1
-            assert found[0] == service.lookup(bytes(data))
+            assert found[0] == service.lookup(data)
     assert answered > 100
 
 

@@ -39,6 +39,7 @@ from recinfer.serving.remote.tables import ShardTables
 from recinfer.serving.server import Server
 from recinfer.serving.service import InferenceService
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.serving.mutations import mutated
 from tests.serving.remote.fleet import allowing_default_rows, asking, shard, write_shards
 from tests.serving.remote.models import KINDS, rectangles_of
 
@@ -226,21 +227,6 @@ def test_a_shard_leaves_what_is_not_plain(tmp_path: Path):
     ):
         assert tables.find_directly(other, Limits()) is None
     assert tables.find_directly(data, Limits(max_concurrent=1, max_batch=2)) is None
-
-
-def mutated(chosen: random.Random, starts: list[bytes], count: int) -> Iterator[bytes]:
-    for _ in range(count):
-        data = bytearray(chosen.choice(starts))
-        for _ in range(chosen.randint(1, 3)):
-            at = chosen.randrange(len(data))
-            kind = chosen.random()
-            if kind < 0.6:
-                data[at] = chosen.choice([0, 1, 2, 0x7F, 0x80, 0xFF, chosen.randrange(256)])
-            elif kind < 0.8:
-                del data[at : at + chosen.randint(1, 9)]
-            else:
-                data[at:at] = chosen.randbytes(chosen.randint(1, 9))
-        yield bytes(data)
 
 
 def test_ten_thousand_mutated_messages_to_a_shard(tmp_path: Path):

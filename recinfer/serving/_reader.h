@@ -1,0 +1,42 @@
+/* Reading protobuf's wire format, bounds checked: what the compiled loops of this folder share. */
+
+#ifndef RECINFER_WIRE_READER_H
+#define RECINFER_WIRE_READER_H
+
+#include <Python.h>
+#include <stdint.h>
+
+enum { VARINT = 0, DELIMITED = 2 };
+
+typedef struct {
+    const uint8_t *at, *end;
+} Reader;
+
+typedef struct {
+    const uint8_t *at;
+    Py_ssize_t size;
+} Span;
+
+/* The next varint; 0 where there is none. */
+static inline int read_varint(Reader *reader, uint64_t *value) {
+    *value = 0;
+    for (int shift = 0; shift < 63 && reader->at < reader->end; shift += 7) {
+        const uint8_t byte = *reader->at++;
+        *value |= (uint64_t)(byte & 0x7f) << shift;
+        if (byte < 0x80)
+            return 1;
+    }
+    return 0;
+}
+
+static inline int read_span(Reader *reader, Span *span) {
+    uint64_t size;
+    if (!read_varint(reader, &size) || size > (uint64_t)(reader->end - reader->at))
+        return 0;
+    span->at = reader->at;
+    span->size = (Py_ssize_t)size;
+    reader->at += size;
+    return 1;
+}
+
+#endif
