@@ -41,6 +41,10 @@ class ClientOptions:
         Path | None, typer.Option("--tls-cert", help="PEM file of your certificate (mutual TLS).", show_default=False)
     ] = None
     tls_key: Annotated[Path | None, typer.Option("--tls-key", help="PEM file of its key.", show_default=False)] = None
+    tls_name: Annotated[
+        str,
+        typer.Option("--tls-name", help="Name in the server's certificate, if not the target's.", show_default=False),
+    ] = ""
 
 
 def open_client(target: str, options: ClientOptions) -> InferenceClient:
@@ -67,6 +71,7 @@ def open_client(target: str, options: ClientOptions) -> InferenceClient:
         tls_ca=options.tls_ca,
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
+        tls_name=options.tls_name,
     )
     if options.wait:
         try:

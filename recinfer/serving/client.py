@@ -139,6 +139,7 @@ class InferenceClient(_Client):
         token: bearer token; empty: none.
         tls_ca: PEM file of the authority that signed the server's certificate; None: no TLS.
         tls_cert, tls_key: PEM files of this client's certificate, for mutual TLS.
+        tls_name: name in the server's certificate, where it is not the target's host; empty: it is.
 
     Features are a KeyedJaggedTensor, a dict of feature to list, or a DataFrame or Table: see
     :func:`recinfer.serving.columns.as_features`. All calls raise InputError (the request is wrong), NotFoundError (no
@@ -158,13 +159,14 @@ class InferenceClient(_Client):
         tls_ca: Path | None = None,
         tls_cert: Path | None = None,
         tls_key: Path | None = None,
+        tls_name: str = "",
     ) -> None:
         super().__init__(target, model, version, timeout, retries, token)
-        credentials = credentials_of(tls_ca, tls_cert, tls_key)
+        credentials, options = _security(tls_ca, tls_cert, tls_key, tls_name)
         if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=_OPTIONS)
+            self._channel = grpc.insecure_channel(target, options=options)
         else:
-            self._channel = grpc.secure_channel(target, credentials, options=_OPTIONS)
+            self._channel = grpc.secure_channel(target, credentials, options=options)
         self._lookup = self._channel.unary_unary(f"/{_SERVICE}/Lookup")
         self._predict = self._channel.unary_unary(f"/{_SERVICE}/Predict")
         self._get_model = self._channel.unary_unary(f"/{_SERVICE}/GetModel")
@@ -264,13 +266,14 @@ class AsyncInferenceClient(_Client):
         tls_ca: Path | None = None,
         tls_cert: Path | None = None,
         tls_key: Path | None = None,
+        tls_name: str = "",
     ) -> None:
         super().__init__(target, model, version, timeout, retries, token)
-        credentials = credentials_of(tls_ca, tls_cert, tls_key)
+        credentials, options = _security(tls_ca, tls_cert, tls_key, tls_name)
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(target, options=options)
         else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
+            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
         self._methods = {
             call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in ("Lookup", "Predict", "GetModel")
         }
@@ -320,8 +323,18 @@ class AsyncInferenceClient(_Client):
             await asyncio.sleep(wait)
 
 
-# An answer's size is bounded by the server's limits.
-_OPTIONS = (("grpc.max_receive_message_length", -1),)
+def _security(
+    ca: Path | None, cert: Path | None, key: Path | None, name: str
+) -> tuple[grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
+    """A channel's credentials, None without TLS, and its options. Raises InputError."""
+    credentials = credentials_of(ca, cert, key)
+    # An answer's size is bounded by the server's limits.
+    options: list[tuple[str, Any]] = [("grpc.max_receive_message_length", -1)]
+    if not name:
+        return credentials, options
+    if credentials is None:
+        raise InputError(f"TLS: got the name {name!r} without tls_ca, expected the server's authority too")
+    return credentials, [*options, ("grpc.ssl_target_name_override", name)]
 
 
 def credentials_of(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:
