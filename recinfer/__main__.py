@@ -6,9 +6,12 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from recinfer.cli.main import main
+        from recinfer.cli.interrupts import never_lost
 
-        main()
+        with never_lost():
+            from recinfer.cli.main import main
+
+            main()
     except KeyboardInterrupt:  # while the verbs are loaded
         exec("")  # see recinfer.cli.console.verb
         print("interrupted", file=sys.stderr)

@@ -27,6 +27,7 @@ from recinfer.cli import (
     verify,
 )
 from recinfer.cli.console import EXIT_INTERRUPTED, set_debug, verb
+from recinfer.cli.interrupts import never_lost
 
 __all__ = ["app", "main"]
 
@@ -81,7 +82,8 @@ def _root(
 def main() -> None:
     """Run the command line; the ``recinfer`` script."""
     try:
-        app()
+        with never_lost():
+            app()
     except KeyboardInterrupt:  # between a command and the end of the process; inside one, `verb` has it
         sys.stderr.write("interrupted\n")
         sys.exit(EXIT_INTERRUPTED)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,9 @@ OPTIONS = {
     "delta": "--after --model --overwrite --out",
     "reshard": "--world-size --plan --device --overwrite --out",
     "serve": "--host --port --device --preload --lock --delta",
-    "lookup": "--target --feature --model --version --timeout --wait --token-file --tls-ca --tls-cert --tls-key",
+    "lookup": "--target --feature --model --version --timeout --wait --token-file --tls-ca --tls-cert --tls-key --tls-name",
     "predict": "--target --input --format --out --batch-size --model --version --timeout --wait --token-file --tls-ca "
-    "--tls-cert --tls-key",
+    "--tls-cert --tls-key --tls-name",
     "mar": "--export-path --archive-format --model-name --archive-at --workers --batch-size --max-batch-delay-ms --force",
     "demo": "--data --format --out --world-size --epochs --embedding-dim --limit --seed",
     "calibrate": "--out --device --seconds-per-point",
@@ -119,30 +120,27 @@ def test_an_unknown_option_is_a_usage_error() -> None:
 
 
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "recinfer",
-        "train",
-        "--limit",
-        "5000",
-        "--epochs",
-        "100000",
-        "--out",
-        str(tmp_path / "ckpt"),
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stderr is not None
-    try:
-        assert process.stderr.readline()  # it has begun
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
-    finally:
-        process.kill()
+    curve, out = tmp_path / "curve.csv", tmp_path / "ckpt"
+    options = ["--limit", "5000", "--epochs", "100000", "--metrics", str(curve), "--out", str(out)]
+    command = [sys.executable, "-m", "recinfer", "train", *options]
+    with (tmp_path / "stderr").open("w+") as said:
+        process = subprocess.Popen(command, stderr=said, cwd=ROOT)
+        try:
+            end = time.monotonic() + 120
+            while not (curve.exists() and len(curve.read_text().splitlines()) > 1):  # it trains
+                assert process.poll() is None and time.monotonic() < end
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            process.wait(120)
+        finally:
+            process.kill()
+            process.wait()
+        said.seek(0)
+        err = said.read()
     assert process.returncode == 130
     assert "interrupted" in err
     assert "Traceback" not in err
-    assert not (tmp_path / "ckpt").exists()
+    assert not out.exists()
 
 
 def test_a_server_that_is_not_there_is_said_in_one_line() -> None:
@@ -164,12 +162,50 @@ app.command()(verb(run))
 app()
 """
 
+# Where no exception can be raised, so that Python drops it: in a destructor, in a callback of a weak reference.
+LOST = """
+import signal, time, weakref
+
+class Ended:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+class Watched:
+    pass
+
+def wait():
+    for _ in range(600):
+        time.sleep(0.1)
+
+def in_destructor():
+    Ended()
+    wait()
+
+def in_callback():
+    watched = Watched()
+    watch = weakref.ref(watched, lambda _: signal.raise_signal(signal.SIGINT))
+    del watched
+    wait()
+"""
+VERB = """
+import sys
+from lost import in_callback
+from recinfer.cli.console import verb
+from recinfer.cli.main import app, main
+
+app.command(name="lose")(verb(in_callback))
+sys.argv[1:] = ["lose"]
+main()
+"""
+
 
 @pytest.mark.parametrize(
     ("module", "files"),
     [
         ("interrupted", {"interrupted.py": PROGRAM}),  # in code made from text, as dataclasses are while torch loads
         ("recinfer", {"typer.py": "raise KeyboardInterrupt"}),  # while the verbs load
+        ("recinfer", {"typer.py": "import lost\nlost.in_destructor()", "lost.py": LOST}),
+        ("verb", {"verb.py": VERB, "lost.py": LOST}),
     ],
 )
 def test_ctrl_c_ends_with_130_wherever_it_comes(module: str, files: dict[str, str], tmp_path: Path) -> None:
