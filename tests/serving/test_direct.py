@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,6 +105,19 @@ def test_predictions_alone_and_together(service: InferenceService) -> None:
     assert "dense: sample 0" in str(answers[2])
 
 
+def test_numbers_too_large_to_tell_are_left_to_the_ordinary_way_without_a_word(service: InferenceService) -> None:
+    """Their sum overflows, and a signalling NaN is invalid; numpy would say so once, on the server's stderr."""
+    values = np.array([1e30, 3e38, -3e38, np.inf, np.nan, 0], np.float32)
+    values.view(np.int32)[-1] = 0x7F800001
+    requests = [
+        codec.encode_predict_request(torch.from_numpy(np.repeat(values[n : n + 1], NUM_DENSE)[None]), one_id(1))
+        for n in range(len(values))
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [service.direct.predict(data) for data in requests] == [None] * len(values)
+
+
 def one_id(value: int) -> KeyedJaggedTensor:
     names = list(RANKER_ROWS)
     return KeyedJaggedTensor(
@@ -198,7 +213,7 @@ def test_a_delta_reaches_it_at_once(tmp_path: Path) -> None:
 def test_through_a_server_and_in_its_figures(service: InferenceService) -> None:
     predictor = service.registry.get().predictor
     features = make_request(RANKER_ROWS, 3)
-    with Server({"ranker": predictor}) as server, InferenceClient(server.target) as client:
+    with Server({"ranker": predictor}) as server, InferenceClient(server.target, timeout=60) as client:
         before = predictor.stages.state()["lookup"].count
         found = client.lookup(features)
         torch.testing.assert_close(found.pooled.values(), predictor.lookup(features).pooled.values(), rtol=0, atol=0)
