@@ -3,13 +3,15 @@
 gRPC hands requests over one at a time, each some 100 us of its own work after the last, so what is about to come cannot
 be seen. It is learned instead (``_Pace``): how many requests came together lately, and so how many a run waits for.
 
-Everything but the runs themselves happens on one event loop, so nothing here needs a lock.
+Everything but the runs themselves happens on one event loop; only what :meth:`Batcher.went_straight` and the like share with
+it, as they may be called from gRPC's thread, is guarded by a lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -184,6 +186,7 @@ class Batcher:
         self._hold: asyncio.TimerHandle | None = None
         self._latest = self._hold_until = 0.0
         self._pace = _Pace()
+        self._lock = threading.Lock()
         self._seconds_a_request = 1e-3
         self._runs = self._requests = self._samples = self._expired = self._refused = 0
 
@@ -222,7 +225,8 @@ class Batcher:
         return self._refusal("its limit" if full else _TOO_LATE)
 
     def _refusal(self, why: str) -> OverloadedError:
-        self._refused += 1
+        with self._lock:
+            self._refused += 1
         waiting, seconds = self._waiting + self._waiting_elsewhere, max(0.001, self._expected_wait())
         return OverloadedError(
             f"the server has {waiting} requests waiting, {why}; try again in {seconds * 1e3:.0f} ms",
@@ -248,14 +252,16 @@ class Batcher:
         """``time.monotonic()``; raises DeadlineError when that is behind ``deadline``."""
         now = time.monotonic()
         if now >= deadline:
-            self._expired += 1
+            with self._lock:
+                self._expired += 1
             raise DeadlineError("the deadline had passed when the request arrived; it was not run")
         return now
 
     def may_go_straight(self, lane: Any, num_bytes: int) -> bool:
         """Whether a request of one sample may be run by its caller, now: nothing else is there, and it is short.
 
-        It is told to :meth:`went_straight` when it was.
+        It is told to :meth:`went_straight` when it was. Any thread may ask: at worst a request that came meanwhile is not
+        waited with.
         """
         if self._waiting or self._running or self._run_later is not None or num_bytes > _INLINE_BYTES:
             return False
@@ -264,9 +270,13 @@ class Batcher:
         return self._expected(lane, 1) <= _INLINE_S
 
     def went_straight(self, lane: Any, seconds: float) -> None:
-        """A request of one sample was run by its caller."""
-        self._pace.goes_alone()
+        """A request of one sample was run by its caller, on any thread."""
+        self._goes_alone()
         self._done(lane, (_ONE,), seconds, seconds)
+
+    def _goes_alone(self) -> bool:
+        with self._lock:
+            return self._pace.goes_alone()
 
     def may_go_away(self) -> bool:
         """Whether a request whose rows are on other hosts may be run by its caller, within :meth:`away`: nothing else is
@@ -277,7 +287,7 @@ class Batcher:
     @contextmanager
     def away(self, lane: Any, samples: int) -> Iterator[None]:
         """A run by its caller that waits for other hosts."""
-        self._pace.goes_alone()
+        self._goes_alone()
         self._running += 1
         start = time.monotonic()
         try:
@@ -289,10 +299,11 @@ class Batcher:
                 self._flush_soon()
 
     def count(self, samples: int) -> None:
-        """A request was answered without the queue."""
-        self._runs += 1
-        self._requests += 1
-        self._samples += samples
+        """A request was answered without the queue, on any thread."""
+        with self._lock:
+            self._runs += 1
+            self._requests += 1
+            self._samples += samples
 
     async def submit(self, work: Runnable, deadline: float = float("inf")) -> Any:
         """The answer to ``work``; raises what its run raised.
@@ -306,7 +317,7 @@ class Batcher:
         """
         now = self.check_deadline(deadline)
         found_idle = not self._waiting and not self._running
-        alone = found_idle and (not self.config.max_delay_us or self._pace.goes_alone())
+        alone = found_idle and (not self.config.max_delay_us or self._goes_alone())
         if alone and self._run_later is not None:
             return await self._straight_later(work, deadline, now)
         if alone and self._is_short(work):
@@ -323,7 +334,8 @@ class Batcher:
             self._flush_soon()
         elif self._waiting >= self._pace.target:
             if self._flush_set is None and self._running < self._threads:
-                self._pace.reached()
+                with self._lock:
+                    self._pace.reached()
             self._flush_soon()
         else:
             self._wait_for_more(now)
@@ -365,8 +377,8 @@ class Batcher:
     def _expected(self, lane: Any, samples: int) -> float:
         """Seconds of a run of that many samples, or of the most that were seen, or 0."""
         for size in range(samples.bit_length(), 0, -1):
-            if (lane, size) in self._costs:
-                return self._costs[lane, size]
+            if (found := self._costs.get((lane, size))) is not None:
+                return found
         return 0.0
 
     def _wait_for_more(self, now: float) -> None:
@@ -388,7 +400,8 @@ class Batcher:
             self._hold_for(left)
             return
         if self._flush_set is None:
-            self._pace.missed(self._waiting)
+            with self._lock:
+                self._pace.missed(self._waiting)
         self._flush()
 
     def _flush_soon(self) -> None:
@@ -424,7 +437,8 @@ class Batcher:
             if entry.future.done():
                 continue
             if now >= entry.deadline:
-                self._expired += 1
+                with self._lock:
+                    self._expired += 1
                 entry.future.set_exception(
                     DeadlineError("the deadline passed while the request waited; it was not run")
                 )
@@ -504,16 +518,17 @@ class Batcher:
 
     def _done(self, lane: Any, works: Sequence[Runnable], seconds: float, cost: float) -> None:
         samples = sum(work.samples for work in works)
-        self._runs += 1
-        self._requests += len(works)
-        self._samples += samples
-        if len(self._costs) > 1024:  # lanes of models that are gone
-            self._costs.clear()
         # By the power of two of its size: a run of many samples takes far less than as many of one.
         key = lane, samples.bit_length()
-        before = self._costs.get(key, cost)
-        self._costs[key] = before + _SMOOTHING * (cost - before)
-        self._seconds_a_request += _SMOOTHING * (seconds / len(works) - self._seconds_a_request)
+        with self._lock:
+            self._runs += 1
+            self._requests += len(works)
+            self._samples += samples
+            if len(self._costs) > 1024:  # lanes of models that are gone
+                self._costs.clear()
+            before = self._costs.get(key, cost)
+            self._costs[key] = before + _SMOOTHING * (cost - before)
+            self._seconds_a_request += _SMOOTHING * (seconds / len(works) - self._seconds_a_request)
 
     def _forget(self, entry: _Waiting) -> None:
         """A caller went away: free its place, unless its run has begun."""

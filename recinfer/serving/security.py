@@ -13,10 +13,16 @@ import grpc
 import grpc.aio
 
 from recinfer.errors import ConfigError
+from recinfer.serving.core import Ending
 
-__all__ = ["Security", "TokenInterceptor", "read_token"]
+__all__ = ["HEADER", "NO_TOKEN", "Security", "TokenInterceptor", "read_token"]
 
-_HEADER = "authorization"
+HEADER = "authorization"
+"""The metadata (or HTTP header) that holds the token."""
+
+NO_TOKEN = Ending("UNAUTHENTICATED", "this server needs a token: send 'authorization: Bearer <token>'")
+"""What who has not got it is told."""
+
 _SCHEME = "bearer "
 _MIN_TOKEN = 16
 _OPEN = ("/grpc.health.v1.Health/",)
@@ -89,6 +95,10 @@ class Security:
             return False
         return hmac.compare_digest(given[len(_SCHEME) :].strip().encode(), self.token.encode())
 
+    def admits(self, path: str, authorization: str | None) -> bool:
+        """The same for a method of gRPC; health stays open, for those who watch the server."""
+        return path.startswith(_OPEN) or self.allows(authorization)
+
 
 def read_token(path: Path) -> str:
     """The token in a file, without the white space around it; raises ConfigError."""
@@ -96,7 +106,7 @@ def read_token(path: Path) -> str:
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token, UNAUTHENTICATED; health stays open, for those who watch the server."""
+    """Refuses calls without the token, UNAUTHENTICATED, in a server of grpc.aio."""
 
     def __init__(self, security: Security) -> None:
         self._security = security
@@ -108,16 +118,14 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         """The call's own handler, or the one that refuses."""
-        given = next((v for k, v in handler_call_details.invocation_metadata if k == _HEADER), None)
-        if handler_call_details.method.startswith(_OPEN) or self._security.allows(given):
+        given = next((v for k, v in handler_call_details.invocation_metadata if k == HEADER), None)
+        if self._security.admits(handler_call_details.method, given):
             return await continuation(handler_call_details)
         return self._refuse
 
 
 async def _refuse(_: bytes, context: grpc.aio.ServicerContext) -> bytes:
-    await context.abort(
-        grpc.StatusCode.UNAUTHENTICATED, "this server needs a token: send 'authorization: Bearer <token>'"
-    )
+    await context.abort(grpc.StatusCode[NO_TOKEN.code], NO_TOKEN.message)
     raise AssertionError  # abort raises
 
 

@@ -13,18 +13,27 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import grpc
-import grpc.aio
 from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.inference.lookups import run_later
 from recinfer.serving.address import check_address
 from recinfer.serving.batcher import BatchConfig, Batcher, BatcherState
+from recinfer.serving.core import CoreServer, Fast
 from recinfer.serving.direct import DIRECT_BYTES
+from recinfer.serving.door import Door, GrpcServer, grpc_server
 from recinfer.serving.ending_health import EndingHealth
-from recinfer.serving.handling import Answer, connection_options, deadline, generic_handler, until_signalled
+from recinfer.serving.handling import (
+    Answer,
+    add_standard_services,
+    at_once,
+    connection_options,
+    deadline,
+    generic_handler,
+    until_signalled,
+)
 from recinfer.serving.limits import Limits
 from recinfer.serving.loop import run_on_loop
 from recinfer.serving.metrics import ServerMetrics, Status
@@ -33,9 +42,8 @@ from recinfer.serving.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.open_inference_grpc import OpenInference
 from recinfer.serving.proto import admin_pb2, open_inference_pb2
 from recinfer.serving.proto import inference_pb2 as pb
-from recinfer.serving.refusing import Door, aio_server
 from recinfer.serving.registry import ModelRegistry, ServedModel
-from recinfer.serving.security import Security, TokenInterceptor
+from recinfer.serving.security import Security
 from recinfer.serving.service import Call, InferenceService, Message
 from recinfer.serving.store import ModelStore, StoreManager
 from recinfer.serving.tuning import tune_process
@@ -116,7 +124,8 @@ class Server:
         self.host = host
         self._port = port
         self._threads = threads or min(4, os.cpu_count() or 1)
-        self._server: grpc.aio.Server | None = None
+        self._server: GrpcServer | None = None
+        self._core: CoreServer | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._health: EndingHealth | None = None
         self._decoders = {"Lookup": self.service.decode_lookup, "Predict": self.service.decode_predict}
@@ -187,9 +196,9 @@ class Server:
             waited=functools.partial(self.stats.stages.add, "queue"),
             run_later=None if self._shards is None else self._run_later,
         )
-        server = aio_server(
+        server = grpc_server(
             self._door(self.batcher),
-            interceptors=[TokenInterceptor(self._security)] if self._security.token is not None else [],
+            fast=self._fast(),
             options=[
                 ("grpc.max_receive_message_length", limits.max_message_bytes),
                 ("grpc.max_send_message_length", -1),  # bounded by max_response_bytes, before anything is computed
@@ -198,13 +207,11 @@ class Server:
                 *connection_options(),
             ],
         )
+        if isinstance(server, CoreServer):
+            self._core = server
         server.add_generic_rpc_handlers(self._handlers())
-        self._health = EndingHealth()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, reflection.SERVICE_NAME]
-        if self.admin_calls:
-            names.append(_ADMIN_NAME)
-        reflection.enable_server_reflection(names, server, _pool_of_everything())
+        names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, *([_ADMIN_NAME] if self.admin_calls else [])]
+        self._health = add_standard_services(server, names, _pool_of_everything())
         if not self._share_port:
             check_address(self.host, self._port)
         credentials = self._security.credentials()
@@ -217,7 +224,7 @@ class Server:
             raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
         await server.start()
         if self.http_port is not None:
-            await self._start_http(self.http_port, server)
+            await self._start_http(self.http_port)
         if self.metrics_port is not None:
             await self._start_metrics(self.metrics_port)
         self._server = server
@@ -253,7 +260,7 @@ class Server:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._decode_pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _start_http(self, port: int, server: grpc.aio.Server) -> None:
+    async def _start_http(self, port: int) -> None:
         from recinfer.serving.open_inference_http import HttpDoor
 
         if not self._share_port:
@@ -286,13 +293,16 @@ class Server:
     def _queue_state(self) -> BatcherState | None:
         return None if self.batcher is None else self.batcher.state
 
-    async def _ask(self, call: str, data: bytes) -> bytes:
+    async def _ask(self, call: str, data: bytes, tried: bool = False) -> bytes:
+        """The answer to a call. ``tried``: gRPC's thread could not give it at once."""
         decode = self._decoders.get(call)
         if decode is None:
             return self.service.get_model(data)
         assert self.batcher is not None
-        if len(data) <= DIRECT_BYTES:
-            answer = self._directly(call, data) if self._shards is None else await self._away(call, data)
+        if len(data) <= DIRECT_BYTES and not tried:
+            answer = (
+                self._directly(call, data, deadline.get()) if self._shards is None else await self._away(call, data)
+            )
             if answer is not None:
                 return answer
         if len(data) <= _INLINE_BYTES:
@@ -305,24 +315,28 @@ class Server:
                 work = await asyncio.get_running_loop().run_in_executor(self._decode_pool, decode, data)
         return await self.batcher.submit(work, deadline.get())
 
-    def _directly(self, call: str, data: bytes) -> bytes | None:
-        """The answer to a small request that is sooner done than queued; None for others.
+    def _directly(self, call: str, data: bytes, until: float) -> bytes | None:
+        """The answer to a small request that is sooner done than queued; None for others. On the loop, or gRPC's thread.
 
         What the queue and a merged run cost a lookup is more than its rows. A dense run costs more, and less for each
         when it is shared: it goes alone only while requests come one by one.
         """
-        assert self.batcher is not None
-        start = self.batcher.check_deadline(deadline.get())
+        batcher, direct = self.batcher, self.service.direct
+        assert batcher is not None
+        if len(data) > DIRECT_BYTES:
+            return None
+        start = batcher.check_deadline(until)
         if call == "Lookup":
-            if (found := self.service.direct.lookup(data)) is None:
+            if (found := direct.lookup(data)) is None:
                 return None
-            self.batcher.count(found[1])
+            batcher.count(found[1])
             return found[0]
-        if not self.batcher.may_go_straight(call, len(data)):
+        # Those that gRPC's thread has given to the loop and that are not there yet will wait for a run together.
+        if (self._core is not None and self._core.coming) or not batcher.may_go_straight(call, len(data)):
             return None
-        if (found := self.service.direct.predict(data)) is None:
+        if (found := direct.predict(data)) is None:
             return None
-        self.batcher.went_straight(call, time.monotonic() - start)
+        batcher.went_straight(call, time.monotonic() - start)
         return found[0]
 
     async def _away(self, call: str, data: bytes) -> bytes | None:
@@ -343,13 +357,23 @@ class Server:
         paths = {f"/{SERVICE_NAME}/Predict": "Predict"}
         if self._shards is not None or not self.service.direct.available:
             paths |= {f"/{SERVICE_NAME}/Lookup": "Lookup", f"/{OPEN_INFERENCE}/ModelInfer": "ModelInfer"}
-        return Door(batcher, paths, self._security.allows, self.observer)
+        return Door(self._security, self.observer, batcher, paths)
+
+    def _fast(self) -> dict[str, Fast]:
+        """What gRPC's thread may answer."""
+        if self._shards is not None or not self.service.direct.available:
+            return {}
+        return {
+            f"/{SERVICE_NAME}/{call}": at_once(call, functools.partial(self._directly, call), self.observer)
+            for call in self._decoders
+        }
 
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         def handlers(service: str, calls: Mapping[str, Answer]) -> grpc.GenericRpcHandler:
             return generic_handler(service, calls, self.observer)
 
-        ours = {call: functools.partial(self._ask, call) for call in (*self._decoders, "GetModel")}
+        tried = self._core is not None and bool(self._fast())
+        ours = {call: functools.partial(self._ask, call, tried=tried) for call in (*self._decoders, "GetModel")}
         found = [handlers(SERVICE_NAME, ours), handlers(OPEN_INFERENCE, self.open_inference.calls())]
         if self.admin_calls:
             through = self._admin_through

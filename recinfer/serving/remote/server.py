@@ -12,18 +12,22 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import grpc
-import grpc.aio
 from google.protobuf.descriptor_pool import DescriptorPool
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 from recinfer.errors import ArchiveError, InputError, OverloadedError, UnavailableError
 from recinfer.inference.stages import Stages
 from recinfer.serving import codec
 from recinfer.serving.address import check_address
-from recinfer.serving.ending_health import EndingHealth
-from recinfer.serving.handling import connection_options, generic_handler, until_signalled
+from recinfer.serving.door import Door, GrpcServer, grpc_server
+from recinfer.serving.handling import (
+    add_standard_services,
+    at_once,
+    connection_options,
+    generic_handler,
+    until_signalled,
+)
 from recinfer.serving.limits import Limits
 from recinfer.serving.loop import run_on_loop
 from recinfer.serving.metrics import Status, plain_histogram
@@ -31,7 +35,7 @@ from recinfer.serving.observe import Observer
 from recinfer.serving.proto import shards_pb2 as pb
 from recinfer.serving.remote.replica import SERVICE_NAME
 from recinfer.serving.remote.tables import ShardTables
-from recinfer.serving.security import Security, TokenInterceptor
+from recinfer.serving.security import Security
 from recinfer.serving.stats import RequestStats
 from recinfer.serving.tuning import tune_process
 
@@ -83,7 +87,7 @@ class ShardServer:
         self.stats, self._stages = RequestStats(), Stages("lookup")
         self._observer = Observer(self.stats)
         self._started = time.monotonic()
-        self._server: grpc.aio.Server | None = None
+        self._server: GrpcServer | None = None
         self._metrics: MetricsDoor | None = None
 
     @property
@@ -143,8 +147,9 @@ class ShardServer:
     async def _start(self) -> None:
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="recinfer-shard")
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="recinfer-prepare")
-        server = grpc.aio.server(
-            interceptors=[TokenInterceptor(self._security)] if self._security.token is not None else [],
+        server = grpc_server(
+            Door(self._security, self._observer),
+            fast={f"/{SERVICE_NAME}/Find": at_once("Find", self._find_small, self._observer)},
             options=[
                 ("grpc.max_receive_message_length", self._limits.max_message_bytes),
                 ("grpc.max_send_message_length", -1),
@@ -158,10 +163,7 @@ class ShardServer:
             ],
         )
         calls = {"Find": self._find, "Prepare": self._prepare, "State": self._state}
-        self._health = EndingHealth()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = [SERVICE_NAME, _HEALTH_NAME, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(names, server, _descriptors())
+        self._health = add_standard_services(server, [SERVICE_NAME, _HEALTH_NAME], _descriptors())
         server.add_generic_rpc_handlers((generic_handler(SERVICE_NAME, calls, self._observer),))
         check_address(self.host, self.port)
         credentials = self._security.credentials()
@@ -209,6 +211,16 @@ class ShardServer:
         self.metrics_port = self._metrics.port
 
     # -- the calls ---------------------------------------------------------------------------------------------------
+
+    def _find_small(self, data: bytes, until: float) -> bytes | None:
+        """On gRPC's thread."""
+        if len(data) > _INLINE_BYTES or self._running >= self._max_running:
+            return None
+        start = time.perf_counter()
+        try:
+            return self.tables.find(data, self._limits)
+        finally:
+            self._stages.add("lookup", time.perf_counter() - start)
 
     async def _find(self, data: bytes) -> bytes:
         if self._running >= self._max_running:

@@ -1,0 +1,88 @@
+"""What a call meets first: whether it has the token, and whether there is room for it; and the gRPC server behind that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from recinfer.errors import OverloadedError
+from recinfer.serving.core import CoreServer, Ending, Fast, knows_grpcio
+from recinfer.serving.observe import Observer
+from recinfer.serving.retry import retry_info
+from recinfer.serving.security import HEADER, NO_TOKEN, Security, TokenInterceptor
+from recinfer.serving.status import status_of
+
+__all__ = ["Door", "GrpcServer", "Queue", "grpc_server"]
+
+_log = logging.getLogger("recinfer.serving.server")
+
+GrpcServer = CoreServer | grpc.aio.Server
+
+
+class Queue(Protocol):
+    """What calls would wait in."""
+
+    def has_room(self, deadline: float) -> bool:
+        """Whether a request that is not waited for after ``deadline`` (``time.monotonic()``) would be taken."""
+
+    def refusal(self, deadline: float) -> OverloadedError:
+        """What one is told for whom there is no room; counts it."""
+
+
+class Door:
+    """Which calls are ended as they arrive, before their message is read: at three times what a server can take, that is
+    most of what it does.
+
+    Args:
+        security: who may call.
+        queue: what calls would wait in.
+        methods: those that are refused where it has no room: full path ("/package.Service/Method") to the name it is
+            counted under.
+        observer: told of each refusal.
+    """
+
+    def __init__(
+        self,
+        security: Security,
+        observer: Observer,
+        queue: Queue | None = None,
+        methods: Mapping[str, str] | None = None,
+    ) -> None:
+        self.security, self._observer = security, observer
+        self._queue, self._methods = queue, dict(methods or {})
+        self._open = security.token is None
+
+    def admit(self, path: str, deadline: float, metadata: Sequence[tuple[str, Any]]) -> Ending | None:
+        """How a call ends that may not pass; see recinfer.serving.core.Admit."""
+        if not self._open and not self.security.admits(path, _header(metadata)):
+            return NO_TOKEN
+        call = self._methods.get(path)
+        if call is None or self._queue is None or self._queue.has_room(deadline):
+            return None
+        error = self._queue.refusal(deadline)
+        status = status_of(error)
+        self._observer.answered(call, status.code, 0.0, headers=metadata)
+        return Ending(status.code, status.message, retry_info(error, status.message))
+
+
+def _header(metadata: Sequence[tuple[str, Any]]) -> str | None:
+    return next((value for key, value in metadata if key == HEADER), None)
+
+
+def grpc_server(door: Door, options: Sequence[tuple[str, Any]], fast: Mapping[str, Fast] | None = None) -> GrpcServer:
+    """A server whose calls have to pass ``door`` first. Where grpcio is not known well enough it is grpc.aio's: then nothing
+    is refused or answered before it is with its handler.
+
+    Args:
+        options: of the server's channels.
+        fast: what may be answered at once, by method path.
+    """
+    if knows_grpcio():
+        return CoreServer(options, door.admit, fast)
+    _log.info("grpcio %s is not known; calls take the longer way through grpc.aio", grpc.__version__)
+    interceptors = [] if door.security.token is None else [TokenInterceptor(door.security)]
+    return grpc.aio.server(interceptors=interceptors, options=options)
