@@ -31,6 +31,7 @@ _ASKED_FOR = 8  # calls that gRPC may hand over before the thread turns to it ag
 _PATHS = 1024  # that are remembered; callers may make up any number of them
 _NEVER_S = 1e17
 _TICK_S = 60.0
+_CANCELLED_S = 3.0  # until calls that were cancelled are given back
 
 Fast = Callable[[bytes, float, Callable[[], Any]], "bytes | Ending | None"]
 """Answers a message at once, on gRPC's thread: takes it, the ``time.monotonic()`` after which nobody waits, and what gives the
@@ -140,7 +141,12 @@ class CoreServer:
                 await asyncio.wait_for(self._over.wait(), grace)
         if not self._over.is_set():
             self._server.cancel_all_calls()
-            await self._over.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), _CANCELLED_S)
+        if self._over.is_set():
+            self._server.destroy()  # here, as it may not be while calls are being cancelled
+        else:
+            _log.warning("some calls do not end; the server leaves them behind")
         for task in tuple(self._tasks):
             task.cancel()
         if self._tasks:
@@ -169,7 +175,6 @@ class CoreServer:
                 _log.exception("a call's event was lost")
             # An event may hold the last reference to its call, which gRPC wants back before it is asked again.
             event = None
-        self._server.destroy()
         self._loop.call_soon_threadsafe(self._over.set)  # type: ignore[union-attr]
 
     def _ask(self) -> None:

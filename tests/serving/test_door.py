@@ -13,12 +13,13 @@ from grpc_health.v1 import health_pb2
 
 from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving import codec, refusing
+from recinfer.serving import codec, door
 from recinfer.serving.batcher import BatchConfig
 from recinfer.serving.client import InferenceClient
+from recinfer.serving.core import CoreServer, knows_grpcio
+from recinfer.serving.door import Door, grpc_server
 from recinfer.serving.observe import Observer
 from recinfer.serving.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
-from recinfer.serving.refusing import Door, aio_server, knows_grpcio
 from recinfer.serving.security import Security
 from recinfer.serving.server import SERVICE_NAME, Server
 from recinfer.serving.stats import RequestStats
@@ -89,7 +90,7 @@ def refused(call: grpc.UnaryUnaryMultiCallable, data: bytes, **how: object) -> g
 
 
 def test_the_installed_grpcio_is_known():
-    """When this fails, look at what AioServer of the new grpcio asks for in its main loop, and what _handle_rpc does first."""
+    """When this fails, look at what grpc/_server.py of the new grpcio does with cygrpc, and do the same."""
     assert knows_grpcio()
 
 
@@ -198,11 +199,11 @@ class _Queue:
 def test_a_server_of_any_grpcio_answers(monkeypatch: pytest.MonkeyPatch, known: bool):
     """Where grpcio is not known nothing is refused here."""
     if not known:
-        monkeypatch.setattr(refusing, "_make", None)
+        monkeypatch.setattr(door, "knows_grpcio", lambda: False)
 
     async def main() -> list[object]:
-        door = Door(_Queue(), {"/a.B/C": "C"}, lambda header: True, Observer(RequestStats()))
-        server = aio_server(door, interceptors=[], options=[])
+        server = grpc_server(Door(Security(), Observer(RequestStats()), _Queue(), {"/a.B/C": "C"}), options=[])
+        assert isinstance(server, CoreServer) is known
 
         async def echo(data: bytes, _: object) -> bytes:
             return data
