@@ -20,7 +20,15 @@ __all__ = ["Door", "GrpcServer", "Queue", "grpc_server"]
 
 _log = logging.getLogger("recinfer.serving.server")
 
-GrpcServer = CoreServer | grpc.aio.Server
+
+class GrpcServer(Protocol):
+    """What CoreServer and grpc.aio.Server have in common."""
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None: ...
+    def add_insecure_port(self, address: str) -> int: ...
+    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int: ...
+    async def start(self) -> None: ...
+    async def stop(self, grace: float | None) -> None: ...
 
 
 class Queue(Protocol):
