@@ -72,7 +72,8 @@ class SoakResult:
         errors: failed requests by gRPC code; ``paused``: those of the moments after the whole machine stood still.
         said: how often which failure came in which second of the run; the first ones.
         wrong: answers that are those of no state of the version that they name.
-        changes: changes of models that were made.
+        changes: changes of models that were made; ``rounds_mib``: anonymous memory after each round of them, when one version
+            with its delta is loaded.
         p50_ms, p99_ms: latency.
         start_mib, end_mib: anonymous memory, averages of the first and the last tenth of the second half.
         slope_mib_per_min, slope_plus_minus: of the line through it, and half of its 95 % interval.
@@ -88,6 +89,7 @@ class SoakResult:
     said: Counter[str] = field(default_factory=Counter)
     wrong: int = 0
     changes: int = 0
+    rounds_mib: list[float] = field(default_factory=list)
     p50_ms: float = 0.0
     p99_ms: float = 0.0
     start_mib: float = 0.0
@@ -224,13 +226,14 @@ class _Load:
         await asyncio.gather(*(caller(number) for number in range(_CALLERS)))
         return (len(self.latencies) - start) / seconds
 
-    async def steady(self, share: float, most: float, seconds: float) -> None:
-        """``share`` of the capacity for ``seconds``. What else the machine does changes, so it is measured every minute."""
+    async def steady(self, share: float, most: float, seconds: float, until: asyncio.Task[None]) -> None:
+        """``share`` of the capacity for ``seconds`` and ``until`` that is done. What else the machine does changes, so the
+        capacity is measured every minute."""
         end, rates, capacities = time.monotonic() + seconds, [], []
-        while (left := end - time.monotonic()) > 0:
-            capacities.append(await self.capacity(min(_MEASURE_S, left / 5)))
+        while (left := end - time.monotonic()) > 0 or not until.done():
+            capacities.append(await self.capacity(min(_MEASURE_S, max(left, 1.0) / 5)))
             rates.append(min(most, share * capacities[-1]))
-            await self._at(rates[-1], min(_AGAIN_S, end - time.monotonic()))
+            await self._at(rates[-1], min(_AGAIN_S, max(end - time.monotonic(), 1.0)))
         self.result.rate, self.result.capacity = float(np.mean(rates)), float(np.mean(capacities))
 
     async def _at(self, rate: float, seconds: float) -> None:
@@ -253,12 +256,14 @@ class _Load:
         await asyncio.gather(*tasks)
 
 
-async def _change(target: str, every: float, end: float, result: SoakResult) -> None:
-    """Versions and deltas in turn, one step every ``every`` seconds, until ``end``; ends with one version loaded."""
+async def _change(target: str, pids: list[int], every: float, end: float, rounds: int, load_: _Load) -> None:
+    """Versions and deltas in turn, one step every ``every`` seconds, until ``end`` and for so many ``rounds`` at least; ends
+    with one version loaded. After each step there is a request, so every state is asked however slow the machine is."""
+    result = load_.result
     with AdminClient(target) as admin:
         first = next(iter(admin.list_models()[NAME]))
         now, other = first, VERSIONS[1 - VERSIONS.index(first)]
-        while time.monotonic() < end:
+        while len(result.rounds_mib) < rounds or time.monotonic() < end:
             steps = [
                 (admin.load, NAME, other),
                 (admin.set_weights, NAME, {now: 90, other: 10}),
@@ -273,12 +278,22 @@ async def _change(target: str, every: float, end: float, result: SoakResult) -> 
             for step, *arguments in steps:
                 await asyncio.to_thread(step, *arguments)
                 result.changes += 1
+                await load_.ask(result.changes)
                 await asyncio.sleep(every)
             now, other = other, now
+            result.rounds_mib.append(anonymous_mib(pids))
 
 
 async def _run(
-    target: str, pids: list[int], store: Path, rows: int, seconds: float, share: float, every: float, most: float
+    target: str,
+    pids: list[int],
+    store: Path,
+    rows: int,
+    seconds: float,
+    share: float,
+    every: float,
+    most: float,
+    rounds: int,
 ) -> SoakResult:
     result = SoakResult()
     async with grpc.aio.insecure_channel(target) as channel:
@@ -287,15 +302,14 @@ async def _run(
         load_.latencies.clear()
         memory: list[tuple[float, float]] = []
         begun = time.monotonic()
+        changing = asyncio.create_task(_change(target, pids, every, begun + seconds - 10 * every, rounds, load_))
 
         async def look() -> None:
-            while (now := time.monotonic()) < begun + seconds:
+            while (now := time.monotonic()) < begun + seconds or not changing.done():
                 memory.append((now - begun, anonymous_mib(pids)))
                 await asyncio.sleep(min(1.0, seconds / 100))
 
-        await asyncio.gather(
-            load_.steady(share, most, seconds), _change(target, every, begun + seconds - 10 * every, result), look()
-        )
+        await asyncio.gather(load_.steady(share, most, seconds, changing), changing, look())
         result.seconds = time.monotonic() - begun
     latencies = np.array(load_.latencies) * 1e3
     result.p50_ms, result.p99_ms = (float(np.percentile(latencies, share)) for share in (50, 99))
@@ -326,6 +340,7 @@ def soak(
     every: float = 2.0,
     workers: int = 1,
     most: float = float("inf"),
+    rounds: int = 1,
 ) -> SoakResult:
     """Run it on a store that :func:`build_store` made.
 
@@ -336,9 +351,10 @@ def soak(
         every: seconds between changes of the models.
         workers: processes that serve.
         most: requests a second that are never passed.
+        rounds: rounds of changes at least; it goes on after ``seconds`` until they are done.
     """
     with serving(store, workers) as (target, pids):
-        return asyncio.run(_run(target, pids, store, rows, seconds, share, every, most))
+        return asyncio.run(_run(target, pids, store, rows, seconds, share, every, most, rounds))
 
 
 def main() -> int:

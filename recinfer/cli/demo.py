@@ -109,7 +109,7 @@ def _pipeline(
         raise ArchiveError("the archive does not give the answers that it gave when it was written; see above")
 
     output.note("serve: a process of its own on a free loopback port, asked through the client")
-    with served(folder / "model.rqa") as target, InferenceClient(target) as client:
+    with served(folder / "model.rqa") as target, InferenceClient(target, timeout=60.0) as client:
         int8_logits = served_logits(client, held_out)
         latencies = [
             measure_latency(client, call, held_out, batch, _REQUESTS)

@@ -11,7 +11,8 @@ from torch import Tensor
 from recinfer.distributed.embedding_types import BaseQuantEmbeddingSharder, ListOfKJTList
 from recinfer.distributed.fused_params import check_output_dtype
 from recinfer.distributed.quant_layout import PackedShard
-from recinfer.distributed.quant_state import ShardedQuantState, place_buffer, place_module
+from recinfer.distributed.quant_placement import place_buffer, place_module
+from recinfer.distributed.quant_state import ShardedQuantState
 from recinfer.distributed.sharding.typed_sharder import TypedSharder
 from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardingEnv
 from recinfer.modules.embedding_configs import EmbeddingConfig

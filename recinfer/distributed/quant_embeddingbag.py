@@ -16,7 +16,8 @@ from recinfer.distributed.embedding_sharding import EmbeddingSharding, Embedding
 from recinfer.distributed.embedding_types import BaseQuantEmbeddingSharder, KJTList, ListOfKJTList
 from recinfer.distributed.fused_params import check_output_dtype
 from recinfer.distributed.quant_layout import PackedShard, mean_columns
-from recinfer.distributed.quant_state import Placed, ShardedQuantState, place_buffer, place_module
+from recinfer.distributed.quant_placement import Placed, place_buffer, place_module
+from recinfer.distributed.quant_state import ShardedQuantState
 from recinfer.distributed.sharding.typed_sharder import TypedSharder
 from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardingEnv
 from recinfer.errors import InputError

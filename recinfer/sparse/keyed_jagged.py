@@ -7,23 +7,17 @@ stands for each example of the full batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from recinfer.errors import InputError
-from recinfer.sparse import distribution
+from recinfer.sparse import distribution, rearrange
 from recinfer.sparse.checks import MissingKeyError, require
 from recinfer.sparse.jagged import JaggedTensor, same_tensor
 from recinfer.sparse.keyed_parts import InverseIndices, KeyedParts, Strides
-from recinfer.sparse.offsets import (
-    batched_lengths_to_offsets,
-    gather_segments,
-    lengths_to_offsets,
-    prefix_sums,
-)
+from recinfer.sparse.offsets import prefix_sums
 from recinfer.sparse.printing import format_keyed_jagged, summary
 
 __all__ = ["KeyedJaggedTensor", "kjt_is_equal"]
@@ -179,32 +173,7 @@ class KeyedJaggedTensor(KeyedParts):
         Raises:
             InputError: an empty list; batch sizes that differ; weights, or a variable batch, in some only.
         """
-        require(len(kjt_list) > 0, "KeyedJaggedTensor.concat: got an empty list; expected at least one")
-        weighted = {k._weights is not None for k in kjt_list}
-        require(len(weighted) == 1, "KeyedJaggedTensor.concat: got weighted and unweighted ones; give weights to all")
-        variables = {k.variable_stride_per_key() for k in kjt_list}
-        require(
-            len(variables) == 1,
-            "KeyedJaggedTensor.concat: got variable and fixed batches; give stride_per_key_per_rank to all or to none",
-        )
-        variable = variables.pop()
-        strides = sorted({k.stride() for k in kjt_list})
-        require(
-            variable or len(strides) == 1,
-            f"KeyedJaggedTensor.concat: got batch sizes (strides) {strides}; expected one",
-        )
-        result = KeyedJaggedTensor.from_parts_unchecked(
-            [key for k in kjt_list for key in k._keys],
-            torch.cat([k._values for k in kjt_list]),
-            torch.cat([k.lengths() for k in kjt_list]),
-            weights=torch.cat([k.weights() for k in kjt_list]) if weighted.pop() else None,
-            stride=None if variable else strides[0],
-            stride_per_key_per_rank=[s for k in kjt_list for s in k.stride_per_key_per_rank()] if variable else None,
-            inverse_indices=_concat_inverse([k._inverse_indices for k in kjt_list]),
-        )
-        if all(k._length_per_key is not None for k in kjt_list):
-            result._length_per_key = [n for k in kjt_list for n in k._length_per_key or ()]
-        return result
+        return rearrange.concat(kjt_list)
 
     # ---- views and rearrangements
 
@@ -228,23 +197,8 @@ class KeyedJaggedTensor(KeyedParts):
             compute_offsets: also fill the offsets of each, all keys in one operation.
         """
         if self._jt_dict is None:
-            self._jt_dict = self._build_dict(compute_offsets)
+            self._jt_dict = rearrange.by_key(self, compute_offsets)
         return self._jt_dict
-
-    def _build_dict(self, compute_offsets: bool) -> dict[str, JaggedTensor]:
-        if not self._keys:
-            return {}
-        sizes, strides = self.length_per_key(), self.stride_per_key()
-        values = self._values.split(sizes)
-        weights = [None] * len(sizes) if self._weights is None else self._weights.split(sizes)
-        lengths = self.lengths().split(strides)
-        offsets: Sequence[Tensor | None] = [None] * len(sizes)
-        if compute_offsets and self.variable_stride_per_key():
-            offsets = [lengths_to_offsets(part) for part in lengths]
-        elif compute_offsets:
-            offsets = batched_lengths_to_offsets(self.lengths().view(len(strides), -1)).unbind(0)
-        parts = zip(self._keys, values, weights, lengths, offsets)
-        return {k: JaggedTensor.from_parts_unchecked(v, w, n, o) for k, v, w, n, o in parts}
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
         """Cut the keys into runs of ``segments`` keys (views; a run may be empty).
@@ -256,26 +210,7 @@ class KeyedJaggedTensor(KeyedParts):
             sum(segments) == len(self._keys) and min(segments, default=0) >= 0,
             f"KeyedJaggedTensor.split: segments {segments} hold {sum(segments)} keys; expected {len(self._keys)}",
         )
-        ends = prefix_sums(segments)
-        return [self._slice(start, stop) for start, stop in pairwise(ends)]
-
-    def _slice(self, start: int, stop: int) -> KeyedJaggedTensor:
-        if start == 0 and stop == len(self._keys):
-            return self
-        if start == stop:
-            return KeyedJaggedTensor.empty_like(self)
-        at, lengths_at = self.offset_per_key(), self.lengths_offset_per_key()
-        variable = self.variable_stride_per_key()
-        part = KeyedJaggedTensor.from_parts_unchecked(
-            self._keys[start:stop],
-            self._values[at[start] : at[stop]],
-            self.lengths()[lengths_at[start] : lengths_at[stop]],
-            weights=None if self._weights is None else self._weights[at[start] : at[stop]],
-            stride=self.stride(),
-            stride_per_key_per_rank=self.stride_per_key_per_rank()[start:stop] if variable else None,
-        )
-        part._length_per_key = self.length_per_key()[start:stop]
-        return part
+        return [rearrange.cut(self, start, stop) for start, stop in pairwise(prefix_sums(segments))]
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
         """The keys at ``indices``, in that order (a copy); a key may come twice or not at all.
@@ -287,33 +222,7 @@ class KeyedJaggedTensor(KeyedParts):
         Raises:
             InputError: an index outside of the keys.
         """
-        num_keys = len(self._keys)
-        if indices and not (min(indices) >= -num_keys and max(indices) < num_keys):
-            bad = next(i for i in indices if not -num_keys <= i < num_keys)
-            raise InputError(
-                f"KeyedJaggedTensor.permute: index {bad} with {num_keys} keys; expected 0 to {num_keys - 1}"
-            )
-        sizes = self.length_per_key()
-        variable = self.variable_stride_per_key()
-        if variable:
-            lengths = gather_segments(self.lengths(), self.stride_per_key(), indices)
-        else:
-            order = indices_tensor
-            if order is None:
-                order = torch.tensor(indices, dtype=torch.int64, device=self.lengths().device)
-            rows = self.lengths().view(num_keys, self.stride()) if num_keys else self.lengths().view(0, self.stride())
-            lengths = rows.index_select(0, order).flatten()
-        strides = self.stride_per_key_per_rank()
-        result = KeyedJaggedTensor.from_parts_unchecked(
-            [self._keys[i] for i in indices],
-            gather_segments(self._values, sizes, indices),
-            lengths,
-            weights=None if self._weights is None else gather_segments(self._weights, sizes, indices),
-            stride=self.stride(),
-            stride_per_key_per_rank=[strides[i] for i in indices] if variable else None,
-        )
-        result._length_per_key = [sizes[i] for i in indices]
-        return result
+        return rearrange.permute(self, indices, indices_tensor)
 
     def flatten_lengths(self) -> KeyedJaggedTensor:
         """The same with ``lengths`` of one dimension."""
@@ -472,13 +381,6 @@ class KeyedJaggedTensor(KeyedParts):
             lengths=self._lengths,
             offsets=self._offsets,
         )
-
-
-def _concat_inverse(parts: Sequence[InverseIndices | None]) -> InverseIndices | None:
-    known = [p for p in parts if p is not None]
-    if len(known) != len(parts):
-        return None
-    return [key for keys, _ in known for key in keys], torch.cat([indices for _, indices in known])
 
 
 def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:

@@ -5,7 +5,6 @@ The same loop runs in one process and on every rank of a process group (see :mod
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -29,13 +28,14 @@ from recinfer.training.metrics import evaluate
 from recinfer.training.model import build_dlrm, start_at_rate
 from recinfer.training.progress import Report, training_progress
 from recinfer.training.sources import BatchSource, MemorySource
+from recinfer.training.step_checkpoints import StepCheckpoints, resume_folder
 from recinfer.training.trainers import LocalTrainer, ShardedTrainer, Trainer
 
 if TYPE_CHECKING:
     from recinfer.data.dataset import Dataset
     from recinfer.distributed.planner import Plan
 
-__all__ = ["TrainResult", "TrainSettings", "fit", "predict_logits", "resume_folder", "train"]
+__all__ = ["TrainResult", "TrainSettings", "fit", "predict_logits", "train"]
 
 _EVALUATION_BATCH = 8192
 _SMALL_BATCH = 4096
@@ -43,8 +43,6 @@ _SMALL_TABLES = 1 << 28  # bytes
 _WARMUP = 0.05  # part of the steps in which the learning rates rise; they then fall to 0 in a line
 _WARMUP_STEPS = 500  # where the number of steps is not known; the rates then stay
 _CURVE_POINTS = 200  # about so many rows of the curve in a run
-_POSITION = "train.json"
-_KEPT = 2  # checkpoints of a run under way
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,7 @@ def fit(
         source: this rank's batches.
         settings: how.
         out: folder of the checkpoint; None writes none. Checkpoints of the run under way lie in
-            :func:`resume_folder` beside it and go when the run is done.
+            :func:`~recinfer.training.step_checkpoints.resume_folder` beside it and go when the run is done.
         curve: takes the losses and metrics; only the first rank's is used.
         progress: show a progress bar on stderr (first rank).
 
@@ -207,12 +205,6 @@ def fit(
     )
 
 
-def resume_folder(out: str | os.PathLike[str]) -> Path:
-    """Where checkpoints of a run under way lie, for a run that writes to ``out``: ``<out>.steps``."""
-    target = Path(out).absolute()
-    return target.with_name(f"{target.name}.steps")
-
-
 class _Run:
     """A training under way on this rank."""
 
@@ -225,7 +217,7 @@ class _Run:
         curve: Curve,
     ) -> None:
         self.source, self.settings, self.trainer, self.curve = source, settings, trainer, curve
-        self.folder = None if out is None else resume_folder(out)
+        self.checkpoints = None if out is None else StepCheckpoints(resume_folder(out))
         self.epoch = self.step = self.skip = self.rows = 0
         self.losses: list[float] = []
         self.metrics: dict[str, float] = {}
@@ -271,7 +263,7 @@ class _Run:
             if self.step % self.curve_every == 0:
                 self._point(recent / recent_rows)
                 recent, recent_rows = 0.0, 0
-            if self.settings.save_every and self.folder is not None and self.step % self.settings.save_every == 0:
+            if self.settings.save_every and self.checkpoints and self.step % self.settings.save_every == 0:
                 self._save()
         if recent_rows:
             self._point(recent / recent_rows)
@@ -295,8 +287,7 @@ class _Run:
     # ---------------------------------------------------------------------------------------------- checkpoints
 
     def _save(self) -> None:
-        assert self.folder is not None
-        target = self.folder / f"step-{self.step:09d}"
+        assert self.checkpoints is not None
         position = {
             "epoch": self.epoch,
             "step": self.step,
@@ -304,52 +295,30 @@ class _Run:
             "global_batch": self.source.global_batch,
             "curve": self.curve.rows,
         }
-        if self.source.rank == 0:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        self.trainer.save(target, self.source.contract, self.source.name)
-        if self.source.rank == 0:
-            part = target / f".{_POSITION}"
-            part.write_text(json.dumps(position), encoding="utf-8")
-            os.replace(part, target / _POSITION)  # what has no position is not whole
-            for old in _whole(self.folder)[:-_KEPT]:
-                _remove(old)
+
+        def save(target: Path) -> None:
+            self.trainer.save(target, self.source.contract, self.source.name)
+
+        self.checkpoints.add(self.step, save, position, first=self.source.rank == 0)
 
     def resume(self) -> None:
         """Take up the last whole checkpoint of the run."""
-        found = [] if self.folder is None else _whole(self.folder)
-        if not found:
-            raise CheckpointError(f"{self.folder}: there is no whole checkpoint to resume from; train without resume")
-        position = json.loads((found[-1] / _POSITION).read_text(encoding="utf-8"))
+        if self.checkpoints is None:
+            raise CheckpointError("resume: a run without out keeps no checkpoints to go on from; give out")
+        folder, position = self.checkpoints.last()
         if position["global_batch"] != self.source.global_batch:
             raise ConfigError(
-                f"{found[-1]}: trained {position['global_batch']} rows a step over all ranks, this run has "
+                f"{folder}: trained {position['global_batch']} rows a step over all ranks, this run has "
                 f"{self.source.global_batch}; give a batch size with which batch size x ranks is the same"
             )
-        self.trainer.load(found[-1])
+        self.trainer.load(folder)
         self.epoch, self.step, self.skip = position["epoch"], position["step"], position["steps_in_epoch"]
         self.curve.restore(position["curve"])
 
     def forget(self) -> None:
         """Remove the checkpoints of the run, which is done."""
-        if self.source.rank == 0 and self.folder is not None and self.folder.is_dir():
-            for old in _whole(self.folder):
-                _remove(old)
-            if not any(self.folder.iterdir()):
-                self.folder.rmdir()
-
-
-def _whole(folder: Path) -> list[Path]:
-    """Checkpoints in ``folder`` that were written to their end, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(p for p in folder.iterdir() if p.name.startswith("step-") and (p / _POSITION).is_file())
-
-
-def _remove(folder: Path) -> None:
-    import shutil
-
-    (folder / _POSITION).unlink()  # first, so that half a folder is never taken for a whole one
-    shutil.rmtree(folder, ignore_errors=True)
+        if self.source.rank == 0 and self.checkpoints is not None:
+            self.checkpoints.forget()
 
 
 def _trainer(source: BatchSource, settings: TrainSettings) -> Trainer:

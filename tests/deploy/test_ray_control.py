@@ -83,7 +83,7 @@ class Load:
             for attempt in range(4):
                 targets = self._controller.status()["rankers"]
                 target = targets[(turn + attempt) % len(targets)] if targets else ""
-                client = clients.get(target) or InferenceClient(target, token=TOKEN, retries=0, timeout=10)
+                client = clients.get(target) or InferenceClient(target, token=TOKEN, retries=0, timeout=60)
                 clients[target] = client
                 try:
                     got = client.lookup(request)
@@ -160,7 +160,10 @@ def test_it_serves_from_nodes_that_differ(running: Running):
     with Load(running.controller) as load:
         running.until(lambda: len(load.answers) > 20)
     assert load.failed == [] and set(load.versions) == {"1"}
-    with InferenceClient(found["rankers"][0], retries=0) as stranger, pytest.raises(RecinferError, match="token"):
+    with (
+        InferenceClient(found["rankers"][0], retries=0, timeout=60) as stranger,
+        pytest.raises(RecinferError, match="token"),
+    ):
         stranger.lookup(make_request(0, 3)[1])
 
 

@@ -63,6 +63,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(folder, trained, planned, exported)
 
 
+def at(target: str) -> list[object]:
+    """Options of a verb that asks a server which may have no core to itself."""
+    return ["--target", target, "--timeout", 60]
+
+
 @pytest.fixture(scope="module")
 def target(made: Made) -> Iterator[str]:
     with served(made.archive) as target:
@@ -131,7 +136,7 @@ def test_a_damaged_archive_is_not_served(made: Made, tmp_path: Path) -> None:
 
 def test_lookup_gives_what_the_predictor_gives(made: Made, target: str) -> None:
     features = ["--feature", "C1=3,7;5", "--feature", "C2=5;"]
-    found = run_json("lookup", "--target", target, *features)
+    found = run_json("lookup", *at(target), *features)
     expected = recinfer.load(made.archive).lookup(parse_features(["C1=3,7;5", "C2=5;"]))
     assert set(found["pooled"]) == {"C1", "C2"}
     for name, values in found["pooled"].items():
@@ -140,7 +145,7 @@ def test_lookup_gives_what_the_predictor_gives(made: Made, target: str) -> None:
 
 
 def test_lookup_says_what_is_wrong_with_an_id(target: str) -> None:
-    code, _, err = run("lookup", "--target", target, "--feature", "C9=1000000")
+    code, _, err = run("lookup", *at(target), "--feature", "C9=1000000")
     assert code == 2
     assert "C9" in err
     assert "1000000" in err
@@ -154,16 +159,15 @@ def test_predict_takes_raw_rows(made: Made, target: str, tmp_path: Path) -> None
         writer.writerow(columns)
         for row in zip(*columns.values()):
             writer.writerow(["" if isinstance(v, float) and math.isnan(v) else v for v in row])
-    found = run_json(
-        "predict", "--target", target, "--input", rows, "--batch-size", 16, "--out", tmp_path / "scores.csv"
-    )
+    scores = tmp_path / "scores.csv"
+    found = run_json("predict", *at(target), "--input", rows, "--batch-size", 16, "--out", scores)
     predictor = recinfer.load(made.archive)
     assert predictor.contract is not None
     expected = predictor.predict(*predictor.contract.apply(columns))
     assert found["rows"] == 50
     for name, values in expected.items():
         np.testing.assert_allclose(found["outputs"][name], values.numpy(), atol=1e-5)
-    with (tmp_path / "scores.csv").open() as file:
+    with scores.open() as file:
         written = list(csv.reader(file))
     assert written[0] == list(expected)
     assert len(written) == 51
@@ -172,7 +176,7 @@ def test_predict_takes_raw_rows(made: Made, target: str, tmp_path: Path) -> None
 def test_predict_takes_ids_as_json(made: Made, target: str, tmp_path: Path) -> None:
     body = {"dense": [[0.5] * 13, [0.1] * 13], "features": {f"C{i}": [[1], [0, 2]] for i in range(1, 27)}}
     (tmp_path / "ids.json").write_text(json.dumps(body))
-    found = run_json("predict", "--target", target, "--input", tmp_path / "ids.json")
+    found = run_json("predict", *at(target), "--input", tmp_path / "ids.json")
     ids = parse_features([f"C{i}=1;0,2" for i in range(1, 27)])
     expected = recinfer.load(made.archive).predict(torch.tensor(body["dense"]), ids)
     for name, values in expected.items():
@@ -186,7 +190,7 @@ def test_served_scores_are_as_good_as_the_trained_model(made: Made, target: str)
 
     dataset = load_dataset(None, "synthetic", limit=2000, seed=0)
     held_out = Examples.from_columns(dataset.contract, dataset.take(dataset.test))
-    with InferenceClient(target) as client:
+    with InferenceClient(target, timeout=60) as client:
         quality = quality_of(held_out.labels.numpy(), served_logits(client, held_out))
     assert abs(quality.auc - made.trained["auc"]) < 0.01
     assert abs(quality.log_loss - made.trained["log_loss"]) < 0.01
@@ -198,7 +202,7 @@ def test_a_server_stops_cleanly(made: Made, signal_number: int) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     ready = json.loads(process.stdout.readline())
-    found = run_json("lookup", "--target", f"127.0.0.1:{ready['port']}", "--feature", "C1=1")
+    found = run_json("lookup", *at(f"127.0.0.1:{ready['port']}"), "--feature", "C1=1")
     assert found["batch_size"] == 1
     process.send_signal(signal_number)
     _, err = process.communicate(timeout=120)
@@ -214,14 +218,14 @@ def test_a_server_keeps_the_limits_it_is_given(made: Made) -> None:
     assert process.stdout is not None
     target = f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"
     try:
-        assert run_json("lookup", "--target", target, "--feature", "C1=1,2,3;4,5")["batch_size"] == 2
+        assert run_json("lookup", *at(target), "--feature", "C1=1,2,3;4,5")["batch_size"] == 2
         for feature, said in (
             (["C1=1;2;3"], "batch_size: got 3"),
             (["C1=1,2,3,4,5,6"], "6"),
             (["C1=1", "C2=1", "C3=1", "C4=1"], "4"),
         ):
             given = [word for one in feature for word in ("--feature", one)]
-            error = run_json("lookup", "--target", target, *given, code=2)["error"]
+            error = run_json("lookup", *at(target), *given, code=2)["error"]
             assert said in error["message"], error
     finally:
         process.terminate()
@@ -273,9 +277,9 @@ def test_a_csv_whose_header_names_the_columns_scores_like_the_whole_file(
     write_csv(whole, rows)
     names = [name for name in rows if name != "label"][::-1]
     write_csv(reordered, {"my_own_key": np.arange(20).astype(str), **{name: rows[name] for name in names}})
-    want = run_json("predict", "--target", target, "--input", whole, "--format", "criteo")["outputs"]
+    want = run_json("predict", *at(target), "--input", whole, "--format", "criteo")["outputs"]
     for path in (whole, reordered):
-        assert run_json("predict", "--target", target, "--input", path)["outputs"] == want
+        assert run_json("predict", *at(target), "--input", path)["outputs"] == want
     write_csv(reordered, {name: rows[name] for name in names if name != "C7"})
-    code, _, err = run("predict", "--target", target, "--input", reordered)
+    code, _, err = run("predict", *at(target), "--input", reordered)
     assert code == 2 and "'C7'" in err and "missing" in err

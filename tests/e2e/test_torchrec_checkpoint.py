@@ -58,7 +58,7 @@ def test_int8_stays_within_the_bound(
 ) -> None:
     archive = export(checkpoint, tmp_path / "model.rqa", world_size, "int8")
     predictor = recinfer.load(archive)
-    with served(archive) as target, InferenceClient(target) as client:
+    with served(archive) as target, InferenceClient(target, timeout=60) as client:
         embeddings = client.lookup(features)
         (logits,) = client.predict(reference["dense"], features).values()
     assert embeddings.keys() == FEATURES

@@ -92,7 +92,7 @@ def test_both_clients_give_the_predictors_numbers(server: Server, client: Infere
     torch.testing.assert_close(client.predict(dense.tolist(), bags)["output"], expected)
 
     async def ask() -> None:
-        async with AsyncInferenceClient(server.target) as mine:
+        async with AsyncInferenceClient(server.target, timeout=60) as mine:
             many = await asyncio.gather(*(mine.predict(dense, bags) for _ in range(8)), mine.lookup(kjt))
             for answer in many[:-1]:
                 torch.testing.assert_close(answer["output"], expected)
@@ -100,13 +100,13 @@ def test_both_clients_give_the_predictors_numbers(server: Server, client: Infere
             assert (await mine.get_model()).version == "3"
             with pytest.raises(InputError, match="'user'"):
                 await mine.lookup({"user": [99]})
-            async with AsyncInferenceClient(server.target, model="other") as other:
+            async with AsyncInferenceClient(server.target, model="other", timeout=60) as other:
                 with pytest.raises(NotFoundError):
                     await other.get_model()
         with pytest.raises(UnavailableError, match="make a new client"):
             await mine.get_model()
 
-    run_on_loop(ask(), timeout=30)
+    run_on_loop(ask(), timeout=90)
 
 
 def test_both_clients_send_a_context(server: Server, client: InferenceClient, predictor: Predictor):
@@ -126,10 +126,10 @@ def test_both_clients_send_a_context(server: Server, client: InferenceClient, pr
         client.predict(dense, candidates, context={"user": [1, 2], "history": [[], []]})
 
     async def ask() -> torch.Tensor:
-        async with AsyncInferenceClient(server.target) as mine:
+        async with AsyncInferenceClient(server.target, timeout=60) as mine:
             return (await mine.predict(dense, candidates, context=user))["output"]
 
-    assert torch.equal(run_on_loop(ask(), timeout=30), expected)
+    assert torch.equal(run_on_loop(ask(), timeout=90), expected)
 
 
 def repeated_user() -> KeyedJaggedTensor:
@@ -194,19 +194,19 @@ def test_only_what_is_safe_is_tried_again(refusing: tuple[Refusing, str], calls:
         assert handler.calls == calls
         handler.calls = 0
 
-    with InferenceClient(target, timeout=20) as client:
+    with InferenceClient(target, timeout=60) as client:
         ask(client.get_model)
 
     async def asynchronous() -> None:
-        async with AsyncInferenceClient(target, timeout=20) as mine:
+        async with AsyncInferenceClient(target, timeout=60) as mine:
             await mine.get_model()
 
-    ask(lambda: run_on_loop(asynchronous(), timeout=30))
+    ask(lambda: run_on_loop(asynchronous(), timeout=90))
 
 
 @pytest.mark.parametrize("refusing", [(UNAVAILABLE, 9, None)], indirect=True)
 def test_no_retries_when_told(refusing: tuple[Refusing, str]):
     handler, target = refusing
-    with InferenceClient(target, retries=0) as client, pytest.raises(UnavailableError):
+    with InferenceClient(target, retries=0, timeout=60) as client, pytest.raises(UnavailableError):
         client.get_model()
     assert handler.calls == 1

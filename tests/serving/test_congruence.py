@@ -47,7 +47,7 @@ def doors(predictor: Predictor, predictors: dict[str, Predictor]) -> Iterator[di
         for door in triton:
             stack.callback(door.close)
         yield {
-            name: Doors(own, name, stack.enter_context(InferenceClient(server.target, model=name)), triton)
+            name: Doors(own, name, stack.enter_context(InferenceClient(server.target, model=name, timeout=60)), triton)
             for name, own in models.items()
         }
 
@@ -106,7 +106,10 @@ def test_errors_mean_the_same(doors: dict[str, Doors], case: str):
     (name, ids), *_ = how["ids"].items()
     kjt = KeyedJaggedTensor([name], torch.tensor(ids, dtype=torch.int64), lengths=torch.ones(len(ids)).int())
     dense = torch.tensor(how["dense"]) if "dense" in how else None
-    with InferenceClient(here.ours.target, model=model, version=version) as ours, pytest.raises(kind) as caught:
+    with (
+        InferenceClient(here.ours.target, model=model, version=version, timeout=60) as ours,
+        pytest.raises(kind) as caught,
+    ):
         if dense is None:
             ours.lookup(kjt)
         else:

@@ -53,12 +53,12 @@ def test_each_is_counted_once(server: Server):
     ids = torch.tensor([3, 50, -1, 7, 40])  # user has 50 rows, item 40
     kjt = KeyedJaggedTensor(["user", "item"], ids, lengths=torch.tensor([2, 1, 1, 1]))
     before = [dict(part) for part in counts(server)]
-    with InferenceClient(server.target) as client:
+    with InferenceClient(server.target, timeout=60) as client:
         client.lookup(kjt)
         client.predict(torch.zeros(2, NUM_DENSE), kjt)
 
     async def together() -> None:
-        async with AsyncInferenceClient(server.target) as mine:
+        async with AsyncInferenceClient(server.target, timeout=60) as mine:
             await asyncio.gather(*(mine.predict(torch.zeros(2, NUM_DENSE), kjt) for _ in range(50)))
 
     run_on_loop(together(), timeout=60)

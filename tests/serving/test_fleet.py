@@ -140,7 +140,7 @@ def test_changes_reach_all_workers_and_their_successors(store: Path, tmp_path: P
             assert set(admin.unload("tiny", "4")["tiny"]) == {"3"}
             assert ask(target, 16) == {"3"}
             with pytest.raises(grpc.RpcError) as refused, grpc.insecure_channel(target) as channel:
-                channel.unary_unary("/recinfer.v1.Admin/Load")(b"\xff", timeout=10)
+                channel.unary_unary("/recinfer.v1.Admin/Load")(b"\xff", timeout=60)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 

@@ -37,7 +37,7 @@ parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_clie
 @pytest.fixture(scope="module")
 def door(predictor: Predictor) -> Iterator[Server]:
     """The metrics port of a server that has answered a few requests."""
-    with Server({"tiny": predictor}, metrics_port=0) as server, InferenceClient(server.target) as client:
+    with Server({"tiny": predictor}, metrics_port=0) as server, InferenceClient(server.target, timeout=60) as client:
         for seed in range(3):
             client.predict(*make_request(seed, 5))
         _, kjt = make_request(1, 2, keys=["user"])

@@ -194,7 +194,10 @@ def test_what_cannot_be_done_is_said(server: Server, admin: Any):
 
 
 def test_a_model_is_added_and_taken_away(server: Server, admin: Any, predictor: Predictor):
-    with grpc.insecure_channel(server.target) as channel, InferenceClient(server.target, model="other") as client:
+    with (
+        grpc.insecure_channel(server.target) as channel,
+        InferenceClient(server.target, model="other", timeout=60) as client,
+    ):
         health = health_pb2_grpc.HealthStub(channel)
         admin.Load(admin_pb.LoadRequest(model="other"), timeout=60)
         dense, kjt = make_request(1, 2)
@@ -208,7 +211,7 @@ def test_a_model_is_added_and_taken_away(server: Server, admin: Any, predictor: 
 
 
 def test_an_archive_deleted_while_mapped_goes_on(store: Path, predictor: Predictor):
-    with Server({"tiny": load(store / "tiny" / "2")}) as server, InferenceClient(server.target) as client:
+    with Server({"tiny": load(store / "tiny" / "2")}) as server, InferenceClient(server.target, timeout=60) as client:
         shutil.rmtree(store / "tiny" / "2")
         for seed in range(20):
             dense, kjt = make_request(seed, 4)

@@ -95,7 +95,7 @@ def test_a_person_sees_what_happens(predictor: Predictor, tmp_path: Path):
             page = Page(address)
             page.until("document.getElementById('state')?.textContent === 'live'")
             assert page.text("queue") == "0"
-            with InferenceClient(server.target) as client:
+            with InferenceClient(server.target, timeout=60) as client:
                 with pytest.raises(InputError):
                     client.lookup({"user": [99]})
                 page.until("document.getElementById('errors').textContent === '1'")

@@ -75,7 +75,7 @@ def test_both_clients_send_rows(service: InferenceService, predictor: object):
     halves = pyarrow.concat_tables([table.slice(0, 1), table.slice(1)])
     encoded = table.set_column(0, "user", table["user"].dictionary_encode())
     forms = [COLUMNS, table, halves, encoded, table.to_batches()[0], stream(COLUMNS)]
-    with Server({"tiny": predictor}) as server, InferenceClient(server.target) as client:
+    with Server({"tiny": predictor}) as server, InferenceClient(server.target, timeout=60) as client:
         if find_spec("pandas") is not None:
             import pandas
 
@@ -87,10 +87,10 @@ def test_both_clients_send_rows(service: InferenceService, predictor: object):
             client.predict_raw({key: value for key, value in COLUMNS.items() if key != "item"})
 
         async def ask() -> torch.Tensor:
-            async with AsyncInferenceClient(server.target) as mine:
+            async with AsyncInferenceClient(server.target, timeout=60) as mine:
                 return (await mine.predict_raw(COLUMNS))["output"]
 
-        assert torch.equal(run_on_loop(ask(), timeout=30), expected)
+        assert torch.equal(run_on_loop(ask(), timeout=90), expected)
 
 
 @pytest.mark.parametrize(

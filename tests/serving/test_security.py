@@ -138,21 +138,22 @@ def test_every_door_is_as_safe(predictor: Predictor, certificates: Path):
             with pytest.raises(OSError):
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=10)
         ca = certificates / "server.pem"
-        with InferenceClient(server.target, token=TOKEN, tls_ca=ca) as client:
+        with InferenceClient(server.target, token=TOKEN, tls_ca=ca, timeout=60) as client:
             assert client.get_model().name == "tiny"
-        with InferenceClient(server.target, tls_ca=ca) as client:
+        with InferenceClient(server.target, tls_ca=ca, timeout=60) as client:
             with pytest.raises(RecinferError, match="needs a token"):
                 client.get_model()
             assert client.is_ready()
 
         async def ask() -> str:
-            async with AsyncInferenceClient(server.target, token=TOKEN, tls_ca=ca) as mine:
+            async with AsyncInferenceClient(server.target, token=TOKEN, tls_ca=ca, timeout=60) as mine:
                 return (await mine.get_model()).name
 
-        assert run_on_loop(ask(), timeout=30) == "tiny"
+        assert run_on_loop(ask(), timeout=90) == "tiny"
         token = certificates / "token"
         token.write_text(TOKEN + "\n")
-        lookup = [sys.executable, "-m", "recinfer", "lookup", "--target", server.target, "--feature", "user=3,7"]
+        ask_it = ["--target", server.target, "--timeout", "60", "--feature", "user=3,7"]
+        lookup = [sys.executable, "-m", "recinfer", "lookup", *ask_it]
         secret = ["--token-file", str(token), "--tls-ca", str(ca), "--json"]
         done = subprocess.run([*lookup, *secret], capture_output=True, text=True, timeout=180, check=False)
         assert done.returncode == 0, done.stderr

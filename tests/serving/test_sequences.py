@@ -29,7 +29,7 @@ def server(predictors: dict[str, Predictor]) -> Iterator[Server]:
 
 def test_unpooled_features(server: Server, predictors: dict[str, Predictor]):
     kjt = KeyedJaggedTensor(["page", "clicks"], torch.tensor([3, 3, 8, 19, 0]), lengths=torch.tensor([1, 2, 0, 2]))
-    with InferenceClient(server.target) as client:
+    with InferenceClient(server.target, timeout=60) as client:
         got = client.lookup(kjt)
         assert not client.get_model().features[0].pooled
     expected = predictors["sequences"].lookup(kjt)
@@ -44,7 +44,7 @@ def test_unpooled_features(server: Server, predictors: dict[str, Predictor]):
 def test_weights_count(server: Server, predictors: dict[str, Predictor]):
     ids, lengths = torch.tensor([3, 4, 5]), torch.tensor([2, 1])
     kjt = KeyedJaggedTensor(["tag"], ids, lengths=lengths, weights=torch.tensor([0.5, 2.0, -1.0]))
-    with InferenceClient(server.target, model="weighted") as client:
+    with InferenceClient(server.target, model="weighted", timeout=60) as client:
         got = client.lookup(kjt)
         assert torch.equal(got["tag"], predictors["weighted"].lookup(kjt).pooled["tag"])
         ones = client.lookup(KeyedJaggedTensor(["tag"], ids, lengths=lengths, weights=torch.ones(3)))
@@ -57,5 +57,5 @@ def test_weights_count(server: Server, predictors: dict[str, Predictor]):
 
 def test_a_model_without_a_dense_part_cannot_predict(server: Server):
     kjt = KeyedJaggedTensor(["page"], torch.tensor([3]), lengths=torch.tensor([1]))
-    with InferenceClient(server.target) as client, pytest.raises(InputError, match="call lookup"):
+    with InferenceClient(server.target, timeout=60) as client, pytest.raises(InputError, match="call lookup"):
         client.predict(torch.zeros(1, 0), kjt)

@@ -123,9 +123,15 @@ def test_bad_input_is_named_and_the_server_lives_on(server: Server, client: Infe
 
 
 def test_unknown_model_and_version(server: Server):
-    with InferenceClient(server.target, model="huge") as client, pytest.raises(NotFoundError, match=r"'huge'.*'tiny'"):
+    with (
+        InferenceClient(server.target, model="huge", timeout=60) as client,
+        pytest.raises(NotFoundError, match=r"'huge'.*'tiny'"),
+    ):
         client.lookup(one("user", 1))
-    with InferenceClient(server.target, version="9") as client, pytest.raises(NotFoundError, match=r"'9'.*'3'"):
+    with (
+        InferenceClient(server.target, version="9", timeout=60) as client,
+        pytest.raises(NotFoundError, match=r"'9'.*'3'"),
+    ):
         client.get_model()
 
 
@@ -184,7 +190,7 @@ def test_a_bug_of_ours_is_logged_and_shows_nothing(
 
     monkeypatch.setattr(type(predictor), "run_engine", broken)
     monkeypatch.setattr(type(predictor), "run_engine_arrays", broken)
-    with Server({"tiny": predictor}) as server, InferenceClient(server.target) as client:
+    with Server({"tiny": predictor}) as server, InferenceClient(server.target, timeout=60) as client:
         with caplog.at_level(logging.ERROR), pytest.raises(RecinferError) as caught:
             client.predict(*make_request(0, 1))
         assert str(caught.value) == "internal error; the server's log has the details"
@@ -195,7 +201,7 @@ def test_a_bug_of_ours_is_logged_and_shows_nothing(
 
 def test_limits(predictor: Predictor):
     limits = Limits(max_batch=4, max_ids=6, max_keys=3, max_message_bytes=1000, max_response_bytes=100)
-    with Server({"tiny": predictor}, limits=limits) as server, InferenceClient(server.target) as client:
+    with Server({"tiny": predictor}, limits=limits) as server, InferenceClient(server.target, timeout=60) as client:
         with pytest.raises(InputError, match="batch_size: got 5, expected 1 to 4"):
             client.lookup(make_request(0, 5, keys=["user"])[1])
         with pytest.raises(InputError, match="lengths: got 7 ids in all, expected at most 6"):
@@ -285,7 +291,7 @@ def test_signals_stop_the_serving_process(archive: Path, number: signal.Signals)
     command = [sys.executable, "-c", script, str(archive)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        with InferenceClient(f"127.0.0.1:{int(process.stdout.readline())}") as client:
+        with InferenceClient(f"127.0.0.1:{int(process.stdout.readline())}", timeout=60) as client:
             assert client.lookup(one("user", 3)).keys() == ["user"]
             process.send_signal(number)
             out, err = process.communicate(timeout=90)

@@ -30,7 +30,7 @@ TOLERANCE = {"rtol": 0, "atol": 1e-6}
 @pytest.fixture
 def ours(server: Server) -> Iterator[InferenceClient]:
     """Our own gRPC server on the same archive."""
-    with InferenceClient(server.target) as client:
+    with InferenceClient(server.target, timeout=60) as client:
         yield client
 
 

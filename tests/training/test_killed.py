@@ -16,7 +16,7 @@ from recinfer.errors import UnavailableError
 from recinfer.training.batches import Batch
 from recinfer.training.job import TrainJob, TrainReport, run_job
 from recinfer.training.launch import run_ranks
-from recinfer.training.loop import resume_folder
+from recinfer.training.step_checkpoints import resume_folder
 from recinfer.training.trainers import ShardedTrainer
 
 LAST = 24  # steps that are whole when rank 1 is killed

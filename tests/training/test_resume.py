@@ -11,8 +11,9 @@ import torch
 from recinfer.data import Dataset, load_dataset
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.training.curve import Curve
-from recinfer.training.loop import TrainResult, TrainSettings, fit, resume_folder
+from recinfer.training.loop import TrainResult, TrainSettings, fit
 from recinfer.training.sources import MemorySource
+from recinfer.training.step_checkpoints import resume_folder
 from recinfer.training.trainers import LocalTrainer
 
 

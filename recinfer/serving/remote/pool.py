@@ -24,7 +24,7 @@ from recinfer.serving.security import read_token
 
 __all__ = ["ReplicaPool"]
 
-_LOOK_S, _RESOLVE_S, _CONNECT_S = 0.5, 5.0, 3.0
+_LOOK_S, _RESOLVE_S = 0.5, 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -103,9 +103,9 @@ class ReplicaPool:
 
         Raises:
             InputError: one of them cannot; names it and says why.
-            UnavailableError: a rank has no replica that is up.
+            UnavailableError: a rank has no replica that is up, nor gets one within the settings' ``timeout_seconds``.
         """
-        end = time.monotonic() + _CONNECT_S
+        end = time.monotonic() + self.config.settings.timeout_seconds
         while any(not any(r.up for r in self.replicas(rank)) for rank in ranks) and time.monotonic() < end:
             await asyncio.sleep(0.05)
         up = [replica for replica in self.everyone() if replica.up]

@@ -376,7 +376,7 @@ def test_through_a_server_and_in_its_figures(tmp_path: Path):
         predictor = service.registry.get().predictor
         with (
             Server({"pooled": predictor}, shards=predictor.lookups._fanout) as server,
-            InferenceClient(server.target) as client,
+            InferenceClient(server.target, timeout=60) as client,
         ):
             before = predictor.stages.state()["lookup"].count
             found = client.lookup(request)

@@ -93,7 +93,7 @@ def test_shards_ask_for_a_token(tmp_path: Path):
     archive, token = make_archive(tmp_path, "table_wise"), "a-token-of-the-shards"
     (tmp_path / "token").write_text(token)
     with shard(archive, (0, 1, 2), security=Security(token=token)) as server:
-        path = write_shards(tmp_path / "s.json", {key: [server.target] for key in range(3)})
+        path = write_shards(tmp_path / "s.json", {key: [server.target] for key in range(3)}, timeout_seconds=0.1)
         with asking(path, ready=False) as stranger:
             until(lambda: "UNAUTHENTICATED" in stranger.pool.addresses(0))
             with pytest.raises(UnavailableError, match="UNAUTHENTICATED"):
