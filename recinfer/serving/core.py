@@ -35,11 +35,11 @@ _CANCELLED_S = 3.0  # until calls that were cancelled are given back
 
 Fast = Callable[[bytes, float, Callable[[], Any]], "bytes | Ending | None"]
 """Answers a message at once, on gRPC's thread: takes it, the ``time.monotonic()`` after which nobody waits, and what gives the
-call's metadata. None: the call's handler has to answer. May not raise."""
+call's metadata. None: the call's handler has to answer."""
 
 Admit = Callable[[str, float, Sequence[tuple[str, Any]]], "Ending | None"]
 """What a call is ended with as it arrives, before its message is read: takes method path, ``time.monotonic()`` after which
-nobody waits, metadata. None: it goes on. Called on gRPC's thread; may not raise."""
+nobody waits, metadata. None: it goes on. Called on gRPC's thread."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,11 @@ class CoreServer:
         method = self._method(details.method, metadata)
         call = _Call(self, event.call, metadata, deadline, method)
         path = details.method.decode("utf-8", "replace") if method is None else method.path
-        ending = self._admit(path, deadline, metadata)
+        try:
+            ending = self._admit(path, deadline, metadata)
+        except Exception:
+            _log.exception("%s could not be admitted", path)
+            ending = _FAILED
         if ending is not None or method is None:
             call.end(ending or _NO_METHOD)
         elif method.streams_in:
@@ -281,7 +285,11 @@ class _Call:
             self.end(_NO_MESSAGE)
             return
         if self._method.fast is not None:
-            answer = self._method.fast(data, self._deadline, self.invocation_metadata)
+            try:
+                answer = self._method.fast(data, self._deadline, self.invocation_metadata)
+            except Exception:
+                _log.exception("%s failed", self._method.path)
+                answer = _FAILED
             if answer is not None:
                 self.end(answer) if isinstance(answer, Ending) else self._finish(answer)
                 return
