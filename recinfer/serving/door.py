@@ -10,7 +10,8 @@ import grpc
 import grpc.aio
 
 from recinfer.errors import OverloadedError
-from recinfer.serving.core import CoreServer, Ending, Fast, knows_grpcio
+from recinfer.serving.core import CoreServer, knows_grpcio
+from recinfer.serving.core_call import Ending, Fast
 from recinfer.serving.observe import Observer
 from recinfer.serving.retry import retry_info
 from recinfer.serving.security import HEADER, NO_TOKEN, Security, TokenInterceptor

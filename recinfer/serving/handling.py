@@ -18,7 +18,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from recinfer.serving.core import Ending, Fast
+from recinfer.serving.core_call import Ending, Fast
 from recinfer.serving.door import GrpcServer
 from recinfer.serving.ending_health import EndingHealth
 from recinfer.serving.observe import Observer

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from recinfer.errors import ConfigError
-from recinfer.serving.core import Ending
+from recinfer.serving.core_call import Ending
 
 __all__ = ["HEADER", "NO_TOKEN", "Security", "TokenInterceptor", "read_token"]
 

@@ -21,7 +21,8 @@ from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.inference.lookups import run_later
 from recinfer.serving.address import check_address
 from recinfer.serving.batcher import BatchConfig, Batcher, BatcherState
-from recinfer.serving.core import CoreServer, Fast
+from recinfer.serving.core import CoreServer
+from recinfer.serving.core_call import Fast
 from recinfer.serving.direct import DIRECT_BYTES
 from recinfer.serving.door import Door, GrpcServer, grpc_server
 from recinfer.serving.ending_health import EndingHealth

@@ -14,7 +14,8 @@ import grpc.aio
 import pytest
 
 from recinfer.serving import core
-from recinfer.serving.core import CoreServer, Ending
+from recinfer.serving.core import CoreServer
+from recinfer.serving.core_call import Ending
 from recinfer.serving.loop import run_on_loop, start_on_loop
 
 LONG = 60.0
@@ -186,7 +187,7 @@ def test_who_goes_away_frees_what_was_held(how: str):
         assert service.left.wait(LONG)
         assert channel.unary_unary("/a.B/Echo")(b"x", timeout=LONG) == b"x!?"
         run_on_loop(server.stop(LONG), timeout=LONG)  # at once: nothing is under way
-        assert not server._tasks and not server.coming
+        assert not server.tasks and not server.coming
 
 
 def test_who_does_not_read_is_not_written_to():
@@ -251,7 +252,7 @@ def test_it_ends_while_calls_come_are_answered_and_cancelled(grace: float | None
             for future in futures[turn::5]:
                 future.cancel()
             run_on_loop(server.stop(grace), timeout=LONG)
-            assert not server._tasks and not server._asked
+            assert not server.tasks and not server._asked
 
 
 def test_a_server_that_is_never_started_leaves_nothing():
