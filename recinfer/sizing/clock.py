@@ -9,10 +9,11 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-__all__ = ["Clock", "Cpu", "Thread"]
+__all__ = ["COLD_S", "Clock", "Cpu", "Thread"]
 
 SLICE_S = 3e-3
 HOT_S = 0.5e-3
+COLD_S = 20e-3  # of sleep, after which nothing of a thread is left in the caches
 
 _Run = Callable[..., object]
 
@@ -66,9 +67,6 @@ class Cpu:
     __slots__ = (
         "_clock",
         "_cores",
-        "_stall_begin",
-        "_stall_end",
-        "_stalled",
         "busy",
         "cores",
         "hot_s",
@@ -83,20 +81,20 @@ class Cpu:
         self.busy = 0.0
         self._clock = clock
         self._cores = [_Core() for _ in range(cores)]
-        self._stalled = 0.0  # seconds of stalls that are over
-        self._stall_begin = self._stall_end = -1.0
+
+    @property
+    def now(self) -> float:
+        """The clock's time."""
+        return self._clock.now
 
     def start(self, seconds: float, run: _Run, *args: Any) -> None:
         """A thread of its own for one job of ``seconds`` of a core at speed 1; ``run(*args)`` is called at its end."""
         Thread(self).submit(seconds, 0.0, run, *args)
 
-    def stall(self, seconds: float) -> None:
-        """Nothing runs for a while: the hypervisor, or the kernel, has other things to do."""
-        now = self._clock.now
-        if now >= self._stall_end:
-            self._stalled += max(self._stall_end - self._stall_begin, 0.0)
-            self._stall_begin = self._stall_end = now
-        self._stall_end = max(self._stall_end, now + seconds)
+    def stall(self, seconds: float, core: int | None = None) -> None:
+        """Nothing runs for a while, on one core or on all: the hypervisor, or the kernel, has other things to do."""
+        for each in self._cores if core is None else (self._cores[core],):
+            each.stall(self._clock.now, seconds)
 
     def wake(self, thread: Thread) -> None:
         """A thread has something to do."""
@@ -110,9 +108,6 @@ class Cpu:
             last = free
         self._give(last, thread)
 
-    def _stalled_so_far(self) -> float:
-        return self._stalled + max(min(self._clock.now, self._stall_end) - self._stall_begin, 0.0)
-
     def _give(self, core: _Core, thread: Thread) -> None:
         core.running, core.used = True, 0.0
         thread.core = core
@@ -123,10 +118,10 @@ class Cpu:
         turn = left = thread.left
         if core.line or left > self.slice_s:
             turn = min(left, max(self.slice_s - core.used, 0.0))
-        self._clock.after(turn / self.speed, self._ended, core, thread, turn, self._stalled_so_far())
+        self._clock.after(turn / self.speed, self._ended, core, thread, turn, core.stalled(self._clock.now))
 
     def _ended(self, core: _Core, thread: Thread, turn: float, stalled: float) -> None:
-        now_stalled = self._stalled_so_far()
+        now_stalled = core.stalled(self._clock.now)
         if now_stalled > stalled + 1e-12:
             self._clock.after(now_stalled - stalled, self._ended, core, thread, turn, now_stalled)
             return
@@ -159,14 +154,27 @@ class Cpu:
 
 
 class _Core:
-    """One core: whether a thread has it, how much of its slice that has used, and who waits for it."""
+    """One core: whether a thread has it, how much of its slice that has used, who waits for it, and when it stood still."""
 
-    __slots__ = ("line", "running", "used")
+    __slots__ = ("_stall_begin", "_stall_end", "_stalled", "line", "running", "used")
 
     def __init__(self) -> None:
         self.running = False
         self.used = 0.0
         self.line: deque[Thread] = deque()
+        self._stalled = 0.0  # seconds of stalls that are over
+        self._stall_begin = self._stall_end = -1.0
+
+    def stall(self, now: float, seconds: float) -> None:
+        """It stands still from now on."""
+        if now >= self._stall_end:
+            self._stalled += max(self._stall_end - self._stall_begin, 0.0)
+            self._stall_begin = self._stall_end = now
+        self._stall_end = max(self._stall_end, now + seconds)
+
+    def stalled(self, now: float) -> float:
+        """For how long it has stood still so far."""
+        return self._stalled + max(min(now, self._stall_end) - self._stall_begin, 0.0)
 
 
 def _length(core: _Core) -> int:
@@ -176,18 +184,18 @@ def _length(core: _Core) -> int:
 class Thread:
     """One thread of a process: jobs in the order in which they came, one at a time, each on the host's processor.
 
-    A thread that has nothing to do sleeps, and its caches are others'. So the first job after a sleep costs ``cold``
-    seconds more than one behind another.
+    A thread that has nothing to do sleeps, and its caches are others' the longer the more. So the first job after a sleep
+    costs more than one behind another: ``cold`` seconds, and ``cooling`` times as much again for each second of the sleep.
 
     Attributes:
         core: that it had last, or has; None: it has never run.
         left: seconds of its first job; ``ran``: when it had a core last.
     """
 
-    __slots__ = ("_args", "_cpu", "_queue", "_run", "_running", "core", "left", "ran")
+    __slots__ = ("_args", "_cooling", "_cpu", "_queue", "_run", "_running", "core", "left", "ran")
 
-    def __init__(self, cpu: Cpu) -> None:
-        self._cpu = cpu
+    def __init__(self, cpu: Cpu, cooling: float = 0.0) -> None:
+        self._cpu, self._cooling = cpu, cooling
         self._queue: deque[tuple[float, _Run, tuple[Any, ...]]] = deque()
         self._running = False
         self._run: _Run | None = None
@@ -207,6 +215,8 @@ class Thread:
             self._queue.append((seconds, run, args))
         else:
             self._running = True
+            if cold and self._cooling:
+                cold *= 1 + self._cooling * min(self._cpu.now - self.ran, COLD_S)
             self.left, self._run, self._args = seconds + cold, run, args
             self._cpu.wake(self)
 

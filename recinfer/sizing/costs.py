@@ -11,27 +11,33 @@ from typing import Any
 
 from recinfer.errors import ConfigError, NotFoundError
 
-__all__ = ["FORMAT", "DirectCosts", "EndCosts", "FanCosts", "RunCosts", "ServingCosts"]
+__all__ = ["FORMAT", "READ", "TAKEN", "DirectCosts", "EndCosts", "FanCosts", "RunCosts", "ServingCosts"]
 
-FORMAT = "recinfer.serving/1"
+FORMAT = "recinfer.serving/2"
+READ = 1 / 2  # of what gRPC's own threads do for a call: on its way; the rest is beside it
+TAKEN = 2 / 3  # of what the thread that takes gRPC's events does for a call: before the answer; the rest is after it
+_EARLIER = ("recinfer.serving/1",)
 
 
 @dataclass(frozen=True)
 class EndCosts:
-    """CPU of one end of a call, apart from what is run for it. The work is done by two threads of the process:
-    the event loop's, and one that stands for gRPC's own, which moves the bytes.
+    """CPU of one end of a call, apart from what is run for it, by the threads of the process that do it: the event loop's, the
+    one that takes gRPC's events (0 where there is none), and one that stands for gRPC's own, which read what comes.
 
     Attributes:
-        loop_s, io_s: seconds a call of either thread when calls come one behind another.
-        loop_cold_s, io_cold_s: seconds more when the thread had been asleep.
-        loop_byte_s, io_byte_s: seconds more a byte of request and answer.
+        loop_s, grpc_s, io_s: seconds a call of either thread when calls come one behind another.
+        loop_cold_s, grpc_cold_s, io_cold_s: seconds more when the thread had been asleep for a moment.
+        loop_byte_s, grpc_byte_s, io_byte_s: seconds more a byte of request and answer.
     """
 
     loop_s: float
+    grpc_s: float
     io_s: float
     loop_cold_s: float
+    grpc_cold_s: float
     io_cold_s: float
     loop_byte_s: float
+    grpc_byte_s: float
     io_byte_s: float
 
 
@@ -58,24 +64,30 @@ class FanCosts:
         run_s: seconds a run.
         call_s: seconds for each shard that it asks.
         byte_s: seconds a byte of the vectors that come back.
+        away_s: of a small request that passes by the queue, in place of a run's and ``run_s``.
     """
 
     run_s: float
     call_s: float
     byte_s: float
+    away_s: float
 
 
 @dataclass(frozen=True)
 class DirectCosts:
-    """Of a small lookup that a server answers past its queue.
+    """Of a small request that a server answers past its queue, on the thread that takes gRPC's events.
 
     Attributes:
-        server: its end of the call: less code runs between two calls than where there is a queue, so each is cheaper.
+        server: its end of the call; shard servers have it too.
+        client: the caller's end: less of the machine's caches is in use by the server than where there are runs.
         run: what is run for it.
+        saved_s: of the lookup op, which it does without.
     """
 
     server: EndCosts
+    client: EndCosts
     run: RunCosts
+    saved_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,8 +103,9 @@ class ServingCosts:
         spread: a lone call's seconds over their mean: the means of equal parts of many calls, ascending.
         stalls_per_s: how often a host stood still for a moment, a second.
         stall_s: for how long: the seconds of each time that it was seen.
+        cooling_per_s: how much more of the cold seconds it costs to wake a thread, for each second that it has slept.
         notes: machine and versions, for people.
-        direct: of small lookups of servers that hold all tables; None: they go through the queue like all others.
+        direct: of small requests of servers that hold all tables; None: they go through the queue like all others.
     """
 
     server: EndCosts
@@ -104,14 +117,17 @@ class ServingCosts:
     spread: tuple[float, ...]
     stalls_per_s: float
     stall_s: tuple[float, ...]
+    cooling_per_s: float = 0.0
     notes: dict[str, Any] = field(default_factory=dict)
     direct: DirectCosts | None = None
 
     def __post_init__(self) -> None:
         figures: dict[str, float] = {"wire_s": self.wire_s, "stalls_per_s": self.stalls_per_s}
+        figures["cooling_per_s"] = self.cooling_per_s
         kinds: dict[str, Any] = {name: getattr(self, name) for name in ("server", "client", "run", "shard", "fan")}
         if self.direct is not None:
-            kinds |= {"direct.server": self.direct.server, "direct.run": self.direct.run}
+            kinds |= {f"direct.{name}": getattr(self.direct, name) for name in ("server", "client", "run")}
+            figures["direct.saved_s"] = self.direct.saved_s
         for name, kind in kinds.items():
             figures |= {f"{name}.{key}": value for key, value in dataclasses.asdict(kind).items()}
         for name, value in figures.items():
@@ -126,10 +142,9 @@ class ServingCosts:
     def parts(self) -> float:
         """As how many equal parts the jobs on a lone call's way vary, when each varies by itself."""
         server, client = self.server, self.client
-        loop, io = (server.loop_s + server.loop_cold_s) / 3, (server.io_s + server.io_cold_s) / 4
-        jobs = [loop, loop, io, io, io, client.loop_s / 2, client.io_s / 2]
-        jobs += [client.loop_s / 2 + client.loop_cold_s, client.io_s / 2 + client.io_cold_s]
-        jobs.append(self.run.base_s + self.run.request_s)
+        jobs = [server.io_s * READ + server.io_cold_s, server.grpc_s * TAKEN + server.grpc_cold_s, server.loop_s / 2]
+        jobs += [server.loop_s / 2 + server.loop_cold_s, client.loop_s / 2, client.io_s * READ + client.io_cold_s]
+        jobs += [client.loop_s / 2 + client.loop_cold_s, self.run.base_s + self.run.request_s]
         return sum(jobs) ** 2 / max(sum(job**2 for job in jobs), 1e-30) if any(jobs) else 1.0
 
     def to_json(self) -> str:
@@ -143,7 +158,13 @@ class ServingCosts:
             data = json.loads(text)
         except ValueError as error:
             raise ConfigError(f"the serving costs are not JSON: {error}") from None
-        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        found = data.pop("format", None) if isinstance(data, dict) else None
+        if found in _EARLIER:
+            raise ConfigError(
+                f"serving costs of format {found!r}: they are of an earlier server, whose threads shared their work otherwise; "
+                "measure again with recinfer calibrate --serving FILE"
+            )
+        if found != FORMAT:
             raise ConfigError(
                 f"not serving costs of format {FORMAT!r}; write them with recinfer calibrate --serving FILE"
             )
@@ -158,7 +179,8 @@ class ServingCosts:
                 data[name] = kind(**data[name])
             if data.get("direct") is not None:
                 direct = dict(data["direct"])
-                data["direct"] = DirectCosts(EndCosts(**direct.pop("server")), RunCosts(**direct.pop("run")), **direct)
+                server, client = (EndCosts(**direct.pop(name)) for name in ("server", "client"))
+                data["direct"] = DirectCosts(server, client, RunCosts(**direct.pop("run")), **direct)
             return cls(spread=tuple(data.pop("spread")), stall_s=tuple(data.pop("stall_s")), **data)
         except (KeyError, TypeError) as error:
             raise ConfigError(

@@ -29,7 +29,8 @@ from recinfer.serving.batcher import BatchConfig
 from recinfer.serving.limits import Limits
 from recinfer.serving.registry import ModelRegistry
 from recinfer.serving.service import InferenceService, Message
-from recinfer.sizing.costs import DirectCosts, EndCosts, FanCosts, RunCosts, ServingCosts
+from recinfer.sizing.clock import COLD_S
+from recinfer.sizing.costs import READ, TAKEN, DirectCosts, EndCosts, FanCosts, RunCosts, ServingCosts
 from recinfer.sizing.probe import Load, ServerProcess, closed_loop
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -43,6 +44,7 @@ _FEW, _MANY = 16, 32  # requests of a merged run in process; callers that keep a
 _BUSY_LARGE = 8
 _TURNS, _WARM_UP_S = 3, 0.4
 _PARTS = 400
+_RARE, _PAUSE_S = 0, 5e-3  # one caller that waits between two calls
 _STALL = 3.0  # times the median: a lone call that takes longer was held up
 
 
@@ -69,14 +71,16 @@ def measure_serving(*, seconds: float = 1.0, progress: Callable[[str], None] | N
         say("runs in process")
         in_process = _InProcess(predictor, requests)
         bench = _Bench(archive, requests, seconds, say)
-        # Lookups that pass by the queue, and then the queue's costs: those of predictions, contexts and rankers.
+        # Lookups that pass by the queue, and then the queue's costs: those of merged predictions, contexts and rankers.
         if in_process.direct:
             with ServerProcess(archive) as server:
-                bench.load("direct", server, (_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1))
+                bench.load("direct", server, (_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1), (_SMALL, _RARE))
         with ServerProcess(archive, direct=False) as server:
-            bench.load("whole", server, (_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1), (_LARGE, _BUSY_LARGE))
+            bench.load(
+                "whole", server, (_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1), (_LARGE, _BUSY_LARGE), (_SMALL, _RARE)
+            )
         # The same without merging: what each request costs that is run by itself while others wait.
-        with ServerProcess(archive, BatchConfig(max_delay_us=0), direct=False) as server:
+        with ServerProcess(archive, BatchConfig(max_batch=1, max_delay_us=0), direct=False) as server:
             bench.load("single", server, (_SMALL, _MANY))
         for shards in (1, 2):
             bench.load_ranker(folder, shards)
@@ -102,12 +106,13 @@ class _Bench:
     ) -> None:
         """Measure ``server`` under each kind of load, three times in turn; ``beside`` are what its own CPU is told of."""
         for batch, callers in kinds:
-            closed_loop(server, LOOKUP, self._requests[batch], callers, _WARM_UP_S)
+            closed_loop(server, LOOKUP, self._requests[batch], callers or 1, _WARM_UP_S)
         for turn in range(_TURNS):
             for batch, callers in kinds:
                 self._say(f"{name}, round {turn + 1} of {_TURNS}: requests of {batch}, {callers} at a time")
                 before = [shard.spent() for shard in beside]
-                load_ = closed_loop(server, LOOKUP, self._requests[batch], callers, self._seconds)
+                pause = 0.0 if callers else _PAUSE_S
+                load_ = closed_loop(server, LOOKUP, self._requests[batch], callers or 1, self._seconds, pause)
                 if not load_.answered:
                     raise UnavailableError("the measured server answered no request; see stderr")
                 self.loads.setdefault((name, batch, callers), []).append(load_)
@@ -124,8 +129,8 @@ class _Bench:
             listed = {str(rank): [shards[min(rank, num - 1)].target] for rank in (0, 1)}
             path = folder / f"shards-{num}.json"
             path.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}))
-            ranker = stack.enter_context(ServerProcess(self._archive, shards=path, direct=False))
-            kinds = ((_SMALL, 1), (_LARGE, 1)) if num == 1 else ((_SMALL, 1),)
+            ranker = stack.enter_context(ServerProcess(self._archive, shards=path))
+            kinds = ((_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1)) if num == 1 else ((_SMALL, 1), (_SMALL, _MANY))
             self.load(f"ranker of {num}", ranker, *kinds, beside=shards[:1])
 
 
@@ -137,12 +142,16 @@ class _Means:
             return statistics.median(of(turn) for turn in turns)
 
         self.loop = median(lambda t: t.server.loop / t.answered)
+        self.grpc = median(lambda t: t.server.grpc / t.answered)
+        self.run = median(lambda t: t.server.runs / t.answered)
         self.io = median(lambda t: t.server.other / t.answered)
         self.client_loop = median(lambda t: t.client.loop / t.answered)
+        self.client_grpc = median(lambda t: t.client.grpc / t.answered)
         self.client_io = median(lambda t: t.client.other / t.answered)
         self.runs = median(lambda t: t.runs / t.answered)
         self.cycle = median(lambda t: t.seconds / t.answered)
-        self.handled = median(lambda t: t.handled / t.answered)
+        self.ours = self.loop + self.run
+        self.all = self.ours + self.grpc + self.io
         self.latency = median(lambda t: float(np.nanmedian(t.latencies)))
         all_of = np.sort(np.concatenate([t.latencies[np.isfinite(t.latencies)] for t in turns]))
         usual = all_of[all_of <= _STALL * np.median(all_of)]
@@ -158,8 +167,14 @@ class _InProcess:
     def __init__(self, predictor: Predictor, requests: dict[int, list[bytes]]) -> None:
         service = InferenceService(ModelRegistry({"model": predictor}), Limits())
         self.direct = service.direct.available
-        service.direct.available = False  # as in the servers that are measured
         small, large = requests[_SMALL], requests[_LARGE]
+        self.direct_one = self.direct_large = 0.0
+        if self.direct:
+            self.direct_one, self.direct_large = (
+                _seconds(lambda turn, data=data: service.direct.lookup(data[turn % len(data)]))  # type: ignore[misc]
+                for data in (small, large)
+            )
+        service.direct.available = False  # as in the servers that are measured
 
         def run_of(data: Sequence[bytes]) -> Callable[[int], object]:
             return lambda turn: service.run([Message("Lookup", data[(turn + i) % len(data)]) for i in range(len(data))])
@@ -200,105 +215,138 @@ def _fit(loads: dict[Kind, _Means], run: _InProcess) -> ServingCosts:
     alone, busy = loads["whole", _SMALL, 1], loads["whole", _SMALL, _MANY]
     large_alone, large_busy = loads["whole", _LARGE, 1], loads["whole", _LARGE, _BUSY_LARGE]
     more_bytes = run.bytes[_LARGE] - run.bytes[_SMALL]
+    cooling = _cooling(alone, busy, loads["whole", _SMALL, _RARE])
+    warmth = 1 / (1 + cooling * min(alone.cycle, COLD_S))
 
     # Of many requests one more in a run takes what it takes in a tight loop; what a run takes by itself, with the visits of
     # the loop that it slows down, follows from the same load merged and not merged: two equations.
     request_s = max((run.few - run.op_few) - (run.one - run.op_one), 0.0) / (_FEW - 1)
     single = loads["single", _SMALL, _MANY]
-    if busy.runs < _MERGED:
-        run_s = max(single.cycle - busy.loop, 0.0) / (1 - busy.runs)
-    else:  # hardly any request shared a run, as in a very short measurement: there is no second equation
-        run_s = max(run.one - request_s, 0.0)
-    base_s = max(run_s - run.op_one, 0.0)
-    loop_s = max(busy.loop - busy.runs * run_s - request_s, 0.0)
-    byte_s = max(large_alone.handled - run.op_large - (alone.handled - run.op_one), 0.0) / more_bytes
-    large_loop = max(large_busy.loop, loop_s)  # large runs are on other threads
-    large_io = max(large_busy.io - large_alone.handled, busy.io)
-    loop_cold = max(alone.loop - loop_s - run_s - request_s, 0.0)
+    run_s = 0.0
+    if busy.runs < _MERGED * single.runs:
+        run_s = (single.ours - busy.ours) / (single.runs - busy.runs)
+    # Hardly any request shared a run, as in a very short measurement: there is no second equation.
+    run_s = max(run_s, run.one - request_s, 0.0)
+    loop_s = max(busy.ours - busy.runs * run_s - request_s, 0.0)
+    byte_s = max((large_alone.run - run.op_large) - (run_s + request_s - run.op_one), 0.0) / more_bytes
     server = EndCosts(
         loop_s=loop_s,
+        grpc_s=busy.grpc,
         io_s=busy.io,
-        loop_cold_s=loop_cold,
-        io_cold_s=max(alone.io - busy.io, 0.0),
-        loop_byte_s=(large_loop - loop_s) / more_bytes,
-        io_byte_s=(large_io - busy.io) / more_bytes,
+        loop_cold_s=max(alone.ours - loop_s - run_s - request_s, 0.0) * warmth,
+        grpc_cold_s=max(alone.grpc - busy.grpc, 0.0) * warmth,
+        io_cold_s=max(alone.io - busy.io, 0.0) * warmth,
+        loop_byte_s=max(large_busy.loop - loop_s, 0.0) / more_bytes,
+        grpc_byte_s=max(large_busy.grpc - busy.grpc, 0.0) / more_bytes,
+        io_byte_s=max(large_busy.io - busy.io, 0.0) / more_bytes,
     )
-    client = EndCosts(
-        loop_s=busy.client_loop,
-        io_s=busy.client_io,
-        loop_cold_s=max(alone.client_loop - busy.client_loop, 0.0),
-        io_cold_s=max(alone.client_io - busy.client_io, 0.0),
-        loop_byte_s=max(large_busy.client_loop - busy.client_loop, 0.0) / more_bytes,
-        io_byte_s=max(large_busy.client_io - busy.client_io, 0.0) / more_bytes,
-    )
-    # On the way of a lone call lie all parts but the last visit of the server's loop, which comes after its answer.
-    after = (loop_s + loop_cold) / 3 + alone.io / 4
-    on_the_way = alone.loop + alone.io + alone.client_loop + alone.client_io - after
-    run_costs = RunCosts(base_s, request_s, byte_s)
-    shard, fan = _fit_remote(loads, run, server, client, run_costs)
+    client = _client(alone, busy, warmth, large_busy, more_bytes)
+    run_costs = RunCosts(max(run_s - run.op_one, 0.0), request_s, byte_s)
+    direct = _fit_direct(loads, run, client, warmth) if run.direct else None
+    shard, fan = _fit_remote(loads, run, direct.server if direct else server, server, client, run_costs, cooling)
+    lone, its = (loads["direct", _SMALL, 1], direct.server) if direct else (alone, server)
+    ends = lone.all + lone.client_loop + lone.client_grpc + lone.client_io
+    on_the_way = ends - (1 - TAKEN) * its.grpc_s - (1 - READ) * (lone.io + lone.client_io)
     return ServingCosts(
         server=server,
         client=client,
         run=run_costs,
         shard=shard,
         fan=fan,
-        wire_s=max(alone.usual - on_the_way, 0.0),
+        wire_s=max(lone.usual - on_the_way, 0.0),
         spread=alone.spread,
         stalls_per_s=len(alone.stalls) / alone.seconds,
         stall_s=alone.stalls,
-        direct=_fit_direct(loads, run, server) if run.direct else None,
+        cooling_per_s=cooling,
+        direct=direct,
         notes={"machine": platform.machine(), "torch": torch.__version__, "measured": _told(loads, run)},
     )
 
 
-def _fit_direct(loads: dict[Kind, _Means], run: _InProcess, queued: EndCosts) -> DirectCosts:
-    """Of lookups past the queue: the handler's time is the run's, as nothing is waited for in it; the rest is the call's."""
+def _client(alone: _Means, busy: _Means, warmth: float, large: _Means, more_bytes: float) -> EndCosts:
+    """The caller's end: what it costs among many, what more when it has slept, and what more with large messages."""
+    kinds = ("loop", "grpc", "io")
+    lone, hot, wide = ({kind: getattr(means, f"client_{kind}") for kind in kinds} for means in (alone, busy, large))
+    found = {f"{kind}_s": hot[kind] for kind in kinds}
+    found |= {f"{kind}_cold_s": max(lone[kind] - hot[kind], 0.0) * warmth for kind in kinds}
+    return EndCosts(**found, **{f"{kind}_byte_s": max(wide[kind] - hot[kind], 0.0) / more_bytes for kind in kinds})
+
+
+def _cooling(alone: _Means, busy: _Means, rare: _Means) -> float:
+    """How much more it costs to wake up, a second of sleep: what calls cost more than busy ones, after two lengths of it."""
+    first, second = max(alone.all - busy.all, 0.0), max(rare.all - busy.all, 0.0)
+    slept = alone.cycle, min(rare.cycle, COLD_S)
+    below = first * slept[1] - second * slept[0]
+    return max(second - first, 0.0) / below if below > 0.05 * first * slept[1] else 0.0
+
+
+def _fit_direct(loads: dict[Kind, _Means], run: _InProcess, caller: EndCosts, warmth: float) -> DirectCosts:
+    """Of lookups past the queue: runs as in a tight loop; the rest is the call's."""
     alone, busy, large = (loads["direct", *kind] for kind in ((_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1)))
     more_bytes = run.bytes[_LARGE] - run.bytes[_SMALL]
-    run_s = min(busy.handled, busy.loop)
-    loop_s = busy.loop - run_s
-    more = (large.handled - run.op_large) - (alone.handled - run.op_one)
-    server = replace(
-        queued,
-        loop_s=loop_s,
+    run_s = min(run.direct_one, busy.grpc)
+    more_run = (run.direct_large - run.op_large) - (run.direct_one - run.op_one)
+    server = EndCosts(
+        loop_s=0.0,
+        grpc_s=busy.grpc - run_s,
         io_s=busy.io,
-        loop_cold_s=max(alone.loop - loop_s - run_s, 0.0),
-        io_cold_s=max(alone.io - busy.io, 0.0),
+        loop_cold_s=0.0,
+        grpc_cold_s=max(alone.grpc - busy.grpc, 0.0) * warmth,
+        io_cold_s=max(alone.io - busy.io, 0.0) * warmth,
+        loop_byte_s=0.0,
+        grpc_byte_s=max((large.grpc - alone.grpc) - (run.direct_large - run.direct_one), 0.0) / more_bytes,
+        io_byte_s=max(large.io - alone.io, 0.0) / more_bytes,
     )
-    return DirectCosts(server, RunCosts(max(run_s - run.op_one, 0.0), 0.0, max(more, 0.0) / more_bytes))
+    client = _client(alone, busy, warmth, busy, more_bytes)
+    large_client = {name: getattr(caller, name) for name in ("loop_byte_s", "grpc_byte_s", "io_byte_s")}
+    costs = RunCosts(max(run_s - run.op_one, 0.0), 0.0, max(more_run, 0.0) / more_bytes)
+    return DirectCosts(server, replace(client, **large_client), costs, max(run.op_one - run_s, 0.0))
 
 
 def _fit_remote(
-    loads: dict[Kind, _Means], run: _InProcess, server: EndCosts, client: EndCosts, whole: RunCosts
+    loads: dict[Kind, _Means],
+    run: _InProcess,
+    at_once: EndCosts,
+    server: EndCosts,
+    client: EndCosts,
+    whole: RunCosts,
+    cooling: float,
 ) -> tuple[RunCosts, FanCosts]:
-    """Of shard servers and rankers: what is left of a lone call when its two ends and its run are taken off."""
+    """Of shard servers and rankers: what is left when the ends of the calls and the run are taken off. Of many callers'
+    requests, which share runs, what a run of a ranker takes; of lone ones, what one takes that passes by the queue.
+    """
     more_bytes = run.bytes[_LARGE] - run.bytes[_SMALL]
-    small, large = loads["ranker of 1's shard", _SMALL, 1], loads["ranker of 1's shard", _LARGE, 1]
-    shard = RunCosts(
-        base_s=max(small.handled - run.op_one, 0.0),
-        request_s=0.0,
-        byte_s=max(large.handled - run.op_large - (small.handled - run.op_one), 0.0) / more_bytes,
-    )
-    one, two = loads["ranker of 1", _SMALL, 1], loads["ranker of 2", _SMALL, 1]
-    ends = server.loop_s + server.loop_cold_s + client.loop_s + client.loop_cold_s
-    fan_s = max(one.loop - ends - whole.base_s - whole.request_s, 0.0)
-    call_s = min(max(two.loop - one.loop - client.loop_s, 0.0), fan_s)
-    # Of more bytes, the process of the ranker does more than a whole server's end and a client's end would.
-    wide = loads["ranker of 1", _LARGE, 1]
-    more = (wide.loop + wide.io) - (one.loop + one.io)
-    known = server.loop_byte_s + server.io_byte_s + client.loop_byte_s + client.io_byte_s + whole.byte_s
-    return shard, FanCosts(fan_s - call_s, call_s, max(more / more_bytes - known, 0.0))
+    small, large = loads["ranker of 1's shard", _SMALL, _MANY], loads["ranker of 1's shard", _LARGE, 1]
+    one, many, wide = (loads["ranker of 1", *kind] for kind in ((_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1)))
+    two, two_many = loads["ranker of 2", _SMALL, 1], loads["ranker of 2", _SMALL, _MANY]
+    op_many = run.op_one + (run.op_few - run.op_one) / (_FEW - 1) * (1 / many.runs - 1)
+    saved_s = max(run.op_one - run.direct_one, 0.0) if run.direct else 0.0
+    base_s = max(small.grpc / many.runs - at_once.grpc_s - op_many + saved_s, 0.0)
+    known = at_once.grpc_byte_s + at_once.io_byte_s
+    rest = large.all - run.op_large - (loads["ranker of 1's shard", _SMALL, 1].all - run.op_one)
+    shard = RunCosts(base_s, 0.0, max(rest / more_bytes - known, 0.0))
+    # A run: loop's share of each request, and of the run its own, the client's end and asking.
+    of_run = [(m.ours - server.loop_s - whole.request_s) / m.runs - whole.base_s for m in (many, two_many)]
+    call_s = min(max(of_run[1] - of_run[0] - client.loop_s, 0.0), max(two.ours - one.ours, 0.0))
+    run_s = max(of_run[0] - client.loop_s - call_s, 0.0)
+    # The loop wakes up for the request and for the answer.
+    woken = server.loop_cold_s * (1 + cooling * min(one.cycle, COLD_S)) + client.loop_cold_s
+    away_s = max(one.ours - server.loop_s - woken - client.loop_s - call_s, 0.0)
+    more = (wide.all - one.all) / more_bytes
+    ends = (server, client)
+    known = sum(end.loop_byte_s + end.grpc_byte_s + end.io_byte_s for end in ends) + whole.byte_s
+    return shard, FanCosts(run_s, call_s, max(more - known, 0.0), away_s)
 
 
 def _told(loads: dict[Kind, _Means], run: _InProcess) -> dict[str, Any]:
     """What was measured, microseconds a request, for people."""
-    names = ("latency", "cycle", "loop", "io", "handled", "client_loop", "client_io")
+    names = ("latency", "cycle", "loop", "grpc", "run", "io", "client_loop", "client_grpc", "client_io")
     found: dict[str, Any] = {
         f"{name}, batch {batch}, {callers} callers": {each: round(getattr(means, each) * 1e6, 1) for each in names}
         | {"runs": round(means.runs, 3)}
         for (name, batch, callers), means in loads.items()
     }
-    parts = ("one", "few", "large", "op_one", "op_few", "op_large")
+    parts = ("one", "few", "large", "direct_one", "direct_large", "op_one", "op_few", "op_large")
     found["in process"] = {name: round(getattr(run, name) * 1e6, 1) for name in parts}
     return found
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -24,20 +25,28 @@ __all__ = ["Load", "ServerProcess", "Spent", "closed_loop", "open_loop"]
 
 _OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 _START_S = 120.0
+# As recinfer.serving.loop, .core, .server and .remote.server name them.
+_THREADS = ("recinfer-serving", "recinfer-grpc", "recinfer-request", "recinfer-decode", "recinfer-shard")
 
 
 @dataclass(frozen=True)
 class Spent:
-    """CPU seconds of a process: of the thread that its event loop runs on, and of all its other threads."""
+    """CPU seconds of a process.
+
+    Attributes:
+        loop: of the thread that its event loop runs on.
+        grpc: of the thread that takes gRPC's events, and answers some of them at once; 0 where there is none.
+        runs: of the threads for what is too long for these two.
+        other: of all its other threads, most of it gRPC's own.
+    """
 
     loop: float
+    grpc: float
+    runs: float
     other: float
 
     def __sub__(self, before: Spent) -> Spent:
-        return Spent(self.loop - before.loop, self.other - before.other)
-
-    def __truediv__(self, calls: float) -> Spent:
-        return Spent(self.loop / calls, self.other / calls)
+        return Spent(*(after - was for after, was in zip(astuple(self), astuple(before))))
 
 
 @dataclass(frozen=True)
@@ -73,12 +82,13 @@ class Load:
 
 def spent_here() -> Spent:
     """Of this process; its event loop is the one that recinfer's servers and clients share."""
-
-    async def now() -> float:
-        return time.thread_time()
-
-    loop = run_on_loop(now())
-    return Spent(loop, time.process_time() - loop)
+    of = [0.0] * len(_THREADS)
+    for thread in threading.enumerate():
+        for at, name in enumerate(_THREADS):
+            if thread.name.startswith(name) and thread.ident is not None:
+                of[at] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    loop, grpc, *runs = of
+    return Spent(loop, grpc, sum(runs), time.process_time() - sum(of))
 
 
 class ServerProcess:
@@ -119,8 +129,8 @@ class ServerProcess:
 
     def spent(self) -> tuple[Spent, int, float]:
         """CPU so far, runs of the batcher, and seconds in handlers."""
-        loop, other, runs, handled = self._ask("spent")
-        return Spent(loop, other), runs, handled
+        *of_threads, runs, handled = self._ask("spent")
+        return Spent(*of_threads), runs, handled
 
     def _ask(self, what: str | None) -> Any:
         if what is not None:
@@ -148,7 +158,8 @@ def _serve(
         while pipe.recv() == "spent":
             now = spent_here()
             batcher = getattr(server, "batcher", None)
-            pipe.send((now.loop, now.other, batcher.state.runs if batcher else 0, sum(server.stats.seconds().values())))
+            runs = batcher.state.runs if batcher else 0
+            pipe.send((*astuple(now), runs, sum(server.stats.seconds().values())))
     except EOFError:  # the parent is gone
         pass
     server.stop()
@@ -225,8 +236,10 @@ def _measured(server: ServerProcess, path: str, drive: Any) -> Load:
     )
 
 
-def closed_loop(server: ServerProcess, path: str, requests: Sequence[bytes], callers: int, seconds: float) -> Load:
-    """``callers`` that each ask again as soon as they are answered, taking turns with ``requests``."""
+def closed_loop(
+    server: ServerProcess, path: str, requests: Sequence[bytes], callers: int, seconds: float, pause: float = 0.0
+) -> Load:
+    """``callers`` that each ask again as soon as they are answered, or ``pause`` seconds later, taking turns with ``requests``."""
 
     async def drive(call: Any) -> tuple[list[float], list[float], float, float]:
         found: list[tuple[float, float]] = []
@@ -236,6 +249,8 @@ def closed_loop(server: ServerProcess, path: str, requests: Sequence[bytes], cal
             while (start := time.perf_counter()) < begin + seconds:
                 found.append((start, await _ask(call, requests[at % len(requests)])))
                 at += 1
+                if pause:
+                    await asyncio.sleep(pause)
 
         await asyncio.gather(*(caller(7 * i) for i in range(callers)))
         end = time.perf_counter()

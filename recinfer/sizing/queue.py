@@ -129,6 +129,37 @@ class Queue:
         self._waiting_elsewhere -= 1
         self._waiting_bytes -= num_bytes
 
+    def may_go_straight(self, work: Work) -> bool:
+        """Whether a small request may be run by its caller, now: nothing else is there, and it is short."""
+        if not self.may_go_away() or self._away is not None or work.num_bytes > rules._INLINE_BYTES:
+            return False
+        return self._expected(1) <= rules._INLINE_S
+
+    def went_straight(self, seconds: float) -> None:
+        """One was."""
+        self._pace.goes_alone()
+        self._learned(1, seconds, seconds)
+
+    def may_go_away(self) -> bool:
+        """Whether a small request may be run by its caller, within :meth:`begins_away` and :meth:`ends_away`."""
+        if self._waiting or self._running:
+            return False
+        return not self.config.max_delay_us or self._pace.is_alone
+
+    def begins_away(self) -> None:
+        """A run by its caller that waits for other hosts."""
+        self._pace.goes_alone()
+        self._running += 1
+
+    def ends_away(self, since: float) -> None:
+        """It is over."""
+        self._running -= 1
+        self.runs += 1
+        self.requests += 1
+        self._learned(1, 0.0, self.clock.now - since)
+        if self._waiting:
+            self._flush_soon()
+
     def submit(self, work: Work) -> None:
         """Called at the end of a job of the loop."""
         now, config = self.clock.now, self.config
@@ -290,8 +321,11 @@ class Queue:
     def _learn(self, batch: Sequence[Work], start: float, seconds: float) -> None:
         self.runs += 1
         self.requests += len(batch)
-        key = sum(work.counts_as for work in batch).bit_length()
+        wall = self.clock.now - start
+        self._learned(sum(work.counts_as for work in batch), seconds, wall / len(batch))
+
+    def _learned(self, samples: int, seconds: float, wall: float) -> None:
+        key = samples.bit_length()
         before = self._costs.get(key, seconds)
         self._costs[key] = before + rules._SMOOTHING * (seconds - before)
-        wall = self.clock.now - start
-        self._seconds_a_request += rules._SMOOTHING * (wall / len(batch) - self._seconds_a_request)
+        self._seconds_a_request += rules._SMOOTHING * (wall - self._seconds_a_request)

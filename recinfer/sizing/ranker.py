@@ -14,7 +14,7 @@ from recinfer.serving.remote import fanout
 from recinfer.sizing.clock import Clock, Cpu
 from recinfer.sizing.costs import ServingCosts
 from recinfer.sizing.queue import Queue, Work
-from recinfer.sizing.servers import Call, Network, Server, Spread
+from recinfer.sizing.servers import Call, Network, Server, Spread, is_small
 from recinfer.sizing.workload import Model, Shard
 
 __all__ = ["Hedging", "Ranker"]
@@ -107,6 +107,23 @@ class Ranker(Server):
         self.outstanding_at: defaultdict[Server, int] = defaultdict(int)
         self.calls = self.hedged = self.hedges_won = 0
 
+    def _enqueue(self, work: Work) -> None:
+        """Small requests that come one by one pass by the queue."""
+        if not is_small(work.tag) or not self.queue.may_go_away():
+            self.queue.submit(work)
+            return
+        self.queue.begins_away()
+        since = self.clock.now
+
+        def over() -> None:
+            work.straight = True
+            self.queue.ends_away(since)
+            self._answer(work)
+
+        seconds = self._costs.fan.away_s + self._costs.fan.call_s * len(self._shards)
+        fan = _Fan(self, [work], work.samples, over, seconds / 2)
+        self.loop.next((seconds / 2 + self._costs.run.byte_s * work.num_bytes) * self.draw(), fan.ask)
+
     def _run_away(self, works: list[Work], over: Callable[[], None]) -> None:
         """One run: decode and split on the loop, ask, then join and the dense program."""
         costs = self._costs
@@ -114,8 +131,9 @@ class Ranker(Server):
         sent = sum(work.tag.bytes_in for work in works)
         run = costs.run
         seconds = run.base_s + run.request_s * len(works) + run.byte_s * sent
-        seconds += (costs.fan.run_s + costs.fan.call_s * len(self._shards)) / 2
-        fan = _Fan(self, works, samples, over)
+        half = (costs.fan.run_s + costs.fan.call_s * len(self._shards)) / 2
+        seconds += half
+        fan = _Fan(self, works, samples, over, half)
         self.loop.next(seconds * self.draw(), fan.ask)
 
     def choose(self, shard: int, asked: Sequence[Server]) -> Server | None:
@@ -154,12 +172,14 @@ class Ranker(Server):
 
 
 class _Fan:
-    """The calls of one run."""
+    """The calls of one run; putting their answers together takes ``join_s`` and more a byte."""
 
-    __slots__ = ("answered", "asked", "over", "ranker", "samples", "since", "waiting", "works")
+    __slots__ = ("answered", "asked", "join_s", "over", "ranker", "samples", "since", "waiting", "works")
 
-    def __init__(self, ranker: Ranker, works: list[Work], samples: int, over: Callable[[], None]) -> None:
-        self.ranker, self.works, self.samples, self.over = ranker, works, samples, over
+    def __init__(
+        self, ranker: Ranker, works: list[Work], samples: int, over: Callable[[], None], join_s: float
+    ) -> None:
+        self.ranker, self.works, self.samples, self.over, self.join_s = ranker, works, samples, over, join_s
         shards = len(ranker._shards)
         self.asked: list[list[Server]] = [[] for _ in range(shards)]
         self.answered = [False] * shards
@@ -230,8 +250,7 @@ class _Fan:
         ranker, model, costs = self.ranker, self.ranker._model, self.ranker._costs
         got = sum(shard.answer_bytes(self.samples) for shard in ranker._shards)
         out = sum(work.tag.bytes_out for work in self.works)
-        seconds = (costs.fan.run_s + costs.fan.call_s * len(self.answered)) / 2 + costs.fan.byte_s * got
-        seconds += costs.run.byte_s * out
+        seconds = self.join_s + costs.fan.byte_s * got + costs.run.byte_s * out
         if model.predicts:
             seconds += model.dense(self.samples)
         seconds *= ranker.draw()

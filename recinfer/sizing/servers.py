@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -15,15 +14,14 @@ from recinfer.serving import batcher as rules
 from recinfer.serving import direct as plain
 from recinfer.serving.batcher import BatchConfig
 from recinfer.sizing.clock import Clock, Cpu, Thread
-from recinfer.sizing.costs import DirectCosts, EndCosts, RunCosts, ServingCosts
+from recinfer.sizing.costs import READ, TAKEN, DirectCosts, RunCosts, ServingCosts
 from recinfer.sizing.queue import Queue, Work
 
-__all__ = ["Call", "Network", "Process", "Server", "Spread"]
+__all__ = ["Call", "Network", "Process", "Server", "Spread", "is_small"]
 
 _DRAWS = 1 << 14
 _LEAST_RATIO = 0.1
-_VISITS = 3  # of the loop for one call: it is accepted, its request is there, its answer has left
-_IO_PARTS = 4  # of gRPC's own thread: before each of these, and to send
+_AT_ONCE_BYTES = 64 << 10  # of an answer that leave with the call that sends it; the rest is gRPC's own threads'
 
 
 @dataclass(frozen=True)
@@ -55,17 +53,17 @@ class Spread:
 
 
 class Process:
-    """A process on a host: its event loop's thread, and one for what gRPC does beside it.
+    """A process on a host: its event loop's thread, the one that takes gRPC's events, and one for what gRPC does below it.
 
     Attributes:
         draw: how much longer than on average its next job takes.
     """
 
-    __slots__ = ("cpu", "draw", "io", "loop")
+    __slots__ = ("cpu", "draw", "grpc", "io", "loop")
 
-    def __init__(self, cpu: Cpu, spread: Spread) -> None:
+    def __init__(self, cpu: Cpu, spread: Spread, cooling: float = 0.0) -> None:
         self.cpu, self.draw = cpu, spread.next
-        self.loop, self.io = Thread(cpu), Thread(cpu)
+        self.loop, self.grpc, self.io = (Thread(cpu, cooling) for _ in range(3))
 
 
 class Server(Process):
@@ -74,11 +72,24 @@ class Server(Process):
     Args:
         lookup: CPU seconds of the op and the dense program, by samples.
         run: of a run around them; None: the measured costs'.
-        direct: it has no queue: every call is a run of its own, at once.
-        small: of small requests that pass by the queue; None: none do.
+        queued: False: it has no queue, and every call is a run of its own, as a shard server has it.
+        small: of requests that may be answered at once, on the thread that takes gRPC's events; None: none are.
+        predicts: a small one is answered at once only while nothing waits for a run.
     """
 
-    __slots__ = ("_at_door", "_costs", "_direct", "_lookup", "_run_costs", "_small", "clock", "outstanding", "queue")
+    __slots__ = (
+        "_coming",
+        "_costs",
+        "_lookup",
+        "_predicts",
+        "_queued",
+        "_run_costs",
+        "_small",
+        "client",
+        "clock",
+        "outstanding",
+        "queue",
+    )
 
     def __init__(
         self,
@@ -90,20 +101,22 @@ class Server(Process):
         lookup: Callable[[float], float],
         *,
         run: RunCosts | None = None,
-        direct: bool = False,
+        queued: bool = True,
         small: DirectCosts | None = None,
+        predicts: bool = False,
     ) -> None:
-        super().__init__(cpu, spread)
-        self._small = small
+        super().__init__(cpu, spread, costs.cooling_per_s)
+        self._small, self._predicts, self._queued = small, predicts, queued
         self.clock, self._costs, self._lookup = clock, costs, lookup
-        self._run_costs, self._direct = run or costs.run, direct
+        self._run_costs = run or costs.run
+        self.client = costs.client if small is None or not queued else small.client  # the other end of its calls
         self.queue = Queue(clock, cpu, self.loop, batching, self._cost, min(4, cpu.cores))
         self.outstanding = 0
-        self._at_door: deque[Call] = deque()
+        self._coming = 0  # handed to the loop, which has not come to them yet
 
-    def _cost(self, works: Sequence[Work], costs: RunCosts | None = None) -> float:
+    def _cost(self, works: Sequence[Work]) -> float:
         """CPU of a run; the work that takes longest makes all of it so."""
-        run = costs or self._run_costs
+        run = self._run_costs
         num_bytes = samples = 0.0
         for work in works:
             call: Call = work.tag
@@ -111,93 +124,113 @@ class Server(Process):
             num_bytes += call.bytes_in + call.bytes_out
         return (run.base_s + run.request_s * len(works) + run.byte_s * num_bytes + self._lookup(samples)) * self.draw()
 
+    def _cost_at_once(self, work: Work) -> float:
+        small, call = self._small, work.tag
+        assert small is not None
+        run = small.run if self._queued else self._run_costs
+        seconds = run.base_s + run.byte_s * (call.bytes_in + call.bytes_out) + self._lookup(call.samples)
+        return max(seconds - small.saved_s, 0.0) * self.draw()
+
+    # ------------------------------------------------------ on gRPC's threads
+
     def receive(self, call: Call) -> None:
-        """A call is here. gRPC's event loop server takes calls one at a time: the next one when it has taken this."""
+        """A call's bytes are here."""
         self.outstanding += 1
-        if self._small is not None and _is_small(call):
+        if self._small is not None and self._is_small(call):
             call.end, call.small = self._small.server, True
-        self._at_door.append(call)
-        if len(self._at_door) == 1:
-            self._accept()
-
-    def _accept(self) -> None:
-        call = self._at_door[0]
-        self._visit(call, self._accepted, 0.0)
-
-    def _visit(self, call: Call, then: Callable[[Call], None], num_bytes: float) -> None:
-        """gRPC's thread tells the loop of something, and the loop turns to it: a part of what a call costs here."""
         end, ratio = call.end, self.draw()
-        seconds = (end.io_s / _IO_PARTS + end.io_byte_s * num_bytes) * ratio
-        self.io.submit(seconds, end.io_cold_s / _IO_PARTS * ratio, self._turn, call, then, num_bytes)
+        seconds = (end.io_s * READ + end.io_byte_s * call.bytes_in) * ratio
+        self.io.submit(seconds, end.io_cold_s * ratio, self._arrived, call)
 
-    def _turn(self, call: Call, then: Callable[[Call], None], num_bytes: float) -> None:
+    def _is_small(self, call: Call) -> bool:
+        return call.bytes_in <= rules._INLINE_BYTES if not self._queued else is_small(call)
+
+    def _arrived(self, call: Call) -> None:
         end, ratio = call.end, self.draw()
-        seconds = (end.loop_s / _VISITS + end.loop_byte_s * num_bytes) * ratio
-        self.loop.submit(seconds, end.loop_cold_s / _VISITS * ratio, then, call)
+        self.io.submit(end.io_s * (1 - READ) * ratio, 0.0, _nothing)
+        seconds = (end.grpc_s * TAKEN + end.grpc_byte_s * call.bytes_in) * ratio
+        self.grpc.submit(seconds, end.grpc_cold_s * ratio, self._taken, call)
 
-    def _accepted(self, call: Call) -> None:
-        self._at_door.popleft()
-        if self._at_door:
-            self._accept()
-        self._visit(call, self._handle, call.bytes_in)
-
-    def _handle(self, call: Call) -> None:
+    def _taken(self, call: Call) -> None:
+        """The thread that takes gRPC's events answers it, or hands it to the loop."""
         work = Work(call.samples, call.bytes_in, self._answer, call, call.deadline)
-        if self._direct:
-            self._run_at_once(work)
-        elif call.small and self._small is not None:
+        if call.small and (not self._predicts or self._may_go_straight(work)):
             self.queue.runs += 1
             self.queue.requests += 1
-            work.straight = True
-            self.loop.next(self._cost((work,), self._small.run), self._answer, work)
+            seconds = self._cost_at_once(work)
+            self.grpc.next(seconds, self._answer_at_once, work, seconds)
+            return
+        if call.small:
+            call.end, call.small = self._costs.server, False
+        end, ratio = call.end, self.draw()
+        self._coming += 1
+        self.loop.submit(end.loop_s / 2 * ratio, end.loop_cold_s * ratio, self._handle, work)
+
+    def _may_go_straight(self, work: Work) -> bool:
+        return not self._coming and self.queue.may_go_straight(work)
+
+    def _answer_at_once(self, work: Work, seconds: float) -> None:
+        if self._predicts:
+            self.queue.went_straight(seconds)
+        call: Call = work.tag
+        self.grpc.next(call.end.grpc_byte_s * call.bytes_out * self.draw(), self._send, call, call.bytes_out)
+
+    # ------------------------------------------------------------ on the loop
+
+    def _handle(self, work: Work) -> None:
+        self._coming -= 1
+        call: Call = work.tag
+        if not self._queued:
+            self.queue.runs += 1
+            self.queue.requests += 1
+            self.cpu.start(self._cost((work,)), self.loop.submit, 0.0, 0.0, self._answer, work)
         elif call.bytes_in <= rules._INLINE_BYTES:
-            self.queue.submit(work)
+            self._enqueue(work)
         elif self.queue.take_place(call.bytes_in):
             # Decoded on a thread; what that takes is counted with the run.
             self.queue.leave_place(call.bytes_in)
-            self.queue.submit(work)
+            self._enqueue(work)
         else:
             work.refused = "full"
             self.queue.refused += 1
             self._answer(work)
 
-    def _run_at_once(self, work: Work) -> None:
-        self.queue.runs += 1
-        self.queue.requests += 1
-        if work.num_bytes <= rules._INLINE_BYTES:
-            work.straight = True
-            self.loop.next(self._cost((work,)), self._answer, work)
-        else:
-            self.cpu.start(self._cost((work,)), self.loop.submit, 0.0, 0.0, self._answer, work)
+    def _enqueue(self, work: Work) -> None:
+        self.queue.submit(work)
 
     def _answer(self, work: Work) -> None:
         call: Call = work.tag
         call.refused = work.refused
         out = 0.0 if work.refused else call.bytes_out
         end, ratio = call.end, self.draw()
-        seconds = end.loop_byte_s * out * ratio
+        seconds = (end.loop_s / 2 + end.loop_byte_s * out) * ratio
         if work.straight:
             self.loop.next(seconds, self._send, call, out)
         else:
             self.loop.submit(seconds, 0.0, self._send, call, out)
 
+    # -------------------------------------------------------------- its answer
+
     def _send(self, call: Call, out: float) -> None:
-        end, ratio = call.end, self.draw()
-        seconds = (end.io_s / _IO_PARTS + end.io_byte_s * out) * ratio
-        self.io.submit(seconds, end.io_cold_s / _IO_PARTS * ratio, self._sent, call, out)
+        """The thread that ends a call sends what it can of the answer."""
+        end = call.end
+        if out > _AT_ONCE_BYTES and end.io_byte_s:
+            self.io.submit(end.io_byte_s * out * self.draw(), 0.0, self._sent, call, out)
+        else:
+            self._sent(call, out)
 
     def _sent(self, call: Call, out: float) -> None:
         self.outstanding -= 1
         self.clock.after(self._costs.wire_s / 2 + call.network.seconds(out) + call.late, call.arrived, out)
-        # The caller has its answer; the loop hears of that.
-        self._visit(call, _nothing, 0.0)
+        # The caller has its answer; gRPC says that the call is over.
+        self.grpc.submit(call.end.grpc_s * (1 - TAKEN) * self.draw(), 0.0, _nothing)
 
 
-def _nothing(call: Call) -> None:
+def _nothing() -> None:
     pass
 
 
-def _is_small(call: Call) -> bool:
+def is_small(call: Call) -> bool:
     """Whether recinfer.serving.direct would answer it: by its bytes, most of which are ids (8 each) and floats."""
     small_in = call.bytes_in <= min(plain.DIRECT_BYTES, 8 * plain._MOST_IDS)
     return small_in and call.bytes_out <= 4 * plain._MOST_FLOATS
@@ -215,6 +248,7 @@ class Call:
     """
 
     __slots__ = (
+        "_client",
         "_costs",
         "bytes_in",
         "bytes_out",
@@ -250,22 +284,17 @@ class Call:
         self.refused = ""
         self.late = 0.0
         self.end, self.small = costs.server, False
+        self._client = server.client
 
     def begin(self) -> None:
         """Send it; called at the end of a job of the caller's loop, or at any time."""
-        end = self._costs.client
+        end = self._client
         if self.caller is None:
-            self.server.clock.after(_alone(end, self.bytes_in), self._on_wire)
+            self.server.clock.after(end.loop_s / 2 + end.loop_byte_s * self.bytes_in, self._on_wire)
             return
         ratio = self.caller.draw()
         seconds = (end.loop_s / 2 + end.loop_byte_s * self.bytes_in) * ratio
-        self.caller.loop.submit(seconds, end.loop_cold_s * ratio, self._leave)
-
-    def _leave(self) -> None:
-        end = self._costs.client
-        assert self.caller is not None
-        seconds = (end.io_s / 2 + end.io_byte_s * self.bytes_in) * self.caller.draw()
-        self.caller.io.submit(seconds, 0.0, self._on_wire)
+        self.caller.loop.submit(seconds, end.loop_cold_s * ratio, self._on_wire)
 
     def _on_wire(self) -> None:
         seconds = self._costs.wire_s / 2 + self.network.seconds(self.bytes_in)
@@ -273,21 +302,29 @@ class Call:
 
     def arrived(self, out: float) -> None:
         """Its answer is at the caller's host."""
-        end = self._costs.client
+        end = self._client
         if self.caller is None:
-            self.server.clock.after(_alone(end, out) + end.loop_cold_s + end.io_cold_s, self.over, self)
+            hot = end.loop_s / 2 + end.grpc_s + end.io_s + (end.loop_byte_s + end.grpc_byte_s + end.io_byte_s) * out
+            self.server.clock.after(hot + end.loop_cold_s + end.grpc_cold_s + end.io_cold_s, self.over, self)
             return
         ratio = self.caller.draw()
-        seconds = (end.io_s / 2 + end.io_byte_s * out) * ratio
-        self.caller.io.submit(seconds, end.io_cold_s * ratio, self._read, out)
+        seconds = (end.io_s * READ + end.io_byte_s * out) * ratio
+        self.caller.io.submit(seconds, end.io_cold_s * ratio, self._told, out)
+
+    def _told(self, out: float) -> None:
+        end, caller = self._client, self.caller
+        assert caller is not None
+        ratio = caller.draw()
+        caller.io.submit(end.io_s * (1 - READ) * ratio, 0.0, _nothing)
+        if not end.grpc_s:
+            self._read(out)
+            return
+        seconds = (end.grpc_s + end.grpc_byte_s * out) * ratio
+        caller.grpc.submit(seconds, end.grpc_cold_s * ratio, self._read, out)
 
     def _read(self, out: float) -> None:
-        end = self._costs.client
+        end = self._client
         assert self.caller is not None
         ratio = self.caller.draw()
         seconds = (end.loop_s / 2 + end.loop_byte_s * out) * ratio
         self.caller.loop.submit(seconds, end.loop_cold_s * ratio, self.over, self)
-
-
-def _alone(end: EndCosts, num_bytes: float) -> float:
-    return (end.loop_s + end.io_s) / 2 + (end.loop_byte_s + end.io_byte_s) * num_bytes

@@ -15,7 +15,7 @@ from recinfer.errors import ConfigError
 from recinfer.serving.batcher import BatchConfig
 from recinfer.sizing.arrivals import Trace
 from recinfer.sizing.clock import Clock, Cpu
-from recinfer.sizing.costs import ServingCosts
+from recinfer.sizing.costs import DirectCosts, ServingCosts
 from recinfer.sizing.ranker import Hedging, Ranker
 from recinfer.sizing.servers import Call, Network, Process, Server, Spread
 from recinfer.sizing.workload import Model, Shards
@@ -178,7 +178,7 @@ def simulate(
         doors = list(rankers)
     else:
         doors = _whole_servers(world, deployment, one)
-    caller = Process(one, world.spread) if one is not None else None
+    caller = Process(one, world.spread, costs.cooling_per_s) if one is not None else None
     _stall(world, float(trace.times[-1]))
     latencies = np.full(len(trace), np.nan)
     refused = _drive(world, trace, doors, caller, latencies, deadline_s, progress)
@@ -228,16 +228,26 @@ def _whole_servers(world: _World, deployment: Deployment, one: Cpu | None) -> li
         return lookup(samples) + (dense(samples) if predicts else 0.0)
 
     found = []
-    small = None if predicts else world.costs.direct
     for _ in range(deployment.replicas):
         cpu = _host(world, deployment, one, "servers")
         for _ in range(deployment.workers):
-            found.append(Server(world.clock, cpu, world.spread, world.costs, world.batching, seconds, small=small))
+            server = Server(
+                world.clock,
+                cpu,
+                world.spread,
+                world.costs,
+                world.batching,
+                seconds,
+                small=world.costs.direct,
+                predicts=predicts,
+            )
+            found.append(server)
     return found
 
 
 def _shard_servers(world: _World, deployment: Deployment, one: Cpu | None) -> list[list[Server]]:
     found = []
+    small = world.costs.direct or DirectCosts(world.costs.server, world.costs.client, world.costs.shard)
     for shard in world.shards.ranks:
         servers = []
         for _ in range(deployment.replicas):
@@ -252,7 +262,8 @@ def _shard_servers(world: _World, deployment: Deployment, one: Cpu | None) -> li
                         world.batching,
                         shard.lookup,
                         run=world.costs.shard,
-                        direct=True,
+                        queued=False,
+                        small=small,
                     )
                 )
         found.append(servers)

@@ -16,11 +16,11 @@ from recinfer.sizing.costs import EndCosts, FanCosts, RunCosts, ServingCosts
 from recinfer.sizing.workload import Curve, Model
 
 COSTS = ServingCosts(
-    server=EndCosts(100e-6, 40e-6, 200e-6, 100e-6, 1e-9, 0.0),
-    client=EndCosts(50e-6, 20e-6, 140e-6, 90e-6, 5e-10, 5e-10),
+    server=EndCosts(100e-6, 60e-6, 30e-6, 200e-6, 100e-6, 50e-6, 1e-9, 5e-10, 0.0),
+    client=EndCosts(50e-6, 0.0, 20e-6, 140e-6, 0.0, 90e-6, 5e-10, 0.0, 5e-10),
     run=RunCosts(250e-6, 30e-6, 1e-9),
     shard=RunCosts(250e-6, 0.0, 1e-9),
-    fan=FanCosts(40e-6, 80e-6, 0.0),
+    fan=FanCosts(40e-6, 80e-6, 0.0, 150e-6),
     wire_s=100e-6,
     spread=tuple(0.7 + 0.6 * i / 39 for i in range(40)),
     stalls_per_s=0.0,

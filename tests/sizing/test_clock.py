@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from recinfer.sizing.clock import Clock, Cpu, Thread
+from recinfer.sizing.clock import COLD_S, Clock, Cpu, Thread
 
 JOBS, WARM_UP = 60_000, 5_000
 TOLERANCE = 0.08  # of a mean wait over 55,000 dependent jobs at these loads; seeds are fixed
@@ -123,6 +123,28 @@ def test_a_sleeping_thread_costs_more_to_wake() -> None:
         clock.at(at, lambda: thread.submit(0.001, 0.002, lambda: ends.append(clock.now)))
     clock.run()
     assert ends == pytest.approx([0.003, 0.004, 0.013])
+
+
+def test_the_longer_a_thread_slept_the_more_it_costs_to_wake() -> None:
+    clock = Clock()
+    thread = Thread(Cpu(clock, 1), cooling=100.0)
+    ends: list[float] = []
+    for at in (0.0, 1.0, 1.01):
+        clock.at(at, lambda: thread.submit(0.001, 0.001, lambda: ends.append(clock.now)))
+    clock.run()
+    assert ends[1] - 1.0 == pytest.approx(0.001 + 0.001 * (1 + 100 * COLD_S))
+    assert ends[2] - 1.01 == pytest.approx(0.001 + 0.001 * (1 + 100 * (1.01 - ends[1])))
+
+
+def test_a_core_stands_still_by_itself() -> None:
+    clock = Clock()
+    cpu = Cpu(clock, 2)
+    ends: dict[str, float] = {}
+    for name in ("first", "second"):
+        cpu.start(1.0, lambda name=name: ends.setdefault(name, clock.now))
+    clock.at(0.5, cpu.stall, 0.25, 1)
+    clock.run()
+    assert sorted(ends.values()) == pytest.approx([1.0, 1.25])
 
 
 def test_what_a_job_continues_with_goes_first() -> None:

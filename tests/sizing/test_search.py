@@ -116,7 +116,11 @@ def test_progress_is_told() -> None:
 
 
 def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
-    for costs in (COSTS, TYPICAL_COSTS, replace(COSTS, direct=DirectCosts(COSTS.server, RunCosts(2e-5, 0.0, 1e-9)))):
+    for costs in (
+        COSTS,
+        TYPICAL_COSTS,
+        replace(COSTS, direct=DirectCosts(COSTS.server, COSTS.client, RunCosts(2e-5, 0.0, 1e-9))),
+    ):
         costs.save(tmp_path / "serving.json")
         assert ServingCosts.load(tmp_path / "serving.json") == costs
         assert 3 < costs.parts < 12
@@ -133,7 +137,10 @@ def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
         ({"surplus": 1}, "unknown keys"),
         ({"server": {"loop_s": 1.0}}, "incomplete"),
         ({"direct": {"run": {}}}, "incomplete"),
-        ({"direct": asdict(DirectCosts(COSTS.server, RunCosts(-1.0, 0.0, 0.0)))}, "direct.run.base_s is -1"),
+        (
+            {"direct": asdict(DirectCosts(COSTS.server, COSTS.client, RunCosts(-1.0, 0.0, 0.0)))},
+            "direct.run.base_s is -1",
+        ),
     ],
 )
 def test_costs_are_read_strictly(change: dict[str, Any], says: str) -> None:
@@ -185,3 +192,9 @@ def test_hosts_are_read_strictly(tmp_path: Path, hosts: list[Any], says: str) ->
 def test_example_hosts_differ() -> None:
     assert len({host.name for host in EXAMPLE_HOSTS}) == len(EXAMPLE_HOSTS)
     assert all(host.workers <= host.cores for host in EXAMPLE_HOSTS)
+
+
+def test_costs_of_the_server_before_are_to_be_measured_again() -> None:
+    text = COSTS.to_json().replace("recinfer.serving/2", "recinfer.serving/1")
+    with pytest.raises(ConfigError, match=r"earlier server.*calibrate --serving"):
+        ServingCosts.from_json(text)
