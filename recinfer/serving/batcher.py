@@ -21,15 +21,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from recinfer.errors import ConfigError, DeadlineError, OverloadedError
+from recinfer.serving.run_times import SMOOTHING, RunTimes
 
 __all__ = ["BatchConfig", "Batcher", "BatcherState", "Runnable"]
 
 _INLINE_BYTES = 32 << 10
 _INLINE_S = 1e-3
-_SMOOTHING = 0.2
 _GAP_S = 1e-3
 _MARGIN = 1.5
-_LONGEST_RUN_S = 50e-3  # of a merged run: it is over before those behind it give up, and merging gains no more by then
 _MIN_PROBE, _MAX_PROBE = 8, 256
 _HITS_BEFORE_GROWTH, _HITS_AT_FIRST = 8, 2
 _TOO_LATE = "more than its deadline allows"
@@ -180,7 +179,7 @@ class Batcher:
         if run_later is not None:
             self._threads = _RUNS_AWAY
         self._lanes: OrderedDict[Any, deque[_Waiting]] = OrderedDict()
-        self._costs: dict[tuple[Any, int], float] = {}
+        self._times = RunTimes()
         self._waiting = self._waiting_elsewhere = self._waiting_bytes = self._running = 0
         self._flush_set: asyncio.Handle | None = None
         self._hold: asyncio.TimerHandle | None = None
@@ -267,12 +266,12 @@ class Batcher:
             return False
         if self.config.max_delay_us and not self._pace.is_alone:
             return False
-        return self._expected(lane, 1) <= _INLINE_S
+        return self._times.expected(lane, 1) <= _INLINE_S
 
-    def went_straight(self, lane: Any, seconds: float) -> None:
-        """A request of one sample was run by its caller, on any thread."""
+    def went_straight(self, lane: Any, seconds: float, cost: float) -> None:
+        """A request of one sample was run by its caller, on any thread, in ``seconds``, ``cost`` of them of its own."""
         self._goes_alone()
-        self._done(lane, (_ONE,), seconds, seconds)
+        self._done(lane, (_ONE,), seconds, cost)
 
     def _goes_alone(self) -> bool:
         with self._lock:
@@ -371,15 +370,8 @@ class Batcher:
         return (
             self._run_later is None
             and work.bytes <= _INLINE_BYTES
-            and self._expected(work.lane, work.samples) <= _INLINE_S
+            and self._times.expected(work.lane, work.samples) <= _INLINE_S
         )
-
-    def _expected(self, lane: Any, samples: int) -> float:
-        """Seconds of a run of that many samples, or of the most that were seen, or 0."""
-        for size in range(samples.bit_length(), 0, -1):
-            if (found := self._costs.get((lane, size))) is not None:
-                return found
-        return 0.0
 
     def _wait_for_more(self, now: float) -> None:
         """Run what waits once nobody has come for a while; called when somebody came."""
@@ -429,7 +421,7 @@ class Batcher:
         while lane:
             entry = lane[0]
             total = samples + entry.work.samples
-            if batch and (total > self.config.max_batch or self._expected(key, total) > _LONGEST_RUN_S):
+            if batch and (total > self.config.max_batch or not self._times.may_share(key, total)):
                 break
             lane.popleft()
             self._waiting -= 1
@@ -463,7 +455,7 @@ class Batcher:
             away = asyncio.ensure_future(self._run_later(works, until, long=num_bytes > _INLINE_BYTES))
             away.add_done_callback(functools.partial(self._came_back, batch, works, start))
             return
-        if num_bytes <= _INLINE_BYTES and self._expected(lane, samples) <= _INLINE_S:
+        if num_bytes <= _INLINE_BYTES and self._times.expected(lane, samples) <= _INLINE_S:
             answers, cost = self._measured(works)
             self._deliver(batch, answers)
             self._done(lane, works, time.monotonic() - start, cost)
@@ -518,17 +510,12 @@ class Batcher:
 
     def _done(self, lane: Any, works: Sequence[Runnable], seconds: float, cost: float) -> None:
         samples = sum(work.samples for work in works)
-        # By the power of two of its size: a run of many samples takes far less than as many of one.
-        key = lane, samples.bit_length()
         with self._lock:
             self._runs += 1
             self._requests += len(works)
             self._samples += samples
-            if len(self._costs) > 1024:  # lanes of models that are gone
-                self._costs.clear()
-            before = self._costs.get(key, cost)
-            self._costs[key] = before + _SMOOTHING * (cost - before)
-            self._seconds_a_request += _SMOOTHING * (seconds / len(works) - self._seconds_a_request)
+            self._times.learn(lane, samples, cost)
+            self._seconds_a_request += SMOOTHING * (seconds / len(works) - self._seconds_a_request)
 
     def _forget(self, entry: _Waiting) -> None:
         """A caller went away: free its place, unless its run has begun."""

@@ -335,9 +335,10 @@ class Server:
         # Those that gRPC's thread has given to the loop and that are not there yet will wait for a run together.
         if (self._core is not None and self._core.coming) or not batcher.may_go_straight(call, len(data)):
             return None
+        begun = time.thread_time()
         if (found := direct.predict(data)) is None:
             return None
-        batcher.went_straight(call, time.monotonic() - start)
+        batcher.went_straight(call, time.monotonic() - start, time.thread_time() - begun)
         return found[0]
 
     async def _away(self, call: str, data: bytes) -> bytes | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from recinfer.serving import batcher as rules
 from recinfer.serving.batcher import BatchConfig
+from recinfer.serving.run_times import SMOOTHING, RunTimes
 from recinfer.sizing.clock import Clock, Cpu, Thread
 
 __all__ = ["Queue", "Work"]
@@ -60,7 +61,6 @@ class Queue:
     __slots__ = (
         "_away",
         "_cost",
-        "_costs",
         "_cpu",
         "_ended",
         "_flush_set",
@@ -73,6 +73,7 @@ class Queue:
         "_running",
         "_seconds_a_request",
         "_threads",
+        "_times",
         "_waiting",
         "_waiting_bytes",
         "_waiting_elsewhere",
@@ -100,7 +101,7 @@ class Queue:
         self._waiting_elsewhere = 0
         self._running = 0
         self._pace = rules._Pace()
-        self._costs: dict[int, float] = {}
+        self._times = RunTimes()
         self._seconds_a_request = 1e-3
         self._ended: list[Work] = []
         self._flush_set = False
@@ -133,7 +134,7 @@ class Queue:
         """Whether a small request may be run by its caller, now: nothing else is there, and it is short."""
         if not self.may_go_away() or self._away is not None or work.num_bytes > rules._INLINE_BYTES:
             return False
-        return self._expected(1) <= rules._INLINE_S
+        return self._times.expected(None, 1) <= rules._INLINE_S
 
     def went_straight(self, seconds: float) -> None:
         """One was."""
@@ -169,7 +170,7 @@ class Queue:
         idle = not self._waiting and not self._running
         alone = idle and (not config.max_delay_us or self._pace.goes_alone())
         short = self._away is None and work.num_bytes <= rules._INLINE_BYTES
-        if alone and short and self._expected(work.counts_as) <= rules._INLINE_S:
+        if alone and short and self._times.expected(None, work.counts_as) <= rules._INLINE_S:
             work.straight = True
             seconds = self._cost((work,))
             self._loop.next(seconds, self._over_on_loop, [work], now, seconds)
@@ -198,13 +199,6 @@ class Queue:
 
     def _expected_wait(self) -> float:
         return (len(self._waiting) + self._waiting_elsewhere) * self._seconds_a_request / self._threads
-
-    def _expected(self, samples: int) -> float:
-        costs = self._costs
-        for size in range(samples.bit_length(), 0, -1):
-            if size in costs:
-                return costs[size]
-        return 0.0
 
     # ------------------------------------------------------ waiting for more
 
@@ -268,7 +262,7 @@ class Queue:
         while waiting:
             work = waiting[0]
             total = samples + work.counts_as
-            if batch and (total > self.config.max_batch or self._expected(total) > rules._LONGEST_RUN_S):
+            if batch and (total > self.config.max_batch or not self._times.may_share(None, total)):
                 break
             waiting.popleft()
             self._waiting_bytes -= work.num_bytes
@@ -288,7 +282,7 @@ class Queue:
             self._running += 1
             self._away(batch, lambda: self._over_elsewhere(batch, start, 0.0))
             return True
-        short = self._expected(sum(work.counts_as for work in batch)) <= rules._INLINE_S
+        short = self._times.expected(None, sum(work.counts_as for work in batch)) <= rules._INLINE_S
         on_loop = short and sum(work.num_bytes for work in batch) <= rules._INLINE_BYTES
         seconds = self._cost(batch)
         if on_loop:
@@ -325,7 +319,5 @@ class Queue:
         self._learned(sum(work.counts_as for work in batch), seconds, wall / len(batch))
 
     def _learned(self, samples: int, seconds: float, wall: float) -> None:
-        key = samples.bit_length()
-        before = self._costs.get(key, seconds)
-        self._costs[key] = before + rules._SMOOTHING * (seconds - before)
-        self._seconds_a_request += rules._SMOOTHING * (wall - self._seconds_a_request)
+        self._times.learn(None, samples, seconds)
+        self._seconds_a_request += SMOOTHING * (wall - self._seconds_a_request)
