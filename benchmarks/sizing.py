@@ -5,10 +5,11 @@
     OMP_NUM_THREADS=1 python -m benchmarks.sizing --hosts 1000         # the simulation of many hosts alone
 
 Costs are measured on one model (26 tables of width 16, one id); the check is made on another (10 tables of width 64, four
-ids, two ranks): on one server, whose small lookups pass by its queue, on one where they may not (as predictions do not), and on a
-ranker with two shard servers, all processes and the caller on this machine.
-The caller sends at random times; what it measured is compared with a simulation of the very arrivals. Capacity is what four
-callers get that each wait for their answer. Medians over the turns.
+ids, two ranks): on one server, whose small lookups pass by its queue, on one where they may not, and on a ranker with one and with
+two shard servers, all processes and the caller on this machine.
+The caller sends at random times; what it measured is compared with a simulation of the very arrivals, and of the moments at which
+this machine's cores stood still meanwhile, which a recorder notes (as root: else it also sees other work). Capacity is what
+four callers get that each wait for their answer. Medians over the turns.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from recinfer.sizing.costs import ServingCosts
 from recinfer.sizing.measure import LOOKUP, lookup_requests, measure_serving, write_sample_archive
 from recinfer.sizing.probe import Load, ServerProcess, closed_loop, open_loop
 from recinfer.sizing.simulate import Deployment, simulate
+from recinfer.sizing.stalls import StallRecorder
 from recinfer.sizing.typical import TYPICAL_COSTS
 from recinfer.sizing.workload import Model, Shards, shards_of
 
@@ -55,20 +57,23 @@ def check(costs: ServingCosts, options: argparse.Namespace) -> list[dict]:
             requests = lookup_requests(load(archive), batch, _IDS)
             one = Deployment(1, 1, 0, cores, co_located=True)
             for kind, direct in (("one server", True), ("one, queued", False)):
-                if direct and costs.direct is None:
+                if (direct and costs.direct is None) or not kind.startswith(options.only):
                     continue
                 its = costs if direct else replace(costs, direct=None)
                 with ServerProcess(archive, direct=direct) as server:
                     rows += compare(kind, server, requests, batch, one, model, shards_of(model, 1), its, options)
-            with ExitStack() as stack:
-                shards = [stack.enter_context(ServerProcess(archive, ranks=(rank,))) for rank in (0, 1)]
-                listed = {str(rank): [shard.target] for rank, shard in enumerate(shards)}
-                path = folder / "shards.json"
-                path.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}))
-                ranker = stack.enter_context(ServerProcess(archive, shards=path))
-                two = Deployment(2, 1, 1, cores, co_located=True)
-                plan = shards_of(model, 2)
-                rows += compare("ranker, 2 shards", ranker, requests, batch, two, model, plan, costs, options)
+            for num in (1, 2):
+                with ExitStack() as stack:
+                    ranks = [(0, 1)] if num == 1 else [(0,), (1,)]
+                    shards = [stack.enter_context(ServerProcess(archive, ranks=mine)) for mine in ranks]
+                    listed = {str(rank): [shards[min(rank, num - 1)].target] for rank in (0, 1)}
+                    path = folder / "shards.json"
+                    path.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}))
+                    ranker = stack.enter_context(ServerProcess(archive, shards=path))
+                    those = Deployment(num, 1, 1, cores, co_located=True)
+                    plan, kind = shards_of(model, num), f"ranker, {num} shard{'s'[: num - 1]}"
+                    if kind.startswith(options.only):
+                        rows += compare(kind, ranker, requests, batch, those, model, plan, costs, options)
     return rows
 
 
@@ -91,13 +96,17 @@ def compare(
     for share in options.shares:
         rate = share * capacity
         loads = []
-        for turn in range(options.turns):
-            due = poisson(rate, max(int(rate * options.seconds), 100), seed=turn).times
-            loads.append(open_loop(server, LOOKUP, requests, due.tolist()))
+        with StallRecorder() as recorder:
+            for turn in range(options.turns):
+                due = poisson(rate, max(int(rate * options.seconds), 100), seed=turn).times
+                loads.append(open_loop(server, LOOKUP, requests, due.tolist()))
         found: dict[str, list[float]] = {}
         for turn, load_ in enumerate(loads):
             trace = trace_of(load_, batch, model)
-            outcome = simulate(deployment, trace, model, shards, costs, warm_up=_WARM_UP, seed=turn)
+            begin, end = load_.begin + load_.arrivals[0], load_.begin + load_.seconds
+            stalls = [replace(s, begin=s.begin - begin) for s in recorder.stalls if begin - 0.1 < s.begin < end]
+            outcome = simulate(deployment, trace, model, shards, costs, warm_up=_WARM_UP, stalls=stalls, seed=turn)
+            found.setdefault("stalled", []).append(sum(s.seconds for s in stalls) / load_.seconds / recorder.cores)
             mine = load_.latencies[outcome.counted]
             for percent in (50, 99):
                 found.setdefault(f"measured p{percent}", []).append(float(np.nanpercentile(mine, percent)) * 1e3)
@@ -109,7 +118,7 @@ def compare(
         print(
             f"{name:17} batch {batch:3}, {share:.0%} of {capacity:5.0f}/s: p50 {row['measured p50']:6.2f} ms, simulated "
             f"{row['simulated p50']:6.2f} ({r50:.2f});  p99 {row['measured p99']:7.2f} ms, simulated "
-            f"{row['simulated p99']:7.2f} ({r99:.2f})",
+            f"{row['simulated p99']:7.2f} ({r99:.2f}); cores stood still for {row['stalled']:.1%}",
             flush=True,
         )
     return rows
@@ -161,6 +170,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.5, 0.7, 0.85])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--only", default="", help="deployments whose name begins so: one, ranker, 'ranker, 1'")
     parser.add_argument("--hosts", type=int, help="only simulate so many hosts")
     parser.add_argument("--requests", type=int, default=10_000, help="with --hosts")
     options = parser.parse_args()

@@ -55,14 +55,23 @@ def _calls(output: Output, path: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     costs = measure_serving(progress=output.note)
     costs.save(path)
-    table = Table("microseconds a call", "event loop", "gRPC's threads", title="CPU of calls", title_justify="left")
-    for name, end in (("server", costs.server), ("caller", costs.client)):
-        table.add_row(f"{name}, one behind another", f"{end.loop_s * 1e6:.0f}", f"{end.io_s * 1e6:.0f}")
-        table.add_row(f"{name}, when it was asleep, more", f"{end.loop_cold_s * 1e6:.0f}", f"{end.io_cold_s * 1e6:.0f}")
-    table.add_row("a run", f"{costs.run.base_s * 1e6:.0f}", "")
-    table.add_row("a run, each request more", f"{costs.run.request_s * 1e6:.0f}", "")
-    table.add_row("a shard's run", f"{costs.shard.base_s * 1e6:.0f}", "")
-    table.add_row("asking a shard", f"{costs.fan.call_s * 1e6:.0f}", "")
+    columns = ("event loop", "takes gRPC's events", "gRPC's own")
+    table = Table("microseconds a call", *columns, title="CPU of calls, by thread", title_justify="left")
+
+    def row(name: str, loop_s: float, grpc_s: float, io_s: float) -> None:
+        table.add_row(name, *(f"{seconds * 1e6:.0f}" if seconds else "" for seconds in (loop_s, grpc_s, io_s)))
+
+    ends = {"server": costs.server, "caller": costs.client}
+    if costs.direct is not None:
+        ends = {"server, past its queue": costs.direct.server, **ends}
+    for name, end in ends.items():
+        row(f"{name}, one behind another", end.loop_s, end.grpc_s, end.io_s)
+        row(f"{name}, when it was asleep, more", end.loop_cold_s, end.grpc_cold_s, end.io_cold_s)
+    row("a run", costs.run.base_s, 0.0, 0.0)
+    row("a run, each request more", costs.run.request_s, 0.0, 0.0)
+    row("a shard's run", 0.0, costs.shard.base_s, 0.0)
+    row("a ranker's run, more", costs.fan.run_s, 0.0, 0.0)
+    row("asking a shard", costs.fan.call_s, 0.0, 0.0)
     output.show(table, f"[green]wrote[/green] {path}")
     return {"serving": str(path), "serving_costs": asdict(costs)}
 

@@ -101,7 +101,7 @@ class ServingCosts:
         fan: of what a ranker does to ask shards.
         wire_s: seconds that a lone call takes beyond the CPU on its way, there and back, over loopback.
         spread: a lone call's seconds over their mean: the means of equal parts of many calls, ascending.
-        stalls_per_s: how often a host stood still for a moment, a second.
+        stalls_per_s: how often a core stood still for a moment, a second.
         stall_s: for how long: the seconds of each time that it was seen.
         cooling_per_s: how much more of the cold seconds it costs to wake a thread, for each second that it has slept.
         notes: machine and versions, for people.

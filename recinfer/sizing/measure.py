@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from recinfer.serving.service import InferenceService, Message
 from recinfer.sizing.clock import COLD_S
 from recinfer.sizing.costs import READ, TAKEN, DirectCosts, EndCosts, FanCosts, RunCosts, ServingCosts
 from recinfer.sizing.probe import Load, ServerProcess, closed_loop
+from recinfer.sizing.stalls import StallRecorder, can_record
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["LOOKUP", "lookup_requests", "measure_serving", "write_sample_archive"]
@@ -71,21 +72,30 @@ def measure_serving(*, seconds: float = 1.0, progress: Callable[[str], None] | N
         say("runs in process")
         in_process = _InProcess(predictor, requests)
         bench = _Bench(archive, requests, seconds, say)
-        # Lookups that pass by the queue, and then the queue's costs: those of merged predictions, contexts and rankers.
-        if in_process.direct:
-            with ServerProcess(archive) as server:
-                bench.load("direct", server, (_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1), (_SMALL, _RARE))
-        with ServerProcess(archive, direct=False) as server:
-            bench.load(
-                "whole", server, (_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1), (_LARGE, _BUSY_LARGE), (_SMALL, _RARE)
-            )
-        # The same without merging: what each request costs that is run by itself while others wait.
-        with ServerProcess(archive, BatchConfig(max_batch=1, max_delay_us=0), direct=False) as server:
-            bench.load("single", server, (_SMALL, _MANY))
-        for shards in (1, 2):
-            bench.load_ranker(folder, shards)
+        recorder = StallRecorder() if can_record() else None
+        with recorder or nullcontext():
+            # Lookups that pass by the queue, and then the queue's costs: those of merged predictions, contexts and rankers.
+            if in_process.direct:
+                with ServerProcess(archive) as server:
+                    bench.load("direct", server, (_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1), (_SMALL, _RARE))
+            with ServerProcess(archive, direct=False) as server:
+                bench.load(
+                    "whole", server, (_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1), (_LARGE, _BUSY_LARGE), (_SMALL, _RARE)
+                )
+            # The same without merging: what each request costs that is run by itself while others wait.
+            with ServerProcess(archive, BatchConfig(max_batch=1, max_delay_us=0), direct=False) as server:
+                bench.load("single", server, (_SMALL, _MANY))
+            for shards in (1, 2):
+                bench.load_ranker(folder, shards)
     means = {kind: _Means(turns) for kind, turns in bench.loads.items()}
-    return _fit(means, in_process)
+    costs = _fit(means, in_process)
+    if recorder is None:
+        return costs
+    say(f"{len(recorder.stalls)} stalls of a core in {recorder.seconds:.0f} s")
+    lengths = np.sort([stall.seconds for stall in recorder.stalls])
+    some = lengths[np.linspace(0, lengths.size - 1, min(_PARTS, lengths.size)).astype(int)]
+    often = lengths.size / recorder.seconds / recorder.cores
+    return replace(costs, stalls_per_s=often, stall_s=tuple(some.tolist()))
 
 
 Kind = tuple[str, int, int]

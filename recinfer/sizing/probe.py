@@ -55,6 +55,7 @@ class Load:
 
     Attributes:
         seconds: how long it went on.
+        begin: ``time.perf_counter()`` at its start.
         arrivals: seconds from its start at which requests became due, ascending.
         latencies: seconds of each request of ``arrivals``; nan where it was refused.
         client, server: CPU of all of it.
@@ -63,6 +64,7 @@ class Load:
     """
 
     seconds: float
+    begin: float
     arrivals: NDArray[np.float64]
     latencies: NDArray[np.float64]
     client: Spent
@@ -227,6 +229,7 @@ def _measured(server: ServerProcess, path: str, drive: Any) -> Load:
     at = np.array(arrivals)
     return Load(
         end - begin,
+        begin,
         at - begin,
         np.array(ends) - at,
         here,

@@ -18,6 +18,7 @@ from recinfer.sizing.clock import Clock, Cpu
 from recinfer.sizing.costs import DirectCosts, ServingCosts
 from recinfer.sizing.ranker import Hedging, Ranker
 from recinfer.sizing.servers import Call, Network, Process, Server, Spread
+from recinfer.sizing.stalls import Stall
 from recinfer.sizing.workload import Model, Shards
 
 __all__ = ["Deployment", "Outcome", "Stragglers", "simulate"]
@@ -145,6 +146,7 @@ def simulate(
     hedging: Hedging | None = None,
     deadline_s: float = 10.0,
     warm_up: float = 0.1,
+    stalls: Sequence[Stall] | None = None,
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> Outcome:
@@ -158,10 +160,12 @@ def simulate(
         network: between any two hosts; the measured costs are over loopback, which has none.
         deadline_s: after which a caller gives up; its request may then be refused.
         warm_up: share of the trace, from its start, that figures leave out.
+        stalls: of the one host of a co-located deployment, seconds from the trace's start; None: random ones, as often and as
+            long as was measured.
         progress: told now and then how many requests were answered.
 
     Raises:
-        ConfigError: ``shards`` is of another number of ranks.
+        ConfigError: ``shards`` is of another number of ranks, or ``stalls`` of another number of hosts or cores.
     """
     if len(shards.ranks) != deployment.shards:
         raise ConfigError(f"the plan has {len(shards.ranks)} ranks; expected {deployment.shards}")
@@ -179,7 +183,10 @@ def simulate(
     else:
         doors = _whole_servers(world, deployment, one)
     caller = Process(one, world.spread, costs.cooling_per_s) if one is not None else None
-    _stall(world, float(trace.times[-1]))
+    if stalls is None:
+        _stall(world, float(trace.times[-1]))
+    else:
+        _stall_as_recorded(world, one, stalls)
     latencies = np.full(len(trace), np.nan)
     refused = _drive(world, trace, doors, caller, latencies, deadline_s, progress)
     return Outcome(
@@ -201,15 +208,27 @@ def simulate(
 
 
 def _stall(world: _World, until: float) -> None:
-    """Set the moments at which hosts stand still."""
+    """Set the moments at which cores stand still."""
     costs, random = world.costs, world.random
     if not costs.stalls_per_s:
         return
     for cpu in dict.fromkeys(cpu for cpus in world.cpus.values() for cpu in cpus):
-        num = random.poisson(costs.stalls_per_s * until)
-        lengths = np.array(costs.stall_s)[random.integers(len(costs.stall_s), size=num)]
-        for at, seconds in zip((random.random(num) * until).tolist(), lengths.tolist()):
-            world.clock.at(at, cpu.stall, seconds)
+        for core in range(cpu.cores):
+            num = random.poisson(costs.stalls_per_s * until)
+            lengths = np.array(costs.stall_s)[random.integers(len(costs.stall_s), size=num)]
+            for at, seconds in zip((random.random(num) * until).tolist(), lengths.tolist()):
+                world.clock.at(at, cpu.stall, seconds, core)
+
+
+def _stall_as_recorded(world: _World, one: Cpu | None, stalls: Sequence[Stall]) -> None:
+    if one is None:
+        raise ConfigError("stalls: they are of one host; expected a deployment that is co-located")
+    for stall in stalls:
+        if not 0 <= stall.core < one.cores:
+            raise ConfigError(f"stalls: got core {stall.core}, expected 0 to {one.cores - 1}")
+        end = stall.begin + stall.seconds
+        if end > 0:
+            world.clock.at(max(stall.begin, 0.0), one.stall, min(stall.seconds, end), stall.core)
 
 
 def _host(world: _World, deployment: Deployment, one: Cpu | None, kind: str) -> Cpu:

@@ -1,0 +1,75 @@
+"""The recorder of stalls with a real process, and what the simulation makes of what it recorded."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from recinfer.errors import ConfigError
+from recinfer.sizing.arrivals import poisson
+from recinfer.sizing.simulate import Deployment, simulate
+from recinfer.sizing.stalls import Stall, StallRecorder, can_record
+from recinfer.sizing.workload import shards_of
+from tests.sizing.models import COSTS, model_of
+
+
+def test_a_core_that_somebody_else_keeps_is_seen() -> None:
+    if not can_record():
+        pytest.skip("this system gives no thread precedence before all others")
+    before = set(multiprocessing.active_children())  # of other tests
+    kept: list[float] = []
+    cores = sorted(os.sched_getaffinity(0))
+
+    def keep_a_core() -> None:
+        os.sched_setaffinity(0, {cores[-1]})  # of this thread
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(2))
+        kept.append(time.perf_counter())
+        while time.perf_counter() < kept[0] + 0.02:
+            pass
+        kept.append(time.perf_counter())
+
+    with StallRecorder() as recorder:
+        thread = threading.Thread(target=keep_a_core)
+        thread.start()
+        thread.join()
+    assert recorder.cores == len(cores)
+    assert recorder.seconds >= kept[1] - kept[0]
+    begins = [stall.begin for stall in recorder.stalls]
+    assert begins == sorted(begins)
+    mine = [s for s in recorder.stalls if s.core == len(cores) - 1]
+    seen = sum(max(min(s.begin + s.seconds, kept[1]) - max(s.begin, kept[0]), 0.0) for s in mine)
+    # All of it but half a millisecond, less what a kernel that lets nobody have a core for good takes from it.
+    assert seen > 0.25 * (kept[1] - kept[0]), recorder.stalls
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_recorded_stalls_hold_up_who_comes_meanwhile_and_nobody_else() -> None:
+    model = model_of()
+    trace = poisson(50.0, 200, ids_per_sample=model.ids_per_sample, seed=3)
+    deployment, plan = Deployment(1, 1, 0, cores=2, co_located=True), shards_of(model, 1)
+    begin = float(trace.times[100]) - 1e-3
+    calm, stalled, half = (
+        simulate(deployment, trace, model, plan, COSTS, stalls=stalls)
+        for stalls in ([], [Stall(core, begin, 0.05) for core in (0, 1)], [Stall(1, begin, 0.05)])
+    )
+    late = np.flatnonzero(stalled.latencies > calm.latencies + 1e-3)
+    assert 100 in late
+    assert ((trace.times[late] > begin - 0.01) & (trace.times[late] < begin + 0.06)).all()
+    assert stalled.latencies[100] == pytest.approx(calm.latencies[100] + 0.049, abs=0.01)
+    assert half.latencies.sum() < stalled.latencies.sum()
+    before = simulate(deployment, trace, model, plan, COSTS, stalls=[Stall(0, -1.0, 0.5)])
+    assert (before.latencies == calm.latencies).all()
+
+
+def test_stalls_of_other_machines_are_refused() -> None:
+    model = model_of()
+    trace, plan = poisson(50.0, 20, ids_per_sample=8, seed=3), shards_of(model, 1)
+    with pytest.raises(ConfigError, match="co-located"):
+        simulate(Deployment(1, 1, 0, cores=2), trace, model, plan, COSTS, stalls=[])
+    with pytest.raises(ConfigError, match="core 2, expected 0 to 1"):
+        simulate(Deployment(1, 1, 0, 2, co_located=True), trace, model, plan, COSTS, stalls=[Stall(2, 0.0, 1.0)])
