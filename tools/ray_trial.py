@@ -14,7 +14,6 @@ answer failed or was wrong, or something was left behind.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import importlib.util
 import json
@@ -29,7 +28,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,207 +38,13 @@ sys.path.insert(0, str(ROOT / "tools"))
 os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", RAY_memory_monitor_refresh_ms="0")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
-HEAD, NODES, MEMORY = "127.0.0.1:6379", 3, 8_000_000_000
+from ray_cluster import HEAD, MEMORY, NODES, Cluster, listening, wait  # noqa: E402
+from ray_load import TLS_NAME, Client  # noqa: E402
+
 NAME = "trial"
-TLS_NAME = "trial.example"
 
 
-# ---------------------------------------------------------------- the client, a process of its own
-
-
-def load_main(store: str, callers: int) -> None:
-    """Calls all the time. Lines of stdin: ``targets A,B``, ``callers N``, ``tls FOLDER`` (of the calls from the next targets
-    on; ``-``: none) and ``report``, which prints one JSON line."""
-    import grpc.aio
-    import torch
-    from netns_trial import ROWS
-
-    from recinfer.inference.predictor import load
-    from recinfer.serving import codec
-    from recinfer.serving.server import SERVICE_NAME
-    from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-
-    versions = {path.name: load(path) for path in Path(store, "trial").iterdir() if path.name in "12"}
-    random, requests = torch.Generator().manual_seed(1), []
-    for batch in (1, 4, 16):
-        lengths = torch.randint(0, 5, (len(ROWS), batch), generator=random)
-        ids = [torch.randint(0, rows, (int(n.sum()),), generator=random) for rows, n in zip(ROWS.values(), lengths)]
-        features = KeyedJaggedTensor(list(ROWS), torch.cat(ids), lengths=lengths.flatten().int())
-        expected = {name: here.lookup(features).pooled for name, here in versions.items()}
-        requests.append((codec.encode_lookup_request(features), {k: v.values() for k, v in expected.items() if v}))
-    policy = {
-        "maxAttempts": 5,
-        "initialBackoff": "0.05s",
-        "maxBackoff": "0.5s",
-        "backoffMultiplier": 2,
-        "retryableStatusCodes": ["UNAVAILABLE"],
-    }
-    config = {
-        "loadBalancingConfig": [{"round_robin": {}}],
-        "methodConfig": [{"name": [{"service": SERVICE_NAME}], "retryPolicy": policy}],
-    }
-    options = [("grpc.service_config", json.dumps(config)), ("grpc.enable_http_proxy", 0)]
-
-    state = Seen(wanted=callers)
-
-    async def caller(number: int) -> None:
-        turn = number
-        while number < state.wanted:
-            if state.lookup is None:
-                await asyncio.sleep(0.1)
-                continue
-            turn += 1
-            data, expected = requests[turn % len(requests)]
-            start = time.perf_counter()
-            try:
-                got = codec.decode_lookup_response(await state.lookup(data, timeout=10))
-                state.seen[got[2]] += 1
-                right = got[0] is not None and torch.allclose(got[0].values(), expected[got[2]], rtol=1e-5, atol=1e-6)
-                state.wrong += not right
-            except grpc.aio.AioRpcError as error:
-                state.failed.append(f"{error.code().name}: {error.details()}")
-            state.times.append(time.perf_counter() - start)
-
-    async def close_later(channel: Any) -> None:
-        await asyncio.sleep(11)  # longer than any call
-        await channel.close()
-
-    async def serve() -> None:
-        channel: Any = None
-        tasks = [asyncio.create_task(caller(number)) for number in range(callers)]
-        print("ready", flush=True)
-        while line := (await asyncio.to_thread(sys.stdin.readline)).split():
-            if line[0] == "targets":
-                old, target = channel, f"ipv4:{line[1]}"
-                if state.tls is None:
-                    channel = grpc.aio.insecure_channel(target, options=options)
-                else:
-                    named = [*options, ("grpc.ssl_target_name_override", TLS_NAME)]
-                    channel = grpc.aio.secure_channel(target, state.tls, options=named)
-                state.lookup = channel.unary_unary(f"/{SERVICE_NAME}/Lookup")
-                if old is not None:
-                    tasks.append(asyncio.create_task(close_later(old)))
-            elif line[0] == "tls":
-                files = [Path(line[1], name) for name in ("ca.pem", "key.pem", "cert.pem")]
-                state.tls = None if line[1] == "-" else grpc.ssl_channel_credentials(*(f.read_bytes() for f in files))
-            elif line[0] == "callers":
-                before, state.wanted = state.wanted, int(line[1])
-                tasks += [asyncio.create_task(caller(number)) for number in range(before, state.wanted)]
-            else:
-                times, state.times = sorted(state.times), []
-                found = {"answers": len(times), "failed": len(state.failed), "wrong": state.wrong}
-                found |= {"p50": times[len(times) // 2], "p99": times[int(len(times) * 0.99)], "max": times[-1]}
-                found |= {"versions": dict(state.seen), "errors": sorted(set(state.failed))[:3]}
-                state.failed, state.wrong, state.seen = [], 0, Counter()
-                print(json.dumps(found), flush=True)
-
-    asyncio.run(serve())
-
-
-@dataclass
-class Seen:
-    """What the client does, and what it saw since the last report."""
-
-    wanted: int
-    lookup: Any = None
-    tls: Any = None
-    times: list[float] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    wrong: int = 0
-    seen: Counter[str] = field(default_factory=Counter)
-
-
-class Client:
-    """The process that runs it."""
-
-    def __init__(self, store: Path, callers: int) -> None:
-        command = [sys.executable, __file__, "--load", str(store), "--callers", str(callers)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None and self.process.stdout.readline().strip() == "ready"
-        self.targets: list[str] = []
-
-    def say(self, line: str) -> None:
-        """One line."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def report(self) -> dict[str, Any]:
-        """What was called since the last one."""
-        self.say("report")
-        assert self.process.stdout is not None
-        found: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return found
-
-    def follow(self, targets: list[str]) -> None:
-        """Call these from now on."""
-        if targets and targets != self.targets:
-            self.targets = targets
-            self.say(f"targets {','.join(targets)}")
-
-
-# ---------------------------------------------------------------- the cluster
-
-
-class Cluster:
-    """Three raylets of one machine, each with an address of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
-        self._folder = folder
-        self._head = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={folder / 'r'}"]
-        for number in range(NODES):
-            self.begin(f"127.0.0.{number + 1}")
-
-    def begin(self, host: str) -> None:
-        """Start the node with this address, and wait until it answers."""
-        which = self._head if host == "127.0.0.1" else [f"--address={HEAD}"]
-        sizes = ["--num-cpus=16", f"--memory={MEMORY}", "--object-store-memory=80000000", "--disable-usage-stats"]
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *which, f"--node-ip-address={host}"]
-        path = self._folder / f"{host}.log"
-        with path.open("wb") as log:
-            self.nodes[host] = subprocess.Popen([*command, *sizes, "--block"], stdout=log, stderr=log)
-        wait(lambda: b"Ray runtime started" in path.read_bytes(), 60, f"the node {host}")
-
-    def kill(self, host: str) -> int:
-        """As a host does that loses its power: all that runs on it, at once. How many processes that were."""
-        gone = [*descendants(self.nodes[host].pid), self.nodes[host].pid]
-        for pid in gone:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.nodes.pop(host).wait()
-        return len(gone)
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below one."""
-    parents: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            stat = (folder / "stat").read_text()
-            parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(folder.name))
-    found = [pid]
-    for each in found:
-        found += parents.get(each, [])
-    return found[1:]
-
-
-def listening(port: int) -> bool:
-    """Whether somebody listens on a port, on any address."""
-    lines = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    ]
-    return any(line[3] == "0A" and int(line[1].rpartition(":")[2], 16) == port for line in lines)
-
-
-def wait(condition: Callable[[], bool], seconds: float, what: str = "") -> float:
-    """Seconds until ``condition``; raises after so many."""
-    start = time.monotonic()
-    while not condition():
-        if time.monotonic() - start > seconds:
-            raise TimeoutError(f"{what or condition}: not within {seconds} s")
-        time.sleep(0.1)
-    return time.monotonic() - start
+# ---------------------------------------------------------------- the command
 
 
 def recinfer(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -590,12 +394,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=4.0, help="of load after each part's action")
     parser.add_argument("--callers", type=int, default=4)
     parser.add_argument("--only", choices=list(CHAPTERS), help="one of five deployments")
-    parser.add_argument("--load", help=argparse.SUPPRESS)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.load:
-        load_main(options.load, options.callers)
-        return 0
     if os.geteuid() or not shutil.which("ip") or not shutil.which("unshare") or not importlib.util.find_spec("ray"):
         print("needs root, ip, unshare and the extra ray: pip install 'recinfer[cpu,serve,ray]'", file=sys.stderr)
         return 2
