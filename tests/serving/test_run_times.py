@@ -9,12 +9,20 @@ from recinfer.serving.run_times import LONGEST_RUN_S, SMOOTHING, RunTimes
 SHORT, LONG = 0.8 * LONGEST_RUN_S, 2 * LONGEST_RUN_S
 
 
-def test_sizes_are_told_apart_by_powers_of_two():
+def test_sizes_are_told_apart_by_powers_of_two_and_more_samples_take_as_much_more():
     times = RunTimes()
     assert times.expected("a", 1) == 0 and times.may_share("a", 1000)
-    times.learn("a", 5, 0.002)
-    assert [times.expected("a", samples) for samples in (3, 4, 7, 8, 1000)] == [0, 0.002, 0.002, 0.002, 0.002]
+    times.learn("a", 5, 0.005)
+    assert [times.expected("a", samples) for samples in (3, 4, 7, 8)] == pytest.approx([0, 0.004, 0.007, 0.008])
+    times.learn("a", 8, 0.004)
+    assert [times.expected("a", samples) for samples in (7, 8, 1000)] == pytest.approx([0.007, 0.004, 0.5])
     assert times.expected("b", 5) == 0
+
+
+def test_a_run_is_no_longer_than_allowed_because_a_smaller_one_of_its_size_was_short():
+    times = RunTimes()
+    times.learn("a", 16, 0.9 * LONGEST_RUN_S)
+    assert times.may_share("a", 17) and not times.may_share("a", 31)
 
 
 def test_a_shorter_time_is_believed_at_once_and_a_longer_one_by_and_by():
@@ -34,7 +42,7 @@ def test_a_size_that_took_too_long_once_is_tried_again():
         times.learn("a", 3, SHORT)
     assert times.may_share("a", 4)
     times.learn("a", 4, SHORT)
-    assert times.may_share("a", 4) and times.may_share("a", 100)
+    assert times.may_share("a", 4) and not times.may_share("a", 6)
 
 
 def test_one_that_takes_too_long_stays_forbidden_but_for_a_try_now_and_then():
@@ -52,7 +60,7 @@ def test_where_one_request_takes_long_two_may_take_as_long_as_two():
     times.learn("a", 1, 3 * LONGEST_RUN_S)
     assert times.may_share("a", 2)
     times.learn("a", 2, 4 * LONGEST_RUN_S)
-    assert times.may_share("a", 2) and times.may_share("a", 4)
+    assert times.may_share("a", 2) and times.may_share("a", 3)
     times.learn("a", 4, 7 * LONGEST_RUN_S)
     assert not times.may_share("a", 4)
 
@@ -61,4 +69,4 @@ def test_lanes_that_are_gone_are_forgotten():
     times = RunTimes()
     for lane in range(5000):
         times.learn(lane, 1, 0.001)
-    assert len(times._seconds) <= 1025 and len(times._learned) <= 1025
+    assert len(times._rates) <= 1025 and len(times._learned) <= 1025
