@@ -41,6 +41,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 from ray_cluster import HEAD, MEMORY, NODES, Cluster, listening, wait  # noqa: E402
 from ray_load import TLS_NAME, Client  # noqa: E402
 
+from tests.certificates import certified  # noqa: E402
+
 NAME = "trial"
 
 
@@ -250,13 +252,7 @@ class Trial:
         """The folder of an authority, and of a certificate of it that is for a name."""
         folder = self.folder / "tls"
         folder.mkdir()
-        new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-        for arguments in (
-            "-subj /CN=authority -keyout ca.key -out ca.pem",
-            f"-subj /CN=s -keyout key.pem -out cert.pem -CA ca.pem -CAkey ca.key -addext subjectAltName=DNS:{TLS_NAME}",
-        ):
-            subprocess.run((new + arguments).split(), cwd=folder, check=True, capture_output=True)
-        return folder
+        return certified(folder, f"DNS:{TLS_NAME}")
 
     def refuse_missing(self, tls: Path) -> None:
         """A file that no node has is named, with the nodes, before anything is started."""

@@ -1,9 +1,9 @@
-"""A gRPC server on grpcio's binding of gRPC's core, in place of grpc.aio: one thread takes all events, and answers at once what can be.
+"""A gRPC server on grpcio's binding of gRPC's core: one thread takes all events, and answers at once what can be.
 
-grpc.aio hands each of a call's events from gRPC's thread to the event loop's, where each wakes a task; for a small request
-that is most of what it costs. Here the thread that waits for gRPC's events does a call's steps itself, and only a call whose
-answer has to be waited for becomes a task of the event loop. Handlers are written as for grpc.aio, and get what they need
-of its context, so a server can be either.
+grpc.aio, in whose place it is, hands each of a call's events from gRPC's thread to the event loop's, where each wakes a
+task; for a small request that is most of what it costs. Here the thread that waits for gRPC's events does a call's steps
+itself, and only a call whose answer has to be waited for becomes a task of the event loop. Handlers are written as for
+grpc.aio, and get what they need of its context, so a server can be either.
 
 The binding is what grpcio's own synchronous server (``grpc/_server.py``) is made of: objects that have been the same for
 years, but are not promised to stay. Where they are not as expected, :func:`knows_grpcio` says so.
@@ -64,12 +64,10 @@ class CoreServer:
         admit: Admit = lambda path, deadline, metadata: None,
         fast: Mapping[str, Fast] | None = None,
     ) -> None:
-        self._core = _core
-        self._options = tuple(options)
         self._admit, self._fast = admit, dict(fast or {})
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._methods: dict[bytes, Method | None] = {}
-        self._server = _core.Server(self._options, False)
+        self._server = _core.Server(tuple(options), False)
         self._events = _core.CompletionQueue()
         self._server.register_completion_queue(self._events)
         self._asked = 0  # how many times gRPC has been asked for a call and has not given one
@@ -77,7 +75,6 @@ class CoreServer:
         self._ends, self._all_ended = threading.Event(), False
         self._over: asyncio.Event | None = None
         self.tasks: set[asyncio.Task[None]] = set()
-        self._thread: threading.Thread | None = None
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """See grpc.aio.Server."""
@@ -106,8 +103,7 @@ class CoreServer:
         self._server.start()
         for _ in range(_ASKED_FOR):
             self._ask()
-        self._thread = threading.Thread(target=self._take_events, name="recinfer-grpc", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._take_events, name="recinfer-grpc", daemon=True).start()
 
     async def stop(self, grace: float | None) -> None:
         """Refuse new calls, let those that run end for up to ``grace`` seconds, cancel the others."""
@@ -152,13 +148,16 @@ class CoreServer:
             event = poll(time.time() + _TICK_S)
             if event.completion_type == timed_out:
                 continue
+            ends = False
             try:
-                if event.tag(event) is _END:
-                    break
+                ends = event.tag(event) is _END
             except Exception:
                 _log.exception("a call's event was lost")
-            # An event may hold the last reference to its call, which gRPC wants back before it is asked again.
+            # An event may hold the last reference to its call, which gRPC wants back before it is asked again, and
+            # before the server is destroyed.
             event = None
+            if ends:
+                break
         self.loop.call_soon_threadsafe(self._over.set)  # type: ignore[union-attr]
 
     def _ask(self) -> None:

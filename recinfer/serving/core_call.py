@@ -249,6 +249,7 @@ def _nothing(event: Any) -> None:
 
 
 def binding() -> Any:
+    """grpcio's binding of gRPC's core; None where it lacks something that is used here."""
     try:
         from grpc._cython import cygrpc
     except ImportError:
@@ -271,7 +272,7 @@ def binding() -> Any:
         "SendInitialMetadataOperation": (),
         "SendMessageOperation": (),
         "SendStatusFromServerOperation": (),
-        "Call": ("start_server_batch", "peer"),
+        "Call": ("start_server_batch",),
     }
     has_all = all(
         hasattr(cygrpc, kind) and all(hasattr(getattr(cygrpc, kind), name) for name in names)

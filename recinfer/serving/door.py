@@ -14,7 +14,7 @@ from recinfer.serving.core import CoreServer, knows_grpcio
 from recinfer.serving.core_call import Ending, Fast
 from recinfer.serving.observe import Observer
 from recinfer.serving.retry import retry_info
-from recinfer.serving.security import HEADER, NO_TOKEN, Security, TokenInterceptor
+from recinfer.serving.security import NO_TOKEN, Security, TokenInterceptor
 from recinfer.serving.status import status_of
 
 __all__ = ["Door", "GrpcServer", "Queue", "grpc_server"]
@@ -63,11 +63,10 @@ class Door:
     ) -> None:
         self.security, self._observer = security, observer
         self._queue, self._methods = queue, dict(methods or {})
-        self._open = security.token is None
 
     def admit(self, path: str, deadline: float, metadata: Sequence[tuple[str, Any]]) -> Ending | None:
         """How a call ends that may not pass; see recinfer.serving.core.Admit."""
-        if not self._open and not self.security.admits(path, _header(metadata)):
+        if not self.security.admits(path, metadata):
             return NO_TOKEN
         call = self._methods.get(path)
         if call is None or self._queue is None or self._queue.has_room(deadline):
@@ -76,10 +75,6 @@ class Door:
         status = status_of(error)
         self._observer.answered(call, status.code, 0.0, headers=metadata)
         return Ending(status.code, status.message, retry_info(error, status.message))
-
-
-def _header(metadata: Sequence[tuple[str, Any]]) -> str | None:
-    return next((value for key, value in metadata if key == HEADER), None)
 
 
 def grpc_server(door: Door, options: Sequence[tuple[str, Any]], fast: Mapping[str, Fast] | None = None) -> GrpcServer:

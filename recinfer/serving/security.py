@@ -5,9 +5,10 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -15,15 +16,12 @@ import grpc.aio
 from recinfer.errors import ConfigError
 from recinfer.serving.core_call import Ending
 
-__all__ = ["HEADER", "NO_TOKEN", "Security", "TokenInterceptor", "read_token"]
-
-HEADER = "authorization"
-"""The metadata (or HTTP header) that holds the token."""
+__all__ = ["NO_TOKEN", "Security", "TokenInterceptor", "read_token"]
 
 NO_TOKEN = Ending("UNAUTHENTICATED", "this server needs a token: send 'authorization: Bearer <token>'")
 """What who has not got it is told."""
 
-_SCHEME = "bearer "
+_HEADER, _SCHEME = "authorization", "bearer "
 _MIN_TOKEN = 16
 _OPEN = ("/grpc.health.v1.Health/",)
 
@@ -95,9 +93,11 @@ class Security:
             return False
         return hmac.compare_digest(given[len(_SCHEME) :].strip().encode(), self.token.encode())
 
-    def admits(self, path: str, authorization: str | None) -> bool:
-        """The same for a method of gRPC; health stays open, for those who watch the server."""
-        return path.startswith(_OPEN) or self.allows(authorization)
+    def admits(self, path: str, metadata: Iterable[tuple[str, Any]]) -> bool:
+        """The same for a call of gRPC; health stays open, for those who watch the server."""
+        if self.token is None or path.startswith(_OPEN):
+            return True
+        return self.allows(next((value for key, value in metadata if key == _HEADER), None))
 
 
 def read_token(path: Path) -> str:
@@ -118,8 +118,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
         """The call's own handler, or the one that refuses."""
-        given = next((v for k, v in handler_call_details.invocation_metadata if k == HEADER), None)
-        if self._security.admits(handler_call_details.method, given):
+        if self._security.admits(handler_call_details.method, handler_call_details.invocation_metadata):
             return await continuation(handler_call_details)
         return self._refuse
 

@@ -197,9 +197,10 @@ class Server:
             waited=functools.partial(self.stats.stages.add, "queue"),
             run_later=None if self._shards is None else self._run_later,
         )
+        fast = self._fast()
         server = grpc_server(
             self._door(self.batcher),
-            fast=self._fast(),
+            fast=fast,
             options=[
                 ("grpc.max_receive_message_length", limits.max_message_bytes),
                 ("grpc.max_send_message_length", -1),  # bounded by max_response_bytes, before anything is computed
@@ -210,7 +211,7 @@ class Server:
         )
         if isinstance(server, CoreServer):
             self._core = server
-        server.add_generic_rpc_handlers(self._handlers())
+        server.add_generic_rpc_handlers(self._handlers(tried=bool(fast) and self._core is not None))
         names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, *([_ADMIN_NAME] if self.admin_calls else [])]
         self._health = add_standard_services(server, names, _pool_of_everything())
         if not self._share_port:
@@ -370,11 +371,12 @@ class Server:
             for call in self._decoders
         }
 
-    def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+    def _handlers(self, tried: bool) -> tuple[grpc.GenericRpcHandler, ...]:
+        """Of all services; ``tried``: gRPC's thread has found that it cannot answer what reaches the plain methods."""
+
         def handlers(service: str, calls: Mapping[str, Answer]) -> grpc.GenericRpcHandler:
             return generic_handler(service, calls, self.observer)
 
-        tried = self._core is not None and bool(self._fast())
         ours = {call: functools.partial(self._ask, call, tried=tried) for call in (*self._decoders, "GetModel")}
         found = [handlers(SERVICE_NAME, ours), handlers(OPEN_INFERENCE, self.open_inference.calls())]
         if self.admin_calls:

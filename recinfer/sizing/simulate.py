@@ -24,6 +24,10 @@ from recinfer.sizing.workload import Model, Shards
 __all__ = ["Deployment", "Outcome", "Stragglers", "simulate"]
 
 
+_BEHIND = 0.05  # of all requests may be under way at the end of a trace that is kept up with
+_FEW_TIMES = 4
+
+
 @dataclass(frozen=True)
 class Stragglers:
     """Answers of shard servers that come late for reasons of their host (a neighbour, a retransmission).
@@ -82,6 +86,7 @@ class Outcome:
         counted: the requests after the warm-up, those that figures are of.
         rate: requests a second of the trace.
         refused: requests that got an error.
+        waiting: requests that were under way when the last one came.
         busy: share of the cores in use, by kind of host.
         calls, hedged, hedges_won: of rankers to shards.
         runs: requests a run, on average, where callers come in.
@@ -93,6 +98,7 @@ class Outcome:
     counted: slice
     rate: float
     refused: int
+    waiting: int
     busy: dict[str, float]
     calls: int
     hedged: int
@@ -108,11 +114,16 @@ class Outcome:
 
     @property
     def stable(self) -> bool:
-        """Whether requests of the last third took about as long as those of the first: the queues do not grow."""
+        """Whether the queues do not grow: requests of the last third took about as long as those of the first, and about
+        as many were answered as came. Far above what can be answered, all wait alike, so the first is not enough.
+        """
         mine = self.latencies[self.counted]
         third = max(mine.size // 3, 1)
         first, last = (np.nanmedian(p) if np.isfinite(p).any() else np.inf for p in (mine[:third], mine[-third:]))
-        return bool(last < 2 * first)
+        if not last < 2 * first:
+            return False
+        under_way = self.rate * float(np.nanmin(self.latencies))  # if each took as long as the quickest
+        return bool(self.waiting < _BEHIND * self.latencies.size + _FEW_TIMES * under_way)
 
 
 @dataclass
@@ -194,6 +205,7 @@ def simulate(
         counted=slice(int(warm_up * len(trace)), None),
         rate=trace.qps,
         refused=refused,
+        waiting=int((latencies > trace.times[-1] - trace.times).sum()),
         busy={
             name: sum(c.busy for c in cpus) / sum(c.cores for c in cpus) / max(world.clock.now, 1e-9)
             for name, cpus in world.cpus.items()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from recinfer.serving.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.loop import run_on_loop
 from recinfer.serving.security import Security
 from recinfer.serving.server import Server
+from tests.certificates import certified, need_openssl
 from tests.cli.conftest import Exported
 from tests.e2e.commands import run_json
 
@@ -29,16 +28,8 @@ FEATURES = {"user": [[3], [7, 9]], "item": [[5], []], "history": [[], [1, 2]], "
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of an authority, and of one certificate of it, of server and caller, that is for ``NAME`` alone."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command")
-    folder = tmp_path_factory.mktemp("tls")
-    new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-    for arguments in (
-        "-subj /CN=authority -keyout ca.key -out ca.pem",
-        f"-subj /CN=both -keyout key.pem -out cert.pem -CA ca.pem -CAkey ca.key -addext subjectAltName=DNS:{NAME}",
-    ):
-        subprocess.run((new + arguments).split(), cwd=folder, check=True, capture_output=True)
-    return folder
+    need_openssl()
+    return certified(tmp_path_factory.mktemp("tls"), f"DNS:{NAME}")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from recinfer.serving.remote.server import ShardServer
 from recinfer.serving.remote.tables import ShardTables
 from recinfer.serving.security import Security
 from recinfer.serving.server import SERVICE_NAME
+from tests.certificates import certified, need_openssl
 from tests.deploy.local import LocalEngine
 from tests.serving.conftest import make_request
 
@@ -43,16 +43,8 @@ TOKEN = "a-token-of-this-test"
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     """One authority, and one certificate of it that is for ``NAME`` alone."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command")
-    folder = tmp_path_factory.mktemp("tls")
-    new = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-    for arguments in (
-        "-subj /CN=authority -keyout ca.key -out ca.pem",
-        "-subj /CN=other -keyout other.key -out other.pem",
-        f"-subj /CN=server -keyout key.pem -out cert.pem -CA ca.pem -CAkey ca.key -addext subjectAltName=DNS:{NAME}",
-    ):
-        subprocess.run((new + arguments).split(), cwd=folder, check=True, capture_output=True)
+    need_openssl()
+    folder = certified(tmp_path_factory.mktemp("tls"), f"DNS:{NAME}")
     cert, key, ca = (str(folder / name) for name in ("cert.pem", "key.pem", "ca.pem"))
     return Tls(cert, key, ca, client_ca=ca, name=NAME)
 

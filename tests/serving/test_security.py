@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import ssl
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.proto import inference_pb2_grpc
 from recinfer.serving.security import Security, read_token
 from recinfer.serving.server import Server
+from tests.certificates import need_openssl, self_signed
 
 TOKEN = "a-token-of-enough-letters"
 
@@ -74,14 +74,8 @@ def test_what_does_not_hold_together_is_refused(tmp_path: Path):
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A certificate of its own authority for 127.0.0.1, and one that a client shows."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command")
-    folder = tmp_path_factory.mktemp("tls")
-    for name in ("server", "client", "stranger"):
-        command = f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN={name}"
-        files = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-addext", "subjectAltName=IP:127.0.0.1"]
-        subprocess.run([*command.split(), *files], cwd=folder, check=True, capture_output=True)
-    return folder
+    need_openssl()
+    return self_signed(tmp_path_factory.mktemp("tls"), ("server", "client", "stranger"), "IP:127.0.0.1")
 
 
 def credentials(folder: Path, client: str | None = None) -> grpc.ChannelCredentials:

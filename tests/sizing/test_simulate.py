@@ -128,10 +128,20 @@ def test_stalls_show_in_the_tail_alone(plans: dict[int, Shards]) -> None:
     assert stalled.percentile(99) > calm.percentile(99) + 0.008
 
 
-def test_queues_that_grow_are_not_stable(plans: dict[int, Shards]) -> None:
-    assert run(plans, WHOLE, 500.0).stable
-    overloaded = run(plans, WHOLE, 12_000.0, 15_000, batching=BatchConfig(max_queue=100_000), deadline_s=1e6)
+@pytest.mark.parametrize(
+    ("qps", "requests"), [(12_000.0, 3_000), (12_000.0, 15_000), (30_000.0, 3_000), (30_000.0, 15_000)]
+)
+def test_queues_that_grow_are_not_stable(plans: dict[int, Shards], qps: float, requests: int) -> None:
+    """Somewhat more than can be answered, where later ones take longer, and far more, where all take equally long."""
+    overloaded = run(plans, WHOLE, qps, requests, batching=BatchConfig(max_queue=100_000), deadline_s=1e6)
     assert not overloaded.stable
+
+
+@pytest.mark.parametrize(("qps", "requests"), [(500.0, 100), (500.0, 3_000), (3_000.0, 3_000)])
+def test_queues_that_do_not_grow_are_stable(plans: dict[int, Shards], qps: float, requests: int) -> None:
+    assert run(plans, WHOLE, qps, requests).stable
+    far = Network(latency_s=0.05, bytes_per_s=1e9)  # most of a short trace is under way at its end
+    assert run(plans, WHOLE, qps, requests, network=far).stable
 
 
 def test_a_predict_costs_its_dense_program() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from recinfer.inference.predictor import load
 from recinfer.serving.client import InferenceClient
 from recinfer.serving.remote.lookups import remote_lookups
 from recinfer.serving.security import Security
+from tests.certificates import need_openssl, self_signed
 from tests.ports import free_port
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import Process, asking, shard, until, write_shards
@@ -27,13 +26,8 @@ TOKEN = "a-token-of-enough-letters"
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One of the shards, for another name than their address, and one that a ranker shows."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command")
-    folder = tmp_path_factory.mktemp("tls")
-    for name in ("shard", "ranker"):
-        command = f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN={name}"
-        files = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-addext", "subjectAltName=DNS:shards.example"]
-        subprocess.run([*command.split(), *files], cwd=folder, check=True, capture_output=True)
+    need_openssl()
+    folder = self_signed(tmp_path_factory.mktemp("tls"), ("shard", "ranker"), "DNS:shards.example")
     (folder / "token").write_text(TOKEN)
     return folder
 
