@@ -2,67 +2,81 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from recinfer.cli.client import ClientOptions, TargetOption, client_arguments, open_client
 from recinfer.cli.console import JsonOption, Output, verb
+from recinfer.cli.declared import takes
 
 if TYPE_CHECKING:
     from recinfer.serving.bench import LoadResult
 
-__all__ = ["EXAMPLE", "NAME", "app", "serve"]
+__all__ = ["EXAMPLE", "NAME", "BenchServeOptions", "app", "serve"]
 
 NAME = "bench"
-EXAMPLE = "Example: recinfer bench serve --target 127.0.0.1:8500 --concurrency 1,8,32 --duration 5"
+EXAMPLE = (
+    "Example: recinfer bench serve --target 127.0.0.1:8500 --concurrency 1,8,32 --duration 5\n\n"
+    "With TLS and a token: recinfer bench serve --target rankers.example:8500 --tls-ca ca.pem --token-file token.txt"
+)
 
 app = typer.Typer(help="Measure a running server.", no_args_is_help=True, rich_markup_mode="rich")
 
 _PERCENTILES = (50, 90, 99, 99.9)
 
 
-def serve(
-    target: Annotated[str, typer.Option(help="HOST:PORT of the server.", show_default=False)],
-    concurrency: Annotated[str, typer.Option(help="Callers at a time; several, with commas, one after another.")] = "1",
-    duration: Annotated[float, typer.Option(min=0.01, help="Seconds for each.")] = 5.0,
-    call: Annotated[str, typer.Option(help="lookup or predict.")] = "lookup",
-    batch: Annotated[int, typer.Option(min=1, help="Samples a request.")] = 1,
-    ids: Annotated[int, typer.Option(min=0, help="Ids for each sample and feature.")] = 1,
-    model: Annotated[str, typer.Option(help="Model; without it the server's default.", show_default=False)] = "",
-    token_file: Annotated[
-        Path | None, typer.Option(help="File with the bearer token; without it RECINFER_TOKEN.", show_default=False)
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class BenchServeOptions:
+    """The options of ``recinfer bench serve``."""
+
+    target: TargetOption
+    concurrency: Annotated[
+        str, typer.Option("--concurrency", help="Callers at a time; several, with commas, one after another.")
+    ] = "1"
+    duration: Annotated[float, typer.Option("--duration", min=0.01, help="Seconds for each.")] = 5.0
+    call: Annotated[str, typer.Option("--call", help="lookup or predict.")] = "lookup"
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Samples a request.")] = 1
+    ids: Annotated[int, typer.Option("--ids", min=0, help="Ids for each sample and feature.")] = 1
     plot: Annotated[
-        Path | None, typer.Option(help="Write the latency curves here (png, svg, pdf).", show_default=False)
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+        Path | None, typer.Option("--plot", help="Write the latency curves here (png, svg, pdf).", show_default=False)
+    ] = None
+    client: ClientOptions
+    as_json: JsonOption = False
+
+
+@takes(BenchServeOptions)
+def serve(options: BenchServeOptions) -> None:
     """Ask a running server for random ids of its features, as fast as it answers, and show latency and throughput.
 
-    Each caller asks again as soon as it is answered. Run it on another machine, or at least beside a server that has
-    cores to itself: the client needs some too.
+    Each caller asks again as soon as it is answered; what takes longer than --timeout counts as an error.
+    Run it on another machine, or at least beside a server that has cores to itself: the client needs some too.
     """
     from recinfer.serving.bench import measure_load
 
-    output = Output(as_json)
+    output = Output(options.as_json)
+    levels = _levels(options.concurrency)
+    if options.client.wait:
+        open_client(options.target, options.client).close()
     results = measure_load(
-        target,
-        call=call,  # type: ignore[arg-type]
-        concurrency=_levels(concurrency),
-        duration=duration,
-        batch=batch,
-        ids=ids,
-        model=model,
-        token=_token(token_file),
+        options.target,
+        call=options.call,  # type: ignore[arg-type]
+        concurrency=levels,
+        duration=options.duration,
+        batch=options.batch,
+        ids=options.ids,
+        **client_arguments(options.client),
     )
-    output.show(_table(f"{call} of {batch} samples, {ids} ids a feature, {target}", results))
-    if plot is not None:
+    what = {name: getattr(options, name) for name in ("target", "call", "batch", "ids")}
+    output.show(_table("{call} of {batch} samples, {ids} ids a feature, {target}".format(**what), results))
+    if options.plot is not None:
         from recinfer.cli.plot_latency import plot_latency
 
-        plot_latency(results, plot)
-        output.note(f"wrote {plot}")
-    output.finish({"target": target, "call": call, "batch": batch, "ids": ids, "levels": [_plain(r) for r in results]})
+        plot_latency(results, options.plot)
+        output.note(f"wrote {options.plot}")
+    output.finish({**what, "levels": [_plain(result) for result in results]})
 
 
 app.command(name="serve", epilog=EXAMPLE)(verb(serve))
@@ -75,12 +89,6 @@ def _levels(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"--concurrency: got {text!r}, expected whole numbers with commas, as in 1,8,32") from None
-
-
-def _token(path: Path | None) -> str:
-    from recinfer import env
-
-    return path.read_text().strip() if path is not None else env.token() or ""
 
 
 def _table(title: str, results: list[LoadResult]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +14,7 @@ from recinfer.errors import ConfigError
 if TYPE_CHECKING:
     from recinfer.serving.client import InferenceClient
 
-__all__ = ["ClientOptions", "TargetOption", "missing_text", "open_client"]
+__all__ = ["ClientOptions", "TargetOption", "client_arguments", "missing_text", "open_client"]
 
 TargetOption = Annotated[str, typer.Option("--target", metavar="HOST:PORT", help="A running `recinfer serve`.")]
 
@@ -47,6 +47,26 @@ class ClientOptions:
     ] = ""
 
 
+def client_arguments(options: ClientOptions) -> dict[str, Any]:
+    """What InferenceClient and AsyncInferenceClient take of them; raises ConfigError naming a file that cannot be read."""
+    from recinfer import env
+    from recinfer.serving.security import read_token
+
+    for path in (options.tls_ca, options.tls_cert, options.tls_key):
+        if path is not None and not path.is_file():
+            raise ConfigError(f"cannot read {path}: no such file")
+    return {
+        "model": options.model,
+        "version": options.version,
+        "timeout": options.timeout,
+        "token": (env.token() or "") if options.token_file is None else read_token(options.token_file),
+        "tls_ca": options.tls_ca,
+        "tls_cert": options.tls_cert,
+        "tls_key": options.tls_key,
+        "tls_name": options.tls_name,
+    }
+
+
 def open_client(target: str, options: ClientOptions) -> InferenceClient:
     """A client of ``target``, once it takes requests where ``wait`` is above 0.
 
@@ -55,24 +75,9 @@ def open_client(target: str, options: ClientOptions) -> InferenceClient:
         InputError: a target that is none.
         UnavailableError: it takes none after ``wait`` seconds.
     """
-    from recinfer import env
     from recinfer.serving.client import InferenceClient
-    from recinfer.serving.security import read_token
 
-    for path in (options.tls_ca, options.tls_cert, options.tls_key):
-        if path is not None and not path.is_file():
-            raise ConfigError(f"cannot read {path}: no such file")
-    client = InferenceClient(
-        target,
-        model=options.model,
-        version=options.version,
-        timeout=options.timeout,
-        token=(env.token() or "") if options.token_file is None else read_token(options.token_file),
-        tls_ca=options.tls_ca,
-        tls_cert=options.tls_cert,
-        tls_key=options.tls_key,
-        tls_name=options.tls_name,
-    )
+    client = InferenceClient(target, **client_arguments(options))
     if options.wait:
         try:
             client.wait_until_ready(options.wait)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -84,11 +84,13 @@ def measure_load(
     duration: float = 5.0,
     batch: int = 1,
     ids: int = 1,
-    model: str = "",
-    token: str = "",
     seed: int = 0,
+    **client: Any,
 ) -> list[LoadResult]:
     """Measure ``target`` at each level of ``concurrency`` for ``duration`` seconds, after a short warm-up.
+
+    Args:
+        client: what else an AsyncInferenceClient takes: model, version, timeout (here 60 s), token, tls_ca and the like.
 
     Raises:
         InputError: an argument out of range.
@@ -98,7 +100,9 @@ def measure_load(
         raise InputError(f"call: got {call!r}, expected 'lookup' or 'predict'")
     if not concurrency or min(concurrency) < 1 or duration <= 0 or batch < 1 or ids < 0:
         raise InputError("expected concurrency and batch of at least 1, ids of at least 0 and a duration above 0")
-    return run_on_loop(_measure(target, call, concurrency, duration, batch, ids, model, token, seed))
+    # Retries would hide what the server refuses.
+    arguments = {"timeout": 60.0, **client, "retries": 0}
+    return run_on_loop(_measure(target, call, concurrency, duration, batch, ids, seed, arguments))
 
 
 async def _measure(
@@ -108,12 +112,10 @@ async def _measure(
     duration: float,
     batch: int,
     ids: int,
-    model: str,
-    token: str,
     seed: int,
+    arguments: Mapping[str, Any],
 ) -> list[LoadResult]:
-    # Retries would hide what the server refuses.
-    async with AsyncInferenceClient(target, model=model, token=token, timeout=60.0, retries=0) as client:
+    async with AsyncInferenceClient(target, **arguments) as client:
         requests = random_requests(await client.get_model(), batch, ids, 64, seed)
         results = []
         for callers in concurrency:

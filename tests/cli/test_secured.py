@@ -1,4 +1,4 @@
-"""``lookup`` and ``predict`` at a server behind TLS, mutual TLS, and a certificate with another name than the target."""
+"""``lookup``, ``predict`` and ``bench serve`` at a server behind TLS, mutual TLS, and a certificate with another name than the target."""
 
 from __future__ import annotations
 
@@ -80,9 +80,15 @@ def test_lookup_and_predict_by_the_name_in_the_certificate(
         assert len(list(csv.DictReader(file))) == answer["rows"] == 2
 
 
+def test_load_by_the_name_in_the_certificate(target: str, tls: Path) -> None:
+    load_ = ["--target", target, "--duration", 0.05, "--timeout", 120, "--wait", 120]
+    (level,) = run_json("bench", "serve", *load_, *options(tls))["levels"]
+    assert level["requests"] > 0 and level["errors"] == {}
+
+
 @pytest.mark.parametrize("lacking", [("name",), ("cert", "key"), ("ca", "cert", "key", "name")])
 def test_without_one_of_them_nobody_gets_in(lacking: tuple[str, ...], target: str, tls: Path, rows: Path) -> None:
-    for verb in (["lookup", "--feature", "user=3"], ["predict", "--input", rows]):
+    for verb in (["lookup", "--feature", "user=3"], ["predict", "--input", rows], ["bench", "serve"]):
         error = run_json(*verb, "--target", target, "--timeout", 120, *options(tls, *lacking), code=2)["error"]
         assert (error["type"], target in error["message"]) == ("UnavailableError", True)
 

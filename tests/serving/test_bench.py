@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 
 from recinfer.cli.main import app
 from recinfer.errors import InputError, UnavailableError
+from recinfer.inference.predictor import load
 from recinfer.serving.bench import measure_load, random_requests
 from recinfer.serving.client import InferenceClient
+from recinfer.serving.security import Security
 from recinfer.serving.server import Server
 from tests.serving.conftest import NUM_DENSE, ROWS
 
@@ -54,6 +56,17 @@ def test_the_verb(server: Server, tmp_path: Path):
     assert [level["concurrency"] for level in found["levels"]] == [1, 2]
     assert all(level["requests"] > 0 and level["p50_ms"] > 0 for level in found["levels"])
     assert picture.stat().st_size > 1000
+
+
+def test_the_verb_has_a_token(archive: Path, tmp_path: Path):
+    token = tmp_path / "token"
+    token.write_text("sixteen letters and more\n")
+    with Server({"tiny": load(archive)}, security=Security(token=token.read_text().strip())) as server:
+        args = ["bench", "serve", "--target", server.target, "--duration", "0.05", "--timeout", "60", "--json"]
+        for given, env, code in ((["--token-file", str(token)], "", 0), ([], token.read_text(), 0), ([], "", 2)):
+            result = CliRunner().invoke(app, [*args, *given], env={"RECINFER_TOKEN": env})
+            assert result.exit_code == code, result.output
+            assert code == 0 or "token" in result.output
 
 
 def test_wrong_arguments():
