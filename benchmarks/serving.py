@@ -2,14 +2,16 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.serving                     # everything, about five minutes on two cores
     OMP_NUM_THREADS=1 python -m benchmarks.serving --seconds 2 --batches 1 --concurrency 1 32
-    OMP_NUM_THREADS=1 python -m benchmarks.serving --tuned             # and an echo with our loop and scheduling
+    OMP_NUM_THREADS=1 python -m benchmarks.serving --tuned             # and echoes with our loop, and on gRPC's core
     OMP_NUM_THREADS=1 python -m benchmarks.serving --torchserve        # and TorchServe on the same archive
     OMP_NUM_THREADS=1 python -m benchmarks.serving --unbatched --over 2048 2048 1 --batches 1 --concurrency 32
     OMP_NUM_THREADS=1 python -m benchmarks.serving --context           # what looking up the context once saves
 
 A DLRM of 26 features (INT8, width 16, 13 dense columns) with random weights. Each server has its own process, and the
 clients another: one asyncio channel, C requests in flight. All take turns of a fifth of the time, after a fifth of a
-second to warm up; figures are medians over the turns. "in process" is the same call on the predictor itself.
+second to warm up; figures are medians over the turns. "in process" is the same call on the predictor itself, "CPU" what
+the server's process took for each call. "tuned echo" is grpc.aio's server on our event loop and scheduling, "core echo" our
+own server (recinfer.serving.core) with nothing behind it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import asyncio
 import functools
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -44,6 +47,8 @@ from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from recinfer.serving import codec
 from recinfer.serving.batcher import BatchConfig
+from recinfer.serving.core import CoreServer
+from recinfer.serving.handling import connection_options
 from recinfer.serving.server import SERVICE_NAME, Server
 from recinfer.serving.tuning import new_loop, tune_process
 from recinfer.serving.wire import bytes_field
@@ -52,6 +57,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 FEATURES, DENSE, DIM, ROWS = 26, 13, 16, 20_000
 _TURNS, _WARM_UP_S = 5, 0.2
 PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
+_ECHO = "/echo.Echo/Echo"
 _ANY_LENGTH = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -106,16 +112,24 @@ def serve_ours(archive: str, batching: BatchConfig, pipe: Any) -> None:
                 return
 
 
-def serve_echo(tuned: bool, pipe: Any) -> None:
-    """Answers with as many bytes as the request's first eight bytes say."""
+def serve_echo(kind: str, pipe: Any) -> None:
+    """Answers with as many bytes as the request's first eight bytes say.
+
+    ``kind``: "plain" or "tuned", grpc.aio's server without and with our loop and scheduling; "core", our own server.
+    """
+
+    def answer(data: bytes) -> bytes:
+        return bytes(int.from_bytes(data[:8], "little"))
 
     async def main() -> None:
         async def echo(data: bytes, _: grpc.aio.ServicerContext) -> bytes:
-            return bytes(int.from_bytes(data[:8], "little"))
+            return answer(data)
 
-        server = grpc.aio.server()
+        fast = {_ECHO: lambda data, until, metadata: answer(data)}
+        server = CoreServer(connection_options(), fast=fast) if kind == "core" else grpc.aio.server()
         method = grpc.unary_unary_rpc_method_handler(echo)  # type: ignore[arg-type]
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo.Echo", {"Echo": method}),))
+        service, _, name = _ECHO[1:].partition("/")
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: method}),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         pipe.send(port)
@@ -123,9 +137,9 @@ def serve_echo(tuned: bool, pipe: Any) -> None:
         await server.stop(0)
         pipe.send(None)
 
-    if tuned:
+    if kind != "plain":
         tune_process()
-    with asyncio.Runner(loop_factory=new_loop if tuned else None) as runner:
+    with asyncio.Runner(loop_factory=None if kind == "plain" else new_loop) as runner:
         runner.run(main())
 
 
@@ -177,16 +191,26 @@ def process(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[int,
 
 @dataclass(frozen=True)
 class Contender:
-    """Who answers ``path`` on ``port``; ``send`` makes its request of ours and the answer's size."""
+    """Who answers ``path`` on ``port``; ``send`` makes its request of ours and the answer's size. ``pid``: of its process,
+    where it is one."""
 
     port: int
     path: str
     send: Callable[[bytes, int], bytes]
     metadata: tuple[tuple[str, str], ...] = ()
+    pid: int = 0
+
+    def cpu(self) -> float:
+        """Seconds of processor that its process took so far; nan where it is not known."""
+        if not self.pid:
+            return math.nan
+        tasks = Path(f"/proc/{self.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 async def drive(who: Contender, data: bytes, concurrency: int, seconds: float) -> dict[str, float]:
-    """Requests one behind another on ``concurrency`` tasks: p50 and p99 in microseconds, requests a second."""
+    """Requests one behind another on ``concurrency`` tasks: p50 and p99 in microseconds, requests a second, and the
+    server's CPU for each in microseconds."""
     times: list[float] = []
     async with grpc.aio.insecure_channel(f"127.0.0.1:{who.port}", options=_ANY_LENGTH) as channel:
         call = channel.unary_unary(who.path)
@@ -203,12 +227,15 @@ async def drive(who: Contender, data: bytes, concurrency: int, seconds: float) -
 
         await callers(_WARM_UP_S)
         times.clear()
+        before = who.cpu()
         spent = await callers(seconds)
+        cpu = who.cpu() - before
     times.sort()
     return {
         "p50_us": times[len(times) // 2] * 1e6,
         "p99_us": times[int(len(times) * 0.99)] * 1e6,
         "rps": len(times) / spent,
+        "cpu_us": cpu / len(times) * 1e6,
     }
 
 
@@ -267,9 +294,10 @@ def _print(row: dict[str, Any], contenders: list[str]) -> None:
     print(f"{row['call']} batch {row['batch']}, c {row['concurrency']}: in process {row['in_process_us']:.0f} us")
     for who in contenders:
         found = row[who]
+        cpu = "" if math.isnan(found["cpu_us"]) else f", CPU {found['cpu_us']:5.0f} us"
         print(
             f"    {who:10} p50 {found['p50_us']:7.0f} us, p99 {found['p99_us']:7.0f} us, {found['rps']:6.0f}/s,"
-            f" {found['of_echo']:.0%} of the echo",
+            f" {found['of_echo']:.0%} of the echo{cpu}",
             flush=True,
         )
 
@@ -310,15 +338,18 @@ def run(archive: Path, folder: Path, options: argparse.Namespace) -> list[dict]:
     batching = BatchConfig(max_batch=options.max_batch, max_delay_us=options.max_delay_us)
     found, states = [], {}
     with ExitStack() as stack:
+        ports: dict[str, int] = {}
 
-        def start(name: str, target: Callable[..., None], *arguments: Any) -> int:
-            port, states[name] = stack.enter_context(process(target, *arguments))
-            return port
+        def start(name: str, target: Callable[..., None], *arguments: Any) -> None:
+            ports[name], states[name] = stack.enter_context(process(target, *arguments))
 
-        echo = start("echo", serve_echo, False)
-        ours = start("ours", serve_ours, str(archive), batching)
-        tuned = start("tuned echo", serve_echo, True) if options.tuned else 0
-        single = start("unbatched", serve_ours, str(archive), BatchConfig(max_batch=1)) if options.unbatched else 0
+        start("echo", serve_echo, "plain")
+        start("ours", serve_ours, str(archive), batching)
+        if options.tuned:
+            start("tuned echo", serve_echo, "tuned")
+            start("core echo", serve_echo, "core")
+        if options.unbatched:
+            start("unbatched", serve_ours, str(archive), BatchConfig(max_batch=1))
         other = stack.enter_context(torchserve(archive, folder / "torchserve")) if options.torchserve else None
 
         def contenders(call: str) -> dict[str, Contender]:
@@ -328,18 +359,15 @@ def run(archive: Path, folder: Path, options: argparse.Namespace) -> list[dict]:
             def plain(data: bytes, _: int) -> bytes:
                 return data
 
-            path = f"/{SERVICE_NAME}/{call}"
-            all_of_them = {
-                "echo": Contender(echo, "/echo.Echo/Echo", payload),
-                "ours": Contender(ours, path, plain),
-                "tuned echo": Contender(tuned, "/echo.Echo/Echo", payload),
-                "unbatched": Contender(single, path, plain),
-            }
+            found = {}
+            for name, port in ports.items():
+                path, send = (_ECHO, payload) if "echo" in name else (f"/{SERVICE_NAME}/{call}", plain)
+                found[name] = Contender(port, path, send, pid=states[name]["pid"])
             if other is not None:
                 key = (("protocol", "gRPC"), ("authorization", f"Bearer {other[1]}"))
                 asked = functools.partial(predictions_request, call)
-                all_of_them["torchserve"] = Contender(other[0], PREDICTIONS, lambda data, _: asked(data), key)
-            return {name: who for name, who in all_of_them.items() if who.port}
+                found["torchserve"] = Contender(other[0], PREDICTIONS, lambda data, _: asked(data), key)
+            return found
 
         predictor = load(archive)
         who = contenders("Predict")["ours"]
@@ -362,7 +390,7 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=1024, help="1: no merging")
     parser.add_argument("--max-delay-us", type=int, default=BatchConfig.max_delay_us)
     parser.add_argument("--over", type=int, nargs="+", default=[64, 1], help="layer sizes of the over arch")
-    parser.add_argument("--tuned", action="store_true", help="also an echo on our event loop and scheduling")
+    parser.add_argument("--tuned", action="store_true", help="also echoes on our loop and on gRPC's core")
     parser.add_argument("--unbatched", action="store_true", help="also our server with --max-batch 1")
     parser.add_argument("--torchserve", action="store_true", help="also TorchServe")
     parser.add_argument("--context", action="store_true", help="only the saving of a context")
