@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -18,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from recinfer.errors import ConfigError, DeadlineError, OverloadedError
 from recinfer.serving.run_times import SMOOTHING, RunTimes
@@ -32,6 +33,7 @@ _MARGIN = 1.5
 _MIN_PROBE, _MAX_PROBE = 8, 256
 _HITS_BEFORE_GROWTH, _HITS_AT_FIRST = 8, 2
 _TOO_LATE = "more than its deadline allows"
+_SAME_WORDS_S = 5e-3
 _RUNS_AWAY = 64  # that wait for other hosts at a time
 
 
@@ -110,6 +112,17 @@ class _One:
 _ONE = _One()
 
 
+class _Said(NamedTuple):
+    """What one that was refused was told, and when (``time.monotonic()``)."""
+
+    why: str
+    at: float
+    error: OverloadedError
+
+
+_NOTHING_YET = _Said("", -math.inf, OverloadedError(""))
+
+
 class _Pace:
     """How many requests a run waits for: 1 while they come alone, else as many as came together lately, and a few more."""
 
@@ -181,10 +194,13 @@ class Batcher:
         self._lanes: OrderedDict[Any, deque[_Waiting]] = OrderedDict()
         self._times = RunTimes()
         self._waiting = self._waiting_elsewhere = self._waiting_bytes = self._running = 0
+        self._away = 0  # runs by their callers that wait for other hosts
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._flush_set: asyncio.Handle | None = None
         self._hold: asyncio.TimerHandle | None = None
         self._latest = self._hold_until = 0.0
         self._pace = _Pace()
+        self._said = _NOTHING_YET
         self._lock = threading.Lock()
         self._seconds_a_request = 1e-3
         self._runs = self._requests = self._samples = self._expired = self._refused = 0
@@ -194,7 +210,7 @@ class Batcher:
         """Figures of this moment."""
         return BatcherState(
             self._waiting + self._waiting_elsewhere,
-            self._running,
+            self._running + self._away,
             self._runs,
             self._requests,
             self._samples,
@@ -219,9 +235,19 @@ class Batcher:
         return waiting < self.config.max_queue and time.monotonic() + _MARGIN * self._expected_wait() <= deadline
 
     def refusal(self, deadline: float) -> OverloadedError:
-        """What one is told for whom there is no room; counted as refused."""
+        """What one is told for whom there is no room; counted as refused. Those of the same few milliseconds are told the
+        same: to find new words for each would be a tenth of what it costs to refuse.
+        """
         full = self._waiting + self._waiting_elsewhere >= self.config.max_queue
-        return self._refusal("its limit" if full else _TOO_LATE)
+        why, now = "its limit" if full else _TOO_LATE, time.monotonic()
+        said = self._said
+        if said.why == why and now - said.at < _SAME_WORDS_S:
+            with self._lock:
+                self._refused += 1
+            return said.error
+        error = self._refusal(why)
+        self._said = _Said(why, now, error)
+        return error
 
     def _refusal(self, why: str) -> OverloadedError:
         with self._lock:
@@ -279,23 +305,40 @@ class Batcher:
 
     def may_go_away(self) -> bool:
         """Whether a request whose rows are on other hosts may be run by its caller, within :meth:`away`: nothing else is
-        there that it could share a run with.
+        there that it could share a run with. Any thread may ask.
         """
-        return not self._waiting and not self._running and (not self.config.max_delay_us or self._pace.is_alone)
+        busy = self._waiting or self._running or self._away
+        return not busy and (not self.config.max_delay_us or self._pace.is_alone)
 
     @contextmanager
     def away(self, lane: Any, samples: int) -> Iterator[None]:
         """A run by its caller that waits for other hosts."""
-        self._goes_alone()
-        self._running += 1
-        start = time.monotonic()
+        back = self.goes_away(lane, samples)
         try:
             yield
         finally:
-            self._running -= 1
-            self._done(lane, (_One(samples=samples),), time.monotonic() - start, 0.0)
-            if self._waiting:
-                self._flush_soon()
+            back(True)
+
+    def goes_away(self, lane: Any, samples: int) -> Callable[[bool], None]:
+        """The same; call what is returned when it is over, with whether it came about. On any thread, both."""
+        start = time.monotonic()
+        with self._lock:
+            self._pace.goes_alone()
+            self._away += 1
+
+        def back(came_about: bool) -> None:
+            with self._lock:
+                self._away -= 1
+            if came_about:
+                self._done(lane, (_One(samples=samples),), time.monotonic() - start, 0.0)
+            if self._waiting and self._loop is not None:
+                self._loop.call_soon_threadsafe(self._flush_if_any)
+
+        return back
+
+    def _flush_if_any(self) -> None:
+        if self._waiting:
+            self._flush_soon()
 
     def count(self, samples: int) -> None:
         """A request was answered without the queue, on any thread."""
@@ -315,7 +358,7 @@ class Batcher:
             DeadlineError: its deadline passed while it waited.
         """
         now = self.check_deadline(deadline)
-        found_idle = not self._waiting and not self._running
+        found_idle = not (self._waiting or self._running or self._away)
         alone = found_idle and (not self.config.max_delay_us or self._goes_alone())
         if alone and self._run_later is not None:
             return await self._straight_later(work, deadline, now)
@@ -325,7 +368,8 @@ class Batcher:
         if self._waiting and now + _MARGIN * self._expected_wait() > deadline:
             # Run, it would be answered when nobody waits any more, in the place of one that somebody waits for.
             raise self._refusal(_TOO_LATE)
-        entry = _Waiting(work, asyncio.get_running_loop().create_future(), deadline, now)
+        self._loop = asyncio.get_running_loop()
+        entry = _Waiting(work, self._loop.create_future(), deadline, now)
         self._lanes.setdefault(work.lane, deque()).append(entry)
         self._waiting += 1
         self._waiting_bytes += work.bytes

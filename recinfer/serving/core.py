@@ -23,7 +23,7 @@ from typing import Any
 
 import grpc
 
-from recinfer.serving.core_call import FAILED, CoreCall, Ending, Fast, Method, binding
+from recinfer.serving.core_call import CANCELLED, FAILED, SERVER_PARTS, CoreCall, Ending, Fast, Method, binding
 
 __all__ = ["Admit", "CoreServer", "knows_grpcio"]
 
@@ -75,6 +75,7 @@ class CoreServer:
         self._ends, self._all_ended = threading.Event(), False
         self._over: asyncio.Event | None = None
         self.tasks: set[asyncio.Task[None]] = set()
+        self.deferred: set[CoreCall] = set()
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """See grpc.aio.Server."""
@@ -116,6 +117,8 @@ class CoreServer:
                 await asyncio.wait_for(self._over.wait(), grace)
         if not self._over.is_set():
             self._server.cancel_all_calls()
+            for call in tuple(self.deferred):
+                call.end(CANCELLED)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), _CANCELLED_S)
         if self._over.is_set():
@@ -223,4 +226,4 @@ class _Details:
 
 
 _END, _UNSEEN = object(), object()
-_core = binding()
+_core = binding(SERVER_PARTS)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
-__all__ = ["CoreCall", "Ending", "Fast", "Method", "Owner", "binding"]
+__all__ = ["LATER", "SERVER_PARTS", "CoreCall", "Ending", "Fast", "Later", "Method", "Owner", "binding"]
 
 _log = logging.getLogger("recinfer.serving.server")
 
@@ -34,13 +36,23 @@ class Ending:
 
 
 _NO_MESSAGE = Ending("UNIMPLEMENTED", "the method takes exactly one message, and there was none")
-_CANCELLED = Ending("CANCELLED", "")
+CANCELLED = Ending("CANCELLED", "")
 FAILED = Ending("UNKNOWN", "the server failed; its log has the details")
 """Of a call whose error nobody has turned into a code."""
 
-Fast = Callable[[bytes, float, Callable[[], Any]], "bytes | Ending | None"]
-"""Answers a message at once, on gRPC's thread: takes it, the ``time.monotonic()`` after which nobody waits, and what gives the
-call's metadata. None: the call's handler has to answer."""
+
+class Later(Enum):
+    """The type of :data:`LATER`."""
+
+    LATER = 1
+
+
+LATER = Later.LATER
+"""What a Fast says that has deferred its call, and will end it."""
+
+Fast = Callable[[bytes, float, "CoreCall"], "bytes | Ending | Later | None"]
+"""Answers a message at once, on gRPC's thread: takes it, the ``time.monotonic()`` after which nobody waits, and the call.
+None: the call's handler has to answer. LATER: see :meth:`CoreCall.defer`."""
 
 
 class Owner(Protocol):
@@ -49,10 +61,12 @@ class Owner(Protocol):
     Attributes:
         loop: where handlers run.
         tasks: of calls that are handed to it.
+        deferred: calls whose ends are to come from elsewhere.
     """
 
     loop: asyncio.AbstractEventLoop
     tasks: set[asyncio.Task[None]]
+    deferred: set[CoreCall]
 
     def was_handed(self) -> None:
         """A call is on its way to the loop; called on gRPC's thread."""
@@ -80,7 +94,7 @@ class CoreCall:
     as it is over: a server does not end before.
     """
 
-    __slots__ = ("_call", "_deadline", "_listens", "_metadata", "_method", "_opened", "_server", "_task")
+    __slots__ = ("_call", "_deadline", "_listens", "_metadata", "_method", "_opened", "_server", "_task", "_turn")
 
     def __init__(
         self,
@@ -94,6 +108,7 @@ class CoreCall:
         self._method: Any = method
         self._task: asyncio.Task[None] | None = None
         self._opened = self._listens = False
+        self._turn: threading.Lock | None = None
 
     # -- on gRPC's thread
 
@@ -108,17 +123,36 @@ class CoreCall:
             return
         if self._method.fast is not None:
             try:
-                answer = self._method.fast(data, self._deadline, self.invocation_metadata)
+                answer = self._method.fast(data, self._deadline, self)
             except Exception:
                 _log.exception("%s failed", self._method.path)
                 answer = FAILED
+            if answer is LATER:
+                return
             if answer is not None:
-                self.end(answer) if isinstance(answer, Ending) else self._finish(answer)
+                self.end(answer) if isinstance(answer, Ending) else self.answer(answer)
                 return
         self.hand_over(data)
 
+    def defer(self) -> None:
+        """From here on any thread may :meth:`answer`, :meth:`end` or :meth:`hand_over` the call; the first of them does."""
+        self._turn = threading.Lock()
+        self._server.deferred.add(self)
+
+    def _is_mine(self) -> bool:
+        """Whether the call is still to be ended; that it was deferred is over then."""
+        if self._turn is None:
+            return True
+        if not self._turn.acquire(blocking=False):
+            return False
+        self._server.deferred.discard(self)
+        return True
+
     def hand_over(self, data: bytes | None) -> None:
         """The rest is a task of the loop, which is cancelled when the caller goes away."""
+        if not self._is_mine():
+            return
+        self._turn = None
         self._listens = True
         self._call.start_server_batch((_core.ReceiveCloseOnServerOperation(0),), self._closed)
         self._server.was_handed()
@@ -130,8 +164,15 @@ class CoreCall:
 
     # -- wherever it is
 
+    def answer(self, message: bytes) -> None:
+        """End it with its one answer."""
+        if self._is_mine():
+            self._finish(message)
+
     def end(self, ending: Ending) -> None:
         """End it without an answer."""
+        if not self._is_mine():
+            return
         code = _CODES.get(ending.code, _core.StatusCode.unknown)
         self._finish(None, code, ending.message.encode(), ending.trailing)
 
@@ -187,7 +228,7 @@ class CoreCall:
         except grpc.aio.AbortError:  # it is ended
             pass
         except asyncio.CancelledError:
-            self.end(_CANCELLED)
+            self.end(CANCELLED)
         except Exception:
             _log.exception("%s failed", method.path)
             self.end(FAILED)
@@ -248,32 +289,35 @@ def _nothing(event: Any) -> None:
     """Of a call that is over."""
 
 
-def binding() -> Any:
-    """grpcio's binding of gRPC's core; None where it lacks something that is used here."""
+SERVER_PARTS = {
+    "Server": (
+        "register_completion_queue",
+        "add_http2_port",
+        "start",
+        "request_call",
+        "shutdown",
+        "cancel_all_calls",
+        "destroy",
+    ),
+    "CompletionQueue": ("poll",),
+    "CompletionType": ("queue_timeout",),
+    "StatusCode": ("ok", "unknown"),
+    "ReceiveMessageOperation": ("message",),
+    "ReceiveCloseOnServerOperation": ("cancelled",),
+    "SendInitialMetadataOperation": (),
+    "SendMessageOperation": (),
+    "SendStatusFromServerOperation": (),
+    "Call": ("start_server_batch",),
+}
+"""What a server is made of."""
+
+
+def binding(wanted: Mapping[str, Sequence[str]]) -> Any:
+    """grpcio's binding of gRPC's core; None where it lacks one of ``wanted``: its classes, and what each must have."""
     try:
         from grpc._cython import cygrpc
     except ImportError:
         return None
-    wanted = {
-        "Server": (
-            "register_completion_queue",
-            "add_http2_port",
-            "start",
-            "request_call",
-            "shutdown",
-            "cancel_all_calls",
-            "destroy",
-        ),
-        "CompletionQueue": ("poll",),
-        "CompletionType": ("queue_timeout",),
-        "StatusCode": ("ok", "unknown"),
-        "ReceiveMessageOperation": ("message",),
-        "ReceiveCloseOnServerOperation": ("cancelled",),
-        "SendInitialMetadataOperation": (),
-        "SendMessageOperation": (),
-        "SendStatusFromServerOperation": (),
-        "Call": ("start_server_batch",),
-    }
     has_all = all(
         hasattr(cygrpc, kind) and all(hasattr(getattr(cygrpc, kind), name) for name in names)
         for kind, names in wanted.items()
@@ -281,7 +325,7 @@ def binding() -> Any:
     return cygrpc if has_all else None
 
 
-_core = binding()
+_core = binding(SERVER_PARTS)
 _CODES = (
     {} if _core is None else {code.name: getattr(_core.StatusCode, code.name.lower(), None) for code in grpc.StatusCode}
 )

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -18,7 +17,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from recinfer.serving.core_call import Ending, Fast
+from recinfer.serving.core_call import LATER, CoreCall, Ending, Fast, Later
 from recinfer.serving.door import GrpcServer
 from recinfer.serving.ending_health import EndingHealth
 from recinfer.serving.observe import Observer
@@ -27,12 +26,15 @@ from recinfer.serving.status import status_of
 
 __all__ = [
     "Answer",
+    "Begin",
+    "Told",
     "add_standard_services",
     "at_once",
     "connection_options",
     "deadline",
     "generic_handler",
     "handler",
+    "in_time",
     "until_signalled",
 ]
 
@@ -45,6 +47,14 @@ _AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
 deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 Answer = Callable[[bytes], Awaitable[bytes]]
+
+Told = Callable[["bytes | Exception | None"], None]
+"""Takes an answer, an error, or None where the method's handler is to answer; once, on any thread."""
+
+Begin = Callable[[bytes, float, Callable[[], Told]], "bytes | Later | None"]
+"""Takes a message, the ``time.monotonic()`` after which nobody waits, and what makes the call wait for what is told. Gives
+the answer; None where the method's handler is to answer; LATER where it has made the call wait."""
+
 _Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
 
 
@@ -108,16 +118,42 @@ def at_once(call: str, answer: Callable[[bytes, float], bytes | None], observer:
         answer: takes a message and the ``time.monotonic()`` after which nobody waits; None: the method's handler answers.
     """
 
-    def fast(data: bytes, until: float, metadata: Callable[[], Any]) -> bytes | Ending | None:
+    return in_time(call, lambda data, until, defer: answer(data, until), observer)
+
+
+def in_time(call: str, begin: Begin, observer: Observer) -> Fast:
+    """The same for what may have to wait for other threads, where ``begin`` gives the answer, or sees to it."""
+
+    def fast(data: bytes, until: float, asked: CoreCall) -> bytes | Ending | Later | None:
         start = time.perf_counter()
-        found: bytes | Ending | None
+
+        def answered(code: str) -> None:
+            spent = time.perf_counter() - start
+            observer.answered(call, code, spent, headers=asked.invocation_metadata, num_bytes=len(data))
+
+        def defer() -> Told:
+            asked.defer()
+            return told
+
+        def told(found: bytes | Exception | None) -> None:
+            if found is None:
+                asked.hand_over(data)
+            elif isinstance(found, Exception):
+                ending = _ending(call, data, found)
+                answered(ending.code)
+                asked.end(ending)
+            else:
+                answered("OK")
+                asked.answer(found)
+
+        found: bytes | Ending | Later | None
         try:
-            found, code = answer(data, until), "OK"
+            found, code = begin(data, until, defer), "OK"
         except Exception as error:
             found = _ending(call, data, error)
             code = found.code
-        if found is not None:
-            observer.answered(call, code, time.perf_counter() - start, headers=metadata, num_bytes=len(data))
+        if found is not None and found is not LATER:
+            answered(code)
         return found
 
     return fast

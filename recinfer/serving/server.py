@@ -22,17 +22,20 @@ from recinfer.inference.lookups import run_later
 from recinfer.serving.address import check_address
 from recinfer.serving.batcher import BatchConfig, Batcher, BatcherState
 from recinfer.serving.core import CoreServer
-from recinfer.serving.core_call import Fast
+from recinfer.serving.core_call import LATER, Fast, Later
+from recinfer.serving.core_channel import knows_channels
 from recinfer.serving.direct import DIRECT_BYTES
 from recinfer.serving.door import Door, GrpcServer, grpc_server
 from recinfer.serving.ending_health import EndingHealth
 from recinfer.serving.handling import (
     Answer,
+    Told,
     add_standard_services,
     at_once,
     connection_options,
     deadline,
     generic_handler,
+    in_time,
     until_signalled,
 )
 from recinfer.serving.limits import Limits
@@ -342,6 +345,27 @@ class Server:
         batcher.went_straight(call, time.monotonic() - start, time.thread_time() - begun)
         return found[0]
 
+    def _away_at_once(self, call: str, data: bytes, until: float, defer: Callable[[], Told]) -> Later | None:
+        """The same for a small request whose rows are on other hosts, while requests come one by one; on gRPC's threads."""
+        batcher, away = self.batcher, self.service.away
+        assert batcher is not None and self._core is not None and self._pool is not None
+        batcher.check_deadline(until)
+        if len(data) > DIRECT_BYTES or self._core.coming or not batcher.may_go_away():
+            return None
+        asked = away.begin(call, data)
+        if asked is None or not asked.parts:
+            return None
+        back, tell = batcher.goes_away(call, asked.request.batch), defer()
+
+        def told(found: bytes | Exception | None) -> None:
+            back(found is not None)
+            tell(found)
+
+        aside = _now if len(data) <= _INLINE_BYTES else self._pool.submit
+        if not away.answer_later(asked, until, told, aside):
+            told(None)
+        return LATER
+
     async def _away(self, call: str, data: bytes) -> bytes | None:
         """The answer to a small request whose rows are on other hosts, while requests come one by one; None for others."""
         assert self.batcher is not None
@@ -363,13 +387,16 @@ class Server:
         return Door(self._security, self.observer, batcher, paths)
 
     def _fast(self) -> dict[str, Fast]:
-        """What gRPC's thread may answer."""
-        if self._shards is not None or not self.service.direct.available:
+        """What gRPC's threads may answer."""
+        if not self.service.direct.available or (self._shards is not None and not knows_channels()):
             return {}
-        return {
-            f"/{SERVICE_NAME}/{call}": at_once(call, functools.partial(self._directly, call), self.observer)
-            for call in self._decoders
-        }
+
+        def fast(call: str) -> Fast:
+            if self._shards is None:
+                return at_once(call, functools.partial(self._directly, call), self.observer)
+            return in_time(call, functools.partial(self._away_at_once, call), self.observer)
+
+        return {f"/{SERVICE_NAME}/{call}": fast(call) for call in self._decoders}
 
     def _handlers(self, tried: bool) -> tuple[grpc.GenericRpcHandler, ...]:
         """Of all services; ``tried``: gRPC's thread has found that it cannot answer what reaches the plain methods."""
@@ -400,6 +427,10 @@ class Server:
             return response
 
         return answer
+
+
+def _now(work: Callable[[], None]) -> None:
+    work()
 
 
 def _pool_of_everything() -> DescriptorPool:

@@ -11,6 +11,7 @@ from recinfer.errors import ConfigError
 from recinfer.serving import batcher as rules
 from recinfer.serving.batcher import BatchConfig
 from recinfer.serving.remote import fanout
+from recinfer.serving.remote.fan import hedge_delay
 from recinfer.sizing.clock import Clock, Cpu
 from recinfer.sizing.costs import ServingCosts
 from recinfer.sizing.queue import Queue, Work
@@ -219,8 +220,7 @@ class _Fan:
             ranker.hedged += 1
         else:
             ranker.earn()
-            pace = ranker.pace(shard, samples).p95
-            delay = fanout._FIRST_HEDGE_S if math.isnan(pace) else max(fanout._LEAST_HEDGE_S, pace)
+            delay = hedge_delay(ranker.pace(shard, samples).p95)
             if len(ranker._replicas[shard]) > 1 and ranker._budget:
                 ranker.clock.after(delay, self._slow, shard)
         call.begin()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import pytest
 
 from recinfer.serving import core
 from recinfer.serving.core import CoreServer
-from recinfer.serving.core_call import Ending
+from recinfer.serving.core_call import LATER, CoreCall, Ending, Later
 from recinfer.serving.loop import run_on_loop, start_on_loop
 
 LONG = 60.0
@@ -83,7 +84,14 @@ class Service:
         )
 
 
-def fast(data: bytes, until: float, metadata: Callable[[], Any]) -> bytes | Ending | None:
+DEFERRED: queue.SimpleQueue[CoreCall] = queue.SimpleQueue()
+
+
+def fast(data: bytes, until: float, call: CoreCall) -> bytes | Ending | Later | None:
+    if data == b"later":
+        call.defer()
+        DEFERRED.put(call)
+        return LATER
     if data == b"end":
         return Ending("OUT_OF_RANGE", "too far", (("by", "3"), ("by-bin", b"\0")))
     if data == b"raise":
@@ -92,13 +100,18 @@ def fast(data: bytes, until: float, metadata: Callable[[], Any]) -> bytes | Endi
 
 
 @contextmanager
-def served(admit: core.Admit | None = None) -> Iterator[tuple[Service, grpc.Channel, CoreServer]]:
+def served(
+    admit: core.Admit | None = None, credentials: grpc.ServerCredentials | None = None
+) -> Iterator[tuple[Service, grpc.Channel, CoreServer]]:
     service = Service()
 
     async def start() -> tuple[CoreServer, int]:
         server = CoreServer([], *([admit] if admit else []), fast={"/a.B/Echo": fast})
         server.add_generic_rpc_handlers((service.handlers(),))
-        port = server.add_insecure_port("127.0.0.1:0")
+        if credentials is None:
+            port = server.add_insecure_port("127.0.0.1:0")
+        else:
+            port = server.add_secure_port("127.0.0.1:0", credentials)
         await server.start()
         return server, port
 
@@ -260,3 +273,37 @@ def test_a_server_that_is_never_started_leaves_nothing():
     run_on_loop(server.stop(None), timeout=LONG)
     with pytest.raises(RuntimeError, match="bind"):
         server.add_insecure_port("256.0.0.1:1")
+
+
+def test_a_call_that_is_deferred_ends_once_and_from_any_thread():
+    with served() as (_, channel, server):
+        echo = channel.unary_unary("/a.B/Echo")
+        for _ in range(50):
+            coming = echo.future(b"later", timeout=LONG)
+            call = DEFERRED.get(timeout=LONG)
+            ends = [
+                functools.partial(call.answer, b"first"),
+                functools.partial(call.end, Ending("ABORTED", "first")),
+                functools.partial(call.hand_over, b"first"),
+            ]
+            threads = [threading.Thread(target=end) for end in ends]
+            for thread in threads:
+                thread.start()
+            try:
+                assert coming.result(LONG) in (b"first", b"first!?")
+            except grpc.RpcError as error:
+                assert (error.code(), error.details()) == (grpc.StatusCode.ABORTED, "first")
+            for thread in threads:
+                thread.join()
+        assert not server.deferred
+
+
+def test_a_call_that_is_deferred_for_good_ends_with_the_server():
+    with served() as (_, channel, server):
+        coming = channel.unary_unary("/a.B/Echo").future(b"later", timeout=LONG)
+        call = DEFERRED.get(timeout=LONG)
+        run_on_loop(server.stop(0), timeout=LONG)
+        with pytest.raises(grpc.RpcError) as caught:
+            coming.result(LONG)
+        assert caught.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+        call.answer(b"too late")

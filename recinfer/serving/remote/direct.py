@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recinfer.serving.remote.fanout import Answers
+from recinfer.serving.remote.fan import Answers
 from recinfer.serving.remote.messages import Parts, part_head
+from recinfer.serving.remote.quick import Told
 from recinfer.serving.remote.split import ModuleSplit
 from recinfer.serving.wire import Buffer
 
@@ -68,6 +69,7 @@ class RemoteTables:
         rows: of each feature's tables.
         find: asks the shards for samples of this version: takes their number, each rank's parts and the deadline; see
             recinfer.serving.remote.fanout.Fanout.find.
+        begin: the same without waiting, told of the answers.
     """
 
     def __init__(
@@ -77,8 +79,9 @@ class RemoteTables:
         dims: Sequence[int],
         rows: Mapping[str, int],
         find: Callable[..., Awaitable[tuple[Answers, tuple[int, ...]]]],
+        begin: Callable[..., bool],
     ) -> None:
-        self._split, self._rows, self._find = split, rows, find
+        self._split, self._rows, self._find, self._begin = split, rows, find, begin
         self._names, self._dims = tuple(names), tuple(dims)
         self._known = frozenset(split.features)
         self._orders: dict[bytes, RemoteOrder] = {}
@@ -153,6 +156,10 @@ class RemoteTables:
     async def find(self, parts: Mapping[int, Parts], batch: int, deadline: float) -> tuple[Answers, tuple[int, ...]]:
         """See :meth:`recinfer.serving.remote.fanout.Fanout.find`."""
         return await self._find(batch, parts, deadline) if parts else ({}, ())
+
+    def begin(self, parts: Mapping[int, Parts], batch: int, deadline: float, told: Told) -> bool:
+        """See :meth:`recinfer.serving.remote.fanout.Fanout.begin`."""
+        return self._begin(batch, parts, deadline, told)
 
     def join(
         self,

@@ -67,7 +67,8 @@ class RemoteLookups:
         if others or not split.layout.pooled or part.info.is_weighted or not RemoteTables.available():
             return None
         find = functools.partial(self._fanout.find, self.spec.key, default_rows=self._default_rows)
-        return RemoteTables(split, part.names, part.dims, self._rows, find)
+        begin = functools.partial(self._fanout.begin, self.spec.key, default_rows=self._default_rows)
+        return RemoteTables(split, part.names, part.dims, self._rows, find, begin)
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """See :class:`recinfer.inference.lookups.Lookups`; not on the serving loop itself."""

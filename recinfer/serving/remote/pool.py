@@ -35,6 +35,9 @@ class ReplicaPool:
         path: shards.json; read again when it changes.
         token: bearer token of the shards, unless the file names another one.
 
+    Attributes:
+        loop: the serving loop.
+
     Raises:
         ConfigError: the file is not what its format says.
     """
@@ -51,6 +54,7 @@ class ReplicaPool:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._retiring: set[asyncio.Task[None]] = set()
+        self.loop: asyncio.AbstractEventLoop
         run_on_loop(self._start())
 
     def close(self) -> None:
@@ -134,6 +138,7 @@ class ReplicaPool:
     # -- the list of replicas ----------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
+        self.loop = asyncio.get_running_loop()
         await self._list()
         self._task = asyncio.get_running_loop().create_task(self._follow())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -15,12 +16,16 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
+from recinfer.serving.core_channel import CoreChannel, knows_channels
 from recinfer.serving.proto import shards_pb2 as pb
 from recinfer.serving.remote.versions import VersionSpec
 
-__all__ = ["SERVICE_NAME", "Replica"]
+__all__ = ["FIND", "SERVICE_NAME", "Replica"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Shards"].full_name
+FIND = f"/{SERVICE_NAME}/Find".encode()
+"""The method that looks up."""
+
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _STATE_S = 5.0
 _AGAIN_S, _MISSING_S = 0.2, 2.0
@@ -48,7 +53,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Replica:
-    """Use it on one event loop.
+    """Use it on one event loop; what says so may be used on any thread.
 
     Args:
         target: ``host:port``.
@@ -63,6 +68,7 @@ class Replica:
         versions: those that it has.
         outstanding: requests that it has not answered; ``answers``: how many it has.
         why: what the last failure was, for messages.
+        quick: for ``Find`` without the loop; None where grpcio is not known well enough.
     """
 
     def __init__(
@@ -84,9 +90,11 @@ class Replica:
             self._channel = grpc.aio.insecure_channel(target, options=options)
         else:
             self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+        # What goes over the second connection needs no loop; it is made by the first call.
+        self.quick = CoreChannel(target, options, credentials) if knows_channels() else None
         self.metadata, self._wanted, self._changed = metadata, wanted, changed
         self._prepare_seconds = prepare_seconds
-        self.find = self._channel.unary_unary(f"/{SERVICE_NAME}/Find")
+        self.find = self._channel.unary_unary(FIND.decode())
         self._prepare = self._channel.unary_unary(f"/{SERVICE_NAME}/Prepare")
         self._state = self._channel.unary_unary(f"/{SERVICE_NAME}/State")
         self._health = self._channel.unary_stream(f"/{_HEALTH}/Watch")
@@ -94,6 +102,7 @@ class Replica:
         self.versions: set[str] = set()
         self.ranks: tuple[int, ...] = ()
         self.outstanding = self.answers = 0
+        self._lock = threading.Lock()
         self.why = "not connected yet"
         self._seconds = 0.0  # smoothed time of an answer
         self._timed = 0.0  # when it was last known
@@ -122,6 +131,8 @@ class Replica:
         self._stop_watching()
         self.up = False
         await self._channel.close()
+        if self.quick is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self.quick.close)
 
     def _stop_watching(self) -> None:
         for task in (self._task, self._check):
@@ -140,9 +151,20 @@ class Replica:
         known = self._seconds and now - self._timed < _STALE_S  # an old figure would keep a replica idle for good
         return aside, self.outstanding, math.frexp(self._seconds)[1] if known else -64
 
+    def asked(self) -> None:
+        """A call to it begins; on any thread."""
+        with self._lock:
+            self.outstanding += 1
+
+    def ended(self) -> None:
+        """One has ended, or nobody waits for it any more; on any thread."""
+        with self._lock:
+            self.outstanding -= 1
+
     def answered(self, seconds: float) -> None:
-        """It answered in time."""
-        self.answers += 1
+        """It answered in time; on any thread."""
+        with self._lock:
+            self.answers += 1
         self._timed = time.monotonic()
         self._seconds += _SMOOTHING * (seconds - self._seconds) if self._seconds else seconds
         self._strikes, self._out_seconds = 0, _OUT_S

@@ -123,7 +123,7 @@ def test_a_name_is_all_its_addresses(tmp_path: Path):
 def test_equal_replicas_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recinfer.serving.remote.replica._STALE_S", 0.0)  # no figure is young enough to prefer one
     for wait in ("_FIRST_HEDGE_S", "_LEAST_HEDGE_S"):  # and the other one is not asked because a machine stands still
-        monkeypatch.setattr(f"recinfer.serving.remote.fanout.{wait}", 600.0)
+        monkeypatch.setattr(f"recinfer.serving.remote.fan.{wait}", 600.0)
     archive = make_archive(tmp_path, "table_wise")
     with shard(archive, (0, 1, 2)) as one, shard(archive, (0, 1, 2), "127.0.0.2") as two:
         targets = [one.target, two.target]
