@@ -39,7 +39,7 @@ class Queue(Protocol):
         """Whether a request that is not waited for after ``deadline`` (``time.monotonic()``) would be taken."""
 
     def refusal(self, deadline: float) -> OverloadedError:
-        """What one is told for whom there is no room; counts it."""
+        """What one is told for whom there is no room; counts it. May be the same error as before."""
 
 
 class Door:
@@ -63,6 +63,7 @@ class Door:
     ) -> None:
         self.security, self._observer = security, observer
         self._queue, self._methods = queue, dict(methods or {})
+        self._said: tuple[OverloadedError | None, Ending] = (None, NO_TOKEN)
 
     def admit(self, path: str, deadline: float, metadata: Sequence[tuple[str, Any]]) -> Ending | None:
         """How a call ends that may not pass; see recinfer.serving.core.Admit."""
@@ -72,9 +73,13 @@ class Door:
         if call is None or self._queue is None or self._queue.has_room(deadline):
             return None
         error = self._queue.refusal(deadline)
-        status = status_of(error)
-        self._observer.answered(call, status.code, 0.0, headers=metadata)
-        return Ending(status.code, status.message, retry_info(error, status.message))
+        said, ending = self._said
+        if error is not said:
+            status = status_of(error)
+            ending = Ending(status.code, status.message, retry_info(error, status.message))
+            self._said = error, ending
+        self._observer.answered(call, ending.code, 0.0, headers=metadata)
+        return ending
 
 
 def grpc_server(door: Door, options: Sequence[tuple[str, Any]], fast: Mapping[str, Fast] | None = None) -> GrpcServer:
