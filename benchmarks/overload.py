@@ -10,8 +10,8 @@ answered in time, behind the first quarter of the overload; the result is the me
 each are of the same seconds. All requests have the same deadline.
 
 Server and clients have half of the machine's cores each, since what clients take of the server's cores is no matter of
-the server's. "clients" is the share of their cores that they used: near 1 it is they who are measured. What the server's
-threads take is said too: runs (the model), events (gRPC's events: refusals, arrivals), loop (what is answered), and gRPC's.
+the server's. "cores" says how many were used: by clients (near all of theirs it is they who are measured), runs (the
+model), events (the thread of gRPC's events, which refuses), loop (what is answered passes it) and gRPC's own threads.
 """
 
 from __future__ import annotations
@@ -134,25 +134,28 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One overload.
+class Found:
+    """What one load gave.
 
     Attributes:
-        peak, goodput, sent: a second.
-        shares: of the server's cores, by kind of thread, and of the clients'.
+        answered: in time, a second, behind the lead.
+        cores: of the server, by kind of thread, and of the clients.
         requests, runs, refused, expired: as the server counts them.
         done: code -> seconds that each took, ascending.
     """
 
-    peak: float
-    goodput: float
-    sent: float
-    shares: dict[str, float]
+    answered: float
+    cores: dict[str, float]
     requests: int
     runs: int
     refused: int
     expired: int
     done: dict[str, list[float]]
+
+    def __str__(self) -> str:
+        threads = " ".join(f"{kind} {share:.3f}" for kind, share in sorted(self.cores.items()) if share >= 5e-4)
+        late = f", {self.expired} too late to run" if self.expired else ""
+        return f"{self.answered:.0f}/s; {self.requests / max(self.runs, 1):.1f} a run, {self.refused} refused{late}; cores: {threads}"
 
 
 class Bench:
@@ -167,48 +170,42 @@ class Bench:
     """
 
     def __init__(self, port: int, said: dict[str, Any], call: str, data: bytes, timeout: float) -> None:
-        self._target, self._pid, self._said = f"127.0.0.1:{port}", said["pid"], said["ask"]
+        self._target, self._pid, self._ask = f"127.0.0.1:{port}", said["pid"], said["ask"]
         self._path, self._data, self._timeout = f"/{SERVICE_NAME}/{call}", data, timeout
 
-    async def peak(self, callers: int, seconds: float) -> float:
-        """Answers a second that so many callers get in ``seconds``, behind a lead."""
-        async with grpc.aio.insecure_channel(self._target, options=_ANY_LENGTH) as channel:
-            load_ = self._load(channel)
-            await load_.callers(callers, seconds * (1 + _LEAD))
-        await self._idle()
-        return load_.answered(seconds * _LEAD, seconds * (1 + _LEAD))
+    async def peak(self, callers: int, seconds: float) -> Found:
+        """What so many callers get in ``seconds`` and a lead."""
+        lead = seconds * _LEAD
+        return await self._found(lambda load_: load_.callers(callers, lead + seconds), lead, lead + seconds)
 
-    async def turn(self, callers: int, times: float, seconds: float) -> Turn:
-        """The peak for half of ``seconds``, then ``times`` as many requests for all of them."""
-        peak = await self.peak(callers, seconds / 2)
-        before, threads, clients, start = self._said(), self._cpu(), time.process_time(), time.perf_counter()
+    async def overload(self, rate: float, seconds: float) -> Found:
+        """What is answered of ``rate`` requests a second; the lead is a part of ``seconds``."""
+        return await self._found(lambda load_: load_.at_rate(rate, seconds), seconds * _LEAD, seconds)
+
+    async def _found(self, work: Callable[[Load], Awaitable[object]], since: float, until: float) -> Found:
+        before, threads = self._ask().state, self._cpu()
+        ours, start = time.process_time(), time.perf_counter()
         async with grpc.aio.insecure_channel(self._target, options=_ANY_LENGTH) as channel:
-            load_ = self._load(channel)
-            sent = await load_.at_rate(times * peak, seconds)
+            call = channel.unary_unary(self._path)
+            load_ = Load(functools.partial(call, self._data, timeout=self._timeout))
+            await work(load_)
         spent = time.perf_counter() - start
-        clients = (time.process_time() - clients) / spent / len(os.sched_getaffinity(0))
-        shares = {kind: (took - threads[kind]) / spent for kind, took in self._cpu().items()}
-        await self._idle()
-        after = self._said().state
-        changes = {
-            name: getattr(after, name) - getattr(before.state, name)
-            for name in ("requests", "runs", "refused", "expired")
-        }
+        cores = {kind: (took - threads[kind]) / spent for kind, took in self._cpu().items()}
+        cores["clients"] = (time.process_time() - ours) / spent
+        after = await self._idle()
+        names = ("requests", "runs", "refused", "expired")
+        changes = {name: getattr(after, name) - getattr(before, name) for name in names}
         done = {code: sorted(took for _, took in found) for code, found in load_.done.items()}
-        goodput = load_.answered(seconds * _LEAD, seconds)
-        return Turn(peak, goodput, sent / seconds, shares | {"clients": clients}, **changes, done=done)
+        return Found(load_.answered(since, until), cores, **changes, done=done)
 
-    def _load(self, channel: grpc.aio.Channel) -> Load:
-        call = channel.unary_unary(self._path)
-        return Load(functools.partial(call, self._data, timeout=self._timeout))
-
-    async def _idle(self) -> None:
-        while (state := self._said().state).waiting or state.running:
+    async def _idle(self) -> BatcherState:
+        while (state := self._ask().state).waiting or state.running:
             await asyncio.sleep(_IDLE_S)
+        return state
 
     def _cpu(self) -> Counter[str]:
         """Seconds of processor of the server so far, by kind of thread."""
-        names, found = self._said().threads, Counter[str]()
+        names, found = self._ask().threads, Counter[str]()
         for task in Path(f"/proc/{self._pid}/task").iterdir():
             name = names.get(int(task.name), "gRPC's")
             kind = next((kind for start, kind in _THREADS.items() if name.startswith(start)), name)
@@ -218,37 +215,25 @@ class Bench:
 
 async def most_callers(bench: Bench, seconds: float) -> int:
     """How many callers get the most answers."""
-    found: dict[int, float] = {}
-    for callers in _CALLERS:
-        found[callers] = await bench.peak(callers, seconds)
+    await bench.peak(_CALLERS[1], seconds)  # to warm up
+    found = {callers: (await bench.peak(callers, seconds)).answered for callers in _CALLERS}
     print("answers a second by callers: " + ", ".join(f"{n}: {rate:.0f}" for n, rate in found.items()), flush=True)
     return max(found, key=lambda callers: found[callers])
-
-
-def show(turn: Turn) -> None:
-    """Print one turn."""
-    total = sum(turn.shares.values()) - turn.shares["clients"]
-    kinds = ", ".join(f"{kind} {share:.2f}" for kind, share in sorted(turn.shares.items()) if share >= 0.005)
-    print(
-        f"  {turn.goodput / turn.peak:.2f}: peak {turn.peak:.0f}/s, sent {turn.sent:.0f}/s, answered {turn.goodput:.0f}/s in "
-        f"time; {turn.requests} requests in {turn.runs} runs, {turn.refused} refused, {turn.expired} too late to run\n"
-        f"        cores {total:.2f}: {kinds}"
-    )
-    for code, took in turn.done.items():
-        p50, p99 = took[len(took) // 2] * 1e3, took[int(len(took) * 0.99)] * 1e3
-        print(f"        {code:18} {len(took):6}: p50 {p50:.1f} ms, p99 {p99:.1f} ms", flush=True)
 
 
 async def compare(bench: Bench, options: argparse.Namespace) -> None:
     """Find the callers, take the turns, and print them."""
     callers = options.callers or await most_callers(bench, options.seconds / 4)
     for times in options.times:
-        print(f"{times:g} times the peak of {callers} callers:")
         ratios = []
         for _ in range(options.turns):
-            turn = await bench.turn(callers, times, options.seconds)
-            ratios.append(turn.goodput / turn.peak)
-            show(turn)
+            peak = await bench.peak(callers, options.seconds / 2)
+            over = await bench.overload(times * peak.answered, options.seconds)
+            ratios.append(over.answered / peak.answered)
+            print(f"  {callers} callers {peak}\n  {times:g} times as many {over}: {ratios[-1]:.2f}")
+            for code, took in over.done.items():
+                p50, p99 = took[len(took) // 2] * 1e3, took[int(len(took) * 0.99)] * 1e3
+                print(f"      {code:18} {len(took):6}: p50 {p50:.1f} ms, p99 {p99:.1f} ms", flush=True)
         listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         print(
             f"goodput at {times:g} times the peak: {statistics.median(ratios):.2f} of it (turns: {listed})", flush=True
