@@ -116,7 +116,7 @@ class _Bench:
     ) -> None:
         """Measure ``server`` under each kind of load, three times in turn; ``beside`` are what its own CPU is told of."""
         for batch, callers in kinds:
-            closed_loop(server, LOOKUP, self._requests[batch], callers or 1, _WARM_UP_S)
+            closed_loop(server, LOOKUP, self._requests[batch], callers or 1, min(_WARM_UP_S, self._seconds))
         for turn in range(_TURNS):
             for batch, callers in kinds:
                 self._say(f"{name}, round {turn + 1} of {_TURNS}: requests of {batch}, {callers} at a time")

@@ -25,6 +25,7 @@ __all__ = ["Load", "ServerProcess", "Spent", "closed_loop", "open_loop"]
 
 _OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 _START_S = 120.0
+_START = "spawn"  # servers begin with nothing of this process
 # As recinfer.serving.loop, .core, .server and .remote.server name them.
 _THREADS = ("recinfer-serving", "recinfer-grpc", "recinfer-request", "recinfer-decode", "recinfer-shard")
 
@@ -111,7 +112,7 @@ class ServerProcess:
         shards: Path | None = None,
         direct: bool = True,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(_START)
         self._pipe, there = context.Pipe()
         arguments = (archive, batching or BatchConfig(), tuple(ranks), shards, direct, there)
         self._child = context.Process(target=_serve, args=arguments, daemon=True)

@@ -30,6 +30,7 @@ from recinfer.training.last_words import LastWords, is_lost_peer
 __all__ = ["process_group", "run_ranks"]
 
 _GRACE = 5.0  # seconds a rank has to end before it is killed
+_START = "spawn"  # ranks begin with nothing of this process
 _told: Callable[[BaseException], None] | None = None  # on a rank of run_ranks: writes down why it fails
 
 
@@ -86,7 +87,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
         RecinferError: that a rank raised, as it was raised.
         UnavailableError: a rank died or failed otherwise; names it and says how. The others are stopped within seconds.
     """
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(_START)
     store = _store()
     with tempfile.TemporaryDirectory(prefix="recinfer-train-") as folder:
         ranks = [

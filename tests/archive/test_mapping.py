@@ -6,8 +6,6 @@ import gc
 import hashlib
 import mmap
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from recinfer.modules.embedding_configs import DataType
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
 from recinfer.quant.packing import pack_rows, row_bytes, slice_packed_columns
 from tests.archive.models import RANKER_ROWS, Ranker, make_archive, make_request
+from tests.warm import Program
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -199,12 +198,10 @@ def test_two_processes_share_the_pages(tmp_path: Path) -> None:
     _, archive = make_archive(tmp_path, model=EbcOnly(), kinds=("row_wise",))
     mapped = open_archive(archive.root).map_shards(preload=True)
     digest = hashlib.sha256(mapped.buffer.numpy().tobytes()).hexdigest()
-    command = [sys.executable, "-c", CHILD, str(archive.root)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
+    with Program(CHILD, archive.root) as child:
         answer = child.stdout.readline().split()
         smaps = Path(f"/proc/{child.pid}/smaps").read_text()
-        child.communicate("")
+        child.communicate()
     assert answer == [digest, str(mapped.mapped_bytes)]
     shared = private = 0
     for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", smaps):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,7 @@ from recinfer.archive.mapping import MappedShards
 from recinfer.archive.reader import Archive
 from recinfer.errors import UnavailableError
 from tests.archive.models import make_archive
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.warm import run_program
 
 
 @pytest.mark.parametrize("copy", [False, True])
@@ -49,9 +46,9 @@ print("edited", flush=True)
 mapped.buffer[0] = 2
 print("written")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout == "edited\n", done.stderr
-    assert done.returncode < 0  # ended by the kernel: a write to a served row is a bug that must not pass
+    ended, out, err = run_program(code)
+    assert out == "edited\n", err
+    assert ended < 0  # ended by the kernel: a write to a served row is a bug that must not pass
 
 
 def _locked_kib(pid: str = "self") -> int:
@@ -89,7 +86,7 @@ except recinfer.errors.UnavailableError as error:
     code = code.replace("import recinfer\n", "import recinfer, recinfer.errors\n").replace(
         "if os.getuid", "import recinfer.inference.predictor\nif os.getuid"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    if "Permission denied" in done.stderr:
+    _, out, err = run_program(code)
+    if "Permission denied" in err:
         pytest.skip("the temporary folder is not readable for another user")
-    assert "the limit is 4096 bytes (ulimit -l)" in done.stdout, done.stderr
+    assert "the limit is 4096 bytes (ulimit -l)" in out, err

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,7 @@ from recinfer.archive.writer import archive_folder
 from recinfer.errors import ArchiveError, CheckpointError, InputError, UnavailableError
 from recinfer.inference.verify import verify
 from tests.archive.models import Ranker, make_archive, make_plan, save_weights
+from tests.warm import Program, run_program
 
 
 def test_an_existing_target_is_kept(tmp_path: Path) -> None:
@@ -130,9 +129,8 @@ except UnavailableError as error:
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], cwd=root, capture_output=True, text=True)
-    assert done.stdout.startswith("refused: cannot write the archive"), done.stderr[-2000:]
+    _, out, err = run_program(FULL_DISK, tmp_path)
+    assert out.startswith("refused: cannot write the archive"), err[-2000:]
     assert [p.name for p in tmp_path.iterdir()] == ["weights.pt"]
 
 
@@ -169,11 +167,9 @@ with make(Path(sys.argv[2])) as made:
 """
 
 
-def start_writer(kind: str, target: Path, then: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", KILLED, kind, str(target), then]
-    root = Path(__file__).resolve().parents[2]
-    process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "writing\n"
+def start_writer(kind: str, target: Path, then: str) -> Program:
+    process = Program(KILLED, kind, target, then)
+    assert process.stdout.readline() == "writing\n", process.communicate()
     return process
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,8 @@ import recinfer.checkpoint.folders as folders
 from recinfer.checkpoint import CheckpointReader, load_checkpoint, save_checkpoint
 from recinfer.checkpoint.folders import put
 from recinfer.errors import CheckpointError
-from tests.conftest import ROOT
 from tests.distributed.spawn import RankError, run_ranks
+from tests.warm import run_program
 
 # Children of one warm process save on and on, each until its alarm kills it; what is left is then looked at.
 SAVING = """
@@ -62,10 +60,9 @@ def number_of(folder: Path) -> int:
 
 
 def test_a_killed_save_leaves_the_last_whole_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SAVING, str(tmp_path / "ck"), "5"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
-    assert found.returncode == 0, found.stderr
-    assert len(found.stdout.split()) == 5
+    ended, out, err = run_program(SAVING, tmp_path / "ck", 5)
+    assert ended == 0, err
+    assert len(out.split()) == 5
     save_checkpoint(tmp_path / "ck", nn.Linear(2, 1))
     assert [p.name for p in tmp_path.iterdir()] == ["ck"]  # what the dead left behind goes with the next save
 

@@ -21,24 +21,12 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tests.warm import warm_context
+
 __all__ = ["RankError", "run_ranks"]
 
 _MAX_RANKS = 8
 _KEPT_RANKS = 4  # further ones end with the call that needed them
-# What a rank imports before its first test, once for all of them (they are forked from one warm process).
-_PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "fbgemm_gpu",
-    "recinfer.checkpoint",
-    "recinfer.distributed.model_parallel",
-    "recinfer.models.dlrm",
-    "recinfer.training.batches",
-    __name__,
-]
 
 
 class RankError(AssertionError):
@@ -131,8 +119,7 @@ def _pool(world_size: int) -> list[tuple[Any, Connection]]:
         raise ValueError(f"world_size {world_size}; expected 1 to {_MAX_RANKS}")
     if any(not process.is_alive() for process, _ in _ranks):
         _kill_pool()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = warm_context()
     while len(_ranks) < world_size:
         mine, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), daemon=True, name=f"rank {len(_ranks)}")

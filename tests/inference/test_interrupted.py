@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ from recinfer.archive.writer import ShardWriter
 from recinfer.errors import UnavailableError
 from recinfer.inference.reshard import plan_archive, reshard_archive
 from tests.archive.models import make_archive, save_weights
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.warm import Program, run_program
 
 LIMITED = """
 import resource, sys
@@ -38,19 +36,14 @@ except UnavailableError as error:
 """
 
 
-def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-
-
 @pytest.mark.parametrize("limit", [6_000, 22_000])
 def test_a_file_that_cannot_grow_ends_the_export(tmp_path: Path, limit: int) -> None:
     """RLIMIT_FSIZE makes writes fail as a full disk does: in the first shard, or between two pieces of it."""
     from tests.archive.models import Ranker
 
     save_weights(Ranker(), tmp_path)
-    done = run(LIMITED, tmp_path, limit)
-    assert "cannot write the archive" in done.stdout, done.stderr
+    _, out, err = run_program(LIMITED, tmp_path, limit)
+    assert "cannot write the archive" in out, err
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -134,13 +127,12 @@ except Exception as error:
 def test_control_c_leaves_no_half_archive(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     torch.save({"embedding_bags.t.weight": torch.zeros(20_000, 64)}, tmp_path / "w.pt")
-    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with Program(INTERRUPTED, tmp_path) as process:
         assert process.stdout.readline() == "half\n", process.communicate()
         assert list(tmp_path.glob("out/.m.rqa.*/shards/*"))
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
+        assert process.returncode == 130, err
     assert "interrupted" in err
     assert not list((tmp_path / "out").iterdir())
 
@@ -157,10 +149,10 @@ def test_chunks_of_any_size_give_the_same_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", ["delta", "export", "replace", "reshard"])
 def test_the_name_holds_a_whole_one_or_none(tmp_path: Path, verb: str) -> None:
     """Ctrl-C, SIGKILL and files that cannot grow, at random moments of the real verbs."""
-    command = [sys.executable, "-m", "tests.inference.moments", verb, str(tmp_path), "5"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    code = "import runpy; runpy.run_module('tests.inference.moments', run_name='__main__')"
+    ended, out, err = run_program(code, verb, tmp_path, 5)
+    assert ended == 0, err[-2000:]
+    found = json.loads(out)
     assert found["faults"] == []
     for how, ended in {"INT": 130, "KILL": -9, "DISK": 28}.items():
         assert set(found["codes"][how]) <= {0, ended}

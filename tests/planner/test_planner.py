@@ -326,7 +326,8 @@ def test_rich_tables_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_calibrated_estimates_are_used(tmp_path: Path) -> None:
+def test_calibrated_estimates_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recinfer.distributed.calibrate._ROUNDS", 2)
     measured = calibrate(seconds_per_point=0.0005, precisions=[DataType.INT8], max_set_bytes=1 << 20)
     typical = plan_inference(model([(1000, 64)] * 3), world_size=2).estimates
     # Times measured on a busy machine jump from size to size by any factor; how the two estimates go together is looked

@@ -12,8 +12,17 @@ import numpy as np
 import pytest
 
 from recinfer.inference.predictor import load
+from recinfer.sizing import probe
 from recinfer.sizing.measure import LOOKUP, _fit, lookup_requests, measure_serving, write_sample_archive
 from recinfer.sizing.probe import ServerProcess, closed_loop, open_loop
+from tests.warm import warm_context
+
+
+@pytest.fixture(autouse=True)
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are forked from a process that has imported torch; what they do for their calls is the same."""
+    warm_context()
+    monkeypatch.setattr(probe, "_START", "forkserver")
 
 
 @pytest.fixture(scope="module")

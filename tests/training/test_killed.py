@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from recinfer.errors import UnavailableError
+from recinfer.training import launch
 from recinfer.training.batches import Batch
 from recinfer.training.job import TrainJob, TrainReport, run_job
 from recinfer.training.launch import run_ranks
 from recinfer.training.step_checkpoints import resume_folder
 from recinfer.training.trainers import ShardedTrainer
+from tests.warm import warm_context
 
 LAST = 24  # steps that are whole when rank 1 is killed
 
@@ -44,7 +46,11 @@ def run_until_rank_1_is_killed(job: TrainJob, killed: Path) -> TrainReport | Non
     return run_job(job)
 
 
-def test_a_rank_killed_in_training_is_named_and_the_run_resumes_to_the_same_curve(tmp_path: Path) -> None:
+def test_a_rank_killed_in_training_is_named_and_the_run_resumes_to_the_same_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_context()
+    monkeypatch.setattr(launch, "_START", "forkserver")
     job = TrainJob(
         out=tmp_path / "broken", limit=1200, embedding_dim=4, batch_size=64, epochs=4, save_every=10,
         sharding={"*": "row_wise", "t_C1": "table_wise"}, metrics=tmp_path / "broken.csv",

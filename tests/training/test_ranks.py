@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from recinfer.errors import ConfigError, UnavailableError
 from recinfer.training import launch
 from recinfer.training.job import TrainJob, run_job
 from recinfer.training.launch import process_group, run_ranks
+from tests.warm import Program, warm_context
 
 
 def job(folder: Path, **changes: object) -> TrainJob:
@@ -75,7 +75,11 @@ def fails(how: str) -> int:
     ],
     ids=["killed", "raised"],
 )
-def test_the_rank_that_failed_first_is_named_and_the_others_are_stopped(how: str, said: str) -> None:
+def test_the_rank_that_failed_first_is_named_and_the_others_are_stopped(
+    how: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_context()
+    monkeypatch.setattr(launch, "_START", "forkserver")
     with pytest.raises(UnavailableError, match=said):
         run_ranks(2, fails, how)
 
@@ -108,11 +112,12 @@ def lone_rank(how: str, rank: int, port: int) -> None:
 )
 def test_ranks_that_start_alone_name_the_one_they_lost(how: str, said: str) -> None:
     store = launch._store()
-    ranks = []
-    for rank in range(3):
-        command = f"from tests.training.test_ranks import lone_rank; lone_rank({how!r}, {rank}, {store.port})"
-        ranks.append(subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True))
-    heard = [process.communicate(timeout=300)[0] for process in ranks]
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(3):
+            command = f"from tests.training.test_ranks import lone_rank; lone_rank({how!r}, {rank}, {store.port})"
+            ranks.append(stack.enter_context(Program(command)))
+        heard = [process.communicate()[0] for process in ranks]
     assert heard[0].startswith(said) and heard[1].startswith(said)
     assert heard[2] == ""
 

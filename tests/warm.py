@@ -1,0 +1,134 @@
+"""Programs and ranks of tests in processes forked from a warm interpreter: what takes seconds to import is imported once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from types import ModuleType, TracebackType
+from typing import Any
+
+__all__ = ["Program", "run_program", "warm_context"]
+
+# What a process has imported as it begins.
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "fbgemm_gpu",
+    "recinfer.checkpoint",
+    "recinfer.distributed.model_parallel",
+    "recinfer.inference.delta",
+    "recinfer.inference.export",
+    "recinfer.inference.predictor",
+    "recinfer.inference.reshard",
+    "recinfer.models.dlrm",
+    "recinfer.training.batches",
+    "tests.distributed.spawn",
+    __name__,
+]
+
+
+def warm_context() -> Any:
+    """multiprocessing's context; its processes have the environment that the first of them was started with."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+class Program:
+    """``python -c code *arguments`` with pipes, as subprocess.Popen has it, for programs whose own start is not the matter.
+
+    Attributes:
+        pid: of its process.
+        stdin, stdout: its pipes, text.
+        returncode: negative: the signal that ended it; None: it has not ended, as far as was looked.
+    """
+
+    def __init__(self, code: str, *arguments: object) -> None:
+        context = warm_context()
+        stdin, writes = context.Pipe(duplex=False)
+        reads, stdout = context.Pipe(duplex=False)
+        self._stderr = tempfile.NamedTemporaryFile("r")  # noqa: SIM115
+        program = (code, [str(a) for a in arguments], dict(os.environ), os.getcwd())
+        self._process = context.Process(target=_main, args=(stdin, stdout, self._stderr.name, *program), daemon=True)
+        self._process.start()
+        stdin.close()
+        stdout.close()
+        self.pid: int = self._process.pid
+        self.stdin = open(os.dup(writes.fileno()), "w", buffering=1)  # noqa: SIM115
+        self.stdout = open(os.dup(reads.fileno()))  # noqa: SIM115
+        writes.close()
+        reads.close()
+
+    @property
+    def returncode(self) -> int | None:
+        """See above."""
+        code: int | None = self._process.exitcode
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the process, unless it has ended."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def communicate(self, text: str = "", timeout: float = 300.0) -> tuple[str, str]:
+        """What it printed to stdout and stderr until its end, once it has read ``text`` and the end of stdin."""
+        try:
+            self.stdin.write(text)
+            self.stdin.close()
+        except BrokenPipeError:  # it reads nothing
+            pass
+        out = self.stdout.read()
+        self._process.join(timeout)
+        assert self.returncode is not None, "it closed stdout and goes on"
+        return out, self._stderr.read()
+
+    def close(self) -> None:
+        """End it, however it is."""
+        self._process.kill()
+        self._process.join()
+        for file in (self.stdin, self.stdout, self._stderr):
+            file.close()
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def run_program(code: str, *arguments: object) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of ``python -c code *arguments``; see :class:`Program`."""
+    with Program(code, *arguments) as program:
+        out, err = program.communicate()
+        assert program.returncode is not None
+        return program.returncode, out, err
+
+
+def _main(
+    stdin: Connection, stdout: Connection, stderr: str, code: str, arguments: list[str], env: dict[str, str], at: str
+) -> None:
+    """Be ``python -c code *arguments``."""
+    for number, from_ in enumerate((stdin.fileno(), stdout.fileno(), os.open(stderr, os.O_WRONLY | os.O_APPEND))):
+        os.dup2(from_, number)
+    stdin.close()
+    stdout.close()
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(at)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    import torch
+
+    torch.set_num_threads(1)
+    sys.argv = ["-c", *arguments]
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    exec(compile(code, "<string>", "exec"), main.__dict__)
