@@ -188,11 +188,8 @@ def test_the_client_tries_again_when_told_to(predictor: Predictor, monkeypatch: 
 class _Queue:
     """One that has room for those alone who wait for ever."""
 
-    def has_room(self, deadline: float) -> bool:
-        return deadline == math.inf
-
-    def refusal(self, deadline: float) -> OverloadedError:
-        return OverloadedError("full", retry_after=0.25)
+    def refused(self, deadline: float) -> OverloadedError | None:
+        return None if deadline == math.inf else OverloadedError("full", retry_after=0.25)
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -89,6 +89,8 @@ class QuickFan:
     def _ended(self, each: Try, data: bytes | None, code: str, details: str) -> None:
         """A call is over; mostly on its channel's thread."""
         with self._lock:
+            if each.over:  # another one was the first to answer
+                return
             if not self._moved and data is not None:
                 try:
                     self._answers.update(self._of.by_rank(each, self._of.arrays(each, data)))

@@ -1,0 +1,195 @@
+"""Requests that go to the shards and back on gRPC's threads: the same answers, and the loop's help where something is unusual."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recinfer.errors import DeadlineError, UnavailableError
+from recinfer.serving import codec
+from recinfer.serving.limits import Limits
+from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.remote.fanout import Fanout
+from recinfer.serving.remote.server import ShardServer
+from recinfer.serving.service import InferenceService
+from tests.serving.remote.fleet import allowing_default_rows, asking, shard, until, write_shards
+from tests.serving.remote.models import KINDS
+from tests.serving.remote.test_direct import (
+    NUM_DENSE,
+    make_archive,
+    make_request,
+    pytestmark,
+    requests,
+    served,
+    service_of,
+    straight,
+)
+
+__all__ = ["pytestmark"]
+
+Alone = tuple[InferenceService, Fanout, list[ShardServer]]
+
+
+def later(
+    service: InferenceService, call: str, data: bytes, seconds: float = 60.0, *, beside: bool = False
+) -> tuple[Any, str]:
+    """What is told, and the name of the thread that told it; "no" where it has to be asked in the ordinary way."""
+    asked = service.away.begin(call, data)
+    assert asked is not None
+    told: queue.SimpleQueue[tuple[Any, str]] = queue.SimpleQueue()
+
+    def aside(work: Callable[[], None]) -> None:
+        threading.Thread(target=work, name="beside").start() if beside else work()
+
+    def tell(found: Any) -> None:
+        told.put((found, threading.current_thread().name))
+
+    if not service.away.answer_later(asked, time.monotonic() + seconds, tell, aside):
+        return "no", ""
+    found = told.get(timeout=90)
+    assert told.empty()
+    return found
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas are asked in turns: no figure is young enough to prefer one."""
+    monkeypatch.setattr("recinfer.serving.remote.replica._STALE_S", 0.0)
+
+
+@contextmanager
+def replicated(archive: Path, folder: Path, **settings: Any) -> Iterator[Alone]:
+    """A ranker's service, and two replicas of all ranks."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(shard(archive, (0, 1, 2), f"127.0.0.{number}")) for number in (1, 2)]
+        targets = {rank: [server.target for server in servers] for rank in range(3)}
+        fanout = stack.enter_context(asking(write_shards(folder / "s.json", targets, **settings)))
+        yield service_of(archive, fanout), fanout, servers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_answers_as_the_loop_does(tmp_path: Path, kind: str):
+    with served(make_archive(tmp_path, kind), tmp_path) as service:
+        for request in requests():
+            data = codec.encode_lookup_request(request)
+            found, thread = later(service, "Lookup", data)
+            assert found == straight(service, "Lookup", data)
+            assert thread.startswith("recinfer-asks-")
+            dense = torch.arange(request.stride() * NUM_DENSE, dtype=torch.float32).reshape(-1, NUM_DENSE)
+            data = codec.encode_predict_request(dense, request)
+            if service.away.begin("Predict", data) is None:  # it lacks features
+                continue
+            expected = straight(service, "Predict", data)
+            for beside in (False, True):
+                found, thread = later(service, "Predict", data, beside=beside)
+                assert found == expected
+                assert (thread == "beside") == beside
+        fanout = service.registry.get().predictor.lookups._fanout
+        assert fanout.calls["sent"] > 0 and set(fanout.calls) == {"sent"}
+        assert all(replica.outstanding == 0 for replica in fanout.pool.everyone())
+
+
+def test_nobody_there_is_the_ordinary_ways_affair(tmp_path: Path):
+    with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
+        fanout = service.registry.get().predictor.lookups._fanout
+        fanout.pool.replicas(0)[0].up = False
+        before = dict(fanout.calls)  # of the golden requests
+        assert later(service, "Lookup", codec.encode_lookup_request(make_request(3)))[0] == "no"
+        assert fanout.calls == before
+
+
+def test_a_replica_whose_connection_is_lost_is_replaced_by_the_other(tmp_path: Path, turns: None):
+    with replicated(make_archive(tmp_path, "row_wise"), tmp_path, hedge=False) as (service, fanout, _):
+        data = codec.encode_lookup_request(make_request(3))
+        expected = straight(service, "Lookup", data)
+        lost = fanout.pool.replicas(0)[0]
+        assert lost.quick is not None
+        lost.quick.close()
+        found = [later(service, "Lookup", data) for _ in range(6)]
+        assert [answer for answer, _ in found] == [expected] * 6
+        assert any(thread == "recinfer-serving" for _, thread in found), "the loop asked the other one"
+        assert fanout.calls["failed"] >= 1 and fanout.calls["retried"] >= 1
+        assert all(replica.outstanding == 0 for replica in fanout.pool.everyone())
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_rank_that_is_lost_on_the_way_is_an_error_or_flagged(tmp_path: Path, allowed: bool):
+    archive = make_archive(tmp_path, "row_wise")
+    if allowed:
+        archive = allowing_default_rows(archive, tmp_path / "allowing.rqa")
+    with served(archive, tmp_path) as service:
+        fanout = service.registry.get().predictor.lookups._fanout
+        (lost,) = fanout.pool.replicas(0)
+        assert lost.quick is not None
+        lost.quick.close()
+        found, thread = later(service, "Lookup", codec.encode_lookup_request(make_request(3)))
+        assert thread == "recinfer-serving"
+        if allowed:
+            assert list(pb.LookupResponse.FromString(found).missing_ranks) == [0]
+            assert fanout.default_rows[0] == 1
+        else:
+            assert isinstance(found, UnavailableError) and "rank 0 has no living replica" in str(found)
+
+
+@contextmanager
+def held(server: ShardServer) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """``server`` answers nothing until the second event; the first one is set once it was asked."""
+    find, asked, go_on = server.tables.find, threading.Event(), threading.Event()
+
+    def slow_find(data: bytes, limits: Limits) -> bytes:
+        asked.set()
+        assert go_on.wait(60)
+        return find(data, limits)
+
+    server.tables.find = slow_find  # type: ignore[method-assign]
+    try:
+        yield asked, go_on
+    finally:
+        go_on.set()
+        server.tables.find = find  # type: ignore[method-assign]
+
+
+def test_a_slow_replica_is_hedged_by_the_loop(tmp_path: Path, turns: None):
+    with replicated(make_archive(tmp_path, "row_wise"), tmp_path) as (service, fanout, servers):
+        data = codec.encode_lookup_request(make_request(3))
+        expected = straight(service, "Lookup", data)
+        with held(servers[0]) as (asked, go_on):
+            found = []
+            while not asked.is_set():  # they take turns
+                found.append(later(service, "Lookup", data))
+            assert [answer for answer, _ in found] == [expected] * len(found)
+            assert found[-1][1] == "recinfer-serving"
+            assert fanout.calls["hedge_won"] >= 1
+            go_on.set()
+        until(lambda: all(replica.outstanding == 0 for replica in fanout.pool.everyone()))
+        assert later(service, "Lookup", data)[0] == expected
+
+
+def test_without_hedges_a_slow_replica_is_waited_for_until_the_deadline(tmp_path: Path):
+    with replicated(make_archive(tmp_path, "row_wise"), tmp_path, hedge=False) as (service, fanout, servers):
+        data = codec.encode_lookup_request(make_request(3))
+        with held(servers[0]) as (one, _), held(servers[1]) as (two, _):
+            found, _ = later(service, "Lookup", data, 0.5)
+            assert isinstance(found, DeadlineError) and "before rank 0, 1, 2 had answered" in str(found)
+            assert one.is_set() or two.is_set()
+        until(lambda: all(replica.outstanding == 0 for replica in fanout.pool.everyone()))
+
+
+def test_what_is_late_is_looked_for_in_order_with_one_timer(tmp_path: Path):
+    with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
+        lookout = service.registry.get().predictor.lookups._fanout.lookout
+        now, seen, over = time.monotonic(), [], threading.Event()
+        for after in (0.3, 0.1, 0.2, 0.0, 0.4):
+            lookout.tell(now + after, lambda after=after: seen.append((after, time.monotonic() - now)))
+        lookout.tell(now + 0.5, over.set)
+        assert over.wait(60)
+        assert [after for after, _ in seen] == [0.0, 0.1, 0.2, 0.3, 0.4]
+        assert all(spent >= after for after, spent in seen)
