@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--torchrec-python", help="an interpreter that has torchrec, for trials beside it")
     parser.addoption("--update-surface", action="store_true", help="write the snapshot of the public surface anew")
     parser.addoption("--mutations", help="examples of each hostile mutation test, instead of a few hundred in all")
+
+
+def pytest_runtest_setup() -> None:
+    """torch.onnx.export asks onnxscript for the same 500 functions each time, which takes half of a small export."""
+    if "onnxscript._framework_apis.torch_2_5" not in sys.modules:  # whose function the later ones have
+        return
+    for name, module in tuple(sys.modules.items()):
+        found = getattr(module, "get_torchlib_ops", None) if name.startswith("onnxscript._framework_apis.") else None
+        if found is not None and not hasattr(found, "cache_info"):
+            module.get_torchlib_ops = functools.cache(found)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import rectangles
+from tests.kept import kept
 
 ROWS = {"a": 53, "b": 301, "c": 301, "d": 97, "e": 40, "f": 211, "g": 17}
 KINDS = (
@@ -72,6 +73,7 @@ def rectangles_of(kind: str, rows: int, dim: int, number: int) -> tuple[ShardRec
     return rectangles(kind, rows, dim, 3)
 
 
+@kept
 def make_archive(
     folder: Path,
     kind: str,

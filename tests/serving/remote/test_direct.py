@@ -39,6 +39,7 @@ from recinfer.serving.remote.tables import ShardTables
 from recinfer.serving.server import Server
 from recinfer.serving.service import InferenceService
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.kept import kept
 from tests.serving.mutations import mutated
 from tests.serving.remote.fleet import allowing_default_rows, asking, shard, write_shards
 from tests.serving.remote.models import KINDS, rectangles_of
@@ -72,6 +73,7 @@ class Pooled(nn.Module):
         return self.over(torch.cat([dense, self.bags(kjt).values()], 1))
 
 
+@kept
 def make_archive(
     folder: Path, kind: str, precision: DataType = DataType.INT8, pooling: PoolingType = PoolingType.SUM
 ) -> Path:
