@@ -17,7 +17,7 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 EXTRAS ?= cpu,onnx,train
-TEST_ARGS ?= -n 2
+TEST_ARGS ?= -n 2 --dist worksteal
 DEMO_ARGS ?=
 TORCH_PIP_ARGS ?=
 
@@ -59,9 +59,10 @@ install-dev: $(STAMP)/dev
 demo: $(STAMP)/run
 	$(BIN)/recinfer demo $(DEMO_ARGS)
 
-# One thread a worker: the suite runs in as many processes as -n says, and their pools would fight for the cores.
+# One thread a worker: the suite runs in as many processes as -n says, and their pools would fight for the cores. It starts
+# some two hundred interpreters, which should not each compile recinfer anew where the environment says to keep no bytecode.
 test: $(STAMP)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TEST_ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(TEST_ARGS)
 
 parity: $(STAMP)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity --full-matrix
