@@ -24,7 +24,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,7 +190,7 @@ class Bench:
             load_ = Load(functools.partial(call, self._data, timeout=self._timeout))
             await work(load_)
         spent = time.perf_counter() - start
-        cores = {kind: (took - threads[kind]) / spent for kind, took in self._cpu().items()}
+        cores = {kind: (took - threads.get(kind, 0.0)) / spent for kind, took in self._cpu().items()}
         cores["clients"] = (time.process_time() - ours) / spent
         after = await self._idle()
         names = ("requests", "runs", "refused", "expired")
@@ -203,9 +203,10 @@ class Bench:
             await asyncio.sleep(_IDLE_S)
         return state
 
-    def _cpu(self) -> Counter[str]:
+    def _cpu(self) -> dict[str, float]:
         """Seconds of processor of the server so far, by kind of thread."""
-        names, found = self._ask().threads, Counter[str]()
+        names: dict[int, str] = self._ask().threads
+        found: dict[str, float] = defaultdict(float)
         for task in Path(f"/proc/{self._pid}/task").iterdir():
             name = names.get(int(task.name), "gRPC's")
             kind = next((kind for start, kind in _THREADS.items() if name.startswith(start)), name)

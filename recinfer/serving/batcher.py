@@ -32,8 +32,8 @@ _GAP_S = 1e-3
 _MARGIN = 1.5
 _MIN_PROBE, _MAX_PROBE = 8, 256
 _HITS_BEFORE_GROWTH, _HITS_AT_FIRST = 8, 2
-_TOO_LATE = "more than its deadline allows"
-_SAME_WORDS_S = 5e-3
+_FULL, _TOO_LATE = "its limit", "more than its deadline allows"
+_SAME_WORDS_S = 20e-3
 _RUNS_AWAY = 64  # that wait for other hosts at a time
 
 
@@ -113,14 +113,14 @@ _ONE = _One()
 
 
 class _Said(NamedTuple):
-    """What one that was refused was told, and when (``time.monotonic()``)."""
+    """What one that was refused was told, whether for a full queue, and when (``time.monotonic()``)."""
 
-    why: str
+    full: bool | None
     at: float
     error: OverloadedError
 
 
-_NOTHING_YET = _Said("", -math.inf, OverloadedError(""))
+_NOTHING_YET = _Said(None, -math.inf, OverloadedError(""))
 
 
 class _Pace:
@@ -203,7 +203,7 @@ class Batcher:
         self._said = _NOTHING_YET
         self._lock = threading.Lock()
         self._seconds_a_request = 1e-3
-        self._runs = self._requests = self._samples = self._expired = self._refused = 0
+        self._runs = self._requests = self._samples = self._expired = self._refused = self._refused_at_once = 0
 
     @property
     def state(self) -> BatcherState:
@@ -215,7 +215,7 @@ class Batcher:
             self._requests,
             self._samples,
             self._expired,
-            self._refused,
+            self._refused + self._refused_at_once,
         )
 
     def admit(self, num_bytes: int) -> None:
@@ -225,33 +225,31 @@ class Batcher:
             return
         if not waiting:  # a single message longer than the queue: its own limit is the message's
             return
-        raise self._refusal("its limit")
+        raise self._refusal(_FULL)
 
-    def has_room(self, deadline: float) -> bool:
-        """Whether a short request that has to wait would be taken now (see :meth:`submit`)."""
+    def refused(self, deadline: float) -> OverloadedError | None:
+        """What a short request is told that would not be taken now (see :meth:`submit`); it counts as refused. On one thread
+        alone, the one that takes gRPC's events. Those of the same few milliseconds are told the same: to find words for
+        each would be a fifth of what a refusal costs.
+        """
         waiting = self._waiting + self._waiting_elsewhere
         if not waiting:
-            return True
-        return waiting < self.config.max_queue and time.monotonic() + _MARGIN * self._expected_wait() <= deadline
-
-    def refusal(self, deadline: float) -> OverloadedError:
-        """What one is told for whom there is no room; counted as refused. Those of the same few milliseconds are told the
-        same: to find new words for each would be a tenth of what it costs to refuse.
-        """
-        full = self._waiting + self._waiting_elsewhere >= self.config.max_queue
-        why, now = "its limit" if full else _TOO_LATE, time.monotonic()
+            return None
+        now, full = time.monotonic(), waiting >= self.config.max_queue
+        if not full and now + _MARGIN * self._expected_wait() <= deadline:
+            return None
         said = self._said
-        if said.why == why and now - said.at < _SAME_WORDS_S:
-            with self._lock:
-                self._refused += 1
-            return said.error
-        error = self._refusal(why)
-        self._said = _Said(why, now, error)
-        return error
+        if said.full is not full or now - said.at > _SAME_WORDS_S:
+            said = self._said = _Said(full, now, self._words(_FULL if full else _TOO_LATE))
+        self._refused_at_once += 1
+        return said.error
 
     def _refusal(self, why: str) -> OverloadedError:
         with self._lock:
             self._refused += 1
+        return self._words(why)
+
+    def _words(self, why: str) -> OverloadedError:
         waiting, seconds = self._waiting + self._waiting_elsewhere, max(0.001, self._expected_wait())
         return OverloadedError(
             f"the server has {waiting} requests waiting, {why}; try again in {seconds * 1e3:.0f} ms",

@@ -35,11 +35,10 @@ class GrpcServer(Protocol):
 class Queue(Protocol):
     """What calls would wait in."""
 
-    def has_room(self, deadline: float) -> bool:
-        """Whether a request that is not waited for after ``deadline`` (``time.monotonic()``) would be taken."""
-
-    def refusal(self, deadline: float) -> OverloadedError:
-        """What one is told for whom there is no room; counts it. May be the same error as before."""
+    def refused(self, deadline: float) -> OverloadedError | None:
+        """What a request is told that would not be taken, where nobody waits for it after ``deadline``
+        (``time.monotonic()``); counts it. May be the same error as before. None: it would be taken.
+        """
 
 
 class Door:
@@ -70,15 +69,14 @@ class Door:
         if not self.security.admits(path, metadata):
             return NO_TOKEN
         call = self._methods.get(path)
-        if call is None or self._queue is None or self._queue.has_room(deadline):
+        if call is None or self._queue is None or (error := self._queue.refused(deadline)) is None:
             return None
-        error = self._queue.refusal(deadline)
         said, ending = self._said
         if error is not said:
             status = status_of(error)
             ending = Ending(status.code, status.message, retry_info(error, status.message))
             self._said = error, ending
-        self._observer.answered(call, ending.code, 0.0, headers=metadata)
+        self._observer.refused(call, ending.code, metadata)
         return ending
 
 

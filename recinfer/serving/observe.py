@@ -58,6 +58,14 @@ class Observer:
             door: ``"grpc"`` or ``"http"``.
         """
         self.stats.add(call, code, seconds)
+        self._tell(call, code, seconds, headers, num_bytes, door)
+
+    def refused(self, call: str, code: str, headers: Any = None) -> None:
+        """Count, log and trace one that was refused as it arrived; it took no time to speak of."""
+        self.stats.count(call, code)
+        self._tell(call, code, 0.0, headers, 0, "grpc")
+
+    def _tell(self, call: str, code: str, seconds: float, headers: Any, num_bytes: int, door: str) -> None:
         logged = _log.isEnabledFor(logging.INFO)
         if not logged and self._tracing is None:
             return

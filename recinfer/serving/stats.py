@@ -36,6 +36,11 @@ class RequestStats:
                 latency = self._latency[call] = Histogram()
         latency.add(seconds)
 
+    def count(self, call: str, code: str) -> None:
+        """Count one answer that says nothing of how long answers take: a refusal as the call arrived."""
+        with self._lock:
+            self._requests[call, code] += 1
+
     def requests(self) -> dict[tuple[str, str], int]:
         """Answers by (call, code)."""
         with self._lock:

@@ -108,6 +108,7 @@ def test_no_room_is_said_before_the_message_is_read(predictor: Predictor, monkey
         assert b"google.rpc.RetryInfo" in trailing["grpc-status-details-bin"]
         assert not read
         assert server.server.stats.requests()["Predict", "RESOURCE_EXHAUSTED"] == 1
+        assert "Predict" not in server.server.stats.latency()  # nothing was answered yet
         assert server.server.batcher.state.refused == 1
         del futures
 

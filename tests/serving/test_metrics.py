@@ -140,10 +140,11 @@ def test_requests_are_logged_as_json_with_their_id():
         observer = Observer(RequestStats(), trace=False)
         observer.answered("Predict", "OK", 0.0021, headers=(("X-Request-Id", "abc"),), num_bytes=12)
         observer.answered("Predict", "NOT_FOUND", 0.001, headers=lambda: None)
+        observer.refused("Predict", "RESOURCE_EXHAUSTED", (("x-request-id", "def"),))
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
-    first, second = (json.loads(line) for line in stream.getvalue().splitlines())
+    first, second, third = (json.loads(line) for line in stream.getvalue().splitlines())
     assert first.pop("time").endswith("+00:00")
     assert first == {
         "level": "info",
@@ -157,7 +158,9 @@ def test_requests_are_logged_as_json_with_their_id():
         "door": "grpc",
     }
     assert len(second["request_id"]) == 32
-    assert observer.stats.requests() == {("Predict", "OK"): 1, ("Predict", "NOT_FOUND"): 1}
+    assert (third["request_id"], third["code"], third["ms"]) == ("def", "RESOURCE_EXHAUSTED", 0.0)
+    assert observer.stats.requests() == {("Predict", code): 1 for code in ("OK", "NOT_FOUND", "RESOURCE_EXHAUSTED")}
+    assert observer.stats.latency()["Predict"].count == 2
 
 
 TRACED = """
