@@ -42,7 +42,7 @@ from recinfer.serving.batcher import BatchConfig, BatcherState
 from recinfer.serving.server import SERVICE_NAME, Server
 from recinfer.serving.tuning import tune_process
 
-_CALLERS = (4, 16, 64, 256, 512)
+_CALLERS, _ROUNDS = (16, 64, 128, 256, 384), 3
 _TICK_S, _PAUSE_S, _IDLE_S = 2e-3, 10e-3, 5e-3
 _LEAD = 0.25  # of what is measured, which is not counted
 _ANY_LENGTH = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -215,9 +215,10 @@ class Bench:
 
 
 async def most_callers(bench: Bench, seconds: float) -> int:
-    """How many callers get the most answers."""
-    await bench.peak(_CALLERS[1], seconds)  # to warm up
-    found = {callers: (await bench.peak(callers, seconds)).answered for callers in _CALLERS}
+    """How many callers get the most answers, by the medians of some rounds."""
+    await bench.peak(_CALLERS[0], seconds)  # to warm up
+    rounds = [{callers: (await bench.peak(callers, seconds)).answered for callers in _CALLERS} for _ in range(_ROUNDS)]
+    found = {callers: statistics.median(rates[callers] for rates in rounds) for callers in _CALLERS}
     print("answers a second by callers: " + ", ".join(f"{n}: {rate:.0f}" for n, rate in found.items()), flush=True)
     return max(found, key=lambda callers: found[callers])
 
