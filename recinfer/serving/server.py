@@ -7,9 +7,7 @@ import functools
 import logging
 import os
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import grpc
@@ -18,22 +16,19 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from recinfer.errors import ConfigError, InputError, UnavailableError
-from recinfer.inference.lookups import run_later
 from recinfer.serving.address import check_address
+from recinfer.serving.answering import Answering
 from recinfer.serving.batcher import BatchConfig, Batcher, BatcherState
 from recinfer.serving.core import CoreServer
-from recinfer.serving.core_call import LATER, Fast, Later
+from recinfer.serving.core_call import Fast
 from recinfer.serving.core_channel import knows_channels
-from recinfer.serving.direct import DIRECT_BYTES
 from recinfer.serving.door import Door, GrpcServer, grpc_server
 from recinfer.serving.ending_health import EndingHealth
 from recinfer.serving.handling import (
     Answer,
-    Told,
     add_standard_services,
     at_once,
     connection_options,
-    deadline,
     generic_handler,
     in_time,
     until_signalled,
@@ -48,7 +43,7 @@ from recinfer.serving.proto import admin_pb2, open_inference_pb2
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.registry import ModelRegistry, ServedModel
 from recinfer.serving.security import Security
-from recinfer.serving.service import Call, InferenceService, Message
+from recinfer.serving.service import InferenceService
 from recinfer.serving.store import ModelStore, StoreManager
 from recinfer.serving.tuning import tune_process
 
@@ -65,9 +60,6 @@ _ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _log = logging.getLogger(__name__)
 
-# A request of up to this many bytes is answered on the event loop itself: handing it to a thread and back costs more
-# than running it. A larger one goes to the pool, so that the loop stays free for the small ones and for health.
-_INLINE_BYTES = 32 << 10
 _STOP_SLACK_S = 5.0
 
 
@@ -130,11 +122,9 @@ class Server:
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._server: GrpcServer | None = None
         self._core: CoreServer | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._answering: Answering | None = None
         self._health: EndingHealth | None = None
-        self._decoders = {"Lookup": self.service.decode_lookup, "Predict": self.service.decode_predict}
         self._batching = batching or BatchConfig()
-        self.batcher: Batcher | None = None
         self.open_inference = OpenInference(
             self.service.registry, self.service.limits, self._ask, lambda: self._server is not None and self._serving
         )
@@ -154,6 +144,11 @@ class Server:
         self.status = ServerMetrics(self.stats, self.service.registry, self._queue_state, shards=shown).status
         self._metrics: MetricsDoor | None = None
         self.metrics_port = metrics_port
+
+    @property
+    def batcher(self) -> Batcher | None:
+        """What waits, and runs (after ``start``)."""
+        return None if self._answering is None else self._answering.batcher
 
     @property
     def port(self) -> int:
@@ -190,19 +185,12 @@ class Server:
 
     async def _start(self) -> None:
         limits = self.service.limits
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="recinfer-request")
-        self._decode_pool = ThreadPoolExecutor(1, thread_name_prefix="recinfer-decode")
-        self.batcher = Batcher(
-            functools.partial(self.service.run, max_batch=self._batching.max_batch),
-            self._pool,
-            self._threads,
-            self._batching,
-            waited=functools.partial(self.stats.stages.add, "queue"),
-            run_later=None if self._shards is None else self._run_later,
+        answering = self._answering = Answering(
+            self.service, self._batching, self._threads, is_away=self._shards is not None, coming=self._coming
         )
-        fast = self._fast()
+        fast = self._fast(answering)
         server = grpc_server(
-            self._door(self.batcher),
+            self._door(answering.batcher),
             fast=fast,
             options=[
                 ("grpc.max_receive_message_length", limits.max_message_bytes),
@@ -214,7 +202,7 @@ class Server:
         )
         if isinstance(server, CoreServer):
             self._core = server
-        server.add_generic_rpc_handlers(self._handlers(tried=bool(fast) and self._core is not None))
+        server.add_generic_rpc_handlers(self._handlers(answering, tried=bool(fast) and self._core is not None))
         names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, *([_ADMIN_NAME] if self.admin_calls else [])]
         self._health = add_standard_services(server, names, _pool_of_everything())
         if not self._share_port:
@@ -247,23 +235,22 @@ class Server:
         for name in ("", SERVICE_NAME, OPEN_INFERENCE, *self.service.registry.names()):
             await self._health.set(name, status)
 
-    async def _run_later(self, works: Sequence[Call | Message], until: float, *, long: bool) -> list[bytes | Exception]:
-        """Run works whose rows are on other hosts; what computes long does so beside the loop."""
-        beside = None
-        if long:
-            beside = functools.partial(asyncio.get_running_loop().run_in_executor, self._pool)
-        return await run_later(self.service.run_steps(works, self._batching.max_batch), until, beside)
-
     async def _stop(self, grace: float) -> None:
         server, self._server = self._server, None
-        if server is None or self._health is None or self._pool is None:
+        if server is None or self._health is None or self._answering is None:
             return
         await self._health.end()
         await asyncio.gather(server.stop(grace), *([self._http.stop()] if self._http is not None else []))
         if self._metrics is not None:
             await self._metrics.stop()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._decode_pool.shutdown(wait=False, cancel_futures=True)
+        self._answering.close()
+
+    def _coming(self) -> int:
+        return 0 if self._core is None else self._core.coming
+
+    async def _ask(self, call: str, data: bytes) -> bytes:
+        assert self._answering is not None
+        return await self._answering.ask(call, data)
 
     async def _start_http(self, port: int) -> None:
         from recinfer.serving.open_inference_http import HttpDoor
@@ -296,88 +283,7 @@ class Server:
         self.metrics_port = self._metrics.port
 
     def _queue_state(self) -> BatcherState | None:
-        return None if self.batcher is None else self.batcher.state
-
-    async def _ask(self, call: str, data: bytes, tried: bool = False) -> bytes:
-        """The answer to a call. ``tried``: gRPC's thread could not give it at once."""
-        decode = self._decoders.get(call)
-        if decode is None:
-            return self.service.get_model(data)
-        assert self.batcher is not None
-        if len(data) <= DIRECT_BYTES and not tried:
-            answer = (
-                self._directly(call, data, deadline.get()) if self._shards is None else await self._away(call, data)
-            )
-            if answer is not None:
-                return answer
-        if len(data) <= _INLINE_BYTES:
-            self.batcher.admit(len(data))
-            # Which model it is for is known once it is decoded; models do not wait for each other.
-            one_model = len(self.service.registry.names()) == 1
-            work: Call | Message = Message(call, data) if one_model else decode(data)
-        else:
-            with self.batcher.place(len(data)):
-                work = await asyncio.get_running_loop().run_in_executor(self._decode_pool, decode, data)
-        return await self.batcher.submit(work, deadline.get())
-
-    def _directly(self, call: str, data: bytes, until: float) -> bytes | None:
-        """The answer to a small request that is sooner done than queued; None for others. On the loop, or gRPC's thread.
-
-        What the queue and a merged run cost a lookup is more than its rows. A dense run costs more, and less for each
-        when it is shared: it goes alone only while requests come one by one.
-        """
-        batcher, direct = self.batcher, self.service.direct
-        assert batcher is not None
-        if len(data) > DIRECT_BYTES:
-            return None
-        start = batcher.check_deadline(until)
-        if call == "Lookup":
-            if (found := direct.lookup(data)) is None:
-                return None
-            batcher.count(found[1])
-            return found[0]
-        # Those that gRPC's thread has given to the loop and that are not there yet will wait for a run together.
-        if (self._core is not None and self._core.coming) or not batcher.may_go_straight(call, len(data)):
-            return None
-        begun = time.thread_time()
-        if (found := direct.predict(data)) is None:
-            return None
-        batcher.went_straight(call, time.monotonic() - start, time.thread_time() - begun)
-        return found[0]
-
-    def _away_at_once(self, call: str, data: bytes, until: float, defer: Callable[[], Told]) -> Later | None:
-        """The same for a small request whose rows are on other hosts, while requests come one by one; on gRPC's threads."""
-        batcher, away = self.batcher, self.service.away
-        assert batcher is not None and self._core is not None and self._pool is not None
-        batcher.check_deadline(until)
-        if len(data) > DIRECT_BYTES or self._core.coming or not batcher.may_go_away():
-            return None
-        asked = away.begin(call, data)
-        if asked is None or not asked.parts:
-            return None
-        back, tell = batcher.goes_away(call, asked.request.batch), defer()
-
-        def told(found: bytes | Exception | None) -> None:
-            back(found is not None)
-            tell(found)
-
-        aside = _now if len(data) <= _INLINE_BYTES else self._pool.submit
-        if not away.answer_later(asked, until, told, aside):
-            told(None)
-        return LATER
-
-    async def _away(self, call: str, data: bytes) -> bytes | None:
-        """The answer to a small request whose rows are on other hosts, while requests come one by one; None for others."""
-        assert self.batcher is not None
-        until = deadline.get()
-        self.batcher.check_deadline(until)
-        if not self.batcher.may_go_away() or (asked := self.service.away.begin(call, data)) is None:
-            return None
-        beside = None
-        if len(data) > _INLINE_BYTES:
-            beside = functools.partial(asyncio.get_running_loop().run_in_executor, self._pool)
-        with self.batcher.away(call, asked.request.batch):
-            return await self.service.away.answer(asked, until, beside)
+        return None if self._answering is None else self._answering.batcher.state
 
     def _door(self, batcher: Batcher) -> Door:
         # Small lookups of this process's tables are answered past the queue: they are never refused for its length.
@@ -386,25 +292,25 @@ class Server:
             paths |= {f"/{SERVICE_NAME}/Lookup": "Lookup", f"/{OPEN_INFERENCE}/ModelInfer": "ModelInfer"}
         return Door(self._security, self.observer, batcher, paths)
 
-    def _fast(self) -> dict[str, Fast]:
+    def _fast(self, answering: Answering) -> dict[str, Fast]:
         """What gRPC's threads may answer."""
         if not self.service.direct.available or (self._shards is not None and not knows_channels()):
             return {}
 
         def fast(call: str) -> Fast:
             if self._shards is None:
-                return at_once(call, functools.partial(self._directly, call), self.observer)
-            return in_time(call, functools.partial(self._away_at_once, call), self.observer)
+                return at_once(call, functools.partial(answering.directly, call), self.observer)
+            return in_time(call, functools.partial(answering.away_at_once, call), self.observer)
 
-        return {f"/{SERVICE_NAME}/{call}": fast(call) for call in self._decoders}
+        return {f"/{SERVICE_NAME}/{call}": fast(call) for call in answering.calls}
 
-    def _handlers(self, tried: bool) -> tuple[grpc.GenericRpcHandler, ...]:
+    def _handlers(self, answering: Answering, *, tried: bool) -> tuple[grpc.GenericRpcHandler, ...]:
         """Of all services; ``tried``: gRPC's thread has found that it cannot answer what reaches the plain methods."""
 
         def handlers(service: str, calls: Mapping[str, Answer]) -> grpc.GenericRpcHandler:
             return generic_handler(service, calls, self.observer)
 
-        ours = {call: functools.partial(self._ask, call, tried=tried) for call in (*self._decoders, "GetModel")}
+        ours = {call: functools.partial(answering.ask, call, tried=tried) for call in (*answering.calls, "GetModel")}
         found = [handlers(SERVICE_NAME, ours), handlers(OPEN_INFERENCE, self.open_inference.calls())]
         if self.admin_calls:
             through = self._admin_through
@@ -427,10 +333,6 @@ class Server:
             return response
 
         return answer
-
-
-def _now(work: Callable[[], None]) -> None:
-    work()
 
 
 def _pool_of_everything() -> DescriptorPool:

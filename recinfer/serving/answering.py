@@ -1,0 +1,158 @@
+"""Which way a request takes: answered at once on gRPC's thread, by shards on other hosts, or in a run that others share."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from recinfer.inference.lookups import run_later
+from recinfer.serving.batcher import BatchConfig, Batcher
+from recinfer.serving.core_call import LATER, Later
+from recinfer.serving.direct import DIRECT_BYTES
+from recinfer.serving.handling import Told, deadline
+from recinfer.serving.service import Call, InferenceService, Message
+
+__all__ = ["Answering"]
+
+# A request of up to this many bytes is answered on the event loop itself: handing it to a thread and back costs more
+# than running it. A larger one goes to the pool, so that the loop stays free for the small ones and for health.
+_INLINE_BYTES = 32 << 10
+
+
+class Answering:
+    """Answers lookups and predictions. Made on the event loop.
+
+    Args:
+        service: what they are.
+        batching: how requests share runs.
+        threads: for large requests.
+        is_away: the rows are on other hosts.
+        coming: how many calls gRPC's thread has given to the loop that are not there yet.
+
+    Attributes:
+        calls: the names of the calls.
+        batcher: what waits, and runs.
+    """
+
+    def __init__(
+        self,
+        service: InferenceService,
+        batching: BatchConfig,
+        threads: int,
+        *,
+        is_away: bool,
+        coming: Callable[[], int],
+    ) -> None:
+        self._service, self._batching, self._is_away, self._coming = service, batching, is_away, coming
+        self._decoders = {"Lookup": service.decode_lookup, "Predict": service.decode_predict}
+        self.calls = tuple(self._decoders)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="recinfer-request")
+        self._decode_pool = ThreadPoolExecutor(1, thread_name_prefix="recinfer-decode")
+        self.batcher = Batcher(
+            functools.partial(service.run, max_batch=batching.max_batch),
+            self._pool,
+            threads,
+            batching,
+            waited=functools.partial(service.stats.stages.add, "queue"),
+            run_later=self._run_later if is_away else None,
+        )
+
+    def close(self) -> None:
+        """No request will come any more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._decode_pool.shutdown(wait=False, cancel_futures=True)
+
+    # -- on the loop
+
+    async def ask(self, call: str, data: bytes, tried: bool = False) -> bytes:
+        """The answer to a call. ``tried``: gRPC's thread could not give it at once."""
+        decode = self._decoders.get(call)
+        if decode is None:
+            return self._service.get_model(data)
+        if len(data) <= DIRECT_BYTES and not tried:
+            answer = await self._away(call, data) if self._is_away else self.directly(call, data, deadline.get())
+            if answer is not None:
+                return answer
+        if len(data) <= _INLINE_BYTES:
+            self.batcher.admit(len(data))
+            # Which model it is for is known once it is decoded; models do not wait for each other.
+            one_model = len(self._service.registry.names()) == 1
+            work: Call | Message = Message(call, data) if one_model else decode(data)
+        else:
+            with self.batcher.place(len(data)):
+                work = await asyncio.get_running_loop().run_in_executor(self._decode_pool, decode, data)
+        return await self.batcher.submit(work, deadline.get())
+
+    async def _away(self, call: str, data: bytes) -> bytes | None:
+        """As :meth:`away_at_once`, for who comes through another door."""
+        until = deadline.get()
+        self.batcher.check_deadline(until)
+        if not self.batcher.may_go_away() or (asked := self._service.away.begin(call, data)) is None:
+            return None
+        beside = None
+        if len(data) > _INLINE_BYTES:
+            beside = functools.partial(asyncio.get_running_loop().run_in_executor, self._pool)
+        with self.batcher.away(call, asked.request.batch):
+            return await self._service.away.answer(asked, until, beside)
+
+    async def _run_later(self, works: Sequence[Call | Message], until: float, *, long: bool) -> list[bytes | Exception]:
+        """Run works whose rows are on other hosts; what computes long does so beside the loop."""
+        beside = None
+        if long:
+            beside = functools.partial(asyncio.get_running_loop().run_in_executor, self._pool)
+        return await run_later(self._service.run_steps(works, self._batching.max_batch), until, beside)
+
+    # -- on the loop, or on gRPC's thread
+
+    def directly(self, call: str, data: bytes, until: float) -> bytes | None:
+        """The answer to a small request that is sooner done than queued; None for others.
+
+        What the queue and a merged run cost a lookup is more than its rows. A dense run costs more, and less for each
+        when it is shared: it goes alone only while requests come one by one.
+        """
+        batcher, direct = self.batcher, self._service.direct
+        if len(data) > DIRECT_BYTES:
+            return None
+        start = batcher.check_deadline(until)
+        if call == "Lookup":
+            if (found := direct.lookup(data)) is None:
+                return None
+            batcher.count(found[1])
+            return found[0]
+        # Those that gRPC's thread has given to the loop and that are not there yet will wait for a run together.
+        if self._coming() or not batcher.may_go_straight(call, len(data)):
+            return None
+        begun = time.thread_time()
+        if (found := direct.predict(data)) is None:
+            return None
+        batcher.went_straight(call, time.monotonic() - start, time.thread_time() - begun)
+        return found[0]
+
+    def away_at_once(self, call: str, data: bytes, until: float, defer: Callable[[], Told]) -> Later | None:
+        """The same for a small request whose rows are on other hosts, while requests come one by one; on gRPC's threads
+        to its end.
+        """
+        batcher, away = self.batcher, self._service.away
+        batcher.check_deadline(until)
+        if len(data) > DIRECT_BYTES or self._coming() or not batcher.may_go_away():
+            return None
+        asked = away.begin(call, data)
+        if asked is None or not asked.parts:
+            return None
+        back, tell = batcher.goes_away(call, asked.request.batch), defer()
+
+        def told(found: bytes | Exception | None) -> None:
+            back(found is not None)
+            tell(found)
+
+        aside = _now if len(data) <= _INLINE_BYTES else self._pool.submit
+        if not away.answer_later(asked, until, told, aside):
+            told(None)
+        return LATER
+
+
+def _now(work: Callable[[], None]) -> None:
+    work()
