@@ -81,10 +81,20 @@ class Answering:
             # Which model it is for is known once it is decoded; models do not wait for each other.
             one_model = len(self._service.registry.names()) == 1
             work: Call | Message = Message(call, data) if one_model else decode(data)
+        elif (large := self._large(call, data)) is not None:
+            self.batcher.admit(len(data))
+            work = large
         else:
             with self.batcher.place(len(data)):
                 work = await asyncio.get_running_loop().run_in_executor(self._decode_pool, decode, data)
         return await self.batcher.submit(work, deadline.get())
+
+    def _large(self, call: str, data: bytes) -> Message | None:
+        """A request that is long, but needs no decoding before it is run."""
+        if self._is_away or len(self._service.registry.names()) > 1:
+            return None
+        samples = self._service.direct.samples(data)
+        return None if samples is None or samples == 1 else Message(call, data, samples)
 
     async def _away(self, call: str, data: bytes) -> bytes | None:
         """As :meth:`away_at_once`, for who comes through another door."""
@@ -131,9 +141,33 @@ class Answering:
         batcher.went_straight(call, time.monotonic() - start, time.thread_time() - begun)
         return found[0]
 
+    def at_once(self, call: str, data: bytes, until: float, defer: Callable[[], Told]) -> bytes | Later | None:
+        """The same; a larger prediction that comes while nothing else is there is run on a thread of its own, to its end."""
+        found = self.directly(call, data, until)
+        if found is not None or call != "Predict" or len(data) <= _INLINE_BYTES:
+            return found
+        if self._coming() or not self.batcher.may_go_away() or (large := self._large(call, data)) is None:
+            return None
+        back, tell = self.batcher.goes_away(large.lane), defer()
+
+        def run() -> None:
+            begun = time.thread_time()
+            told: bytes | Exception | None = None
+            samples = 0
+            try:
+                if (given := self._service.direct.predict(data)) is not None:
+                    told, samples = given
+            except Exception as error:
+                told = error
+            back(samples, time.thread_time() - begun)
+            tell(told)
+
+        self._pool.submit(run)
+        return LATER
+
     def away_at_once(self, call: str, data: bytes, until: float, defer: Callable[[], Told]) -> Later | None:
-        """The same for a small request whose rows are on other hosts, while requests come one by one; on gRPC's threads
-        to its end.
+        """The answer to a small request whose rows are on other hosts, while requests come one by one; on gRPC's threads
+        to its end. None for others.
         """
         batcher, away = self.batcher, self._service.away
         batcher.check_deadline(until)
@@ -142,10 +176,11 @@ class Answering:
         asked = away.begin(call, data)
         if asked is None or not asked.parts:
             return None
-        back, tell = batcher.goes_away(call, asked.request.batch), defer()
+        samples = asked.request.batch
+        back, tell = batcher.goes_away(call), defer()
 
         def told(found: bytes | Exception | None) -> None:
-            back(found is not None)
+            back(0 if found is None else samples, 0.0)
             tell(found)
 
         aside = _now if len(data) <= _INLINE_BYTES else self._pool.submit

@@ -194,7 +194,7 @@ class Batcher:
         self._lanes: OrderedDict[Any, deque[_Waiting]] = OrderedDict()
         self._times = RunTimes()
         self._waiting = self._waiting_elsewhere = self._waiting_bytes = self._running = 0
-        self._away = 0  # runs by their callers that wait for other hosts
+        self._away = 0  # runs by their callers, on other threads or hosts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._flush_set: asyncio.Handle | None = None
         self._hold: asyncio.TimerHandle | None = None
@@ -302,7 +302,7 @@ class Batcher:
             return self._pace.goes_alone()
 
     def may_go_away(self) -> bool:
-        """Whether a request whose rows are on other hosts may be run by its caller, within :meth:`away`: nothing else is
+        """Whether a request may be run by its caller, on another thread or other hosts, within :meth:`away`: nothing else is
         there that it could share a run with. Any thread may ask.
         """
         busy = self._waiting or self._running or self._away
@@ -311,24 +311,26 @@ class Batcher:
     @contextmanager
     def away(self, lane: Any, samples: int) -> Iterator[None]:
         """A run by its caller that waits for other hosts."""
-        back = self.goes_away(lane, samples)
+        back = self.goes_away(lane)
         try:
             yield
         finally:
-            back(True)
+            back(samples, 0.0)
 
-    def goes_away(self, lane: Any, samples: int) -> Callable[[bool], None]:
-        """The same; call what is returned when it is over, with whether it came about. On any thread, both."""
+    def goes_away(self, lane: Any) -> Callable[[int, float], None]:
+        """A run by its caller on another thread, or that waits for other hosts. Call what is returned when it is over, with
+        its samples, 0 where it did not come about, and its own seconds. On any thread, both.
+        """
         start = time.monotonic()
         with self._lock:
             self._pace.goes_alone()
             self._away += 1
 
-        def back(came_about: bool) -> None:
+        def back(samples: int, cost: float) -> None:
             with self._lock:
                 self._away -= 1
-            if came_about:
-                self._done(lane, (_One(samples=samples),), time.monotonic() - start, 0.0)
+            if samples:
+                self._done(lane, (_One(samples=samples),), time.monotonic() - start, cost)
             if self._waiting and self._loop is not None:
                 self._loop.call_soon_threadsafe(self._flush_if_any)
 

@@ -142,6 +142,13 @@ class Direct:
         self.stats.batch.add(request.batch)
         return answers[0], request.batch
 
+    def samples(self, data: bytes) -> int | None:
+        """Of a request that may be answered here; None: it will not be. Other reasons may stand against it yet."""
+        if len(data) > self._most_bytes or not self.available or (found := read_request(data)) is None:
+            return None
+        batch: int = found[5]
+        return batch if 0 < batch <= self._limits.max_batch else None
+
     def predict_many(self, messages: Sequence[bytes], max_batch: int) -> list[bytes | None]:
         """Serialized answers to PredictRequests, run together by model; None where the ordinary way has to answer.
 

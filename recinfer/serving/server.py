@@ -27,7 +27,6 @@ from recinfer.serving.ending_health import EndingHealth
 from recinfer.serving.handling import (
     Answer,
     add_standard_services,
-    at_once,
     connection_options,
     generic_handler,
     in_time,
@@ -298,9 +297,8 @@ class Server:
             return {}
 
         def fast(call: str) -> Fast:
-            if self._shards is None:
-                return at_once(call, functools.partial(answering.directly, call), self.observer)
-            return in_time(call, functools.partial(answering.away_at_once, call), self.observer)
+            begin = answering.at_once if self._shards is None else answering.away_at_once
+            return in_time(call, functools.partial(begin, call), self.observer)
 
         return {f"/{SERVICE_NAME}/{call}": fast(call) for call in answering.calls}
 

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -65,17 +65,18 @@ class Message:
 
     Attributes:
         kind: ``"Lookup"`` or ``"Predict"``.
-        data: the serialized request; a small one, since it counts as one sample until it is decoded.
+        data: the serialized request.
+        samples: 1 for a small one, whatever it holds: what it costs is hardly its samples.
     """
 
     kind: str
     data: bytes
-    samples: ClassVar[int] = 1
+    samples: int = 1
 
     @property
-    def lane(self) -> str:
+    def lane(self) -> str | tuple[str, str]:
         """Messages of one kind are run together, and there merged by their models."""
-        return self.kind
+        return self.kind if self.samples == 1 else (self.kind, "large")
 
     @property
     def bytes(self) -> int:

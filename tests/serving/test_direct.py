@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 import recinfer
+from recinfer.errors import InputError
 from recinfer.inference.delta import make_delta
 from recinfer.inference.direct import DirectTables
 from recinfer.modules.embedding_configs import DataType
 from recinfer.serving import codec
 from recinfer.serving.client import InferenceClient
+from recinfer.serving.direct import DIRECT_BYTES
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.registry import ModelRegistry
@@ -103,6 +106,39 @@ def test_predictions_alone_and_together(service: InferenceService) -> None:
     assert isinstance(answers[0], bytes) and isinstance(answers[3], bytes)
     assert "out of range" in str(answers[1]) or "5000" in str(answers[1])
     assert "dense: sample 0" in str(answers[2])
+
+
+def test_large_predictions_alone_and_together_through_a_server(service: InferenceService) -> None:
+    """32 to 128 KB: run beside gRPC's thread, to their ends when alone, and merged when they come together."""
+    predictor = service.registry.get().predictor
+    requests = []
+    for seed, batch in enumerate((400, 520, 450, 612)):
+        dense = torch.randn(batch, NUM_DENSE, generator=torch.Generator().manual_seed(seed))
+        requests.append((dense, make_request(RANKER_ROWS, batch, seed, longest=5)))
+        assert 32 << 10 < len(codec.encode_predict_request(*requests[-1])) < DIRECT_BYTES
+    expected = [predictor.predict(*request) for request in requests]
+    with Server({"ranker": predictor}) as server, InferenceClient(server.target, timeout=60) as client:
+
+        def ask(number: int) -> None:
+            for name, found in client.predict(*requests[number % 4]).items():
+                torch.testing.assert_close(found, expected[number % 4][name], rtol=1e-5, atol=1e-6)
+
+        for number in range(12):
+            ask(number)
+        assert server.batcher is not None
+        assert server.batcher.state.requests == server.batcher.state.runs == 12
+        assert server.batcher.state.samples == 3 * sum(dense.shape[0] for dense, _ in requests)
+        with ThreadPoolExecutor(8) as callers:
+            list(callers.map(ask, range(80)))
+        assert server.batcher.state.requests == 92
+        for change, says in (((0, 5000), "5000"), ((1, float("nan")), "dense: sample 0")):
+            dense, kjt = (part.clone() if isinstance(part, torch.Tensor) else part for part in requests[0])
+            values = kjt.values().clone()
+            (values if change[0] == 0 else dense.view(-1))[0] = change[1]
+            with pytest.raises(InputError, match=says):
+                client.predict(dense, KeyedJaggedTensor(list(kjt.keys()), values, lengths=kjt.lengths()))
+        ask(0)
+        assert server.batcher.state.running == 0
 
 
 def test_numbers_too_large_to_tell_are_left_to_the_ordinary_way_without_a_word(service: InferenceService) -> None:
