@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -114,6 +114,10 @@ def compare(
             stalls = [replace(s, begin=s.begin - begin) for s in recorder.stalls if begin - 0.1 < s.begin < end]
             outcome = simulate(deployment, trace, model, shards, costs, warm_up=_WARM_UP, stalls=stalls, seed=turn)
             found.setdefault("stalled", []).append(sum(s.seconds for s in stalls) / load_.seconds / recorder.cores)
+            found.setdefault("measured shared", []).append(load_.answered / max(load_.runs, 1))
+            found.setdefault("simulated shared", []).append(outcome.runs)
+            found.setdefault("measured busy", []).append(_busy(load_, recorder.cores))
+            found.setdefault("simulated busy", []).append(outcome.busy["host"])
             mine = load_.latencies[outcome.counted]
             for percent in (50, 99):
                 found.setdefault(f"measured p{percent}", []).append(float(np.nanpercentile(mine, percent)) * 1e3)
@@ -127,10 +131,17 @@ def compare(
             f"{name:17} batch {batch:3}, {share:.0%} of {capacity:5.0f}/s: p50 {row['measured p50']:6.2f} ms, simulated "
             f"{row['simulated p50']:6.2f} ({r50:.2f});  p99 {row['measured p99']:7.2f} ms, simulated "
             f"{row['simulated p99']:7.2f} ({r99:.2f}); cores stood still for {row['stalled']:.1%}, "
-            f"{row['turns']} turns, other work {row['others']:.1%}",
+            f"{row['turns']} turns, other work {row['others']:.1%}; requests a run {row['measured shared']:.2f}, "
+            f"{row['simulated shared']:.2f}; caller and its server busy {row['measured busy']:.0%}, all {row['simulated busy']:.0%}",
             flush=True,
         )
     return rows
+
+
+def _busy(load_: Load, cores: int) -> float:
+    """The share of the machine that the caller and the server it asks had."""
+    spent = sum(sum(astuple(side)) for side in (load_.client, load_.server))
+    return float(spent / load_.seconds / cores)
 
 
 class OtherWork:

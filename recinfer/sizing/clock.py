@@ -9,11 +9,15 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-__all__ = ["COLD_S", "Clock", "Cpu", "Thread"]
+from recinfer.serving.tuning import SWITCH_INTERVAL_S
+
+__all__ = ["COLD_S", "Clock", "Cpu", "Lock", "Thread"]
 
 SLICE_S = 3e-3
 HOT_S = 0.5e-3
 COLD_S = 20e-3  # of sleep, after which nothing of a thread is left in the caches
+
+SWITCH_S = SWITCH_INTERVAL_S
 
 _Run = Callable[..., object]
 
@@ -98,6 +102,12 @@ class Cpu:
 
     def wake(self, thread: Thread) -> None:
         """A thread has something to do."""
+        lock = thread.lock
+        if lock is None or lock.take(thread, self._clock.now):
+            self._place(thread)
+
+    def _place(self, thread: Thread) -> None:
+        """Give it a core, or a place in the line for one."""
         last = thread.core
         if last is None or last.running:
             free = next((core for core in self._cores if not core.running), None)
@@ -118,6 +128,8 @@ class Cpu:
         turn = left = thread.left
         if core.line or left > self.slice_s:
             turn = min(left, max(self.slice_s - core.used, 0.0))
+        if thread.lock is not None and turn > SWITCH_S:
+            turn = SWITCH_S
         self._clock.after(turn / self.speed, self._ended, core, thread, turn, core.stalled(self._clock.now))
 
     def _ended(self, core: _Core, thread: Thread, turn: float, stalled: float) -> None:
@@ -129,7 +141,11 @@ class Cpu:
         core.used += turn
         more = thread.did(turn)
         over = core.used >= self.slice_s - 1e-12
-        if more and over and core.line:
+        lock = thread.lock
+        following_lock = None if lock is None else lock.leave(thread, more, self._clock.now)
+        if more and following_lock is not None:
+            pass  # it waits for the lock, and its core is free
+        elif more and over and core.line:
             core.line.append(thread)
         elif more:
             if over:
@@ -141,6 +157,8 @@ class Cpu:
         following = core.line.popleft() if core.line else self._cold()
         if following is not None:
             self._give(core, following)
+        if following_lock is not None:
+            self._place(following_lock)
 
     def _cold(self) -> Thread | None:
         """The first thread in a line of another core that may be moved."""
@@ -181,21 +199,55 @@ def _length(core: _Core) -> int:
     return len(core.line)
 
 
+class Lock:
+    """An interpreter's lock: of the threads that share it one runs at a time, and the others sleep until it is theirs.
+
+    Who has it gives it up when it has nothing to do, or when it has had it for a switch interval and others wait.
+    """
+
+    __slots__ = ("_holder", "_line", "_since")
+
+    def __init__(self) -> None:
+        self._holder: Thread | None = None
+        self._line: deque[Thread] = deque()
+        self._since = 0.0
+
+    def take(self, thread: Thread, now: float) -> bool:
+        """Whether it has the lock now; else it will be what :meth:`leave` returns, later."""
+        if self._holder is None:
+            self._holder, self._since = thread, now
+        elif self._holder is not thread:
+            self._line.append(thread)
+        return self._holder is thread
+
+    def leave(self, thread: Thread, more: bool, now: float) -> Thread | None:
+        """Who has it next; None: it is nobody's, or still that of ``thread``, which has more to do."""
+        if more and (not self._line or now - self._since < SWITCH_S - 1e-12):
+            return None
+        if more:
+            self._line.append(thread)
+        self._holder, self._since = (self._line.popleft() if self._line else None), now
+        return self._holder
+
+
 class Thread:
     """One thread of a process: jobs in the order in which they came, one at a time, each on the host's processor.
 
     A thread that has nothing to do sleeps, and its caches are others' the longer the more. So the first job after a sleep
     costs more than one behind another: ``cold`` seconds, and ``cooling`` times as much again for each second of the sleep.
 
+    Args:
+        lock: needed to run; None: none is.
+
     Attributes:
         core: that it had last, or has; None: it has never run.
         left: seconds of its first job; ``ran``: when it had a core last.
     """
 
-    __slots__ = ("_args", "_cooling", "_cpu", "_queue", "_run", "_running", "core", "left", "ran")
+    __slots__ = ("_args", "_cooling", "_cpu", "_queue", "_run", "_running", "core", "left", "lock", "ran")
 
-    def __init__(self, cpu: Cpu, cooling: float = 0.0) -> None:
-        self._cpu, self._cooling = cpu, cooling
+    def __init__(self, cpu: Cpu, cooling: float = 0.0, lock: Lock | None = None) -> None:
+        self._cpu, self._cooling, self.lock = cpu, cooling, lock
         self._queue: deque[tuple[float, _Run, tuple[Any, ...]]] = deque()
         self._running = False
         self._run: _Run | None = None

@@ -13,10 +13,10 @@ from recinfer.errors import ConfigError, NotFoundError
 
 __all__ = ["FORMAT", "READ", "TAKEN", "DirectCosts", "EndCosts", "FanCosts", "RunCosts", "ServingCosts"]
 
-FORMAT = "recinfer.serving/2"
+FORMAT = "recinfer.serving/3"
 READ = 1 / 2  # of what gRPC's own threads do for a call: on its way; the rest is beside it
 TAKEN = 2 / 3  # of what the thread that takes gRPC's events does for a call: before the answer; the rest is after it
-_EARLIER = ("recinfer.serving/1",)
+_EARLIER = ("recinfer.serving/1", "recinfer.serving/2")
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,19 @@ class FanCosts:
         run_s: seconds a run.
         call_s: seconds for each shard that it asks.
         byte_s: seconds a byte of the vectors that come back.
-        away_s: of a small request that passes by the queue, in place of a run's and ``run_s``.
+        away_s: of a small request that passes by queue and event loop, in place of a run's and ``run_s``: before it asks.
+        ask_s, told_s: of such a request, for each shard that it asks: on the thread that took the request, and on the one that
+            hears of the answer.
+        back_s: of such a request, on the latter, once all have answered.
     """
 
     run_s: float
     call_s: float
     byte_s: float
     away_s: float
+    ask_s: float
+    told_s: float
+    back_s: float
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,7 @@ class _Means:
 
         self.loop = median(lambda t: t.server.loop / t.answered)
         self.grpc = median(lambda t: t.server.grpc / t.answered)
+        self.asks = median(lambda t: t.server.asks / t.answered)
         self.run = median(lambda t: t.server.runs / t.answered)
         self.io = median(lambda t: t.server.other / t.answered)
         self.client_loop = median(lambda t: t.client.loop / t.answered)
@@ -161,7 +162,7 @@ class _Means:
         self.runs = median(lambda t: t.runs / t.answered)
         self.cycle = median(lambda t: t.seconds / t.answered)
         self.ours = self.loop + self.run
-        self.all = self.ours + self.grpc + self.io
+        self.all = self.ours + self.grpc + self.asks + self.io
         self.latency = median(lambda t: float(np.nanmedian(t.latencies)))
         all_of = np.sort(np.concatenate([t.latencies[np.isfinite(t.latencies)] for t in turns]))
         usual = all_of[all_of <= _STALL * np.median(all_of)]
@@ -337,20 +338,22 @@ def _fit_remote(
     shard = RunCosts(base_s, 0.0, max(rest / more_bytes - known, 0.0))
     # A run: loop's share of each request, and of the run its own, the client's end and asking.
     of_run = [(m.ours - server.loop_s - whole.request_s) / m.runs - whole.base_s for m in (many, two_many)]
-    call_s = min(max(of_run[1] - of_run[0] - client.loop_s, 0.0), max(two.ours - one.ours, 0.0))
+    call_s = max(of_run[1] - of_run[0] - client.loop_s, 0.0)
     run_s = max(of_run[0] - client.loop_s - call_s, 0.0)
-    # The loop wakes up for the request and for the answer.
-    woken = server.loop_cold_s * (1 + cooling * min(one.cycle, COLD_S)) + client.loop_cold_s
-    away_s = max(one.ours - server.loop_s - woken - client.loop_s - call_s, 0.0)
+    # A lone one: the thread that takes the request wakes up, and one for each answer.
+    woken = at_once.grpc_cold_s * (1 + cooling * min(one.cycle, COLD_S))
+    ask_s = max(two.grpc - one.grpc, 0.0)
+    away_s = max(one.grpc - at_once.grpc_s - woken - ask_s, 0.0)
+    told_s = max(two.asks - one.asks - woken, 0.0)
+    back_s = max(one.asks - woken - told_s, 0.0)
     more = (wide.all - one.all) / more_bytes
-    ends = (server, client)
-    known = sum(end.loop_byte_s + end.grpc_byte_s + end.io_byte_s for end in ends) + whole.byte_s
-    return shard, FanCosts(run_s, call_s, max(more - known, 0.0), away_s)
+    known = at_once.grpc_byte_s + at_once.io_byte_s + client.io_byte_s + whole.byte_s
+    return shard, FanCosts(run_s, call_s, max(more - known, 0.0), away_s, ask_s, told_s, back_s)
 
 
 def _told(loads: dict[Kind, _Means], run: _InProcess) -> dict[str, Any]:
     """What was measured, microseconds a request, for people."""
-    names = ("latency", "cycle", "loop", "grpc", "run", "io", "client_loop", "client_grpc", "client_io")
+    names = ("latency", "cycle", "loop", "grpc", "asks", "run", "io", "client_loop", "client_grpc", "client_io")
     found: dict[str, Any] = {
         f"{name}, batch {batch}, {callers} callers": {each: round(getattr(means, each) * 1e6, 1) for each in names}
         | {"runs": round(means.runs, 3)}

@@ -26,8 +26,15 @@ __all__ = ["Load", "ServerProcess", "Spent", "closed_loop", "open_loop"]
 _OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 _START_S = 120.0
 _START = "spawn"  # servers begin with nothing of this process
-# As recinfer.serving.loop, .core, .server and .remote.server name them.
-_THREADS = ("recinfer-serving", "recinfer-grpc", "recinfer-request", "recinfer-decode", "recinfer-shard")
+# As recinfer.serving.loop, .core, .core_channel, .server and .remote.server name them.
+_THREADS = (
+    "recinfer-serving",
+    "recinfer-grpc",
+    "recinfer-asks",
+    "recinfer-request",
+    "recinfer-decode",
+    "recinfer-shard",
+)
 
 
 @dataclass(frozen=True)
@@ -37,12 +44,14 @@ class Spent:
     Attributes:
         loop: of the thread that its event loop runs on.
         grpc: of the thread that takes gRPC's events, and answers some of them at once; 0 where there is none.
-        runs: of the threads for what is too long for these two.
+        asks: of the threads that take the events of calls that it makes without the loop.
+        runs: of the threads for what is too long for these.
         other: of all its other threads, most of it gRPC's own.
     """
 
     loop: float
     grpc: float
+    asks: float
     runs: float
     other: float
 
@@ -90,8 +99,8 @@ def spent_here() -> Spent:
         for at, name in enumerate(_THREADS):
             if thread.name.startswith(name) and thread.ident is not None:
                 of[at] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-    loop, grpc, *runs = of
-    return Spent(loop, grpc, sum(runs), time.process_time() - sum(of))
+    loop, grpc, asks, *runs = of
+    return Spent(loop, grpc, asks, sum(runs), time.process_time() - sum(of))
 
 
 class ServerProcess:

@@ -60,6 +60,7 @@ class Queue:
 
     __slots__ = (
         "_away",
+        "_away_now",
         "_cost",
         "_cpu",
         "_ended",
@@ -100,6 +101,7 @@ class Queue:
         self._waiting_bytes = 0.0
         self._waiting_elsewhere = 0
         self._running = 0
+        self._away_now = 0  # of those that are run by their callers
         self._pace = rules._Pace()
         self._times = RunTimes()
         self._seconds_a_request = 1e-3
@@ -143,21 +145,25 @@ class Queue:
 
     def may_go_away(self) -> bool:
         """Whether a small request may be run by its caller, within :meth:`begins_away` and :meth:`ends_away`."""
-        if self._waiting or self._running:
+        if self._waiting or self._running or self._away_now:
             return False
         return not self.config.max_delay_us or self._pace.is_alone
 
     def begins_away(self) -> None:
         """A run by its caller that waits for other hosts."""
         self._pace.goes_alone()
-        self._running += 1
+        self._away_now += 1
 
     def ends_away(self, since: float) -> None:
-        """It is over."""
-        self._running -= 1
+        """It is over; on any thread."""
+        self._away_now -= 1
         self.runs += 1
         self.requests += 1
         self._learned(1, 0.0, self.clock.now - since)
+        if self._waiting:
+            self._loop.submit(0.0, 0.0, self._flush_if_any)
+
+    def _flush_if_any(self) -> None:
         if self._waiting:
             self._flush_soon()
 
@@ -167,7 +173,7 @@ class Queue:
         if now >= work.deadline:
             self._refuse(work, "expired")
             return
-        idle = not self._waiting and not self._running
+        idle = not (self._waiting or self._running or self._away_now)
         alone = idle and (not config.max_delay_us or self._pace.goes_alone())
         short = self._away is None and work.num_bytes <= rules._INLINE_BYTES
         if alone and short and self._times.expected(None, work.counts_as) <= rules._INLINE_S:

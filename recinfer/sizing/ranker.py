@@ -12,10 +12,10 @@ from recinfer.serving import batcher as rules
 from recinfer.serving.batcher import BatchConfig
 from recinfer.serving.remote import fanout
 from recinfer.serving.remote.fan import hedge_delay
-from recinfer.sizing.clock import Clock, Cpu
+from recinfer.sizing.clock import Clock, Cpu, Thread
 from recinfer.sizing.costs import ServingCosts
 from recinfer.sizing.queue import Queue, Work
-from recinfer.sizing.servers import Call, Network, Server, Spread, is_small
+from recinfer.sizing.servers import Call, Network, Server, Spread
 from recinfer.sizing.workload import Model, Shard
 
 __all__ = ["Hedging", "Ranker"]
@@ -96,7 +96,7 @@ class Ranker(Server):
         late: Callable[[], float] | None = None,
         hedging: Hedging | None = None,
     ) -> None:
-        super().__init__(clock, cpu, spread, costs, batching, lambda samples: 0.0)
+        super().__init__(clock, cpu, spread, costs, batching, lambda samples: 0.0, small=costs.direct)
         self.queue = Queue(clock, cpu, self.loop, batching, self._cost, rules._RUNS_AWAY, self._run_away)
         self._model, self._shards, self._replicas = model, shards, replicas
         self._network, self._late = network, late
@@ -108,22 +108,21 @@ class Ranker(Server):
         self.outstanding_at: defaultdict[Server, int] = defaultdict(int)
         self.calls = self.hedged = self.hedges_won = 0
 
-    def _enqueue(self, work: Work) -> None:
-        """Small requests that come one by one pass by the queue."""
-        if not is_small(work.tag) or not self.queue.may_go_away():
-            self.queue.submit(work)
-            return
+    def _begins_at_once(self, work: Work) -> bool:
+        """Small requests that come one by one need no event loop: gRPC's threads ask, and answer."""
+        if self._coming or not self.queue.may_go_away():
+            return False
         self.queue.begins_away()
-        since = self.clock.now
+        since, call, costs = self.clock.now, work.tag, self._costs.fan
 
         def over() -> None:
-            work.straight = True
             self.queue.ends_away(since)
-            self._answer(work)
+            self._send(call, call.bytes_out)
 
-        seconds = self._costs.fan.away_s + self._costs.fan.call_s * len(self._shards)
-        fan = _Fan(self, [work], work.samples, over, seconds / 2)
-        self.loop.next((seconds / 2 + self._costs.run.byte_s * work.num_bytes) * self.draw(), fan.ask)
+        fan = _Fan(self, [work], work.samples, over, costs.back_s, quick=True)
+        seconds = costs.away_s + costs.ask_s * len(self._shards) + self._costs.run.byte_s * work.num_bytes
+        self.grpc.next(seconds * self.draw(), fan.ask)
+        return True
 
     def _run_away(self, works: list[Work], over: Callable[[], None]) -> None:
         """One run: decode and split on the loop, ask, then join and the dense program."""
@@ -173,13 +172,24 @@ class Ranker(Server):
 
 
 class _Fan:
-    """The calls of one run; putting their answers together takes ``join_s`` and more a byte."""
+    """The calls of one run; putting their answers together takes ``join_s`` and more a byte.
 
-    __slots__ = ("answered", "asked", "join_s", "over", "ranker", "samples", "since", "waiting", "works")
+    Args:
+        quick: gRPC's threads make the calls, and ``over`` is called on one of theirs; else the loop does.
+    """
+
+    __slots__ = ("answered", "asked", "join_s", "over", "quick", "ranker", "samples", "since", "waiting", "works")
 
     def __init__(
-        self, ranker: Ranker, works: list[Work], samples: int, over: Callable[[], None], join_s: float
+        self,
+        ranker: Ranker,
+        works: list[Work],
+        samples: int,
+        over: Callable[[], None],
+        join_s: float,
+        quick: bool = False,
     ) -> None:
+        self.quick = quick
         self.ranker, self.works, self.samples, self.over, self.join_s = ranker, works, samples, over, join_s
         shards = len(ranker._shards)
         self.asked: list[list[Server]] = [[] for _ in range(shards)]
@@ -214,6 +224,7 @@ class _Fan:
             self._answer,
             (shard, hedge),
         )
+        call.quick = self.quick and not hedge
         if ranker._late is not None:
             call.late = ranker._late()
         if hedge:
@@ -243,10 +254,12 @@ class _Fan:
             ranker.hedges_won += 1
         self.waiting -= 1
         if not self.waiting:
-            self._join()
+            self._join(ranker.asks if call.quick else ranker.loop)
 
-    def _join(self) -> None:
-        """Put the vectors together and run the dense program, on the loop or, when that is long, beside it."""
+    def _join(self, thread: Thread) -> None:
+        """Put the vectors together and run the dense program, on the thread that heard of the last answer or, when that is
+        long, beside it.
+        """
         ranker, model, costs = self.ranker, self.ranker._model, self.ranker._costs
         got = sum(shard.answer_bytes(self.samples) for shard in ranker._shards)
         out = sum(work.tag.bytes_out for work in self.works)
@@ -254,7 +267,10 @@ class _Fan:
         if model.predicts:
             seconds += model.dense(self.samples)
         seconds *= ranker.draw()
-        if sum(work.num_bytes for work in self.works) > rules._INLINE_BYTES:
+        is_long = sum(work.num_bytes for work in self.works) > rules._INLINE_BYTES
+        if is_long and not self.quick:
             ranker.cpu.start(seconds, ranker.loop.submit, 0.0, 0.0, self.over)
+        elif is_long and model.predicts:
+            ranker.cpu.start(seconds, self.over)
         else:
-            ranker.loop.next(seconds, self.over)
+            thread.next(seconds, self.over)

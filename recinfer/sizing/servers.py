@@ -13,7 +13,7 @@ import numpy as np
 from recinfer.serving import batcher as rules
 from recinfer.serving import direct as plain
 from recinfer.serving.batcher import BatchConfig
-from recinfer.sizing.clock import Clock, Cpu, Thread
+from recinfer.sizing.clock import Clock, Cpu, Lock, Thread
 from recinfer.sizing.costs import READ, TAKEN, DirectCosts, RunCosts, ServingCosts
 from recinfer.sizing.queue import Queue, Work
 
@@ -53,17 +53,20 @@ class Spread:
 
 
 class Process:
-    """A process on a host: its event loop's thread, the one that takes gRPC's events, and one for what gRPC does below it.
+    """A process on a host: its event loop's thread, the one that takes gRPC's events, the one that takes those of calls that it
+    makes itself, and one for what gRPC does below them. The first three run Python, one at a time.
 
     Attributes:
         draw: how much longer than on average its next job takes.
     """
 
-    __slots__ = ("cpu", "draw", "grpc", "io", "loop")
+    __slots__ = ("asks", "cpu", "draw", "grpc", "io", "loop")
 
     def __init__(self, cpu: Cpu, spread: Spread, cooling: float = 0.0) -> None:
         self.cpu, self.draw = cpu, spread.next
-        self.loop, self.grpc, self.io = (Thread(cpu, cooling) for _ in range(3))
+        lock = Lock()
+        self.loop, self.grpc, self.asks = (Thread(cpu, cooling, lock) for _ in range(3))
+        self.io = Thread(cpu, cooling)
 
 
 class Server(Process):
@@ -154,20 +157,23 @@ class Server(Process):
     def _taken(self, call: Call) -> None:
         """The thread that takes gRPC's events answers it, or hands it to the loop."""
         work = Work(call.samples, call.bytes_in, self._answer, call, call.deadline)
-        if call.small and (not self._predicts or self._may_go_straight(work)):
-            self.queue.runs += 1
-            self.queue.requests += 1
-            seconds = self._cost_at_once(work)
-            self.grpc.next(seconds, self._answer_at_once, work, seconds)
-            return
         if call.small:
+            if self._begins_at_once(work):
+                return
             call.end, call.small = self._costs.server, False
         end, ratio = call.end, self.draw()
         self._coming += 1
         self.loop.submit(end.loop_s / 2 * ratio, end.loop_cold_s * ratio, self._handle, work)
 
-    def _may_go_straight(self, work: Work) -> bool:
-        return not self._coming and self.queue.may_go_straight(work)
+    def _begins_at_once(self, work: Work) -> bool:
+        """Answer a small request where it is, if that may be."""
+        if self._predicts and (self._coming or not self.queue.may_go_straight(work)):
+            return False
+        self.queue.runs += 1
+        self.queue.requests += 1
+        seconds = self._cost_at_once(work)
+        self.grpc.next(seconds, self._answer_at_once, work, seconds)
+        return True
 
     def _answer_at_once(self, work: Work, seconds: float) -> None:
         if self._predicts:
@@ -185,18 +191,15 @@ class Server(Process):
             self.queue.requests += 1
             self.cpu.start(self._cost((work,)), self.loop.submit, 0.0, 0.0, self._answer, work)
         elif call.bytes_in <= rules._INLINE_BYTES:
-            self._enqueue(work)
+            self.queue.submit(work)
         elif self.queue.take_place(call.bytes_in):
             # Decoded on a thread; what that takes is counted with the run.
             self.queue.leave_place(call.bytes_in)
-            self._enqueue(work)
+            self.queue.submit(work)
         else:
             work.refused = "full"
             self.queue.refused += 1
             self._answer(work)
-
-    def _enqueue(self, work: Work) -> None:
-        self.queue.submit(work)
 
     def _answer(self, work: Work) -> None:
         call: Call = work.tag
@@ -245,6 +248,7 @@ class Call:
         refused: why there is none; empty when there is one.
         late: seconds that the answer is on its way besides.
         end: what the server's end of it costs; ``small``: it passes by the queue.
+        quick: the caller's event loop has nothing to do with it; ``begin`` is called at the end of a job that has sent it.
     """
 
     __slots__ = (
@@ -258,6 +262,7 @@ class Call:
         "late",
         "network",
         "over",
+        "quick",
         "refused",
         "samples",
         "server",
@@ -283,12 +288,16 @@ class Call:
         self.over, self.tag, self.deadline = over, tag, deadline
         self.refused = ""
         self.late = 0.0
+        self.quick = False
         self.end, self.small = costs.server, False
         self._client = server.client
 
     def begin(self) -> None:
         """Send it; called at the end of a job of the caller's loop, or at any time."""
         end = self._client
+        if self.quick:
+            self._on_wire()
+            return
         if self.caller is None:
             self.server.clock.after(end.loop_s / 2 + end.loop_byte_s * self.bytes_in, self._on_wire)
             return
@@ -316,6 +325,10 @@ class Call:
         assert caller is not None
         ratio = caller.draw()
         caller.io.submit(end.io_s * (1 - READ) * ratio, 0.0, _nothing)
+        if self.quick:
+            cold = 0.0 if self._costs.direct is None else self._costs.direct.server.grpc_cold_s
+            caller.asks.submit(self._costs.fan.told_s * ratio, cold * ratio, self.over, self)
+            return
         if not end.grpc_s:
             self._read(out)
             return

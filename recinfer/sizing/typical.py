@@ -43,7 +43,10 @@ TYPICAL_COSTS = ServingCosts(
         run_s=3.938e-05,
         call_s=0.0,
         byte_s=0.0,
-        away_s=0.0002068,
+        away_s=2.724e-05,
+        ask_s=8.131e-05,
+        told_s=0.0,
+        back_s=0.0001189,
     ),
     wire_s=0.0002268,
     spread=(

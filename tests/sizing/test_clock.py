@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from recinfer.sizing.clock import COLD_S, Clock, Cpu, Thread
+from recinfer.sizing.clock import COLD_S, SWITCH_S, Clock, Cpu, Lock, Thread
 
 JOBS, WARM_UP = 60_000, 5_000
 TOLERANCE = 0.08  # of a mean wait over 55,000 dependent jobs at these loads; seeds are fixed
@@ -145,6 +145,36 @@ def test_a_core_stands_still_by_itself() -> None:
     clock.at(0.5, cpu.stall, 0.25, 1)
     clock.run()
     assert sorted(ends.values()) == pytest.approx([1.0, 1.25])
+
+
+def test_threads_of_one_interpreter_run_one_at_a_time() -> None:
+    clock = Clock()
+    cpu, lock, ends = Cpu(clock, 4), Lock(), {}
+    for name, of in (("first", lock), ("second", lock), ("other's", Lock()), ("no Python", None)):
+        thread = Thread(cpu, lock=of)
+        thread.submit(5e-5, 0.0, lambda name=name: ends.setdefault(name, clock.now))
+    clock.run()
+    assert ends == pytest.approx({"first": 5e-5, "second": 1e-4, "other's": 5e-5, "no Python": 5e-5})
+
+
+def test_a_long_job_gives_the_lock_up_each_switch_interval() -> None:
+    clock = Clock()
+    cpu, lock, ends = Cpu(clock, 2), Lock(), {}
+    long, short = Thread(cpu, lock=lock), Thread(cpu, lock=lock)
+    long.submit(10 * SWITCH_S, 0.0, lambda: ends.setdefault("long", clock.now))
+    clock.at(0.5 * SWITCH_S, lambda: short.submit(0.5 * SWITCH_S, 0.0, lambda: ends.setdefault("short", clock.now)))
+    clock.run()
+    assert ends == pytest.approx({"short": 1.5 * SWITCH_S, "long": 10.5 * SWITCH_S})
+
+
+def test_who_waits_for_the_lock_needs_no_core() -> None:
+    clock = Clock()
+    cpu, lock, ends = Cpu(clock, 2), Lock(), {}
+    for name, of in (("first", lock), ("second", lock), ("other's", None)):
+        Thread(cpu, lock=of).submit(5e-5, 0.0, lambda name=name: ends.setdefault(name, clock.now))
+    clock.run()
+    assert ends["other's"] == pytest.approx(5e-5)
+    assert cpu.busy == pytest.approx(1.5e-4)
 
 
 def test_what_a_job_continues_with_goes_first() -> None:

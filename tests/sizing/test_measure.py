@@ -77,7 +77,7 @@ def test_all_of_it() -> None:
 
 def test_costs_are_found_where_no_requests_shared_a_run() -> None:
     def load_of(runs: float) -> SimpleNamespace:
-        ends = ("loop", "grpc", "run", "io", "client_loop", "client_grpc", "client_io")
+        ends = ("loop", "grpc", "asks", "run", "io", "client_loop", "client_grpc", "client_io")
         times = dict.fromkeys((*ends, "ours", "all", "cycle", "latency", "usual"), 1e-4)
         return SimpleNamespace(**times, runs=runs, spread=(0.9, 1.1), stalls=(), seconds=1.0)
 

@@ -195,6 +195,6 @@ def test_example_hosts_differ() -> None:
 
 
 def test_costs_of_the_server_before_are_to_be_measured_again() -> None:
-    text = COSTS.to_json().replace("recinfer.serving/2", "recinfer.serving/1")
+    text = COSTS.to_json().replace("recinfer.serving/3", "recinfer.serving/2")
     with pytest.raises(ConfigError, match=r"earlier server.*calibrate --serving"):
         ServingCosts.from_json(text)

@@ -47,11 +47,27 @@ def test_a_lone_request_takes_what_its_parts_take(plans: dict[int, Shards], depl
     expected = callers + servers + handled
     if deployment.rankers:
         expected += callers + servers - client.loop_cold_s + COSTS.shard.base_s
-        expected += COSTS.fan.away_s + 2 * COSTS.fan.call_s - COSTS.run.base_s - COSTS.run.request_s
+        expected += COSTS.fan.run_s + 2 * COSTS.fan.call_s
     if not deployment.co_located:
         expected -= client.loop_cold_s  # the caller's own host: it wakes up for the answer alone
     assert outcome.percentile(50) == pytest.approx(expected, rel=0.1)
     assert outcome.refused == 0
+    assert outcome.runs == pytest.approx(1.0, rel=0.05)
+
+
+DIRECT = replace(COSTS, direct=DirectCosts(replace(COSTS.server, loop_s=0.0), COSTS.client, RunCosts(20e-6, 0.0, 1e-9)))
+
+
+def test_a_lone_small_request_needs_no_loop_of_its_ranker(plans: dict[int, Shards]) -> None:
+    trace = poisson(5.0, 400, ids_per_sample=MODEL.ids_per_sample, seed=5)
+    outcome = simulate(SHARDED, trace, MODEL, plans[2], DIRECT)
+    server, client, fan = COSTS.server, COSTS.client, COSTS.fan
+    caller = client.loop_s + READ * client.io_s + client.loop_cold_s + client.io_cold_s + COSTS.wire_s
+    ends = READ * server.io_s + server.io_cold_s + TAKEN * server.grpc_s + server.grpc_cold_s
+    shard = ends + COSTS.shard.base_s + COSTS.wire_s + READ * client.io_s + client.io_cold_s
+    answers = 2 * fan.told_s + server.grpc_cold_s + fan.back_s
+    expected = caller + ends + fan.away_s + 2 * fan.ask_s + shard + answers
+    assert outcome.percentile(50) == pytest.approx(expected, rel=0.1)
     assert outcome.runs == pytest.approx(1.0, rel=0.05)
 
 
@@ -152,22 +168,21 @@ def test_a_predict_costs_its_dense_program() -> None:
 
 
 def test_small_requests_pass_by_the_queue_and_large_ones_do_not(plans: dict[int, Shards]) -> None:
-    costs = replace(
-        COSTS, direct=DirectCosts(replace(COSTS.server, loop_s=0.0), COSTS.client, RunCosts(20e-6, 0.0, 1e-9))
-    )
-
     def both(model: Model, deployment: Deployment, batch: int = 1, qps: float = 2500.0) -> list[Outcome]:
         ids = model.ids_per_sample
         trace = poisson(qps, 1500, batch=batch, ids_per_sample=ids, seed=5)
         plan = shards_of(model, deployment.shards)
-        return [simulate(deployment, trace, model, plan, each) for each in (COSTS, costs)]
+        return [simulate(deployment, trace, model, plan, each) for each in (COSTS, DIRECT)]
 
     queued, direct = both(MODEL, WHOLE)
     assert queued.runs > 1.5 and direct.runs == 1.0, "what passes by shares no run"
     assert direct.percentile(50) < 0.7 * queued.percentile(50)
-    for deployment, batch, qps in ((SHARDED, 1, 500.0), (WHOLE, 2048, 20.0)):  # a ranker has its own way; a large one
-        queued, direct = both(MODEL, deployment, batch, qps)
-        assert (queued.latencies == direct.latencies).all()
+    queued, direct = both(MODEL, WHOLE, 2048, 20.0)
+    assert (queued.latencies == direct.latencies).all()
+    queued, direct = both(MODEL, SHARDED, qps=100.0)  # a ranker's, while they come one by one
+    assert direct.percentile(50) < 0.8 * queued.percentile(50)
+    queued, direct = both(MODEL, SHARDED, qps=3000.0)
+    assert direct.runs > 1.5, "those of a ranker that come together share runs"
     queued, direct = both(model_of(dense_s=1e-4), WHOLE, qps=100.0)  # predictions, while they come one by one
     assert direct.percentile(50) < 0.8 * queued.percentile(50)
     queued, direct = both(model_of(dense_s=1e-4), WHOLE, qps=4000.0)
