@@ -80,11 +80,14 @@ class QuickFan:
         replica = each.replica
         self._fanout.sent(each)
         assert replica.quick is not None
-        each.cancel = replica.quick.ask(
-            FIND, request, self._of.deadline, replica.metadata, functools.partial(self._ended, each)
-        )
+        told = functools.partial(self._ended, each)
+        try:
+            each.cancel = replica.quick.ask(FIND, request, self._of.deadline, replica.metadata, told)
+        except Exception as error:  # ours: the other calls go on, and somebody waits for them
+            told(None, "INTERNAL", f"it cannot be asked: {error}")
+            return
         if each.cancel is None:
-            self._ended(each, None, "CANCELLED", "the connection was closed")
+            told(None, "CANCELLED", "the connection was closed")
 
     def _ended(self, each: Try, data: bytes | None, code: str, details: str) -> None:
         """A call is over; mostly on its channel's thread."""

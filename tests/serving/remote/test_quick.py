@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from recinfer.errors import DeadlineError, UnavailableError
+from recinfer.errors import DeadlineError, RecinferError, UnavailableError
 from recinfer.serving import codec
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import inference_pb2 as pb
@@ -137,6 +137,17 @@ def test_a_rank_that_is_lost_on_the_way_is_an_error_or_flagged(tmp_path: Path, a
             assert fanout.default_rows[0] == 1
         else:
             assert isinstance(found, UnavailableError) and "rank 0 has no living replica" in str(found)
+
+
+def test_a_call_that_cannot_be_made_is_an_error_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
+        fanout = service.registry.get().predictor.lookups._fanout
+        monkeypatch.setattr(fanout.pool.replicas(2)[0], "metadata", (("no header", 3),))
+        found, _ = later(service, "Lookup", codec.encode_lookup_request(make_request(3)))
+        assert isinstance(found, RecinferError) and "it cannot be asked" in str(found)
+        until(lambda: all(replica.outstanding == 0 for replica in fanout.pool.everyone()))
 
 
 @contextmanager
