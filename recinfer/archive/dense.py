@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from recinfer import env
 from recinfer.archive.cut import Cut
 from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo
+from recinfer.archive.onnx_gather import gather_rows
 from recinfer.archive.program import load_program, program_bytes
 from recinfer.archive.reader import Archive
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
@@ -90,7 +91,9 @@ def _to_onnx(program: ExportedProgram, cut: Cut) -> tuple[bytes | None, str | No
             opset_version=_OPSET,
             verbose=False,
         )
-        return exported.model_proto.SerializeToString(), None
+        model = exported.model_proto
+        gather_rows(model)
+        return model.SerializeToString(), None
     except ImportError as error:
         return None, f"the ONNX exporter is not installed: {error}"
     except Exception as error:  # whatever the exporter meets, the torch program serves
