@@ -12,7 +12,7 @@ _MANY = 16  # columns; fewer are not worth two more nodes
 def gather_rows(model: Any) -> int:
     """Rewrite, in place, each Gather of many constant columns of a float32 matrix; returns how many.
 
-    A DLRM's interactions are one: of 256 samples and 26 features its dense part takes 0.64 of the time, of 1 sample 1 us more.
+    A DLRM's interactions are one; ``python -m benchmarks.dense`` shows what it brings.
 
     Args:
         model: an ``onnx.ModelProto`` with the shapes of its values.

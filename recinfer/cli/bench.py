@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from recinfer.cli.client import ClientOptions, TargetOption, client_arguments, open_client
-from recinfer.cli.console import JsonOption, Output, verb
+from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, verb
 from recinfer.cli.declared import takes
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class BenchServeOptions:
 def serve(options: BenchServeOptions) -> None:
     """Ask a running server for random ids of its features, as fast as it answers, and show latency and throughput.
 
-    Each caller asks again as soon as it is answered; what takes longer than --timeout counts as an error.
+    Each caller asks again as soon as it is answered; what takes longer than --timeout counts as an error. Exits with 1
+    where nothing was answered.
     Run it on another machine, or at least beside a server that has cores to itself: the client needs some too.
     """
     from recinfer.serving.bench import measure_load
@@ -77,6 +78,8 @@ def serve(options: BenchServeOptions) -> None:
         plot_latency(results, options.plot)
         output.note(f"wrote {options.plot}")
     output.finish({**what, "levels": [_plain(result) for result in results]})
+    if not any(result.latencies.size for result in results):
+        raise typer.Exit(EXIT_FAILED_CHECK)
 
 
 app.command(name="serve", epilog=EXAMPLE)(verb(serve))
@@ -103,7 +106,7 @@ def _table(title: str, results: list[LoadResult]) -> Any:
             str(result.concurrency),
             f"{result.rate:,.0f}",
             f"{result.rate * result.batch:,.0f}",
-            *(f"{result.percentile(percent) * 1e3:.3f}" for percent in _PERCENTILES),
+            *(f"{result.percentile(percent) * 1e3:.3f}" if result.latencies.size else "-" for percent in _PERCENTILES),
             errors,
         )
     return table

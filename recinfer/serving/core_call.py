@@ -152,9 +152,9 @@ class CoreCall:
         """The rest is a task of the loop, which is cancelled when the caller goes away."""
         if not self._is_mine():
             return
-        self._turn = None
         self._listens = True
         self._call.start_server_batch((_core.ReceiveCloseOnServerOperation(0),), self._closed)
+        self._turn = None  # from here on a server that stops may end it too
         self._server.was_handed()
         self._server.loop.call_soon_threadsafe(self._begin, data)
 

@@ -13,6 +13,7 @@ from recinfer.errors import InputError, UnavailableError
 from recinfer.inference.predictor import load
 from recinfer.serving.bench import measure_load, random_requests
 from recinfer.serving.client import InferenceClient
+from recinfer.serving.limits import Limits
 from recinfer.serving.security import Security
 from recinfer.serving.server import Server
 from tests.serving.conftest import NUM_DENSE, ROWS
@@ -67,6 +68,15 @@ def test_the_verb_has_a_token(archive: Path, tmp_path: Path):
             result = CliRunner().invoke(app, [*args, *given], env={"RECINFER_TOKEN": env})
             assert result.exit_code == code, result.output
             assert code == 0 or "token" in result.output
+
+
+def test_a_server_that_answers_nothing_is_a_failure(archive: Path):
+    with Server({"tiny": load(archive)}, limits=Limits(max_ids=1)) as server:
+        args = ["bench", "serve", "--target", server.target, "--duration", "0.05", "--timeout", "60", "--ids", "5"]
+        for more in ([], ["--json"]):
+            result = CliRunner().invoke(app, [*args, *more])
+            assert result.exit_code == 1, result.output
+            assert "InputError" in result.output and "nan" not in result.output.lower()
 
 
 def test_wrong_arguments():
