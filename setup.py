@@ -2,6 +2,7 @@
 
 from setuptools import Extension, setup
 
+ROWS = ["recinfer/quant/_half.h", "recinfer/quant/_bags.h", "recinfer/quant/_row.h"]
 # Rounding must stay IEEE's, so no fused multiply-add that nobody asked for; the rest lets loops with rintf become vectors.
 FLAGS = ["-O3", "-std=gnu11", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 
@@ -22,8 +23,8 @@ def extension(name: str, *headers: str) -> Extension:
 setup(
     ext_modules=[
         extension("quant/_rows", "recinfer/quant/_half.h"),
-        extension("quant/_tables", "recinfer/quant/_half.h", "recinfer/quant/_bags.h"),
-        extension("serving/_ranks", "recinfer/quant/_bags.h", "recinfer/serving/_reader.h"),
+        extension("quant/_tables", *ROWS),
+        extension("serving/_ranks", *ROWS, "recinfer/serving/_reader.h"),
         extension("serving/_wire", "recinfer/serving/_reader.h"),
     ]
 )

@@ -19,9 +19,10 @@ from recinfer.quant.packing import row_bytes
 from recinfer.quant.tbe import TableBatch
 
 try:
+    from recinfer.quant._tables import pack as _pack
     from recinfer.quant._tables import pool as _pool
 except ImportError:  # no compiler was there when recinfer was installed
-    _pool = None
+    _pack = _pool = None
 
 __all__ = ["DirectOrder", "DirectPieces", "DirectTables"]
 
@@ -87,6 +88,11 @@ class DirectPieces:
         """See ``recinfer.quant._tables.pool``, whose arguments behind ``steps`` these are."""
         assert _pool is not None
         return _pool(self._buffer, self._pieces, steps, *places)
+
+    def pack(self, steps: NDArray[np.int64], *places: Any) -> Any:
+        """See ``recinfer.quant._tables.pack``, in the same way."""
+        assert _pack is not None
+        return _pack(self._buffer, self._pieces, steps, *places)
 
 
 class DirectTables:

@@ -4,22 +4,14 @@
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #include "_bags.h"
 #include "_half.h"
+#include "_row.h"
 
-#if defined(__GNUC__)
-#define INLINE inline __attribute__((always_inline))
-#else
-#define INLINE inline
-#endif
-
-#define QPARAM_BYTES 4
 #define AHEAD 8 /* ids whose rows are asked for before they are needed */
-#define CHUNK 128 /* codes of less than a byte that are spread out at a time */
 #define LONG_WORK 65536 /* floats; what takes longer lets other Python threads run */
 
 /* A table, or columns of one, in the buffer. `bits` of a code; 16 and 32 are floats. */
@@ -31,47 +23,6 @@ typedef struct {
 typedef struct {
     int64_t key, piece, column;
 } Step;
-
-/* `width` and `bits` of a table, as constants where the caller has them: then a row's sum stays in registers. */
-INLINE static void add_row(const uint8_t *row, int64_t width, int64_t bits, float *restrict sum) {
-    if (bits == 32) {
-        for (int64_t i = 0; i < width; i++) {
-            float value;
-            memcpy(&value, row + 4 * i, 4);
-            sum[i] += value;
-        }
-        return;
-    }
-    if (bits == 16) {
-        for (int64_t i = 0; i < width; i++) {
-            uint16_t half;
-            memcpy(&half, row + 2 * i, 2);
-            sum[i] += from_half(half);
-        }
-        return;
-    }
-    uint16_t half_scale, half_bias;
-    memcpy(&half_scale, row, 2);
-    memcpy(&half_bias, row + 2, 2);
-    const float scale = from_half(half_scale), bias = from_half(half_bias);
-    const uint8_t *codes = row + QPARAM_BYTES;
-    const int per_byte = (int)(8 / bits), shift = (int)bits;
-    if (bits == 8) {
-        for (int64_t i = 0; i < width; i++)
-            sum[i] = fmaf((float)codes[i], scale, sum[i] + bias);
-        return;
-    }
-    int32_t whole[CHUNK];
-    for (int64_t first = 0; first < width; first += CHUNK) {
-        const int64_t count = width - first < CHUNK ? width - first : CHUNK;
-        const uint8_t *packed = codes + first / per_byte;
-        for (int64_t i = 0; i < (count + per_byte - 1) / per_byte; i++)
-            for (int k = 0; k < per_byte; k++)
-                whole[per_byte * i + k] = (packed[i] >> (shift * k)) & ((1 << shift) - 1);
-        for (int64_t i = 0; i < count; i++)
-            sum[first + i] = fmaf((float)whole[i], scale, sum[first + i] + bias);
-    }
-}
 
 /* All bags of one feature in one piece, whose ids are rows of it. */
 INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t width, int64_t bits, const Bags *bags,
@@ -113,6 +64,18 @@ INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t w
         POOL(piece->width, BITS); \
     }
 
+/* Whether all ids from `at` to `last` are rows of it; asks for the first rows, which come before any is read. */
+INLINE static int are_rows(const uint8_t *table, const Piece *piece, const Bags *bags, int64_t at, int64_t last) {
+    for (int64_t i = at; i < last; i++) {
+        const int64_t id = id_at(bags, i);
+        if (id < 0 || id >= piece->rows)
+            return 0;
+        if (i < at + AHEAD)
+            __builtin_prefetch(table + id * piece->row_bytes);
+    }
+    return 1;
+}
+
 /* Whether every id is a row of its table. `out`: float32 [batch, columns], wherever it lies; `sum`: the widest piece. */
 WIDE static int pool(const uint8_t *buffer, const Piece *pieces, const Step *steps, int64_t num_steps, const Bags *bags,
                      const int64_t *starts, float *restrict sum, uint8_t *out, int64_t columns) {
@@ -121,13 +84,8 @@ WIDE static int pool(const uint8_t *buffer, const Piece *pieces, const Step *ste
         const uint8_t *table = buffer + piece->offset;
         uint8_t *into = out + 4 * steps[s].column;
         const int64_t key = steps[s].key, at = starts[key], last = starts[key + 1];
-        for (int64_t i = at; i < last; i++) { /* before any row is read */
-            int64_t id = id_at(bags, i);
-            if (id < 0 || id >= piece->rows)
-                return 0;
-            if (i < at + AHEAD)
-                __builtin_prefetch(table + id * piece->row_bytes);
-        }
+        if (!are_rows(table, piece, bags, at, last))
+            return 0;
         if (piece->bits == 8)
             POOL_WIDTHS(8)
         else if (piece->bits == 4)
@@ -138,13 +96,83 @@ WIDE static int pool(const uint8_t *buffer, const Piece *pieces, const Step *ste
     return 1;
 }
 
+/* What bags of one key are, all of them: nothing at all, at most one row each, or sums. recinfer/serving/_ranks.c and
+   proto/recinfer/v1/shards.proto have the same numbers. */
+enum { EMPTY = 0, STORED = 1, SUMS = 2 };
+
+static uint8_t kind_of(const Bags *bags, const int64_t *starts, int64_t key, const Piece *piece) {
+    if (starts[key] == starts[key + 1])
+        return EMPTY;
+    if (stored_bytes(piece->width, piece->bits) > 4 * piece->width)
+        return SUMS;
+    int64_t most = 0;
+    for (int64_t b = 0; b < bags->batch; b++) {
+        const int64_t length = length_at(bags, key * bags->batch + b);
+        most = length > most ? length : most;
+    }
+    return most > 1 ? SUMS : STORED;
+}
+
+static int64_t kind_bytes(uint8_t kind, const Piece *piece, int64_t batch) {
+    return kind == EMPTY ? 0 : batch * (kind == STORED ? stored_bytes(piece->width, piece->bits) : 4 * piece->width);
+}
+
+/* The rows of one key's bags as they lie in the table; of a bag without one, zeros: they are a row of zeros, too. */
+INLINE static void copy_rows(const uint8_t *table, const Piece *piece, int64_t size, const Bags *bags, int64_t key,
+                             int64_t at, int64_t last, uint8_t *out) {
+    for (int64_t b = 0; b < bags->batch; b++, out += size) {
+        if (!length_at(bags, key * bags->batch + b)) {
+            memset(out, 0, (size_t)size);
+            continue;
+        }
+        if (at + AHEAD < last)
+            __builtin_prefetch(table + id_at(bags, at + AHEAD) * piece->row_bytes);
+        memcpy(out, table + id_at(bags, at) * piece->row_bytes, (size_t)size);
+        at++;
+    }
+}
+
+/* Whether every id is a row of its table. `out`: of each step, its kind; behind these, of each what its kind says. */
+WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *steps, int64_t num_steps, const Bags *bags,
+                     const int64_t *starts, float *restrict sum, uint8_t *out) {
+    const uint8_t *kinds = out;
+    uint8_t *into = out + num_steps;
+    for (int64_t s = 0; s < num_steps; s++) {
+        const Piece *piece = pieces + steps[s].piece;
+        const uint8_t *table = buffer + piece->offset;
+        const int64_t key = steps[s].key, at = starts[key], last = starts[key + 1];
+        if (!are_rows(table, piece, bags, at, last))
+            return 0;
+        if (kinds[s] == STORED)
+            switch (stored_bytes(piece->width, piece->bits)) { /* copies of a size that is known are moves */
+            case 12:
+                copy_rows(table, piece, 12, bags, key, at, last, into);
+                break;
+            case 20:
+                copy_rows(table, piece, 20, bags, key, at, last, into);
+                break;
+            case 36:
+                copy_rows(table, piece, 36, bags, key, at, last, into);
+                break;
+            case 68:
+                copy_rows(table, piece, 68, bags, key, at, last, into);
+                break;
+            default:
+                copy_rows(table, piece, stored_bytes(piece->width, piece->bits), bags, key, at, last, into);
+            }
+        else if (kinds[s] == SUMS)
+            pool_step(table, piece, piece->width, piece->bits, bags, key, at, last, sum, into, piece->width);
+        into += kind_bytes(kinds[s], piece, bags->batch);
+    }
+    return 1;
+}
+
 static int check_pieces(const Piece *pieces, int64_t count, int64_t buffer_bytes) {
     for (int64_t p = 0; p < count; p++) {
         const Piece *piece = pieces + p;
         const int64_t bits = piece->bits;
-        if ((bits != 2 && bits != 4 && bits != 8 && bits != 16 && bits != 32) || piece->width < 1 ||
-            piece->width > 1 << 24 || piece->rows < 0 || piece->offset < 0 || piece->offset > buffer_bytes ||
-            piece->row_bytes < (bits < 16 ? QPARAM_BYTES : 0) + (piece->width * bits + 7) / 8 ||
+        if (!are_bits(bits) || piece->width < 1 || piece->width > 1 << 24 || piece->rows < 0 || piece->offset < 0 ||
+            piece->offset > buffer_bytes || piece->row_bytes < stored_bytes(piece->width, bits) ||
             piece->rows > (buffer_bytes - piece->offset) / piece->row_bytes)
             return 0;
     }
@@ -176,96 +204,183 @@ PyDoc_STRVAR(pool_doc,
              "the lengths are not those of so many ids. Columns that no step fills are left as they are, 0 in bytes.\n"
              "Raises ValueError for places outside `data` or `buffer`.");
 
-static PyObject *pool_method(PyObject *module, PyObject *args) {
-    (void)module;
-    PyObject *buffer_object, *pieces_object, *steps_object, *data_object, *into, *result = NULL, *answer = NULL;
+/* The arguments of `pool` and `pack`, as views. */
+typedef struct {
+    Py_buffer buffer, pieces_view, steps_view, data;
+    PyObject *into;
+    const Piece *pieces;
+    const Step *steps;
+    int64_t num_steps, widest, *starts;
+    float *sum; /* of `widest`, behind `starts` */
+    Py_ssize_t columns;
+    Bags bags;
+} Call;
+
+static void close_call(Call *call) {
+    Py_buffer *views[] = {&call->buffer, &call->pieces_view, &call->steps_view, &call->data};
+    for (int i = 0; i < 4; i++)
+        if (views[i]->obj != NULL)
+            PyBuffer_Release(views[i]);
+    PyMem_Free(call->starts);
+}
+
+/* 0 with an error; `close_call` it in any case. */
+static int open_call(PyObject *args, Call *call) {
+    PyObject *buffer, *pieces, *steps, *data;
     Py_ssize_t lengths_at, values_at, ids, keys, batch, columns;
     int wide, length_bytes = 4;
-    if (!PyArg_ParseTuple(args, "OOOOnnnpnnnO|i", &buffer_object, &pieces_object, &steps_object, &data_object,
-                          &lengths_at, &values_at, &ids, &wide, &keys, &batch, &columns, &into, &length_bytes))
-        return NULL;
-    Py_buffer buffer, pieces_view, steps_view, data, out = {0};
-    if (PyObject_GetBuffer(buffer_object, &buffer, PyBUF_SIMPLE) < 0)
-        return NULL;
-    if (PyObject_GetBuffer(pieces_object, &pieces_view, PyBUF_SIMPLE) < 0)
-        goto release_buffer;
-    if (PyObject_GetBuffer(steps_object, &steps_view, PyBUF_SIMPLE) < 0)
-        goto release_pieces;
-    if (PyObject_GetBuffer(data_object, &data, PyBUF_SIMPLE) < 0)
-        goto release_steps;
-
-    const Piece *pieces = pieces_view.buf;
-    const Step *steps = steps_view.buf;
-    const int64_t num_pieces = pieces_view.len / (Py_ssize_t)sizeof *pieces;
-    const int64_t num_steps = steps_view.len / (Py_ssize_t)sizeof *steps;
-    const Py_ssize_t most = PY_SSIZE_T_MAX / 64;
-    int64_t widest;
+    memset(call, 0, sizeof *call);
+    if (!PyArg_ParseTuple(args, "OOOOnnnpnnnO|i", &buffer, &pieces, &steps, &data, &lengths_at, &values_at, &ids, &wide,
+                          &keys, &batch, &columns, &call->into, &length_bytes) ||
+        PyObject_GetBuffer(buffer, &call->buffer, PyBUF_SIMPLE) < 0 ||
+        PyObject_GetBuffer(pieces, &call->pieces_view, PyBUF_SIMPLE) < 0 ||
+        PyObject_GetBuffer(steps, &call->steps_view, PyBUF_SIMPLE) < 0 ||
+        PyObject_GetBuffer(data, &call->data, PyBUF_SIMPLE) < 0)
+        return 0;
+    call->pieces = call->pieces_view.buf;
+    call->steps = call->steps_view.buf;
+    call->columns = columns;
+    call->num_steps = call->steps_view.len / (Py_ssize_t)sizeof *call->steps;
+    const int64_t num_pieces = call->pieces_view.len / (Py_ssize_t)sizeof *call->pieces;
+    const Py_ssize_t most = PY_SSIZE_T_MAX / 64, size = call->data.len;
     if (keys < 0 || batch < 1 || columns < 0 || ids < 0 || ids > most || (keys && batch > most / keys) ||
-        (columns && batch > most / columns) || lengths_at < 0 || lengths_at > data.len ||
+        (columns && batch > most / columns) || lengths_at < 0 || lengths_at > size ||
         (length_bytes != 0 && length_bytes != 1 && length_bytes != 4) ||
-        length_bytes * keys * batch > data.len - lengths_at || values_at < 0 || values_at > data.len ||
-        (wide ? 8 : 4) * ids > data.len - values_at || !check_pieces(pieces, num_pieces, buffer.len) ||
-        !check_steps(steps, num_steps, pieces, num_pieces, keys, columns, &widest)) {
+        length_bytes * keys * batch > size - lengths_at || values_at < 0 || values_at > size ||
+        (wide ? 8 : 4) * ids > size - values_at || !check_pieces(call->pieces, num_pieces, call->buffer.len) ||
+        !check_steps(call->steps, call->num_steps, call->pieces, num_pieces, keys, columns, &call->widest)) {
         PyErr_SetString(PyExc_ValueError, "pool: places outside the bytes, the buffer or the answer");
-        goto release_data;
+        return 0;
     }
-    const Py_ssize_t floats = batch * columns;
+    call->starts = PyMem_Malloc(((size_t)keys + 1) * sizeof *call->starts + (size_t)call->widest * sizeof(float));
+    if (call->starts == NULL) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    call->sum = (float *)(call->starts + keys + 1);
+    const uint8_t *bytes = call->data.buf;
+    call->bags = (Bags){bytes + lengths_at, bytes + values_at, keys, ids, batch, wide, length_bytes};
+    return 1;
+}
+
+static PyObject *pool_method(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *result = NULL, *answer = NULL;
+    Py_buffer out = {0};
+    Call call;
+    if (!open_call(args, &call))
+        goto close;
+    const Py_ssize_t floats = call.bags.batch * call.columns;
     uint8_t *target;
-    if (PyBytes_Check(into)) {
-        const Py_ssize_t head = PyBytes_Size(into);
+    if (PyBytes_Check(call.into)) {
+        const Py_ssize_t head = PyBytes_Size(call.into);
         answer = PyBytes_FromStringAndSize(NULL, head + 4 * floats);
         if (answer == NULL)
-            goto release_data;
+            goto close;
         target = (uint8_t *)PyBytes_AsString(answer);
-        memcpy(target, PyBytes_AsString(into), (size_t)head);
+        memcpy(target, PyBytes_AsString(call.into), (size_t)head);
         target += head;
         memset(target, 0, 4 * (size_t)floats);
     } else {
-        if (PyObject_GetBuffer(into, &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0)
-            goto release_data;
+        if (PyObject_GetBuffer(call.into, &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0)
+            goto close;
         if (out.len != 4 * floats) {
             PyErr_SetString(PyExc_ValueError, "pool: the answer is not of [batch, columns] float32");
-            goto release_out;
+            goto close;
         }
         target = out.buf;
     }
-    int64_t *starts = PyMem_Malloc(((size_t)keys + 1) * sizeof *starts + (size_t)widest * sizeof(float));
-    if (starts == NULL) {
-        PyErr_NoMemory();
-        goto release_out;
-    }
-    const Bags bags = {(const uint8_t *)data.buf + lengths_at, (const uint8_t *)data.buf + values_at, keys, ids, batch,
-                       wide, length_bytes};
-    float *sum = (float *)(starts + keys + 1);
     int whole;
-    if (ids * widest > LONG_WORK) {
+    if (call.bags.ids * call.widest > LONG_WORK) {
         Py_BEGIN_ALLOW_THREADS
-        whole = find_starts(&bags, starts) &&
-                pool(buffer.buf, pieces, steps, num_steps, &bags, starts, sum, target, columns);
+        whole = find_starts(&call.bags, call.starts) && pool(call.buffer.buf, call.pieces, call.steps, call.num_steps,
+                                                             &call.bags, call.starts, call.sum, target, call.columns);
         Py_END_ALLOW_THREADS
     } else {
-        whole = find_starts(&bags, starts) &&
-                pool(buffer.buf, pieces, steps, num_steps, &bags, starts, sum, target, columns);
+        whole = find_starts(&call.bags, call.starts) && pool(call.buffer.buf, call.pieces, call.steps, call.num_steps,
+                                                             &call.bags, call.starts, call.sum, target, call.columns);
     }
-    PyMem_Free(starts);
     result = !whole ? Py_None : answer != NULL ? answer : Py_True;
     Py_INCREF(result);
-release_out:
+close:
     if (out.obj != NULL)
         PyBuffer_Release(&out);
-release_data:
-    PyBuffer_Release(&data);
-release_steps:
-    PyBuffer_Release(&steps_view);
-release_pieces:
-    PyBuffer_Release(&pieces_view);
-release_buffer:
-    PyBuffer_Release(&buffer);
+    close_call(&call);
     Py_XDECREF(answer);
     return result;
 }
 
-static PyMethodDef methods[] = {{"pool", pool_method, METH_VARARGS, pool_doc}, {NULL, NULL, 0, NULL}};
+PyDoc_STRVAR(pack_doc,
+             "pack(buffer, pieces, steps, data, lengths_at, values_at, ids, wide, keys, batch, columns, into, length_bytes=4)\n"
+             "--\n\n"
+             "What `pool` computes, in fewer bytes: rows of bags that hold at most one id are copied as they are stored.\n\n"
+             "Returns the bytes `into`, a varint of the size of what follows, a byte for each step (0: its bags are empty; 1:\n"
+             "stored rows; 2: sums), then of each step its [batch] rows, stored ones without what aligns them, or its\n"
+             "float32 [batch, width]. A bag without an id has a row of zero bytes, which stand for zeros. None and errors\n"
+             "are those of `pool`; `columns` only limits the steps' columns.");
+
+static PyObject *pack_method(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *result = NULL;
+    Call call;
+    if (!open_call(args, &call))
+        goto close;
+    if (!PyBytes_Check(call.into)) {
+        PyErr_SetString(PyExc_TypeError, "pack: expected bytes that the answer begins with");
+        goto close;
+    }
+    if (!find_starts(&call.bags, call.starts)) {
+        result = Py_None;
+        Py_INCREF(result);
+        goto close;
+    }
+    int64_t size = call.num_steps;
+    for (int64_t s = 0; s < call.num_steps; s++) {
+        const Piece *piece = call.pieces + call.steps[s].piece;
+        size += kind_bytes(kind_of(&call.bags, call.starts, call.steps[s].key, piece), piece, call.bags.batch);
+        if (size > PY_SSIZE_T_MAX / 2) {
+            PyErr_NoMemory();
+            goto close;
+        }
+    }
+    uint8_t varint[10];
+    Py_ssize_t width = 0;
+    for (uint64_t left = (uint64_t)size;; left >>= 7) {
+        varint[width++] = (uint8_t)(left > 0x7f ? left | 0x80 : left);
+        if (left <= 0x7f)
+            break;
+    }
+    const Py_ssize_t head = PyBytes_Size(call.into);
+    result = PyBytes_FromStringAndSize(NULL, head + width + size);
+    if (result == NULL)
+        goto close;
+    uint8_t *out = (uint8_t *)PyBytes_AsString(result);
+    memcpy(out, PyBytes_AsString(call.into), (size_t)head);
+    memcpy(out + head, varint, (size_t)width);
+    out += head + width;
+    for (int64_t s = 0; s < call.num_steps; s++)
+        out[s] = kind_of(&call.bags, call.starts, call.steps[s].key, call.pieces + call.steps[s].piece);
+    int whole;
+    if (call.bags.ids * call.widest > LONG_WORK) {
+        Py_BEGIN_ALLOW_THREADS
+        whole = pack(call.buffer.buf, call.pieces, call.steps, call.num_steps, &call.bags, call.starts, call.sum, out);
+        Py_END_ALLOW_THREADS
+    } else {
+        whole = pack(call.buffer.buf, call.pieces, call.steps, call.num_steps, &call.bags, call.starts, call.sum, out);
+    }
+    if (!whole) {
+        Py_DECREF(result);
+        result = Py_None;
+        Py_INCREF(result);
+    }
+close:
+    close_call(&call);
+    return result;
+}
+
+static PyMethodDef methods[] = {{"pack", pack_method, METH_VARARGS, pack_doc},
+                                {"pool", pool_method, METH_VARARGS, pool_doc},
+                                {NULL, NULL, 0, NULL}};
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};
 

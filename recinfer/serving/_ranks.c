@@ -8,6 +8,8 @@
 #include <string.h>
 
 #include "../quant/_bags.h"
+#include "../quant/_half.h"
+#include "../quant/_row.h"
 #include "_reader.h"
 
 /* -- a ShardRequest as it comes ---------------------------------------------------------------------------------- */
@@ -50,7 +52,8 @@ static int read_part(Span message, Part *part) {
 
 PyDoc_STRVAR(read_doc,
              "read_find(data)\n--\n\n"
-             "(version, samples, parts) of a serialized ShardRequest; None for one that is not of the plain kind. Each part:\n"
+             "(version, samples, whether stored rows may be sent, parts) of a serialized ShardRequest; None for one that is not\n"
+             "of the plain kind. Each part:\n"
              "(rank, module, bytes of a length, lengths at, bytes of all lengths, ids at, number of ids, whether ids are 64\n"
              "bits wide). Places are offsets in `data`. What lengths and ids are, nobody has looked at.");
 
@@ -63,7 +66,7 @@ static PyObject *read_method(PyObject *module, PyObject *data) {
     const uint8_t *bytes = (const uint8_t *)PyBytes_AsString(data);
     Reader reader = {bytes, bytes + PyBytes_Size(data)};
     Span version = {NULL, 0};
-    uint64_t batch = 0;
+    uint64_t batch = 0, stored = 0;
     PyObject *found = NULL, *parts = PyList_New(0);
     if (parts == NULL)
         return NULL;
@@ -74,6 +77,9 @@ static PyObject *read_method(PyObject *module, PyObject *data) {
             goto unusual;
         if (tag == (2 << 3 | VARINT)) {
             if (batch || !read_varint(&reader, &batch) || batch < 1 || batch > INT32_MAX)
+                goto unusual;
+        } else if (tag == (5 << 3 | VARINT)) {
+            if (!read_varint(&reader, &stored) || stored > 1)
                 goto unusual;
         } else if (tag == (1 << 3 | DELIMITED)) {
             if (version.at != NULL || !read_span(&reader, &version))
@@ -96,7 +102,8 @@ static PyObject *read_method(PyObject *module, PyObject *data) {
     }
     if (!batch || version.at == NULL)
         goto unusual;
-    found = Py_BuildValue("s#nO", (const char *)version.at, version.size, (Py_ssize_t)batch, parts);
+    found = Py_BuildValue("s#nOO", (const char *)version.at, version.size, (Py_ssize_t)batch,
+                          stored ? Py_True : Py_False, parts);
     if (found != NULL || !PyErr_ExceptionMatches(PyExc_UnicodeDecodeError))
         goto done;
     PyErr_Clear();
@@ -346,7 +353,112 @@ static void put_run(const uint8_t *values, int64_t rank_columns, const Run *run,
     }
 }
 
-/* Adds one rank's answer to `out`; 0 with an error. `found`: (values, columns of the rank, runs). */
+/* One feature's columns as a rank has them: `to` of the answer, -1 where nobody wants them; `bits` as they are stored. */
+typedef struct {
+    int64_t width, bits, to, adds;
+} Pair;
+
+/* What a pair's part of an answer is: see `pack` of recinfer/quant/_tables.c. */
+enum { EMPTY = 0, STORED = 1, SUMS = 2 };
+
+static int64_t kind_bytes(uint8_t kind, const Pair *pair, int64_t batch) {
+    return kind == EMPTY ? 0 : batch * (kind == STORED ? stored_bytes(pair->width, pair->bits) : 4 * pair->width);
+}
+
+INLINE static void put_vector(const float *vector, int64_t width, int64_t adds, uint8_t *to) {
+    if (!adds) {
+        memcpy(to, vector, (size_t)width * sizeof *vector);
+        return;
+    }
+    for (int64_t i = 0; i < width; i++) {
+        float sum;
+        memcpy(&sum, to + 4 * i, 4);
+        sum += vector[i];
+        memcpy(to + 4 * i, &sum, 4);
+    }
+}
+
+INLINE static void put_stored(const uint8_t *rows, int64_t width, int64_t bits, int64_t adds, float *restrict vector,
+                              uint8_t *out, int64_t columns, int64_t batch) {
+    const int64_t size = stored_bytes(width, bits);
+    for (int64_t b = 0; b < batch; b++) {
+        for (int64_t i = 0; i < width; i++)
+            vector[i] = 0.0f;
+        add_row(rows + b * size, width, bits, vector);
+        put_vector(vector, width, adds, out + 4 * b * columns);
+    }
+}
+
+#define PUT(WIDTH, BITS) put_stored(from, WIDTH, BITS, pair->adds, vector, to, columns, batch)
+#define PUT_FIXED(WIDTH, BITS) \
+    case WIDTH: { \
+        float fixed[WIDTH]; \
+        put_stored(from, WIDTH, BITS, pair->adds, fixed, to, columns, batch); \
+        break; \
+    }
+#define PUT_WIDTHS(BITS) \
+    switch (pair->width) { \
+        PUT_FIXED(8, BITS) \
+        PUT_FIXED(16, BITS) \
+        PUT_FIXED(32, BITS) \
+        PUT_FIXED(64, BITS) \
+        PUT_FIXED(128, BITS) \
+    default: \
+        PUT(pair->width, BITS); \
+    }
+
+/* Adds what `pack` wrote, whose size fits, to `out`; `vector`: of the widest pair. */
+WIDE static void put_packed(const uint8_t *packed, const Pair *pairs, int64_t num_pairs, float *restrict vector,
+                            uint8_t *out, int64_t columns, int64_t batch) {
+    const uint8_t *from = packed + num_pairs;
+    for (int64_t p = 0; p < num_pairs; p++) {
+        const Pair *pair = pairs + p;
+        uint8_t *to = out + 4 * pair->to;
+        if (pair->to >= 0 && packed[p] == SUMS) {
+            PUT(pair->width, 32);
+        } else if (pair->to >= 0 && packed[p] == STORED) {
+            if (pair->bits == 8)
+                PUT_WIDTHS(8)
+            else if (pair->bits == 4)
+                PUT_WIDTHS(4)
+            else
+                PUT(pair->width, pair->bits);
+        }
+        from += kind_bytes(packed[p], pair, batch);
+    }
+}
+
+/* 0 with an error. */
+static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_t *out, int64_t columns, int64_t batch) {
+    const uint8_t *kinds = packed->buf;
+    const Pair *pairs = pairs_view->buf;
+    const int64_t num_pairs = pairs_view->len / (Py_ssize_t)sizeof *pairs;
+    int64_t left = packed->len - num_pairs, widest = 1;
+    for (int64_t p = 0; p < num_pairs && left >= 0; p++) {
+        const Pair *pair = pairs + p;
+        if (!are_bits(pair->bits) || pair->width < 1 || pair->width > 1 << 24 || pair->to < -1 ||
+            (pair->to >= 0 && pair->to > columns - pair->width)) {
+            PyErr_SetString(PyExc_ValueError, "join: columns outside the answer");
+            return 0;
+        }
+        widest = pair->width > widest ? pair->width : widest;
+        left = kinds[p] > SUMS ? -1 : left - kind_bytes(kinds[p], pair, batch);
+    }
+    if (left) {
+        PyErr_SetString(PyExc_ValueError, "join: a rank's answer is not of the rows that it has");
+        return 0;
+    }
+    float *vector = PyMem_Malloc((size_t)widest * sizeof *vector);
+    if (vector == NULL) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    put_packed(kinds, pairs, num_pairs, vector, out, columns, batch);
+    PyMem_Free(vector);
+    return 1;
+}
+
+/* Adds one rank's answer to `out`; 0 with an error. `found`: (values, columns of the rank, runs), or (packed, -1, pairs). */
 static int put_rank(PyObject *found, uint8_t *out, int64_t columns, int64_t batch) {
     PyObject *values_object, *runs_object;
     Py_ssize_t rank_columns;
@@ -357,6 +469,10 @@ static int put_rank(PyObject *found, uint8_t *out, int64_t columns, int64_t batc
         return 0;
     if (PyObject_GetBuffer(runs_object, &runs_view, PyBUF_SIMPLE) < 0)
         goto release_values;
+    if (rank_columns == -1) {
+        whole = put_pack(&values, &runs_view, out, columns, batch);
+        goto release;
+    }
     if (rank_columns < 0 || rank_columns > PY_SSIZE_T_MAX / 64 / batch || values.len != 4 * batch * rank_columns) {
         PyErr_SetString(PyExc_ValueError, "join: a rank's answer is not of [batch, its columns] float32");
         goto release;
@@ -405,7 +521,9 @@ PyDoc_STRVAR(join_doc,
              "join(found, means, data, lengths_at, keys, batch, columns, into)\n--\n\n"
              "Float32 [batch, columns] of what ranks gave, zero where none did.\n\n"
              "found: of each rank, (its float32 [batch, its columns] as a buffer, its columns, runs, int64 [R, 4]: first column\n"
-             "of the rank, first of the answer, how many, whether they are added).\n"
+             "of the rank, first of the answer, how many, whether they are added); or (what `pack` of recinfer.quant._tables\n"
+             "wrote behind the size, -1, pairs, int64 [P, 4]: columns, bits of a stored number, first column of the answer or\n"
+             "-1, whether they are added), P being the steps that were packed.\n"
              "means: int64 [M, 3], key, first and last column that are then divided by the ids of its bags, whose lengths\n"
              "(int32 [keys, batch]) lie in the bytes `data` from `lengths_at` on.\n"
              "into: a writable float32 buffer of [batch, columns], or bytes that the answer begins with.\n\n"

@@ -25,24 +25,28 @@ class ShardPart(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., module: _Optional[int] = ..., lengths: _Optional[bytes] = ..., length_bytes: _Optional[int] = ..., ids: _Optional[bytes] = ..., ids_int64: _Optional[bytes] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
 class ShardRequest(_message.Message):
-    __slots__ = ("version", "batch_size", "parts", "half")
+    __slots__ = ("version", "batch_size", "parts", "half", "stored")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     HALF_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
     version: str
     batch_size: int
     parts: _containers.RepeatedCompositeFieldContainer[ShardPart]
     half: bool
-    def __init__(self, version: _Optional[str] = ..., batch_size: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[ShardPart, _Mapping]]] = ..., half: _Optional[bool] = ...) -> None: ...
+    stored: bool
+    def __init__(self, version: _Optional[str] = ..., batch_size: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[ShardPart, _Mapping]]] = ..., half: _Optional[bool] = ..., stored: _Optional[bool] = ...) -> None: ...
 
 class ShardResponse(_message.Message):
-    __slots__ = ("values", "fill")
+    __slots__ = ("values", "packed", "fill")
     VALUES_FIELD_NUMBER: _ClassVar[int]
+    PACKED_FIELD_NUMBER: _ClassVar[int]
     FILL_FIELD_NUMBER: _ClassVar[int]
     values: _containers.RepeatedScalarFieldContainer[bytes]
+    packed: _containers.RepeatedScalarFieldContainer[bytes]
     fill: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, values: _Optional[_Iterable[bytes]] = ..., fill: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, values: _Optional[_Iterable[bytes]] = ..., packed: _Optional[_Iterable[bytes]] = ..., fill: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PrepareRequest(_message.Message):
     __slots__ = ("version", "folder", "deltas")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from recinfer.serving.remote.fan import Answers
 from recinfer.serving.remote.messages import Parts, part_head
+from recinfer.serving.remote.packed import PACKED_ANSWER, is_packed, pairs_of
 from recinfer.serving.remote.quick import Told
 from recinfer.serving.remote.split import ModuleSplit
 from recinfer.serving.wire import Buffer
@@ -31,12 +32,15 @@ _MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
 
 @dataclass(frozen=True, eq=False)
 class _Rank:
-    """``part``: what ``split`` takes for this rank; ``columns`` that it answers with; ``runs``: where they go."""
+    """``part``: what ``split`` takes for this rank; ``columns`` that it answers with; ``runs``: where they go, and
+    ``pairs``, where its answer is packed.
+    """
 
     rank: int
     part: tuple[bytes, bytes, bytes, NDArray[np.int64], bool]
     columns: int
     runs: NDArray[np.int64]
+    pairs: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +146,8 @@ class RemoteTables:
             column += shard.cols
         heads = [part_head(rank.rank, self._split.number, width) for width in (0, 1, 4)]
         part = (heads[0], heads[1], heads[2], np.array(streams, np.int64), rank.wide)
-        return _Rank(rank.rank, part, column, np.array(runs, np.int64).reshape(-1, 4))
+        pairs = pairs_of(mine, self._split.layout.configs, firsts)
+        return _Rank(rank.rank, part, column, np.array(runs, np.int64).reshape(-1, 4), pairs)
 
     def split(
         self, order: RemoteOrder, data: bytes, lengths_at: int, ids_at: int, ids: int, wide: bool, batch: int
@@ -172,10 +177,14 @@ class RemoteTables:
         into: bytes | NDArray[np.float32],
     ) -> Any:
         """Float32 ``[batch, order.columns]``, zero where no rank answered: see ``recinfer.serving._ranks.join``."""
-        found: list[tuple[Buffer | NDArray[np.float32], int, NDArray[np.int64]]] = []
+        found: list[tuple[Buffer | NDArray[Any], int, NDArray[np.int64]]] = []
         for rank in order.ranks:
             arrays = answers.get(rank.rank)
-            if arrays is not None:
+            if arrays is None:
+                continue
+            if is_packed(arrays[0]):
+                found.append((arrays[0], PACKED_ANSWER, rank.pairs))
+            else:
                 values = arrays[0] if arrays[0].dtype == np.float32 else arrays[0].astype(np.float32)
                 found.append((values, rank.columns, rank.runs))
         return join(found, order.means, data, lengths_at, keys, batch, order.columns, into)

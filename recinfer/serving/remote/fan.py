@@ -47,21 +47,30 @@ class Ask:
         parts: rank -> its parts of the message.
         deadline: ``time.monotonic()``.
         half: vectors come as float16.
+        stored: rows may come as they are stored.
         default_rows: whether the version's manifest allows default rows where nobody answers.
     """
 
-    __slots__ = ("batch", "deadline", "default_rows", "half", "parts", "version")
+    __slots__ = ("batch", "deadline", "default_rows", "half", "parts", "stored", "version")
 
     def __init__(
-        self, version: str, batch: int, parts: Mapping[int, Parts], deadline: float, half: bool, default_rows: bool
+        self,
+        version: str,
+        batch: int,
+        parts: Mapping[int, Parts],
+        deadline: float,
+        *,
+        half: bool,
+        stored: bool,
+        default_rows: bool,
     ) -> None:
         self.version, self.batch, self.parts, self.deadline = version, batch, parts, deadline
-        self.half, self.default_rows = half, default_rows
+        self.half, self.stored, self.default_rows = half, stored, default_rows
 
     def message(self, ranks: Iterable[int]) -> tuple[bytes, int]:
         """The request to who has ``ranks``, and the number of its parts."""
         parts = [part for rank in ranks for part in self.parts[rank]]
-        return join_request(self.version, self.batch, parts, half=self.half), len(parts)
+        return join_request(self.version, self.batch, parts, half=self.half, stored=self.stored), len(parts)
 
     def arrays(self, each: Try, data: bytes) -> list[NDArray[Any]]:
         """What ``each`` was answered; raises RecinferError where it is no answer to that."""

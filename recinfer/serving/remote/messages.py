@@ -21,6 +21,7 @@ from recinfer.serving.proto import shards_pb2 as pb
 from recinfer.serving.wire import Buffer, bytes_field, field_head
 
 __all__ = [
+    "PACKED_HEAD",
     "Parts",
     "Request",
     "RequestPart",
@@ -36,8 +37,11 @@ __all__ = [
 ]
 
 _NO_LENGTHS, _BYTE, _INT = 0, 1, 4
-_PARTS, _VALUES, _FILL = 3, 1, 15
+_PARTS, _VALUES, _PACKED, _FILL = 3, 1, 2, 15
 _ALIGNED = 4
+
+PACKED_HEAD = field_head(_PACKED, 0)[:-1]
+"""What stands before the size of packed rows in a ``ShardResponse``."""
 
 Parts = list[list[Buffer]]
 """One rank's parts of a request, one a module."""
@@ -81,13 +85,15 @@ def part_head(rank: int, module: int, width: int) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def _request_head(version: str, batch: int, half: bool) -> bytes:
-    return pb.ShardRequest(version=version, batch_size=batch, half=half).SerializeToString()
+def _request_head(version: str, batch: int, half: bool, stored: bool) -> bytes:
+    return pb.ShardRequest(version=version, batch_size=batch, half=half, stored=stored).SerializeToString()
 
 
-def join_request(version: str, batch: int, parts: Iterable[Sequence[Buffer]], *, half: bool = False) -> bytes:
+def join_request(
+    version: str, batch: int, parts: Iterable[Sequence[Buffer]], *, half: bool = False, stored: bool = False
+) -> bytes:
     """A serialized ``ShardRequest`` of parts of :func:`encode_part`."""
-    return b"".join([_request_head(version, batch, half), *(buffer for part in parts for buffer in part)])
+    return b"".join([_request_head(version, batch, half, stored), *(buffer for part in parts for buffer in part)])
 
 
 @dataclass(slots=True, eq=False)
@@ -170,9 +176,11 @@ def values_head(at: int, size: int) -> bytes:
 
 
 def decode_response(data: bytes, half: bool) -> list[NDArray[Any]]:
-    """The arrays of a response, flat, over its own bytes; raises InputError when it is no such message."""
-    dtype = np.float16 if half else np.float32
-    return [np.frombuffer(view, dtype) for number, view in _fields(data) if number == _VALUES]
+    """The arrays of a response, flat, over its own bytes, packed ones as uint8; raises InputError when it is no such
+    message.
+    """
+    types = {_VALUES: np.float16 if half else np.float32, _PACKED: np.uint8}
+    return [np.frombuffer(view, types[number]) for number, view in _fields(data) if number in types]
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, memoryview]]:

@@ -15,10 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recinfer.errors import RecinferError
 from recinfer.inference.bags import Bags, offsets_of
-from recinfer.modules.embedding_configs import PoolingType
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 from recinfer.serving.remote.layout import ModuleLayout, RankModule
 from recinfer.serving.remote.messages import encode_part, ones
+from recinfer.serving.remote.packed import is_packed, pairs_of, unpacked
 from recinfer.serving.wire import Buffer
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
@@ -47,7 +49,7 @@ class Section:
 class _RankSplit:
     """One rank's streams, as arrays."""
 
-    def __init__(self, number: int, mine: RankModule) -> None:
+    def __init__(self, number: int, mine: RankModule, configs: Sequence[BaseEmbeddingConfig]) -> None:
         self.rank, self._number, self.mine = mine.rank, number, mine
         self.names = tuple(stream.feature for stream in mine.streams)
         self._starts = np.array([stream.row_start for stream in mine.streams], np.int64)
@@ -55,7 +57,7 @@ class _RankSplit:
         narrow = max(stream.rows for stream in mine.streams) <= _INT32_ROWS
         self.wide = not narrow
         self._type = np.dtype(np.int32 if narrow else np.int64)
-        self.runs = _runs(mine)
+        self.runs, self.pairs = _runs(mine), pairs_of(mine, configs)
         self.columns = None if mine.cuts_rows else np.array(mine.order.columns, np.intp)
         self._places: dict[tuple[str, ...], NDArray[np.intp]] = {}
 
@@ -149,7 +151,7 @@ class ModuleSplit:
 
     def __init__(self, number: int, layout: ModuleLayout) -> None:
         self.layout, self.number = layout, number
-        self.ranks = [_RankSplit(number, mine) for mine in layout.ranks.values()]
+        self.ranks = [_RankSplit(number, mine, layout.configs) for mine in layout.ranks.values()]
         self.features = tuple(f for config in layout.configs for f in config.feature_names)
         self._dims = [config.embedding_dim for config in layout.configs for _ in config.feature_names]
         self._columns = sum(self._dims)
@@ -207,6 +209,8 @@ class ModuleSplit:
             flat = found.get(rank.rank)
             if flat is None:
                 continue
+            if is_packed(flat):
+                flat = unpacked(flat, rank.pairs, batch)
             mine = flat.reshape(batch, -1)
             if batch <= _FEW and rank.columns is not None:
                 out_BD[:, rank.columns] = mine
@@ -232,6 +236,10 @@ class ModuleSplit:
         rows = [np.zeros((count, dim), np.float32) for count, dim in zip(counts, self._dims)]
         for rank in self.ranks:
             flat = found.get(rank.rank)
+            if flat is not None and is_packed(flat):
+                raise RecinferError(
+                    f"rank {rank.rank} answered packed rows for {self.layout.info.path}, which is not pooled"
+                )
             if flat is not None:
                 _place_rows(rank.mine, bags.batch, sections[rank.rank], flat, rows)
         return [

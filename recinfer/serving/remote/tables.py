@@ -28,7 +28,14 @@ from recinfer.inference.direct import DirectPieces
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.serving.limits import Limits
 from recinfer.serving.remote.layout import ModuleLayout, RankModule, module_layouts
-from recinfer.serving.remote.messages import RequestPart, decode_part, decode_request, encode_response, values_head
+from recinfer.serving.remote.messages import (
+    PACKED_HEAD,
+    RequestPart,
+    decode_part,
+    decode_request,
+    encode_response,
+    values_head,
+)
 from recinfer.serving.remote.versions import base_of, version_key
 
 try:
@@ -252,7 +259,7 @@ class ShardTables:
         found = None if read_find is None else read_find(data)
         if found is None:
             return None
-        key, batch, parts = found
+        key, batch, stored, parts = found
         version = self._get(key)
         if version is None or batch > limits.max_concurrent * limits.max_batch:
             return None
@@ -266,7 +273,8 @@ class ShardTables:
             if ids > _MOST_DIRECT_IDS or floats > _MOST_DIRECT_FLOATS or lengths_size != bags * length_bytes:
                 return None
             direct = tables.direct
-            vectors = direct.pieces.pool(
+            find = direct.pieces.pack if stored else direct.pieces.pool
+            vectors = find(
                 direct.steps,
                 data,
                 lengths_at,
@@ -276,7 +284,7 @@ class ShardTables:
                 tables.num_streams,
                 batch,
                 tables.columns,
-                values_head(at % 4, 4 * floats),
+                PACKED_HEAD if stored else values_head(at % 4, 4 * floats),
                 length_bytes,
             )
             if vectors is None:

@@ -1,0 +1,70 @@
+/* One row of a packed table as numbers: for the compiled loops here. */
+
+#ifndef RECINFER_ROW_H
+#define RECINFER_ROW_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "_half.h"
+
+#if defined(__GNUC__)
+#define INLINE inline __attribute__((always_inline))
+#else
+#define INLINE inline
+#endif
+
+#define QPARAM_BYTES 4 /* the scale and the bias before the codes */
+#define CHUNK 128 /* codes of less than a byte that are spread out at a time */
+
+/* What can be a code or a float. */
+static inline int are_bits(int64_t bits) { return bits == 2 || bits == 4 || bits == 8 || bits == 16 || bits == 32; }
+
+/* Bytes of a row, without what aligns it. */
+static inline int64_t stored_bytes(int64_t width, int64_t bits) {
+    return (bits < 16 ? QPARAM_BYTES : 0) + (width * bits + 7) / 8;
+}
+
+/* `width` and `bits` of a table, as constants where the caller has them: then a row's sum stays in registers. */
+INLINE static void add_row(const uint8_t *row, int64_t width, int64_t bits, float *restrict sum) {
+    if (bits == 32) {
+        for (int64_t i = 0; i < width; i++) {
+            float value;
+            memcpy(&value, row + 4 * i, 4);
+            sum[i] += value;
+        }
+        return;
+    }
+    if (bits == 16) {
+        for (int64_t i = 0; i < width; i++) {
+            uint16_t half;
+            memcpy(&half, row + 2 * i, 2);
+            sum[i] += from_half(half);
+        }
+        return;
+    }
+    uint16_t half_scale, half_bias;
+    memcpy(&half_scale, row, 2);
+    memcpy(&half_bias, row + 2, 2);
+    const float scale = from_half(half_scale), bias = from_half(half_bias);
+    const uint8_t *codes = row + QPARAM_BYTES;
+    const int per_byte = (int)(8 / bits), shift = (int)bits;
+    if (bits == 8) {
+        for (int64_t i = 0; i < width; i++)
+            sum[i] = fmaf((float)codes[i], scale, sum[i] + bias);
+        return;
+    }
+    int32_t whole[CHUNK];
+    for (int64_t first = 0; first < width; first += CHUNK) {
+        const int64_t count = width - first < CHUNK ? width - first : CHUNK;
+        const uint8_t *packed = codes + first / per_byte;
+        for (int64_t i = 0; i < (count + per_byte - 1) / per_byte; i++)
+            for (int k = 0; k < per_byte; k++)
+                whole[per_byte * i + k] = (packed[i] >> (shift * k)) & ((1 << shift) - 1);
+        for (int64_t i = 0; i < count; i++)
+            sum[first + i] = fmaf((float)whole[i], scale, sum[first + i] + bias);
+    }
+}
+
+#endif
