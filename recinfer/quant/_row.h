@@ -18,6 +18,17 @@
 #define QPARAM_BYTES 4 /* the scale and the bias before the codes */
 #define CHUNK 128 /* codes of less than a byte that are spread out at a time */
 
+/* One number, by the machine's instruction where it has one. */
+static inline float one_from_half(uint16_t half) {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+    _Float16 value;
+    memcpy(&value, &half, 2);
+    return (float)value;
+#else
+    return from_half(half);
+#endif
+}
+
 /* What can be a code or a float. */
 static inline int are_bits(int64_t bits) { return bits == 2 || bits == 4 || bits == 8 || bits == 16 || bits == 32; }
 
@@ -47,10 +58,11 @@ INLINE static void add_row(const uint8_t *row, int64_t width, int64_t bits, floa
     uint16_t half_scale, half_bias;
     memcpy(&half_scale, row, 2);
     memcpy(&half_bias, row + 2, 2);
-    const float scale = from_half(half_scale), bias = from_half(half_bias);
+    const float scale = one_from_half(half_scale), bias = one_from_half(half_bias);
     const uint8_t *codes = row + QPARAM_BYTES;
     const int per_byte = (int)(8 / bits), shift = (int)bits;
     if (bits == 8) {
+#pragma omp simd /* else a width that is known becomes scalar code, before it could become vectors */
         for (int64_t i = 0; i < width; i++)
             sum[i] = fmaf((float)codes[i], scale, sum[i] + bias);
         return;
@@ -62,6 +74,7 @@ INLINE static void add_row(const uint8_t *row, int64_t width, int64_t bits, floa
         for (int64_t i = 0; i < (count + per_byte - 1) / per_byte; i++)
             for (int k = 0; k < per_byte; k++)
                 whole[per_byte * i + k] = (packed[i] >> (shift * k)) & ((1 << shift) - 1);
+#pragma omp simd
         for (int64_t i = 0; i < count; i++)
             sum[first + i] = fmaf((float)whole[i], scale, sum[first + i] + bias);
     }
