@@ -38,6 +38,28 @@ def test_onnxruntime_sends_nothing_unless_told(monkeypatch: pytest.MonkeyPatch, 
     assert env.child_environment()["ORT_DISABLE_TELEMETRY"] == after
 
 
+@pytest.mark.parametrize(
+    ("version", "before", "after"),
+    [
+        ("1.81.1", None, "-event_engine_listener"),
+        ("1.85.0rc1", None, "-event_engine_listener"),
+        ("1.85.1", "monitoring_experiment", "monitoring_experiment"),
+        ("1.80.9", None, None),
+        ("1.86.0", None, None),
+        ("dev", None, None),
+    ],
+)
+def test_grpc_reads_in_place_where_that_was_tried(
+    monkeypatch: pytest.MonkeyPatch, version: str, before: str | None, after: str | None
+) -> None:
+    monkeypatch.setenv("GRPC_EXPERIMENTS", before or "")  # so that it is as it was afterwards
+    if before is None:
+        monkeypatch.delenv("GRPC_EXPERIMENTS")
+    monkeypatch.setattr("importlib.metadata.version", {"grpcio": version}.__getitem__)
+    env.listen_in_place()
+    assert env.child_environment().get("GRPC_EXPERIMENTS") == after
+
+
 def test_numbers_for_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("LOCAL_WORLD_SIZE", "INTRA_NODE_BANDWIDTH", "CROSS_NODE_BANDWIDTH", "STORAGE_RESERVE_PERCENT")
 

@@ -31,11 +31,13 @@ def run(options: ServeOptions) -> None:
 
     Ctrl-C and SIGTERM finish the requests in flight and stop.
     """
+    ranks = None if options.roles.ranks is None else parse_ranks(options.roles.ranks)
+    _check_roles(options)
+    if ranks is not None:
+        env.listen_in_place()
     security = _security(options.security)
     security.check_host(options.address.host)
     security.credentials()  # a file that is not there is found before any table is read
-    ranks = None if options.roles.ranks is None else parse_ranks(options.roles.ranks)
-    _check_roles(options)
     output, address, models = Output(options.as_json), options.address, options.models
     if ranks is not None:
         _serve_ranks(ranks, options, security, output)

@@ -18,6 +18,13 @@
 #define QPARAM_BYTES 4 /* the scale and the bias before the codes */
 #define CHUNK 128 /* codes of less than a byte that are spread out at a time */
 
+/* How `pack` of _tables.c sends what bags of one feature hold: nothing; the row of each; sums; the rows of some. The same
+   numbers stand in proto/recinfer/v1/shards.proto. */
+enum { EMPTY = 0, STORED = 1, SUMS = 2, SOME = 3 };
+
+/* A bit for each bag. */
+static inline int64_t bits_bytes(int64_t batch) { return (batch + 7) / 8; }
+
 /* One number, by the machine's instruction where it has one. */
 static inline float one_from_half(uint16_t half) {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12

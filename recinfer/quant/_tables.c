@@ -96,32 +96,46 @@ WIDE static int pool(const uint8_t *buffer, const Piece *pieces, const Step *ste
     return 1;
 }
 
-/* What bags of one key are, all of them: nothing at all, at most one row each, or sums. recinfer/serving/_ranks.c and
-   proto/recinfer/v1/shards.proto have the same numbers. */
-enum { EMPTY = 0, STORED = 1, SUMS = 2 };
-
+/* How the rows of one key's bags are sent, where no bag holds more than one id: all as they lie in the table, or those of
+   bags that hold one, behind a bit for each bag. */
 static uint8_t kind_of(const Bags *bags, const int64_t *starts, int64_t key, const Piece *piece) {
-    if (starts[key] == starts[key + 1])
+    const int64_t ids = starts[key + 1] - starts[key], size = stored_bytes(piece->width, piece->bits);
+    if (!ids)
         return EMPTY;
-    if (stored_bytes(piece->width, piece->bits) > 4 * piece->width)
+    for (int64_t b = 0; b < bags->batch; b++)
+        if (length_at(bags, key * bags->batch + b) > 1)
+            return SUMS;
+    if (size > 4 * piece->width)
         return SUMS;
-    int64_t most = 0;
-    for (int64_t b = 0; b < bags->batch; b++) {
-        const int64_t length = length_at(bags, key * bags->batch + b);
-        most = length > most ? length : most;
+    return (bags->batch - ids) * size > bits_bytes(bags->batch) ? SOME : STORED;
+}
+
+static int64_t kind_bytes(uint8_t kind, const Piece *piece, int64_t batch, int64_t ids) {
+    const int64_t size = stored_bytes(piece->width, piece->bits);
+    switch (kind) {
+    case EMPTY:
+        return 0;
+    case STORED:
+        return batch * size;
+    case SOME:
+        return bits_bytes(batch) + ids * size;
+    default:
+        return 4 * batch * piece->width;
     }
-    return most > 1 ? SUMS : STORED;
 }
 
-static int64_t kind_bytes(uint8_t kind, const Piece *piece, int64_t batch) {
-    return kind == EMPTY ? 0 : batch * (kind == STORED ? stored_bytes(piece->width, piece->bits) : 4 * piece->width);
-}
-
-/* The rows of one key's bags as they lie in the table; of a bag without one, zeros: they are a row of zeros, too. */
-INLINE static void copy_rows(const uint8_t *table, const Piece *piece, int64_t size, const Bags *bags, int64_t key,
-                             int64_t at, int64_t last, uint8_t *out) {
-    for (int64_t b = 0; b < bags->batch; b++, out += size) {
-        if (!length_at(bags, key * bags->batch + b)) {
+/* A bag without an id has a row of zero bytes, which stand for zeros, where all have one. */
+INLINE static void copy_rows(uint8_t kind, const uint8_t *table, const Piece *piece, int64_t size, const Bags *bags,
+                             int64_t key, int64_t at, int64_t last, uint8_t *out) {
+    if (kind == SOME) {
+        memset(out, 0, (size_t)bits_bytes(bags->batch));
+        for (int64_t b = 0; b < bags->batch; b++)
+            out[b / 8] |= (uint8_t)(length_at(bags, key * bags->batch + b) << b % 8);
+        out += bits_bytes(bags->batch);
+    }
+    const int all = kind == SOME || last - at == bags->batch; /* each row that is sent is of an id */
+    for (int64_t b = 0; all ? at < last : b < bags->batch; b++, out += size) {
+        if (!all && !length_at(bags, key * bags->batch + b)) {
             memset(out, 0, (size_t)size);
             continue;
         }
@@ -131,6 +145,8 @@ INLINE static void copy_rows(const uint8_t *table, const Piece *piece, int64_t s
         at++;
     }
 }
+
+#define COPY(SIZE) copy_rows(kinds[s], table, piece, SIZE, bags, key, at, last, into)
 
 /* Whether every id is a row of its table. `out`: of each step, its kind; behind these, of each what its kind says. */
 WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *steps, int64_t num_steps, const Bags *bags,
@@ -143,26 +159,27 @@ WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *ste
         const int64_t key = steps[s].key, at = starts[key], last = starts[key + 1];
         if (!are_rows(table, piece, bags, at, last))
             return 0;
-        if (kinds[s] == STORED)
+        if (kinds[s] == SUMS) {
+            pool_step(table, piece, piece->width, piece->bits, bags, key, at, last, sum, into, piece->width);
+        } else if (kinds[s] != EMPTY) {
             switch (stored_bytes(piece->width, piece->bits)) { /* copies of a size that is known are moves */
             case 12:
-                copy_rows(table, piece, 12, bags, key, at, last, into);
+                COPY(12);
                 break;
             case 20:
-                copy_rows(table, piece, 20, bags, key, at, last, into);
+                COPY(20);
                 break;
             case 36:
-                copy_rows(table, piece, 36, bags, key, at, last, into);
+                COPY(36);
                 break;
             case 68:
-                copy_rows(table, piece, 68, bags, key, at, last, into);
+                COPY(68);
                 break;
             default:
-                copy_rows(table, piece, stored_bytes(piece->width, piece->bits), bags, key, at, last, into);
+                COPY(stored_bytes(piece->width, piece->bits));
             }
-        else if (kinds[s] == SUMS)
-            pool_step(table, piece, piece->width, piece->bits, bags, key, at, last, sum, into, piece->width);
-        into += kind_bytes(kinds[s], piece, bags->batch);
+        }
+        into += kind_bytes(kinds[s], piece, bags->batch, last - at);
     }
     return 1;
 }
@@ -314,10 +331,10 @@ PyDoc_STRVAR(pack_doc,
              "pack(buffer, pieces, steps, data, lengths_at, values_at, ids, wide, keys, batch, columns, into, length_bytes=4)\n"
              "--\n\n"
              "What `pool` computes, in fewer bytes: rows of bags that hold at most one id are copied as they are stored.\n\n"
-             "Returns the bytes `into`, a varint of the size of what follows, a byte for each step (0: its bags are empty; 1:\n"
-             "stored rows; 2: sums), then of each step its [batch] rows, stored ones without what aligns them, or its\n"
-             "float32 [batch, width]. A bag without an id has a row of zero bytes, which stand for zeros. None and errors\n"
-             "are those of `pool`; `columns` only limits the steps' columns.");
+             "Returns the bytes `into`, a varint of the size of what follows, a byte for each step, then of each step what that\n"
+             "says. 0: nothing, its bags are empty. 1: [batch] rows without what aligns them, zero bytes for a bag without an\n"
+             "id. 2: float32 [batch, width]. 3: a bit for each bag, the lowest first, and the rows of those that hold an id.\n"
+             "None and errors are those of `pool`; `columns` only limits the steps' columns.");
 
 static PyObject *pack_method(PyObject *module, PyObject *args) {
     (void)module;
@@ -337,7 +354,8 @@ static PyObject *pack_method(PyObject *module, PyObject *args) {
     int64_t size = call.num_steps;
     for (int64_t s = 0; s < call.num_steps; s++) {
         const Piece *piece = call.pieces + call.steps[s].piece;
-        size += kind_bytes(kind_of(&call.bags, call.starts, call.steps[s].key, piece), piece, call.bags.batch);
+        const int64_t key = call.steps[s].key, ids = call.starts[key + 1] - call.starts[key];
+        size += kind_bytes(kind_of(&call.bags, call.starts, key, piece), piece, call.bags.batch, ids);
         if (size > PY_SSIZE_T_MAX / 2) {
             PyErr_NoMemory();
             goto close;

@@ -160,23 +160,24 @@ static Counts count_kept(const Bags *bags, const int64_t *starts, const int64_t 
     return counts;
 }
 
-static uint8_t *put_kept(const Bags *bags, const int64_t *starts, const Stream *streams, int64_t num_streams, int wide,
-                         uint8_t *into) {
+/* Each is written where the next one goes, and stays there when it is kept: which are is for no processor to guess. */
+static void put_kept(const Bags *bags, const int64_t *starts, const Stream *streams, int64_t num_streams, int wide,
+                     uint8_t *into, int64_t ids) {
+    const int size = wide ? 8 : 4;
+    const uint8_t *end = into + size * ids;
     for (int64_t s = 0; s < num_streams; s++) {
         const Stream *stream = streams + s;
         if (stream->key < 0)
             continue;
         for (int64_t at = starts[stream->key]; at < starts[stream->key + 1]; at++) {
-            const int64_t id = id_at(bags, at);
-            if (!is_kept(stream, id))
-                continue;
-            const int64_t local = id - stream->start;
+            if (into == end)
+                return;
+            const int64_t id = id_at(bags, at), local = id - stream->start;
             const int32_t narrow = (int32_t)local;
             memcpy(into, wide ? (const void *)&local : (const void *)&narrow, wide ? 8 : 4);
-            into += wide ? 8 : 4;
+            into += is_kept(stream, id) ? size : 0;
         }
     }
-    return into;
 }
 
 static uint8_t *put_lengths(const Bags *bags, const int64_t *starts, const Stream *streams, int64_t num_streams,
@@ -253,7 +254,7 @@ static PyObject *part_of(PyObject *rank, const Bags *bags, const int64_t *starts
     into += head_size;
     if (length_bytes)
         into = put_lengths(bags, starts, streams, num_streams, length_bytes, put_head(into, 3, (uint64_t)lengths_size));
-    put_kept(bags, starts, streams, num_streams, wide, put_head(into, wide ? 6 : 5, (uint64_t)ids_size));
+    put_kept(bags, starts, streams, num_streams, wide, put_head(into, wide ? 6 : 5, (uint64_t)ids_size), counts.ids);
 release:
     PyBuffer_Release(&view);
     return result;
@@ -358,11 +359,24 @@ typedef struct {
     int64_t width, bits, to, adds;
 } Pair;
 
-/* What a pair's part of an answer is: see `pack` of recinfer/quant/_tables.c. */
-enum { EMPTY = 0, STORED = 1, SUMS = 2 };
-
-static int64_t kind_bytes(uint8_t kind, const Pair *pair, int64_t batch) {
-    return kind == EMPTY ? 0 : batch * (kind == STORED ? stored_bytes(pair->width, pair->bits) : 4 * pair->width);
+/* Bytes of a pair's part of an answer, of which `left` are there; more than that where it is none. */
+static int64_t kind_bytes(uint8_t kind, const Pair *pair, int64_t batch, const uint8_t *part, int64_t left) {
+    const int64_t size = stored_bytes(pair->width, pair->bits), head = bits_bytes(batch);
+    int64_t rows = 0;
+    switch (kind) {
+    case EMPTY:
+        return 0;
+    case STORED:
+        return batch * size;
+    case SUMS:
+        return 4 * batch * pair->width;
+    case SOME:
+        for (int64_t b = 0; head <= left && b < batch; b++)
+            rows += part[b / 8] >> b % 8 & 1;
+        return head + rows * size;
+    default:
+        return left + 1;
+    }
 }
 
 INLINE static void put_vector(const float *vector, int64_t width, int64_t adds, uint8_t *to) {
@@ -378,22 +392,35 @@ INLINE static void put_vector(const float *vector, int64_t width, int64_t adds, 
     }
 }
 
-INLINE static void put_stored(const uint8_t *rows, int64_t width, int64_t bits, int64_t adds, float *restrict vector,
-                              uint8_t *out, int64_t columns, int64_t batch) {
+/* `there`: a bit for each bag that has a row; NULL: all have. By eight bytes of them at a time, as which bags have one is for
+   no processor to guess. */
+INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t width, int64_t bits, int64_t adds,
+                            float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
     const int64_t size = stored_bytes(width, bits);
-    for (int64_t b = 0; b < batch; b++) {
-        for (int64_t i = 0; i < width; i++)
-            vector[i] = 0.0f;
-        add_row(rows + b * size, width, bits, vector);
-        put_vector(vector, width, adds, out + 4 * b * columns);
+    for (int64_t first = 0; first < batch; first += 64) {
+        const int64_t count = batch - first < 64 ? batch - first : 64;
+        const uint64_t all = count < 64 ? ((uint64_t)1 << count) - 1 : UINT64_MAX;
+        uint64_t left = all;
+        if (there != NULL) {
+            left = 0;
+            for (int64_t i = 0; i < bits_bytes(count); i++)
+                left |= (uint64_t)there[first / 8 + i] << 8 * i;
+            left &= all;
+        }
+        for (; left; left &= left - 1, row += size) {
+            for (int64_t i = 0; i < width; i++)
+                vector[i] = 0.0f;
+            add_row(row, width, bits, vector);
+            put_vector(vector, width, adds, out + 4 * (first + __builtin_ctzll(left)) * columns);
+        }
     }
 }
 
-#define PUT(WIDTH, BITS) put_stored(from, WIDTH, BITS, pair->adds, vector, to, columns, batch)
+#define PUT(WIDTH, BITS) put_rows(there, row, WIDTH, BITS, pair->adds, vector, to, columns, batch)
 #define PUT_FIXED(WIDTH, BITS) \
     case WIDTH: { \
         float fixed[WIDTH]; \
-        put_stored(from, WIDTH, BITS, pair->adds, fixed, to, columns, batch); \
+        put_rows(there, row, WIDTH, BITS, pair->adds, fixed, to, columns, batch); \
         break; \
     }
 #define PUT_WIDTHS(BITS) \
@@ -408,23 +435,24 @@ INLINE static void put_stored(const uint8_t *rows, int64_t width, int64_t bits, 
     }
 
 /* Adds what `pack` wrote, whose size fits, to `out`; `vector`: of the widest pair. */
-WIDE static void put_packed(const uint8_t *packed, const Pair *pairs, int64_t num_pairs, float *restrict vector,
-                            uint8_t *out, int64_t columns, int64_t batch) {
-    const uint8_t *from = packed + num_pairs;
+WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pairs, int64_t num_pairs,
+                            float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
+    const uint8_t *from = packed + num_pairs, *end = packed + size;
     for (int64_t p = 0; p < num_pairs; p++) {
         const Pair *pair = pairs + p;
+        const uint8_t *there = packed[p] == SOME ? from : NULL, *row = there == NULL ? from : from + bits_bytes(batch);
         uint8_t *to = out + 4 * pair->to;
-        if (pair->to >= 0 && packed[p] == SUMS) {
+        from += kind_bytes(packed[p], pair, batch, from, end - from);
+        if (pair->to < 0 || packed[p] == EMPTY)
+            continue;
+        if (packed[p] == SUMS)
             PUT(pair->width, 32);
-        } else if (pair->to >= 0 && packed[p] == STORED) {
-            if (pair->bits == 8)
-                PUT_WIDTHS(8)
-            else if (pair->bits == 4)
-                PUT_WIDTHS(4)
-            else
-                PUT(pair->width, pair->bits);
-        }
-        from += kind_bytes(packed[p], pair, batch);
+        else if (pair->bits == 8)
+            PUT_WIDTHS(8)
+        else if (pair->bits == 4)
+            PUT_WIDTHS(4)
+        else
+            PUT(pair->width, pair->bits);
     }
 }
 
@@ -436,13 +464,14 @@ static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_
     int64_t left = packed->len - num_pairs, widest = 1;
     for (int64_t p = 0; p < num_pairs && left >= 0; p++) {
         const Pair *pair = pairs + p;
-        if (!are_bits(pair->bits) || pair->width < 1 || pair->width > 1 << 24 || pair->to < -1 ||
+        if (!are_bits(pair->bits) || pair->width < 1 || pair->width > 1 << 24 ||
+            batch > PY_SSIZE_T_MAX / 64 / pair->width || pair->to < -1 ||
             (pair->to >= 0 && pair->to > columns - pair->width)) {
             PyErr_SetString(PyExc_ValueError, "join: columns outside the answer");
             return 0;
         }
         widest = pair->width > widest ? pair->width : widest;
-        left = kinds[p] > SUMS ? -1 : left - kind_bytes(kinds[p], pair, batch);
+        left -= kind_bytes(kinds[p], pair, batch, kinds + (packed->len - left), left);
     }
     if (left) {
         PyErr_SetString(PyExc_ValueError, "join: a rank's answer is not of the rows that it has");
@@ -453,7 +482,7 @@ static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_
         PyErr_NoMemory();
         return 0;
     }
-    put_packed(kinds, pairs, num_pairs, vector, out, columns, batch);
+    put_packed(kinds, packed->len, pairs, num_pairs, vector, out, columns, batch);
     PyMem_Free(vector);
     return 1;
 }

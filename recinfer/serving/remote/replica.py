@@ -50,6 +50,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     # Each replica has a connection of its own, also where two names lead to one address.
     ("grpc.use_local_subchannel_pool", 1),
 )
+_BARE = ("grpc.minimal_stack", 1)
 
 
 class Replica:
@@ -90,8 +91,9 @@ class Replica:
             self._channel = grpc.aio.insecure_channel(target, options=options)
         else:
             self._channel = grpc.aio.secure_channel(target, credentials, options=options)
-        # What goes over the second connection needs no loop; it is made by the first call.
-        self.quick = CoreChannel(target, options, credentials) if knows_channels() else None
+        # What goes over the second connection needs no loop; it is made by the first call. Nor does it need what gRPC does
+        # for calls besides: retries, compression, limits of messages' sizes, statistics.
+        self.quick = CoreChannel(target, [*options, _BARE], credentials) if knows_channels() else None
         self.metadata, self._wanted, self._changed = metadata, wanted, changed
         self._prepare_seconds = prepare_seconds
         self.find = self._channel.unary_unary(FIND.decode())
