@@ -35,7 +35,8 @@ DIRECT_BYTES = 128 << 10
 """Longer requests are not looked at."""
 
 # What is more than this takes longer than a loop that others wait for should be held.
-_MOST_IDS, _MOST_FLOATS = 8192, 1 << 18
+_MOST_IDS, _MOST_FLOATS = 8192, 1 << 19
+_MOST_ANSWERED = 1 << 18  # floats of an answer that is written where small requests wait for it
 _MAX_HEADS = 64
 
 
@@ -114,7 +115,7 @@ class Direct:
         """The serialized answer to a LookupRequest and its samples; None when the ordinary way has to answer."""
         start = time.perf_counter()
         request = self.read(data)
-        if request is None:
+        if request is None or request.batch * request.order.columns > _MOST_ANSWERED:
             return None
         batch, head = request.batch, request.head()
         decoded = time.perf_counter()

@@ -236,7 +236,7 @@ def _nothing() -> None:
 def is_small(call: Call) -> bool:
     """Whether recinfer.serving.direct would answer it: by its bytes, most of which are ids (8 each) and floats."""
     small_in = call.bytes_in <= min(plain.DIRECT_BYTES, 8 * plain._MOST_IDS)
-    return small_in and call.bytes_out <= 4 * plain._MOST_FLOATS
+    return small_in and call.bytes_out <= 4 * plain._MOST_ANSWERED
 
 
 class Call:

@@ -47,7 +47,7 @@ __all__ = ["MAX_VERSIONS", "ShardModel", "ShardTables"]
 
 MAX_VERSIONS = 4
 """Versions that stay mapped: the one in use, the next, the one to go back to, and one a delta is made on."""
-_MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = 8192, 1 << 18  # beyond, FBGEMM's operator is faster than it takes to reach
+_MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = 8192, 1 << 19  # beyond, FBGEMM's operator is faster than it takes to reach
 _BEYOND = "ids: one is beyond the rows of this rank; ranker and shard must have the same plan"
 _log = logging.getLogger(__name__)
 
