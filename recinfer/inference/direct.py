@@ -25,6 +25,7 @@ except ImportError:  # no compiler was there when recinfer was installed
 
 __all__ = ["DirectOrder", "DirectPieces", "DirectTables"]
 
+_INT32_BYTES = 4  # of a length in a request
 _MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
 
 
@@ -159,6 +160,12 @@ class DirectTables:
         keys: int,
         batch: int,
         into: bytes | NDArray[np.float32],
+        part: tuple[int, int] | None = None,
     ) -> Any:
-        """Float32 ``[batch, order.columns]``: see ``recinfer.quant._tables.pool``; None when an id is out of range."""
-        return self.pieces.pool(order.steps, data, lengths_at, ids_at, ids, wide, keys, batch, order.columns, into)
+        """Float32 ``[batch, order.columns]``: see ``recinfer.quant._tables.pool``; None when an id is out of range.
+
+        Args:
+            part: the first sample and the number of samples that are wanted; None: all.
+        """
+        places = order.steps, data, lengths_at, ids_at, ids, wide, keys, batch, order.columns, into
+        return self.pieces.pool(*places) if part is None else self.pieces.pool(*places, _INT32_BYTES, *part)

@@ -18,7 +18,7 @@
 #endif
 
 #define QPARAM_BYTES 4
-#define AHEAD 8 /* ids whose rows are asked for before they are needed */
+#define AHEAD 48 /* ids whose rows are asked for before they are needed */
 #define CHUNK 128 /* codes of less than a byte that are spread out at a time */
 #define LONG_WORK 65536 /* floats; what takes longer lets other Python threads run */
 
@@ -31,6 +31,11 @@ typedef struct {
 typedef struct {
     int64_t key, piece, column;
 } Step;
+
+/* The samples that are wanted of each key, and where their ids begin and end. */
+typedef struct {
+    int64_t first, samples, *starts, *ends;
+} Part;
 
 /* `width` and `bits` of a table, as constants where the caller has them: then a row's sum stays in registers. */
 INLINE static void add_row(const uint8_t *row, int64_t width, int64_t bits, float *restrict sum) {
@@ -75,10 +80,11 @@ INLINE static void add_row(const uint8_t *row, int64_t width, int64_t bits, floa
 
 /* All bags of one feature in one piece, whose ids are rows of it. */
 INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t width, int64_t bits, const Bags *bags,
-                             int64_t key, int64_t at, int64_t last, float *restrict sum, uint8_t *out, int64_t columns) {
-    const int64_t row_bytes = piece->row_bytes;
-    for (int64_t b = 0; b < bags->batch; b++) {
-        const int64_t count = length_at(bags, key * bags->batch + b), end = at + count;
+                             const Part *part, int64_t key, float *restrict sum, uint8_t *out, int64_t columns) {
+    const int64_t row_bytes = piece->row_bytes, last = part->ends[key];
+    int64_t at = part->starts[key];
+    for (int64_t b = 0; b < part->samples; b++) {
+        const int64_t count = length_at(bags, key * bags->batch + part->first + b), end = at + count;
         for (int64_t i = 0; i < width; i++)
             sum[i] = 0.0f;
         for (; at < end; at++) {
@@ -95,11 +101,11 @@ INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t w
     }
 }
 
-#define POOL(WIDTH, BITS) pool_step(table, piece, WIDTH, BITS, bags, key, at, last, sum, into, columns)
+#define POOL(WIDTH, BITS) pool_step(table, piece, WIDTH, BITS, bags, part, key, sum, into, columns)
 #define POOL_FIXED(WIDTH, BITS) \
     case WIDTH: { \
         float fixed[WIDTH]; \
-        pool_step(table, piece, WIDTH, BITS, bags, key, at, last, fixed, into, columns); \
+        pool_step(table, piece, WIDTH, BITS, bags, part, key, fixed, into, columns); \
         break; \
     }
 #define POOL_WIDTHS(BITS) \
@@ -113,14 +119,27 @@ INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t w
         POOL(piece->width, BITS); \
     }
 
-/* Whether every id is a row of its table. `out`: float32 [batch, columns], wherever it lies; `sum`: the widest piece. */
+/* Find a part's ids, behind find_starts. */
+static void narrow(const Bags *bags, Part *part) {
+    for (int64_t key = 0; key < bags->keys; key++) {
+        int64_t at = part->starts[key], b = key * bags->batch;
+        for (const int64_t end = b + part->first; b < end; b++)
+            at += length_at(bags, b);
+        part->starts[key] = at;
+        for (const int64_t end = b + part->samples; b < end; b++)
+            at += length_at(bags, b);
+        part->ends[key] = at;
+    }
+}
+
+/* Whether every id is a row of its table. `out`: float32 [samples, columns], wherever it lies; `sum`: the widest piece. */
 WIDE static int pool(const uint8_t *buffer, const Piece *pieces, const Step *steps, int64_t num_steps, const Bags *bags,
-                     const int64_t *starts, float *restrict sum, uint8_t *out, int64_t columns) {
+                     const Part *part, float *restrict sum, uint8_t *out, int64_t columns) {
     for (int64_t s = 0; s < num_steps; s++) {
         const Piece *piece = pieces + steps[s].piece;
         const uint8_t *table = buffer + piece->offset;
         uint8_t *into = out + 4 * steps[s].column;
-        const int64_t key = steps[s].key, at = starts[key], last = starts[key + 1];
+        const int64_t key = steps[s].key, at = part->starts[key], last = part->ends[key];
         for (int64_t i = at; i < last; i++) { /* before any row is read */
             int64_t id = id_at(bags, i);
             if (id < 0 || id >= piece->rows)
@@ -165,13 +184,16 @@ static int check_steps(const Step *steps, int64_t count, const Piece *pieces, in
 }
 
 PyDoc_STRVAR(pool_doc,
-             "pool(buffer, pieces, steps, data, lengths_at, values_at, ids, wide, keys, batch, columns, into, length_bytes=4)\n"
+             "pool(buffer, pieces, steps, data, lengths_at, values_at, ids, wide, keys, batch, columns, into, length_bytes=4,\n"
+             "     first=0, samples=-1)\n"
              "--\n\n"
              "Pooled rows of bags whose lengths (int32 [keys, batch]) and ids (int64 [ids], or int32 unless `wide`) lie\n"
              "in the bytes `data` from those places on. `length_bytes` 1: lengths are uint8; 0: each bag holds one id.\n\n"
              "pieces: int64 [P, 6], offset, rows, bytes of a row, width, bits and mean of tables in `buffer`.\n"
              "steps: int64 [S, 3], place among the keys, piece, first column of the answer's `columns`.\n"
-             "into: a writable float32 buffer of [batch, columns], or bytes that the answer begins with.\n\n"
+             "into: a writable float32 buffer of [samples, columns], or bytes that the answer begins with.\n"
+             "first, samples: which of the batch are wanted, all of them unless both are given. Of the others no id is looked\n"
+             "at, and other Python threads run meanwhile.\n\n"
              "Returns the answer as bytes, or True when it was written `into`; None when an id is no row of its table or\n"
              "the lengths are not those of so many ids. Columns that no step fills are left as they are, 0 in bytes.\n"
              "Raises ValueError for places outside `data` or `buffer`.");
@@ -179,11 +201,15 @@ PyDoc_STRVAR(pool_doc,
 static PyObject *pool_method(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *buffer_object, *pieces_object, *steps_object, *data_object, *into, *result = NULL, *answer = NULL;
-    Py_ssize_t lengths_at, values_at, ids, keys, batch, columns;
+    Py_ssize_t lengths_at, values_at, ids, keys, batch, columns, first = 0, samples = -1;
     int wide, length_bytes = 4;
-    if (!PyArg_ParseTuple(args, "OOOOnnnpnnnO|i", &buffer_object, &pieces_object, &steps_object, &data_object,
-                          &lengths_at, &values_at, &ids, &wide, &keys, &batch, &columns, &into, &length_bytes))
+    if (!PyArg_ParseTuple(args, "OOOOnnnpnnnO|inn", &buffer_object, &pieces_object, &steps_object, &data_object,
+                          &lengths_at, &values_at, &ids, &wide, &keys, &batch, &columns, &into, &length_bytes, &first,
+                          &samples))
         return NULL;
+    const int is_part = samples != -1;
+    if (!is_part)
+        samples = batch;
     Py_buffer buffer, pieces_view, steps_view, data, out = {0};
     if (PyObject_GetBuffer(buffer_object, &buffer, PyBUF_SIMPLE) < 0)
         return NULL;
@@ -201,7 +227,8 @@ static PyObject *pool_method(PyObject *module, PyObject *args) {
     const Py_ssize_t most = PY_SSIZE_T_MAX / 64;
     int64_t widest;
     if (keys < 0 || batch < 1 || columns < 0 || ids < 0 || ids > most || (keys && batch > most / keys) ||
-        (columns && batch > most / columns) || lengths_at < 0 || lengths_at > data.len ||
+        (columns && batch > most / columns) || first < 0 || first > batch || samples < 0 || samples > batch - first ||
+        lengths_at < 0 || lengths_at > data.len ||
         (length_bytes != 0 && length_bytes != 1 && length_bytes != 4) ||
         length_bytes * keys * batch > data.len - lengths_at || values_at < 0 || values_at > data.len ||
         (wide ? 8 : 4) * ids > data.len - values_at || !check_pieces(pieces, num_pieces, buffer.len) ||
@@ -209,7 +236,7 @@ static PyObject *pool_method(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "pool: places outside the bytes, the buffer or the answer");
         goto release_data;
     }
-    const Py_ssize_t floats = batch * columns;
+    const Py_ssize_t floats = samples * columns;
     uint8_t *target;
     if (PyBytes_Check(into)) {
         const Py_ssize_t head = PyBytes_Size(into);
@@ -224,28 +251,31 @@ static PyObject *pool_method(PyObject *module, PyObject *args) {
         if (PyObject_GetBuffer(into, &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0)
             goto release_data;
         if (out.len != 4 * floats) {
-            PyErr_SetString(PyExc_ValueError, "pool: the answer is not of [batch, columns] float32");
+            PyErr_SetString(PyExc_ValueError, "pool: the answer is not of [samples, columns] float32");
             goto release_out;
         }
         target = out.buf;
     }
-    int64_t *starts = PyMem_Malloc(((size_t)keys + 1) * sizeof *starts + (size_t)widest * sizeof(float));
+    int64_t *starts = PyMem_Malloc((2 * (size_t)keys + 1) * sizeof *starts + (size_t)widest * sizeof(float));
     if (starts == NULL) {
         PyErr_NoMemory();
         goto release_out;
     }
     const Bags bags = {(const uint8_t *)data.buf + lengths_at, (const uint8_t *)data.buf + values_at, keys, ids, batch,
                        wide, length_bytes};
-    float *sum = (float *)(starts + keys + 1);
+    Part part = {first, samples, starts, is_part ? starts + keys + 1 : starts + 1};
+    float *sum = (float *)(starts + 2 * keys + 1);
     int whole;
-    if (ids * widest > LONG_WORK) {
+    if (is_part || ids * widest > LONG_WORK) {
         Py_BEGIN_ALLOW_THREADS
-        whole = find_starts(&bags, starts) &&
-                pool(buffer.buf, pieces, steps, num_steps, &bags, starts, sum, target, columns);
+        whole = find_starts(&bags, starts);
+        if (whole && is_part)
+            narrow(&bags, &part);
+        whole = whole && pool(buffer.buf, pieces, steps, num_steps, &bags, &part, sum, target, columns);
         Py_END_ALLOW_THREADS
     } else {
         whole = find_starts(&bags, starts) &&
-                pool(buffer.buf, pieces, steps, num_steps, &bags, starts, sum, target, columns);
+                pool(buffer.buf, pieces, steps, num_steps, &bags, &part, sum, target, columns);
     }
     PyMem_Free(starts);
     result = !whole ? Py_None : answer != NULL ? answer : Py_True;

@@ -6,6 +6,8 @@ say; so the two ways may not differ in any answer, and tests hold them to that, 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from recinfer.serving import codec
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.registry import ModelRegistry, ServedModel
+from recinfer.serving.side_by_side import SideBySide
 from recinfer.serving.stats import RequestStats
 from recinfer.serving.wire import bytes_field
 
@@ -33,6 +36,10 @@ __all__ = ["DIRECT_BYTES", "Direct", "PlainRequest", "lookup_head", "run_dense"]
 
 DIRECT_BYTES = 128 << 10
 """Longer requests are not looked at."""
+
+# Of a part of a prediction: fewer samples are sooner run than handed to another thread.
+_LEAST_PART = 64
+_OTHER_SHARE = 0.8  # of a thread's part of a request, what the other threads than the caller's get
 
 # What is more than this takes longer than a loop that others wait for should be held.
 _MOST_IDS, _MOST_FLOATS = 8192, 1 << 18
@@ -60,10 +67,10 @@ class PlainRequest(NamedTuple):
     dense_at: int
     dense_bytes: int
 
-    def pool(self, into: bytes | NDArray[np.float32]) -> Any:
+    def pool(self, into: bytes | NDArray[np.float32], part: tuple[int, int] | None = None) -> Any:
         """See DirectTables.pool."""
         return self.tables.pool(
-            self.order, self.data, self.lengths_at, self.ids_at, self.ids, self.wide, self.keys, self.batch, into
+            self.order, self.data, self.lengths_at, self.ids_at, self.ids, self.wide, self.keys, self.batch, into, part
         )
 
     def head(self) -> bytes:
@@ -78,16 +85,20 @@ class PlainRequest(NamedTuple):
 
     def can_predict(self) -> bool:
         """Whether it has what a dense run on the CPU takes."""
-        return (
-            self.order.complete
-            and self.state.engine is not None
-            and self.state.device.type == "cpu"
-            and self.dense_bytes == 4 * self.state.num_dense * self.batch
-        )
+        state = self.state
+        return self.order.complete and state.runs_on_arrays and self.dense_bytes == 4 * state.num_dense * self.batch
 
-    def dense(self) -> NDArray[np.float32] | None:
-        """Its dense inputs, flat; None when one of them is not finite, or all of them are too large to tell."""
-        values = np.frombuffer(self.data, np.float32, self.dense_bytes // 4, self.dense_at)
+    def parts(self, threads: int) -> int:
+        """In how many parts it is best run on so many threads that have nothing else to do."""
+        return min(threads, self.batch // _LEAST_PART) or 1 if self.state.mergeable else 1
+
+    def dense(self, first: int = 0, last: int | None = None) -> NDArray[np.float32] | None:
+        """Dense inputs of its samples from ``first`` to before ``last``, flat; None when one of them is not finite, or all of
+        them are too large to tell.
+        """
+        columns = self.state.num_dense
+        samples = (self.batch if last is None else last) - first
+        values = np.frombuffer(self.data, np.float32, samples * columns, self.dense_at + 4 * first * columns)
         # One sum sees every NaN and infinity. What is merely large is looked at twice, by the ordinary way. np.dot would
         # say on stderr that the sum overflows; vdot takes as long and says nothing.
         return values if math.isfinite(np.vdot(values, values)) else None
@@ -141,6 +152,59 @@ class Direct:
             return None
         self.stats.batch.add(request.batch)
         return answers[0], request.batch
+
+    def predict_alone(
+        self, request: PlainRequest, beside: SideBySide, decode_s: float = 0.0
+    ) -> tuple[bytes | None, float]:
+        """The answer to a prediction that has the machine to itself, in parts side by side where that pays.
+
+        Args:
+            request: one that can predict.
+            decode_s: seconds that reading it took.
+
+        Returns:
+            the serialized answer, None when the ordinary way has to give it; and the seconds of processor that other
+            threads than the caller's spent on it.
+        """
+        answer, elsewhere = None, 0.0
+        if (parts := request.parts(beside.threads)) > 1:
+            answer, elsewhere = self._in_parts(request, beside, parts)
+        else:
+            answers: list[bytes | None] = [None]
+            self._run([(0, request)], answers)
+            answer = answers[0]
+        self.stats.stages.add("decode", decode_s)
+        if answer is not None:
+            self.stats.batch.add(request.batch)
+        return answer, elsewhere
+
+    def _in_parts(self, request: PlainRequest, beside: SideBySide, parts: int) -> tuple[bytes | None, float]:
+        state, columns = request.state, request.order.columns
+
+        def run(first: int, last: int) -> tuple[float, list[NDArray[Any]] | None]:
+            pooled = np.empty((last - first, columns), np.float32)
+            if not request.pool(pooled, (first, last - first)) or (values := request.dense(first, last)) is None:
+                return 0.0, None
+            arrays = [pooled]
+            if state.num_dense:
+                arrays.insert(0, values.reshape(last - first, state.num_dense))
+            return time.perf_counter(), run_dense(state, arrays, last - first, counted=False)
+
+        # The caller has begun when the others still wake up, and what they do last is waited for: so its part is larger.
+        each = int(request.batch * _OTHER_SHARE / parts)
+        ends = [request.batch - each * other for other in range(parts - 1, -1, -1)]
+        start = time.perf_counter()
+        given, elsewhere = beside.run([functools.partial(run, *span) for span in itertools.pairwise([0, *ends])])
+        outputs = [outputs for _, outputs in given if outputs is not None]
+        if len(outputs) < parts:
+            return None, elsewhere
+        end = time.perf_counter()
+        joined = [np.concatenate(pieces) for pieces in zip(*outputs, strict=True)]
+        answer = codec.encode_output_arrays(state.output_names, joined, request.model.version)
+        state.stages.add("lookup", given[0][0] - start)
+        state.stages.add("dense", end - given[0][0])
+        self.stats.stages.add("encode", time.perf_counter() - end)
+        return answer, elsewhere
 
     def samples(self, data: bytes) -> int | None:
         """Of a request that may be answered here; None: it will not be. Other reasons may stand against it yet."""
@@ -248,10 +312,16 @@ def _keys(block: bytes) -> tuple[str, ...]:
         return ()
 
 
-def run_dense(state: Predictor, arrays: Sequence[NDArray[Any]], batch: int) -> list[NDArray[Any]] | None:
-    """The dense program's outputs for ``batch`` samples; None when it fails: the ordinary way does so too, and is told."""
+def run_dense(
+    state: Predictor, arrays: Sequence[NDArray[Any]], batch: int, *, counted: bool = True
+) -> list[NDArray[Any]] | None:
+    """The dense program's outputs for ``batch`` samples; None when it fails: the ordinary way does so too, and is told.
+
+    Args:
+        counted: in the state's figures.
+    """
     try:
-        outputs = state.run_engine_arrays(arrays)
+        outputs = state.run_engine_arrays(arrays, counted=counted)
     except Exception:
         return None
     if any(not output.ndim or output.shape[0] != batch or output.dtype != np.float32 for output in outputs):

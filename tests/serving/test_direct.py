@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.registry import ModelRegistry
 from recinfer.serving.server import Server
 from recinfer.serving.service import InferenceService, Message
+from recinfer.serving.side_by_side import SideBySide
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, make_archive, make_request
 from tests.inference.test_delta import changed, save
@@ -139,6 +141,43 @@ def test_large_predictions_alone_and_together_through_a_server(service: Inferenc
                 client.predict(dense, KeyedJaggedTensor(list(kjt.keys()), values, lengths=kjt.lengths()))
         ask(0)
         assert server.batcher.state.running == 0
+
+
+def test_parts_of_a_prediction_side_by_side_are_the_whole_to_the_bit(service: InferenceService) -> None:
+    beside = SideBySide(3)
+    for batch in (64, 127, 128, 200, 501):
+        dense = torch.randn(batch, NUM_DENSE, generator=torch.Generator().manual_seed(batch))
+        data = codec.encode_predict_request(dense, make_request(RANKER_ROWS, batch, batch, longest=3))
+        request, whole = service.direct.read(data), service.direct.predict(data)
+        assert request is not None and whole is not None
+        assert request.parts(3) == min(3, batch // 64)
+        assert service.direct.predict_alone(request, beside)[0] == whole[0]
+        for at, number in ((-1, float("nan")), (0, float("inf"))):
+            wrong = dense.clone()
+            wrong.view(-1)[at] = number
+            data = codec.encode_predict_request(wrong, make_request(RANKER_ROWS, batch, batch, longest=3))
+            request = service.direct.read(data)
+            assert request is not None
+            assert service.direct.predict_alone(request, beside)[0] is None
+        ones = torch.ones(len(RANKER_ROWS) * batch, dtype=torch.int32)
+        for at in (0, -1):
+            values = torch.ones(len(ones), dtype=torch.int64)
+            values[at] = 5000
+            bad = KeyedJaggedTensor(list(RANKER_ROWS), values, lengths=ones)
+            request = service.direct.read(codec.encode_predict_request(dense, bad))
+            assert request is not None
+            assert service.direct.predict_alone(request, beside)[0] is None
+    beside.close()
+
+
+def test_samples_that_see_each_other_stay_together(service: InferenceService) -> None:
+    data = codec.encode_predict_request(torch.zeros(300, NUM_DENSE), make_request(RANKER_ROWS, 300))
+    request = service.direct.read(data)
+    assert request is not None
+    alone = copy.copy(request.state)
+    alone.mergeable = False
+    assert request.parts(4) == 4
+    assert request._replace(state=alone).parts(4) == 1
 
 
 def test_numbers_too_large_to_tell_are_left_to_the_ordinary_way_without_a_word(service: InferenceService) -> None:
