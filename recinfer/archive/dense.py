@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from recinfer import env
 from recinfer.archive.cut import Cut
 from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo
+from recinfer.archive.onnx_fold import fold_gathers
 from recinfer.archive.onnx_gather import gather_rows
 from recinfer.archive.program import load_program, program_bytes
 from recinfer.archive.reader import Archive
@@ -92,6 +93,7 @@ def _to_onnx(program: ExportedProgram, cut: Cut) -> tuple[bytes | None, str | No
             verbose=False,
         )
         model = exported.model_proto
+        fold_gathers(model)
         gather_rows(model)
         return model.SerializeToString(), None
     except ImportError as error:
