@@ -38,6 +38,8 @@ class DirectOrder:
         names, dims: of the outputs, in the module's order.
         columns: sum of ``dims``.
         complete: whether every feature of the model is there.
+        context_steps: as ``steps``, of the request's context.
+        context_columns: first and last of the columns that the context fills, neighbours as one.
         heads: room for what a caller puts before answers, by whatever it depends on.
     """
 
@@ -46,6 +48,8 @@ class DirectOrder:
     dims: tuple[int, ...]
     columns: int
     complete: bool
+    context_steps: NDArray[np.int64]
+    context_columns: tuple[tuple[int, int], ...]
     heads: dict[Any, bytes] = field(default_factory=dict)
 
 
@@ -111,43 +115,86 @@ class DirectTables:
         self._widths = self.pieces.widths
         self._features, self._names, self._dims = tuple(features), tuple(names), tuple(dims)
         self._known = frozenset(features)
-        self._orders: dict[bytes, DirectOrder] = {}
+        self._orders: dict[bytes | tuple[bytes, bytes], DirectOrder] = {}
 
     @staticmethod
     def available() -> bool:
         """Whether the compiled loop was built."""
         return _pool is not None
 
-    def order(self, block: bytes) -> DirectOrder | None:
+    def order(self, block: bytes | tuple[bytes, bytes]) -> DirectOrder | None:
         """The order that was :meth:`learn` ed for these bytes."""
         return self._orders.get(block)
 
-    def learn(self, block: bytes, keys: Sequence[str]) -> DirectOrder | None:
-        """Remember what ``block`` means: the keys of a request; None when they are not features of the model, each once."""
+    def learn(
+        self, block: bytes | tuple[bytes, bytes], keys: Sequence[str], context: Sequence[str] = ()
+    ) -> DirectOrder | None:
+        """Remember what ``block`` means: the keys of a request, and of its context; None when they are not features of the
+        model, each once.
+        """
         at = {key: place for place, key in enumerate(keys)}
-        if not at or len(at) != len(keys) or not self._known.issuperset(at):
+        beside = {key: place for place, key in enumerate(context)}
+        all_keys = at.keys() | beside.keys()
+        if not at or len(all_keys) != len(keys) + len(context) or not self._known.issuperset(all_keys):
             return None
-        steps, names, dims = [], [], []
+        names, dims = [], []
+        steps: list[tuple[int, int, int]] = []
+        beside_steps: list[tuple[int, int, int]] = []
+        columns: list[tuple[int, int]] = []
         column = piece = 0
         for feature, name, dim in zip(self._features, self._names, self._dims):
             first = column
             left = dim
             while left:  # a table that is cut by columns has several pieces
                 width = self._widths[piece]
-                if feature in at:
-                    steps.append((at[feature], piece, column))
+                if feature in all_keys:
+                    into, places = (steps, at) if feature in at else (beside_steps, beside)
+                    into.append((places[feature], piece, column))
                     column += width
                 left -= width
                 piece += 1
             if column > first:
                 names.append(name)
                 dims.append(dim)
+            if column > first and feature in beside:
+                joined = bool(columns) and columns[-1][1] == first
+                columns.append((columns.pop()[0] if joined else first, column))
         order = DirectOrder(
-            np.array(steps, np.int64).reshape(-1, 3), tuple(names), tuple(dims), column, len(at) == len(self._known)
+            np.array(steps, np.int64).reshape(-1, 3),
+            tuple(names),
+            tuple(dims),
+            column,
+            len(all_keys) == len(self._known),
+            np.array(beside_steps, np.int64).reshape(-1, 3),
+            tuple(columns),
         )
         if len(self._orders) < _MAX_ORDERS:
             self._orders[block] = order
         return order
+
+    def pool_context(
+        self,
+        order: DirectOrder,
+        data: bytes,
+        lengths_at: int,
+        ids_at: int,
+        ids: int,
+        wide: bool,
+        keys: int,
+        into: NDArray[np.float32],
+    ) -> bool:
+        """Fill the context's columns of ``into`` (float32 ``[samples, order.columns]``) with its one sample, looked up once.
+
+        Returns:
+            whether every id is in range.
+        """
+        row = np.empty((1, order.columns), np.float32)
+        places = data, lengths_at, ids_at, ids, wide, keys, 1, order.columns, row
+        if not self.pieces.pool(order.context_steps, *places):
+            return False
+        for first, last in order.context_columns:
+            into[:, first:last] = row[:, first:last]
+        return True
 
     def pool(
         self,

@@ -153,8 +153,9 @@ class Answering:
             return found
         if self._coming() or not self.batcher.may_go_away() or len(self._service.registry.names()) > 1:
             return None
+        self.batcher.check_deadline(until)
         start = time.perf_counter()
-        request = self._service.direct.read(data)
+        request = self._service.direct.read(data, large=True)
         if request is None or request.batch == 1 or not request.can_predict():
             return None
         decode_s = time.perf_counter() - start

@@ -1,6 +1,6 @@
 """Small, plain requests answered from their bytes, without a queue, a protobuf message or a tensor on the way.
 
-Everything else (weights, contexts, unpooled tables, errors) gets None here and goes the ordinary way, which knows what to
+Everything else (weights, unpooled tables, errors) gets None here and goes the ordinary way, which knows what to
 say; so the two ways may not differ in any answer, and tests hold them to that, to the byte.
 """
 
@@ -35,7 +35,7 @@ except ImportError:  # no compiler was there when recinfer was installed
 __all__ = ["DIRECT_BYTES", "Direct", "PlainRequest", "lookup_head", "run_dense"]
 
 DIRECT_BYTES = 128 << 10
-"""Longer requests are not looked at."""
+"""Longer requests are not looked at while others wait."""
 
 # Of a part of a prediction: fewer samples are sooner run than handed to another thread.
 _LEAST_PART = 64
@@ -43,6 +43,8 @@ _OTHER_SHARE = 0.8  # of a thread's part of a request, what the other threads th
 
 # What is more than this takes longer than a loop that others wait for should be held.
 _MOST_IDS, _MOST_FLOATS = 8192, 1 << 18
+# What a thread that nobody waits for but the caller may be given.
+_LARGE_BYTES, _LARGE_IDS, _LARGE_FLOATS = 1 << 20, 1 << 16, 1 << 21
 _MAX_HEADS = 64
 
 
@@ -66,9 +68,13 @@ class PlainRequest(NamedTuple):
     wide: bool
     dense_at: int
     dense_bytes: int
+    context: tuple[int, int, int, bool, int] | None = None
+    """Of the context: where lengths and ids are, how many ids, whether they are 64 bits wide, how many keys."""
 
     def pool(self, into: bytes | NDArray[np.float32], part: tuple[int, int] | None = None) -> Any:
-        """See DirectTables.pool."""
+        """See DirectTables.pool. A context needs an array."""
+        if self.context is not None and not self.tables.pool_context(self.order, self.data, *self.context, into):
+            return None
         return self.tables.pool(
             self.order, self.data, self.lengths_at, self.ids_at, self.ids, self.wide, self.keys, self.batch, into, part
         )
@@ -117,15 +123,22 @@ class Direct:
     def __init__(self, registry: ModelRegistry, limits: Limits, stats: RequestStats) -> None:
         self._registry, self._limits, self.stats = registry, limits, stats
         self.available = read_request is not None and DirectTables.available()
-        self._most_ids = min(limits.max_ids, _MOST_IDS)
-        self._most_floats = min(limits.max_response_bytes // 4, _MOST_FLOATS)
-        self._most_bytes = min(limits.max_message_bytes, DIRECT_BYTES)
+        self._most = (
+            min(limits.max_message_bytes, DIRECT_BYTES),
+            min(limits.max_ids, _MOST_IDS),
+            min(limits.max_response_bytes // 4, _MOST_FLOATS),
+        )
+        self._most_of_large = (
+            min(limits.max_message_bytes, _LARGE_BYTES),
+            min(limits.max_ids, _LARGE_IDS),
+            min(limits.max_response_bytes // 4, _LARGE_FLOATS),
+        )
 
     def lookup(self, data: bytes) -> tuple[bytes, int] | None:
         """The serialized answer to a LookupRequest and its samples; None when the ordinary way has to answer."""
         start = time.perf_counter()
         request = self.read(data)
-        if request is None:
+        if request is None or request.context is not None:  # which a LookupRequest knows nothing of
             return None
         batch, head = request.batch, request.head()
         decoded = time.perf_counter()
@@ -208,9 +221,9 @@ class Direct:
 
     def samples(self, data: bytes) -> int | None:
         """Of a request that may be answered here; None: it will not be. Other reasons may stand against it yet."""
-        if len(data) > self._most_bytes or not self.available or (found := read_request(data)) is None:
+        if len(data) > self._most_of_large[0] or not self.available or (found := read_request(data)) is None:
             return None
-        batch: int = found[5]
+        batch: int = found[4][3]
         return batch if 0 < batch <= self._limits.max_batch else None
 
     def predict_many(self, messages: Sequence[bytes], max_batch: int) -> list[bytes | None]:
@@ -224,7 +237,7 @@ class Direct:
         open_runs: dict[int, tuple[list[tuple[int, PlainRequest]], int]] = {}
         for at, data in enumerate(messages):
             start = time.perf_counter()
-            request = self.read(data)
+            request = self.read(data, large=True)
             if request is None or not request.can_predict():
                 continue
             self.stats.stages.add("decode", time.perf_counter() - start)
@@ -242,15 +255,18 @@ class Direct:
                     self.stats.batch.add(request.batch)
         return answers
 
-    def read(self, data: bytes, *, away: bool = False) -> PlainRequest | None:
-        """What ``data`` asks of tables in this process, or of those that are ``away``; None for what is not plain."""
-        if len(data) > self._most_bytes or not self.available:
+    def read(self, data: bytes, *, away: bool = False, large: bool = False) -> PlainRequest | None:
+        """What ``data`` asks of tables in this process, or of those that are ``away``; None for what is not plain.
+
+        Args:
+            large: it may take longer than others should be kept waiting.
+        """
+        most_bytes, most_ids, most_floats = self._most_of_large if large else self._most
+        if len(data) > most_bytes or not self.available or (found := read_request(data)) is None:
             return None
-        found = read_request(data)
-        if found is None:
-            return None
-        name, version, keys_at, keys_end, keys, batch, lengths_at, ids_at, ids, wide, dense_at, dense_bytes = found
-        if ids > self._most_ids or batch > self._limits.max_batch or keys > self._limits.max_keys:
+        name, version, dense_at, dense_bytes, features, beside = found
+        keys_at, keys_end, keys, batch, lengths_at, ids_at, ids, wide = features
+        if ids > most_ids or batch > self._limits.max_batch or keys > self._limits.max_keys:
             return None
         try:
             model = self._registry.get(name, version)
@@ -260,16 +276,33 @@ class Direct:
         tables = state.away if away else state.direct
         if tables is None:
             return None
-        block = data[keys_at:keys_end]
-        order = tables.order(block)
-        if order is None:
-            order = tables.learn(block, _keys(block))
-            if order is None:
+        block, context = data[keys_at:keys_end], None
+        if beside is None:
+            order = tables.order(block) or tables.learn(block, _keys(block))
+        else:
+            beside_at, beside_end, beside_keys, _, *places = beside
+            if away or ids + places[2] > most_ids or keys + beside_keys > self._limits.max_keys:
                 return None
-        if batch * order.columns > self._most_floats:
+            blocks = block, data[beside_at:beside_end]
+            order = tables.order(blocks) or tables.learn(blocks, *map(_keys, blocks))
+            context = *places, beside_keys
+        if order is None or batch * order.columns > most_floats:
             return None
         return PlainRequest(
-            data, model, state, tables, order, keys, batch, lengths_at, ids_at, ids, wide, dense_at, dense_bytes
+            data,
+            model,
+            state,
+            tables,
+            order,
+            keys,
+            batch,
+            lengths_at,
+            ids_at,
+            ids,
+            wide,
+            dense_at,
+            dense_bytes,
+            context,
         )
 
     def _run(self, run: Sequence[tuple[int, PlainRequest]], answers: list[bytes | None]) -> None:
