@@ -26,6 +26,7 @@ except ImportError:  # no compiler was there when recinfer was installed
 __all__ = ["DirectOrder", "DirectPieces", "DirectTables"]
 
 _INT32_BYTES = 4  # of a length in a request
+_ALL = 0, -1
 _MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
 
 
@@ -39,7 +40,6 @@ class DirectOrder:
         columns: sum of ``dims``.
         complete: whether every feature of the model is there.
         context_steps: as ``steps``, of the request's context.
-        context_columns: first and last of the columns that the context fills, neighbours as one.
         heads: room for what a caller puts before answers, by whatever it depends on.
     """
 
@@ -49,7 +49,6 @@ class DirectOrder:
     columns: int
     complete: bool
     context_steps: NDArray[np.int64]
-    context_columns: tuple[tuple[int, int], ...]
     heads: dict[Any, bytes] = field(default_factory=dict)
 
 
@@ -140,7 +139,6 @@ class DirectTables:
         names, dims = [], []
         steps: list[tuple[int, int, int]] = []
         beside_steps: list[tuple[int, int, int]] = []
-        columns: list[tuple[int, int]] = []
         column = piece = 0
         for feature, name, dim in zip(self._features, self._names, self._dims):
             first = column
@@ -156,9 +154,6 @@ class DirectTables:
             if column > first:
                 names.append(name)
                 dims.append(dim)
-            if column > first and feature in beside:
-                joined = bool(columns) and columns[-1][1] == first
-                columns.append((columns.pop()[0] if joined else first, column))
         order = DirectOrder(
             np.array(steps, np.int64).reshape(-1, 3),
             tuple(names),
@@ -166,35 +161,10 @@ class DirectTables:
             column,
             len(all_keys) == len(self._known),
             np.array(beside_steps, np.int64).reshape(-1, 3),
-            tuple(columns),
         )
         if len(self._orders) < _MAX_ORDERS:
             self._orders[block] = order
         return order
-
-    def pool_context(
-        self,
-        order: DirectOrder,
-        data: bytes,
-        lengths_at: int,
-        ids_at: int,
-        ids: int,
-        wide: bool,
-        keys: int,
-        into: NDArray[np.float32],
-    ) -> bool:
-        """Fill the context's columns of ``into`` (float32 ``[samples, order.columns]``) with its one sample, looked up once.
-
-        Returns:
-            whether every id is in range.
-        """
-        row = np.empty((1, order.columns), np.float32)
-        places = data, lengths_at, ids_at, ids, wide, keys, 1, order.columns, row
-        if not self.pieces.pool(order.context_steps, *places):
-            return False
-        for first, last in order.context_columns:
-            into[:, first:last] = row[:, first:last]
-        return True
 
     def pool(
         self,
@@ -208,11 +178,17 @@ class DirectTables:
         batch: int,
         into: bytes | NDArray[np.float32],
         part: tuple[int, int] | None = None,
+        context: tuple[int, int, int, bool, int] | None = None,
     ) -> Any:
         """Float32 ``[batch, order.columns]``: see ``recinfer.quant._tables.pool``; None when an id is out of range.
 
         Args:
             part: the first sample and the number of samples that are wanted; None: all.
+            context: of what goes with every sample: where lengths and ids are, how many ids, whether they are 64 bits wide,
+                how many keys.
         """
         places = order.steps, data, lengths_at, ids_at, ids, wide, keys, batch, order.columns, into
-        return self.pieces.pool(*places) if part is None else self.pieces.pool(*places, _INT32_BYTES, *part)
+        if part is None and context is None:
+            return self.pieces.pool(*places)
+        beside = None if context is None else (order.context_steps, *context)
+        return self.pieces.pool(*places, _INT32_BYTES, *(part or _ALL), beside)

@@ -183,9 +183,54 @@ static int check_steps(const Step *steps, int64_t count, const Piece *pieces, in
     return 1;
 }
 
+/* The context of a request: bags of one sample, whose sums go with every sample. */
+typedef struct {
+    Py_buffer steps;
+    Bags bags;
+} Context;
+
+/* Take a context's places, as `pool` has them; raises. `steps` is to be released where it has an obj. */
+static int read_context(PyObject *given, const Py_buffer *data, const Piece *pieces, int64_t num_pieces, Py_ssize_t columns,
+                        Context *context, int64_t *widest) {
+    PyObject *steps;
+    Py_ssize_t lengths_at, values_at, ids, keys;
+    int wide;
+    int64_t mine;
+    if (!PyArg_ParseTuple(given, "Onnnpn", &steps, &lengths_at, &values_at, &ids, &wide, &keys) ||
+        PyObject_GetBuffer(steps, &context->steps, PyBUF_SIMPLE) < 0)
+        return 0;
+    const int64_t num_steps = context->steps.len / (Py_ssize_t)sizeof(Step);
+    if (keys < 0 || keys > PY_SSIZE_T_MAX / 64 || ids < 0 || ids > PY_SSIZE_T_MAX / 64 || lengths_at < 0 ||
+        lengths_at > data->len || 4 * keys > data->len - lengths_at || values_at < 0 || values_at > data->len ||
+        (wide ? 8 : 4) * ids > data->len - values_at ||
+        !check_steps(context->steps.buf, num_steps, pieces, num_pieces, keys, columns, &mine)) {
+        PyErr_SetString(PyExc_ValueError, "pool: places of the context outside the bytes or the answer");
+        return 0;
+    }
+    *widest = mine > *widest ? mine : *widest;
+    context->bags = (Bags){(const uint8_t *)data->buf + lengths_at, (const uint8_t *)data->buf + values_at, keys, ids, 1,
+                           wide, 4};
+    return 1;
+}
+
+/* Fill a context's columns of all samples; whether every id is a row of its table. `starts`: [keys + 1]. */
+static int pool_context(const uint8_t *buffer, const Piece *pieces, const Context *context, int64_t *starts, float *sum,
+                        uint8_t *out, int64_t samples, int64_t columns) {
+    const Step *steps = context->steps.buf;
+    const int64_t num_steps = context->steps.len / (Py_ssize_t)sizeof *steps;
+    const Part part = {0, 1, starts, starts + 1};
+    if (!find_starts(&context->bags, starts) ||
+        (samples && !pool(buffer, pieces, steps, num_steps, &context->bags, &part, sum, out, columns)))
+        return 0;
+    for (int64_t b = 1; b < samples; b++)
+        for (int64_t s = 0; s < num_steps; s++)
+            memcpy(out + 4 * (b * columns + steps[s].column), out + 4 * steps[s].column, 4 * pieces[steps[s].piece].width);
+    return 1;
+}
+
 PyDoc_STRVAR(pool_doc,
              "pool(buffer, pieces, steps, data, lengths_at, values_at, ids, wide, keys, batch, columns, into, length_bytes=4,\n"
-             "     first=0, samples=-1)\n"
+             "     first=0, samples=-1, context=None)\n"
              "--\n\n"
              "Pooled rows of bags whose lengths (int32 [keys, batch]) and ids (int64 [ids], or int32 unless `wide`) lie\n"
              "in the bytes `data` from those places on. `length_bytes` 1: lengths are uint8; 0: each bag holds one id.\n\n"
@@ -193,24 +238,27 @@ PyDoc_STRVAR(pool_doc,
              "steps: int64 [S, 3], place among the keys, piece, first column of the answer's `columns`.\n"
              "into: a writable float32 buffer of [samples, columns], or bytes that the answer begins with.\n"
              "first, samples: which of the batch are wanted, all of them unless both are given. Of the others no id is looked\n"
-             "at, and other Python threads run meanwhile.\n\n"
+             "at, and other Python threads run meanwhile.\n"
+             "context: of features that go with every sample: (steps, lengths_at, values_at, ids, wide, keys), of one bag each.\n\n"
              "Returns the answer as bytes, or True when it was written `into`; None when an id is no row of its table or\n"
              "the lengths are not those of so many ids. Columns that no step fills are left as they are, 0 in bytes.\n"
              "Raises ValueError for places outside `data` or `buffer`.");
 
 static PyObject *pool_method(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *buffer_object, *pieces_object, *steps_object, *data_object, *into, *result = NULL, *answer = NULL;
+    PyObject *buffer_object, *pieces_object, *steps_object, *data_object, *into, *beside = Py_None, *result = NULL,
+                                                                                          *answer = NULL;
     Py_ssize_t lengths_at, values_at, ids, keys, batch, columns, first = 0, samples = -1;
     int wide, length_bytes = 4;
-    if (!PyArg_ParseTuple(args, "OOOOnnnpnnnO|inn", &buffer_object, &pieces_object, &steps_object, &data_object,
+    if (!PyArg_ParseTuple(args, "OOOOnnnpnnnO|innO", &buffer_object, &pieces_object, &steps_object, &data_object,
                           &lengths_at, &values_at, &ids, &wide, &keys, &batch, &columns, &into, &length_bytes, &first,
-                          &samples))
+                          &samples, &beside))
         return NULL;
     const int is_part = samples != -1;
     if (!is_part)
         samples = batch;
     Py_buffer buffer, pieces_view, steps_view, data, out = {0};
+    Context context = {0};
     if (PyObject_GetBuffer(buffer_object, &buffer, PyBUF_SIMPLE) < 0)
         return NULL;
     if (PyObject_GetBuffer(pieces_object, &pieces_view, PyBUF_SIMPLE) < 0)
@@ -236,6 +284,8 @@ static PyObject *pool_method(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "pool: places outside the bytes, the buffer or the answer");
         goto release_data;
     }
+    if (beside != Py_None && !read_context(beside, &data, pieces, num_pieces, columns, &context, &widest))
+        goto release_data;
     const Py_ssize_t floats = samples * columns;
     uint8_t *target;
     if (PyBytes_Check(into)) {
@@ -256,7 +306,8 @@ static PyObject *pool_method(PyObject *module, PyObject *args) {
         }
         target = out.buf;
     }
-    int64_t *starts = PyMem_Malloc((2 * (size_t)keys + 1) * sizeof *starts + (size_t)widest * sizeof(float));
+    const Py_ssize_t spans = 2 * keys + 1 + context.bags.keys + 1;
+    int64_t *starts = PyMem_Malloc((size_t)spans * sizeof *starts + (size_t)widest * sizeof(float));
     if (starts == NULL) {
         PyErr_NoMemory();
         goto release_out;
@@ -264,18 +315,23 @@ static PyObject *pool_method(PyObject *module, PyObject *args) {
     const Bags bags = {(const uint8_t *)data.buf + lengths_at, (const uint8_t *)data.buf + values_at, keys, ids, batch,
                        wide, length_bytes};
     Part part = {first, samples, starts, is_part ? starts + keys + 1 : starts + 1};
-    float *sum = (float *)(starts + 2 * keys + 1);
+    int64_t *beside_starts = starts + 2 * keys + 1;
+    float *sum = (float *)(starts + spans);
     int whole;
     if (is_part || ids * widest > LONG_WORK) {
         Py_BEGIN_ALLOW_THREADS
         whole = find_starts(&bags, starts);
         if (whole && is_part)
             narrow(&bags, &part);
-        whole = whole && pool(buffer.buf, pieces, steps, num_steps, &bags, &part, sum, target, columns);
+        whole = whole && pool(buffer.buf, pieces, steps, num_steps, &bags, &part, sum, target, columns) &&
+                (beside == Py_None ||
+                 pool_context(buffer.buf, pieces, &context, beside_starts, sum, target, samples, columns));
         Py_END_ALLOW_THREADS
     } else {
         whole = find_starts(&bags, starts) &&
-                pool(buffer.buf, pieces, steps, num_steps, &bags, &part, sum, target, columns);
+                pool(buffer.buf, pieces, steps, num_steps, &bags, &part, sum, target, columns) &&
+                (beside == Py_None ||
+                 pool_context(buffer.buf, pieces, &context, beside_starts, sum, target, samples, columns));
     }
     PyMem_Free(starts);
     result = !whole ? Py_None : answer != NULL ? answer : Py_True;
@@ -284,6 +340,8 @@ release_out:
     if (out.obj != NULL)
         PyBuffer_Release(&out);
 release_data:
+    if (context.steps.obj != NULL)
+        PyBuffer_Release(&context.steps);
     PyBuffer_Release(&data);
 release_steps:
     PyBuffer_Release(&steps_view);

@@ -72,11 +72,19 @@ class PlainRequest(NamedTuple):
     """Of the context: where lengths and ids are, how many ids, whether they are 64 bits wide, how many keys."""
 
     def pool(self, into: bytes | NDArray[np.float32], part: tuple[int, int] | None = None) -> Any:
-        """See DirectTables.pool. A context needs an array."""
-        if self.context is not None and not self.tables.pool_context(self.order, self.data, *self.context, into):
-            return None
+        """See DirectTables.pool."""
         return self.tables.pool(
-            self.order, self.data, self.lengths_at, self.ids_at, self.ids, self.wide, self.keys, self.batch, into, part
+            self.order,
+            self.data,
+            self.lengths_at,
+            self.ids_at,
+            self.ids,
+            self.wide,
+            self.keys,
+            self.batch,
+            into,
+            part,
+            self.context,
         )
 
     def head(self) -> bytes:
