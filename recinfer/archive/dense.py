@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from recinfer import env
 from recinfer.archive.cut import Cut
 from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo
+from recinfer.archive.onnx_fold import fold_gathers
 from recinfer.archive.onnx_gather import gather_rows
 from recinfer.archive.program import load_program, program_bytes
 from recinfer.archive.reader import Archive
@@ -92,6 +93,7 @@ def _to_onnx(program: ExportedProgram, cut: Cut) -> tuple[bytes | None, str | No
             verbose=False,
         )
         model = exported.model_proto
+        fold_gathers(model)
         gather_rows(model)
         return model.SerializeToString(), None
     except ImportError as error:
@@ -168,15 +170,18 @@ class OnnxEngine:
                 rule="D3",
             )
         self._feeds = [(name, inputs.index(name)) for name in have[0]]
-        self._run = self._session.run
+        self._outputs = list(outputs)
+        # Around the call itself onnxruntime's Python checks what is checked here already: some 10 us where nothing of it is
+        # in the caches.
+        self._run = getattr(getattr(self._session, "_sess", None), "run", self._session.run)
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         feeds = {name: tensors[index].numpy() for name, index in self._feeds}
-        return [torch.from_numpy(output) for output in self._run(None, feeds)]
+        return [torch.from_numpy(output) for output in self._run(self._outputs, feeds, None)]
 
     def arrays(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         """The same without a tensor on the way, which for one sample is a tenth of the whole."""
-        return self._run(None, {name: arrays[index] for name, index in self._feeds})  # type: ignore[no-any-return]
+        return self._run(self._outputs, {name: arrays[index] for name, index in self._feeds}, None)  # type: ignore[no-any-return]
 
 
 class TorchEngine:

@@ -26,6 +26,8 @@ except ImportError:  # no compiler was there when recinfer was installed
 
 __all__ = ["DirectOrder", "DirectPieces", "DirectTables"]
 
+_INT32_BYTES = 4  # of a length in a request
+_ALL = 0, -1
 _MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
 
 
@@ -38,6 +40,7 @@ class DirectOrder:
         names, dims: of the outputs, in the module's order.
         columns: sum of ``dims``.
         complete: whether every feature of the model is there.
+        context_steps: as ``steps``, of the request's context.
         heads: room for what a caller puts before answers, by whatever it depends on.
     """
 
@@ -46,6 +49,7 @@ class DirectOrder:
     dims: tuple[int, ...]
     columns: int
     complete: bool
+    context_steps: NDArray[np.int64]
     heads: dict[Any, bytes] = field(default_factory=dict)
 
 
@@ -116,31 +120,40 @@ class DirectTables:
         self._widths = self.pieces.widths
         self._features, self._names, self._dims = tuple(features), tuple(names), tuple(dims)
         self._known = frozenset(features)
-        self._orders: dict[bytes, DirectOrder] = {}
+        self._orders: dict[bytes | tuple[bytes, bytes], DirectOrder] = {}
 
     @staticmethod
     def available() -> bool:
         """Whether the compiled loop was built."""
         return _pool is not None
 
-    def order(self, block: bytes) -> DirectOrder | None:
+    def order(self, block: bytes | tuple[bytes, bytes]) -> DirectOrder | None:
         """The order that was :meth:`learn` ed for these bytes."""
         return self._orders.get(block)
 
-    def learn(self, block: bytes, keys: Sequence[str]) -> DirectOrder | None:
-        """Remember what ``block`` means: the keys of a request; None when they are not features of the model, each once."""
+    def learn(
+        self, block: bytes | tuple[bytes, bytes], keys: Sequence[str], context: Sequence[str] = ()
+    ) -> DirectOrder | None:
+        """Remember what ``block`` means: the keys of a request, and of its context; None when they are not features of the
+        model, each once.
+        """
         at = {key: place for place, key in enumerate(keys)}
-        if not at or len(at) != len(keys) or not self._known.issuperset(at):
+        beside = {key: place for place, key in enumerate(context)}
+        all_keys = at.keys() | beside.keys()
+        if not at or len(all_keys) != len(keys) + len(context) or not self._known.issuperset(all_keys):
             return None
-        steps, names, dims = [], [], []
+        names, dims = [], []
+        steps: list[tuple[int, int, int]] = []
+        beside_steps: list[tuple[int, int, int]] = []
         column = piece = 0
         for feature, name, dim in zip(self._features, self._names, self._dims):
             first = column
             left = dim
             while left:  # a table that is cut by columns has several pieces
                 width = self._widths[piece]
-                if feature in at:
-                    steps.append((at[feature], piece, column))
+                if feature in all_keys:
+                    into, places = (steps, at) if feature in at else (beside_steps, beside)
+                    into.append((places[feature], piece, column))
                     column += width
                 left -= width
                 piece += 1
@@ -148,7 +161,12 @@ class DirectTables:
                 names.append(name)
                 dims.append(dim)
         order = DirectOrder(
-            np.array(steps, np.int64).reshape(-1, 3), tuple(names), tuple(dims), column, len(at) == len(self._known)
+            np.array(steps, np.int64).reshape(-1, 3),
+            tuple(names),
+            tuple(dims),
+            column,
+            len(all_keys) == len(self._known),
+            np.array(beside_steps, np.int64).reshape(-1, 3),
         )
         if len(self._orders) < _MAX_ORDERS:
             self._orders[block] = order
@@ -165,6 +183,18 @@ class DirectTables:
         keys: int,
         batch: int,
         into: bytes | NDArray[np.float32],
+        part: tuple[int, int] | None = None,
+        context: tuple[int, int, int, bool, int] | None = None,
     ) -> Any:
-        """Float32 ``[batch, order.columns]``: see ``recinfer.quant._tables.pool``; None when an id is out of range."""
-        return self.pieces.pool(order.steps, data, lengths_at, ids_at, ids, wide, keys, batch, order.columns, into)
+        """Float32 ``[batch, order.columns]``: see ``recinfer.quant._tables.pool``; None when an id is out of range.
+
+        Args:
+            part: the first sample and the number of samples that are wanted; None: all.
+            context: of what goes with every sample: where lengths and ids are, how many ids, whether they are 64 bits wide,
+                how many keys.
+        """
+        places = order.steps, data, lengths_at, ids_at, ids, wide, keys, batch, order.columns, into
+        if part is None and context is None:
+            return self.pieces.pool(*places)
+        beside = None if context is None else (order.context_steps, *context)
+        return self.pieces.pool(*places, _INT32_BYTES, *(part or _ALL), beside)

@@ -53,6 +53,7 @@ class Predictor(States):
         stages: how long lookups and dense runs took.
         mergeable: whether requests may share one run; false where the golden requests together get other answers than
             each alone (a model whose samples see each other).
+        runs_on_arrays: whether :meth:`run_engine_arrays` may be called.
         parts, intake, output_names: the embedding modules, the checks of features, the dense program's outputs; for
             recinfer.inference.together.
     """
@@ -101,6 +102,7 @@ class Predictor(States):
         self._engine: DenseEngine | None = None
         if manifest.dense is not None:
             self._engine = open_dense(archive, manifest.dense, **self._dense_options)
+        self.runs_on_arrays = self._engine is not None and self.device.type == "cpu"
 
     @property
     def direct(self) -> DirectTables | None:
@@ -263,12 +265,13 @@ class Predictor(States):
         self.stages.add("dense", time.perf_counter() - start)
         return outputs
 
-    def run_engine_arrays(self, arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """:meth:`run_engine` of this very state, on the CPU, without tensors."""
+    def run_engine_arrays(self, arrays: Sequence[NDArray[Any]], *, counted: bool = True) -> list[NDArray[Any]]:
+        """:meth:`run_engine` of this very state, on the CPU, without tensors; its time ``counted`` among the stages."""
         assert self._engine is not None
         start = time.perf_counter()
         outputs = self._engine.arrays(arrays)
-        self.stages.add("dense", time.perf_counter() - start)
+        if counted:
+            self.stages.add("dense", time.perf_counter() - start)
         return outputs
 
     @at_one_state

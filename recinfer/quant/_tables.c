@@ -11,7 +11,7 @@
 #include "_half.h"
 #include "_row.h"
 
-#define AHEAD 8 /* ids whose rows are asked for before they are needed */
+#define AHEAD 48 /* ids whose rows are asked for before they are needed */
 #define LONG_WORK 65536 /* floats; what takes longer lets other Python threads run */
 
 /* A table, or columns of one, in the buffer. `bits` of a code; 16 and 32 are floats. */
@@ -24,12 +24,18 @@ typedef struct {
     int64_t key, piece, column;
 } Step;
 
+/* The samples that are wanted of each key, and where their ids begin and end. */
+typedef struct {
+    int64_t first, samples, *starts, *ends;
+} Part;
+
 /* All bags of one feature in one piece, whose ids are rows of it. */
 INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t width, int64_t bits, const Bags *bags,
-                             int64_t key, int64_t at, int64_t last, float *restrict sum, uint8_t *out, int64_t columns) {
-    const int64_t row_bytes = piece->row_bytes;
-    for (int64_t b = 0; b < bags->batch; b++) {
-        const int64_t count = length_at(bags, key * bags->batch + b), end = at + count;
+                             const Part *part, int64_t key, float *restrict sum, uint8_t *out, int64_t columns) {
+    const int64_t row_bytes = piece->row_bytes, last = part->ends[key];
+    int64_t at = part->starts[key];
+    for (int64_t b = 0; b < part->samples; b++) {
+        const int64_t count = length_at(bags, key * bags->batch + part->first + b), end = at + count;
         for (int64_t i = 0; i < width; i++)
             sum[i] = 0.0f;
         for (; at < end; at++) {
@@ -46,11 +52,11 @@ INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t w
     }
 }
 
-#define POOL(WIDTH, BITS) pool_step(table, piece, WIDTH, BITS, bags, key, at, last, sum, into, columns)
+#define POOL(WIDTH, BITS) pool_step(table, piece, WIDTH, BITS, bags, part, key, sum, into, columns)
 #define POOL_FIXED(WIDTH, BITS) \
     case WIDTH: { \
         float fixed[WIDTH]; \
-        pool_step(table, piece, WIDTH, BITS, bags, key, at, last, fixed, into, columns); \
+        pool_step(table, piece, WIDTH, BITS, bags, part, key, fixed, into, columns); \
         break; \
     }
 #define POOL_WIDTHS(BITS) \
@@ -76,14 +82,27 @@ INLINE static int are_rows(const uint8_t *table, const Piece *piece, const Bags 
     return 1;
 }
 
-/* Whether every id is a row of its table. `out`: float32 [batch, columns], wherever it lies; `sum`: the widest piece. */
+/* Find a part's ids, behind find_starts. */
+static void narrow(const Bags *bags, Part *part) {
+    for (int64_t key = 0; key < bags->keys; key++) {
+        int64_t at = part->starts[key], b = key * bags->batch;
+        for (const int64_t end = b + part->first; b < end; b++)
+            at += length_at(bags, b);
+        part->starts[key] = at;
+        for (const int64_t end = b + part->samples; b < end; b++)
+            at += length_at(bags, b);
+        part->ends[key] = at;
+    }
+}
+
+/* Whether every id is a row of its table. `out`: float32 [samples, columns], wherever it lies; `sum`: the widest piece. */
 WIDE static int pool(const uint8_t *buffer, const Piece *pieces, const Step *steps, int64_t num_steps, const Bags *bags,
-                     const int64_t *starts, float *restrict sum, uint8_t *out, int64_t columns) {
+                     const Part *part, float *restrict sum, uint8_t *out, int64_t columns) {
     for (int64_t s = 0; s < num_steps; s++) {
         const Piece *piece = pieces + steps[s].piece;
         const uint8_t *table = buffer + piece->offset;
         uint8_t *into = out + 4 * steps[s].column;
-        const int64_t key = steps[s].key, at = starts[key], last = starts[key + 1];
+        const int64_t key = steps[s].key, at = part->starts[key], last = part->ends[key];
         if (!are_rows(table, piece, bags, at, last))
             return 0;
         if (piece->bits == 8)
@@ -151,6 +170,7 @@ INLINE static void copy_rows(uint8_t kind, const uint8_t *table, const Piece *pi
 /* Whether every id is a row of its table. `out`: of each step, its kind; behind these, of each what its kind says. */
 WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *steps, int64_t num_steps, const Bags *bags,
                      const int64_t *starts, float *restrict sum, uint8_t *out) {
+    const Part part = {0, bags->batch, (int64_t *)starts, (int64_t *)starts + 1};
     const uint8_t *kinds = out;
     uint8_t *into = out + num_steps;
     for (int64_t s = 0; s < num_steps; s++) {
@@ -160,7 +180,7 @@ WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *ste
         if (!are_rows(table, piece, bags, at, last))
             return 0;
         if (kinds[s] == SUMS) {
-            pool_step(table, piece, piece->width, piece->bits, bags, key, at, last, sum, into, piece->width);
+            pool_step(table, piece, piece->width, piece->bits, bags, &part, key, sum, into, piece->width);
         } else if (kinds[s] != EMPTY) {
             switch (stored_bytes(piece->width, piece->bits)) { /* copies of a size that is known are moves */
             case 12:
@@ -209,14 +229,63 @@ static int check_steps(const Step *steps, int64_t count, const Piece *pieces, in
     return 1;
 }
 
+/* The context of a request: bags of one sample, whose sums go with every sample. */
+typedef struct {
+    Py_buffer steps;
+    Bags bags;
+} Context;
+
+/* Take a context's places, as `pool` has them; raises. `steps` is to be released where it has an obj. */
+static int read_context(PyObject *given, const Py_buffer *data, const Piece *pieces, int64_t num_pieces, Py_ssize_t columns,
+                        Context *context, int64_t *widest) {
+    PyObject *steps;
+    Py_ssize_t lengths_at, values_at, ids, keys;
+    int wide;
+    int64_t mine;
+    if (!PyArg_ParseTuple(given, "Onnnpn", &steps, &lengths_at, &values_at, &ids, &wide, &keys) ||
+        PyObject_GetBuffer(steps, &context->steps, PyBUF_SIMPLE) < 0)
+        return 0;
+    const int64_t num_steps = context->steps.len / (Py_ssize_t)sizeof(Step);
+    if (keys < 0 || keys > PY_SSIZE_T_MAX / 64 || ids < 0 || ids > PY_SSIZE_T_MAX / 64 || lengths_at < 0 ||
+        lengths_at > data->len || 4 * keys > data->len - lengths_at || values_at < 0 || values_at > data->len ||
+        (wide ? 8 : 4) * ids > data->len - values_at ||
+        !check_steps(context->steps.buf, num_steps, pieces, num_pieces, keys, columns, &mine)) {
+        PyErr_SetString(PyExc_ValueError, "pool: places of the context outside the bytes or the answer");
+        return 0;
+    }
+    *widest = mine > *widest ? mine : *widest;
+    context->bags = (Bags){(const uint8_t *)data->buf + lengths_at, (const uint8_t *)data->buf + values_at, keys, ids, 1,
+                           wide, 4};
+    return 1;
+}
+
+/* Fill a context's columns of all samples; whether every id is a row of its table. `starts`: [keys + 1]. */
+static int pool_context(const uint8_t *buffer, const Piece *pieces, const Context *context, int64_t *starts, float *sum,
+                        uint8_t *out, int64_t samples, int64_t columns) {
+    const Step *steps = context->steps.buf;
+    const int64_t num_steps = context->steps.len / (Py_ssize_t)sizeof *steps;
+    const Part part = {0, 1, starts, starts + 1};
+    if (!find_starts(&context->bags, starts) ||
+        (samples && !pool(buffer, pieces, steps, num_steps, &context->bags, &part, sum, out, columns)))
+        return 0;
+    for (int64_t b = 1; b < samples; b++)
+        for (int64_t s = 0; s < num_steps; s++)
+            memcpy(out + 4 * (b * columns + steps[s].column), out + 4 * steps[s].column, 4 * pieces[steps[s].piece].width);
+    return 1;
+}
+
 PyDoc_STRVAR(pool_doc,
-             "pool(buffer, pieces, steps, data, lengths_at, values_at, ids, wide, keys, batch, columns, into, length_bytes=4)\n"
+             "pool(buffer, pieces, steps, data, lengths_at, values_at, ids, wide, keys, batch, columns, into, length_bytes=4,\n"
+             "     first=0, samples=-1, context=None)\n"
              "--\n\n"
              "Pooled rows of bags whose lengths (int32 [keys, batch]) and ids (int64 [ids], or int32 unless `wide`) lie\n"
              "in the bytes `data` from those places on. `length_bytes` 1: lengths are uint8; 0: each bag holds one id.\n\n"
              "pieces: int64 [P, 6], offset, rows, bytes of a row, width, bits and mean of tables in `buffer`.\n"
              "steps: int64 [S, 3], place among the keys, piece, first column of the answer's `columns`.\n"
-             "into: a writable float32 buffer of [batch, columns], or bytes that the answer begins with.\n\n"
+             "into: a writable float32 buffer of [samples, columns], or bytes that the answer begins with.\n"
+             "first, samples: which of the batch are wanted, all of them unless both are given. Of the others no id is looked\n"
+             "at, and other Python threads run meanwhile.\n"
+             "context: of features that go with every sample: (steps, lengths_at, values_at, ids, wide, keys), of one bag each.\n\n"
              "Returns the answer as bytes, or True when it was written `into`; None when an id is no row of its table or\n"
              "the lengths are not those of so many ids. Columns that no step fills are left as they are, 0 in bytes.\n"
              "Raises ValueError for places outside `data` or `buffer`.");
@@ -227,15 +296,18 @@ typedef struct {
     PyObject *into;
     const Piece *pieces;
     const Step *steps;
-    int64_t num_steps, widest, *starts;
-    float *sum; /* of `widest`, behind `starts` */
+    int64_t num_steps, *starts, *beside_starts;
+    float *sum; /* of the widest piece, behind both */
     Py_ssize_t columns;
     Bags bags;
+    Part part;
+    Context context;
+    int is_part, has_context, is_long;
 } Call;
 
 static void close_call(Call *call) {
-    Py_buffer *views[] = {&call->buffer, &call->pieces_view, &call->steps_view, &call->data};
-    for (int i = 0; i < 4; i++)
+    Py_buffer *views[] = {&call->buffer, &call->pieces_view, &call->steps_view, &call->data, &call->context.steps};
+    for (int i = 0; i < 5; i++)
         if (views[i]->obj != NULL)
             PyBuffer_Release(views[i]);
     PyMem_Free(call->starts);
@@ -243,12 +315,13 @@ static void close_call(Call *call) {
 
 /* 0 with an error; `close_call` it in any case. */
 static int open_call(PyObject *args, Call *call) {
-    PyObject *buffer, *pieces, *steps, *data;
-    Py_ssize_t lengths_at, values_at, ids, keys, batch, columns;
+    PyObject *buffer, *pieces, *steps, *data, *beside = Py_None;
+    Py_ssize_t lengths_at, values_at, ids, keys, batch, columns, first = 0, samples = -1;
+    int64_t widest;
     int wide, length_bytes = 4;
     memset(call, 0, sizeof *call);
-    if (!PyArg_ParseTuple(args, "OOOOnnnpnnnO|i", &buffer, &pieces, &steps, &data, &lengths_at, &values_at, &ids, &wide,
-                          &keys, &batch, &columns, &call->into, &length_bytes) ||
+    if (!PyArg_ParseTuple(args, "OOOOnnnpnnnO|innO", &buffer, &pieces, &steps, &data, &lengths_at, &values_at, &ids, &wide,
+                          &keys, &batch, &columns, &call->into, &length_bytes, &first, &samples, &beside) ||
         PyObject_GetBuffer(buffer, &call->buffer, PyBUF_SIMPLE) < 0 ||
         PyObject_GetBuffer(pieces, &call->pieces_view, PyBUF_SIMPLE) < 0 ||
         PyObject_GetBuffer(steps, &call->steps_view, PyBUF_SIMPLE) < 0 ||
@@ -257,27 +330,50 @@ static int open_call(PyObject *args, Call *call) {
     call->pieces = call->pieces_view.buf;
     call->steps = call->steps_view.buf;
     call->columns = columns;
+    call->is_part = samples != -1;
+    call->has_context = beside != Py_None;
+    samples = call->is_part ? samples : batch;
     call->num_steps = call->steps_view.len / (Py_ssize_t)sizeof *call->steps;
     const int64_t num_pieces = call->pieces_view.len / (Py_ssize_t)sizeof *call->pieces;
     const Py_ssize_t most = PY_SSIZE_T_MAX / 64, size = call->data.len;
     if (keys < 0 || batch < 1 || columns < 0 || ids < 0 || ids > most || (keys && batch > most / keys) ||
-        (columns && batch > most / columns) || lengths_at < 0 || lengths_at > size ||
+        (columns && batch > most / columns) || first < 0 || first > batch || samples < 0 || samples > batch - first ||
+        lengths_at < 0 || lengths_at > size ||
         (length_bytes != 0 && length_bytes != 1 && length_bytes != 4) ||
         length_bytes * keys * batch > size - lengths_at || values_at < 0 || values_at > size ||
         (wide ? 8 : 4) * ids > size - values_at || !check_pieces(call->pieces, num_pieces, call->buffer.len) ||
-        !check_steps(call->steps, call->num_steps, call->pieces, num_pieces, keys, columns, &call->widest)) {
+        !check_steps(call->steps, call->num_steps, call->pieces, num_pieces, keys, columns, &widest)) {
         PyErr_SetString(PyExc_ValueError, "pool: places outside the bytes, the buffer or the answer");
         return 0;
     }
-    call->starts = PyMem_Malloc(((size_t)keys + 1) * sizeof *call->starts + (size_t)call->widest * sizeof(float));
+    if (call->has_context &&
+        !read_context(beside, &call->data, call->pieces, num_pieces, columns, &call->context, &widest))
+        return 0;
+    const Py_ssize_t spans = 2 * keys + 1 + call->context.bags.keys + 1;
+    call->starts = PyMem_Malloc((size_t)spans * sizeof *call->starts + (size_t)widest * sizeof(float));
     if (call->starts == NULL) {
         PyErr_NoMemory();
         return 0;
     }
-    call->sum = (float *)(call->starts + keys + 1);
+    call->beside_starts = call->starts + 2 * keys + 1;
+    call->sum = (float *)(call->starts + spans);
+    call->part = (Part){first, samples, call->starts, call->starts + (call->is_part ? keys + 1 : 1)};
+    call->is_long = call->is_part || ids * widest > LONG_WORK;
     const uint8_t *bytes = call->data.buf;
     call->bags = (Bags){bytes + lengths_at, bytes + values_at, keys, ids, batch, wide, length_bytes};
     return 1;
+}
+
+static int pool_call(Call *call, uint8_t *target) {
+    const uint8_t *buffer = call->buffer.buf;
+    if (!find_starts(&call->bags, call->starts))
+        return 0;
+    if (call->is_part)
+        narrow(&call->bags, &call->part);
+    return pool(buffer, call->pieces, call->steps, call->num_steps, &call->bags, &call->part, call->sum, target,
+                call->columns) &&
+           (!call->has_context || pool_context(buffer, call->pieces, &call->context, call->beside_starts, call->sum, target,
+                                               call->part.samples, call->columns));
 }
 
 static PyObject *pool_method(PyObject *module, PyObject *args) {
@@ -287,7 +383,7 @@ static PyObject *pool_method(PyObject *module, PyObject *args) {
     Call call;
     if (!open_call(args, &call))
         goto close;
-    const Py_ssize_t floats = call.bags.batch * call.columns;
+    const Py_ssize_t floats = call.part.samples * call.columns;
     uint8_t *target;
     if (PyBytes_Check(call.into)) {
         const Py_ssize_t head = PyBytes_Size(call.into);
@@ -302,20 +398,18 @@ static PyObject *pool_method(PyObject *module, PyObject *args) {
         if (PyObject_GetBuffer(call.into, &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0)
             goto close;
         if (out.len != 4 * floats) {
-            PyErr_SetString(PyExc_ValueError, "pool: the answer is not of [batch, columns] float32");
+            PyErr_SetString(PyExc_ValueError, "pool: the answer is not of [samples, columns] float32");
             goto close;
         }
         target = out.buf;
     }
     int whole;
-    if (call.bags.ids * call.widest > LONG_WORK) {
+    if (call.is_long) {
         Py_BEGIN_ALLOW_THREADS
-        whole = find_starts(&call.bags, call.starts) && pool(call.buffer.buf, call.pieces, call.steps, call.num_steps,
-                                                             &call.bags, call.starts, call.sum, target, call.columns);
+        whole = pool_call(&call, target);
         Py_END_ALLOW_THREADS
     } else {
-        whole = find_starts(&call.bags, call.starts) && pool(call.buffer.buf, call.pieces, call.steps, call.num_steps,
-                                                             &call.bags, call.starts, call.sum, target, call.columns);
+        whole = pool_call(&call, target);
     }
     result = !whole ? Py_None : answer != NULL ? answer : Py_True;
     Py_INCREF(result);
@@ -342,6 +436,10 @@ static PyObject *pack_method(PyObject *module, PyObject *args) {
     Call call;
     if (!open_call(args, &call))
         goto close;
+    if (call.is_part || call.has_context) {
+        PyErr_SetString(PyExc_ValueError, "pack: expected a whole batch, and no context");
+        goto close;
+    }
     if (!PyBytes_Check(call.into)) {
         PyErr_SetString(PyExc_TypeError, "pack: expected bytes that the answer begins with");
         goto close;
@@ -379,7 +477,7 @@ static PyObject *pack_method(PyObject *module, PyObject *args) {
     for (int64_t s = 0; s < call.num_steps; s++)
         out[s] = kind_of(&call.bags, call.starts, call.steps[s].key, call.pieces + call.steps[s].piece);
     int whole;
-    if (call.bags.ids * call.widest > LONG_WORK) {
+    if (call.is_long) {
         Py_BEGIN_ALLOW_THREADS
         whole = pack(call.buffer.buf, call.pieces, call.steps, call.num_steps, &call.bags, call.starts, call.sum, out);
         Py_END_ALLOW_THREADS

@@ -1,6 +1,6 @@
 /* Where the parts of a small LookupRequest or PredictRequest lie in its bytes, for those that need nothing special.
 
-   Whatever is unusual, malformed or optional (weights, a context, raw rows, fields in pieces) gives None: then the protobuf
+   Whatever is unusual, malformed or optional (weights, raw rows, fields in pieces, a context of several samples) gives None: then the protobuf
    runtime reads the message, and its errors are the caller's. So nothing is refused here. */
 
 #define Py_LIMITED_API 0x030B0000
@@ -69,10 +69,19 @@ static int read_features(Span message, Features *features) {
     return has_batch && features->num_keys && features->batch >= 1 && features->batch <= INT32_MAX;
 }
 
+/* Whether it holds as many lengths as it has bags, and ids of one width. */
+static int is_whole(const Features *features) {
+    const Span *ids = features->values_int32.size ? &features->values_int32 : &features->values;
+    if (features->values.size && features->values_int32.size)
+        return 0;
+    return ids->size % (features->values_int32.size ? 4 : 8) == 0 &&
+           (uint64_t)features->lengths.size == 4 * features->batch * (uint64_t)features->num_keys;
+}
+
 static int read_request(const uint8_t *data, Py_ssize_t size, Span *model, Span *version, Span *dense,
-                        Features *features) {
+                        Features *features, Features *context) {
     Reader reader = {data, data + size};
-    Span message = {NULL, 0};
+    Span message = {NULL, 0}, beside = {NULL, 0};
     while (reader.at < reader.end) {
         uint64_t tag;
         Span span, *target;
@@ -91,26 +100,37 @@ static int read_request(const uint8_t *data, Py_ssize_t size, Span *model, Span 
         case 4:
             target = dense;
             break;
+        case 5:
+            target = &beside;
+            break;
         default:
             return 0;
         }
         if (!once(target, span))
             return 0;
     }
-    if (message.at == NULL || !read_features(message, features))
+    if (message.at == NULL || !read_features(message, features) || !is_whole(features))
         return 0;
-    const Span *ids = features->values_int32.size ? &features->values_int32 : &features->values;
-    if (features->values.size && features->values_int32.size)
-        return 0;
-    return ids->size % (features->values_int32.size ? 4 : 8) == 0 &&
-           (uint64_t)features->lengths.size == 4 * features->batch * (uint64_t)features->num_keys;
+    return beside.at == NULL || (read_features(beside, context) && context->batch == 1 && is_whole(context));
+}
+
+/* (place of the keys, their end, how many, samples, place of the lengths, place of the ids, how many, whether 64 bits wide) */
+static PyObject *places_of(const Features *features, const uint8_t *bytes) {
+    const int wide = features->values_int32.size == 0;
+    const Span *ids = wide ? &features->values : &features->values_int32;
+    const Py_ssize_t keys_at = features->keys.at - bytes;
+    return Py_BuildValue("nnnnnnnO", keys_at, keys_at + features->keys.size, features->num_keys,
+                         (Py_ssize_t)features->batch, features->lengths.at - bytes,
+                         ids->at == NULL ? (Py_ssize_t)0 : (Py_ssize_t)(ids->at - bytes), ids->size / (wide ? 8 : 4),
+                         wide ? Py_True : Py_False);
 }
 
 PyDoc_STRVAR(read_doc,
              "read_request(data)\n--\n\n"
-             "(model, version, keys at, end of the keys, number of keys, samples, lengths at, ids at, number of ids, whether\n"
-             "ids are 64 bits wide, dense at, bytes of dense) of a serialized LookupRequest or PredictRequest; None for one\n"
-             "that is not of the plain kind. Places are offsets in `data`. What the ids are, nobody has looked at.");
+             "(model, version, dense at, bytes of dense, features, context) of a serialized LookupRequest or PredictRequest;\n"
+             "None for one that is not of the plain kind. features and context, which is None where there is none: (keys at,\n"
+             "end of the keys, number of keys, samples, lengths at, ids at, number of ids, whether ids are 64 bits wide).\n"
+             "Places are offsets in `data`. What the ids are, nobody has looked at. A LookupRequest knows no context.");
 
 static PyObject *read_method(PyObject *module, PyObject *data) {
     (void)module;
@@ -120,18 +140,23 @@ static PyObject *read_method(PyObject *module, PyObject *data) {
     }
     const uint8_t *bytes = (const uint8_t *)PyBytes_AsString(data);
     Span model = {NULL, 0}, version = {NULL, 0}, dense = {NULL, 0};
-    Features features = {0};
-    if (!read_request(bytes, PyBytes_Size(data), &model, &version, &dense, &features))
+    Features features = {0}, context = {0};
+    if (!read_request(bytes, PyBytes_Size(data), &model, &version, &dense, &features, &context))
         Py_RETURN_NONE;
-    const int wide = features.values_int32.size == 0;
-    const Span *ids = wide ? &features.values : &features.values_int32;
-#define AT(SPAN) ((SPAN).at == NULL ? (Py_ssize_t)0 : (Py_ssize_t)((SPAN).at - bytes))
+    PyObject *places = places_of(&features, bytes), *beside = Py_None;
+    if (context.num_keys)
+        beside = places_of(&context, bytes);
+    else
+        Py_INCREF(beside);
+    if (places == NULL || beside == NULL) {
+        Py_XDECREF(places);
+        Py_XDECREF(beside);
+        return NULL;
+    }
     PyObject *found = Py_BuildValue(
-        "s#s#nnnnnnnOnn", model.at == NULL ? "" : (const char *)model.at, model.size,
-        version.at == NULL ? "" : (const char *)version.at, version.size, AT(features.keys),
-        AT(features.keys) + features.keys.size, features.num_keys, (Py_ssize_t)features.batch, AT(features.lengths), AT(*ids),
-        ids->size / (wide ? 8 : 4), wide ? Py_True : Py_False, AT(dense), dense.size);
-#undef AT
+        "s#s#nnNN", model.at == NULL ? "" : (const char *)model.at, model.size,
+        version.at == NULL ? "" : (const char *)version.at, version.size,
+        dense.at == NULL ? (Py_ssize_t)0 : (Py_ssize_t)(dense.at - bytes), dense.size, places, beside);
     if (found == NULL && PyErr_ExceptionMatches(PyExc_UnicodeDecodeError)) {
         PyErr_Clear();
         Py_RETURN_NONE;

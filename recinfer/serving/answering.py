@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from recinfer.inference.lookups import run_later
 from recinfer.serving.batcher import BatchConfig, Batcher
 from recinfer.serving.core_call import LATER, Later
-from recinfer.serving.direct import DIRECT_BYTES
+from recinfer.serving.direct import DIRECT_BYTES, PlainRequest
 from recinfer.serving.handling import Told, deadline
 from recinfer.serving.service import Call, InferenceService, Message
+from recinfer.serving.side_by_side import SideBySide
 
 __all__ = ["Answering"]
 
@@ -51,6 +52,7 @@ class Answering:
         self.calls = tuple(self._decoders)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="recinfer-request")
         self._decode_pool = ThreadPoolExecutor(1, thread_name_prefix="recinfer-decode")
+        self._side_by_side = SideBySide(threads)
         self.batcher = Batcher(
             functools.partial(service.run, max_batch=batching.max_batch),
             self._pool,
@@ -64,6 +66,7 @@ class Answering:
         """No request will come any more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._decode_pool.shutdown(wait=False, cancel_futures=True)
+        self._side_by_side.close()
 
     # -- on the loop
 
@@ -142,28 +145,51 @@ class Answering:
         return found[0]
 
     def at_once(self, call: str, data: bytes, until: float, defer: Callable[[], Told]) -> bytes | Later | None:
-        """The same; a larger prediction that comes while nothing else is there is run on a thread of its own, to its end."""
+        """The same; a larger prediction that comes while nothing else is there is run to its end at once, in parts side by side:
+        here where that is short, else on a thread of its own.
+        """
         found = self.directly(call, data, until)
         if found is not None or call != "Predict" or len(data) <= _INLINE_BYTES:
             return found
-        if self._coming() or not self.batcher.may_go_away() or (large := self._large(call, data)) is None:
+        if self._coming() or not self.batcher.may_go_away() or len(self._service.registry.names()) > 1:
             return None
-        back, tell = self.batcher.goes_away(large.lane), defer()
+        self.batcher.check_deadline(until)
+        start = time.perf_counter()
+        request = self._service.direct.read(data, large=True)
+        if request is None or request.batch == 1 or not request.can_predict():
+            return None
+        decode_s = time.perf_counter() - start
+        lane = Message(call, data, request.batch).lane
+        is_short = self.batcher.is_known_short(lane, request.batch, request.parts(self._side_by_side.threads))
+        back = self.batcher.goes_away(lane)
+        if is_short:
+            return self._alone(request, decode_s, back)
+        tell = defer()
 
         def run() -> None:
-            begun = time.thread_time()
-            told: bytes | Exception | None = None
-            samples = 0
+            told: bytes | Exception | None
             try:
-                if (given := self._service.direct.predict(data)) is not None:
-                    told, samples = given
+                told = self._alone(request, decode_s, back)
             except Exception as error:
                 told = error
-            back(samples, time.thread_time() - begun)
             tell(told)
 
         self._pool.submit(run)
         return LATER
+
+    def _alone(self, request: PlainRequest, decode_s: float, back: Callable[[int, float], None]) -> bytes | None:
+        """The answer to a large prediction that came alone; None: its handler has to answer.
+
+        Args:
+            back: told when it is over; see Batcher.goes_away.
+        """
+        begun = time.thread_time()
+        answer, elsewhere = None, 0.0
+        try:
+            answer, elsewhere = self._service.direct.predict_alone(request, self._side_by_side, decode_s)
+        finally:
+            back(0 if answer is None else request.batch, time.thread_time() - begun + elsewhere)
+        return answer
 
     def away_at_once(self, call: str, data: bytes, until: float, defer: Callable[[], Told]) -> Later | None:
         """The answer to a small request whose rows are on other hosts, while requests come one by one; on gRPC's threads

@@ -292,6 +292,10 @@ class Batcher:
             return False
         return self._times.expected(lane, 1) <= _INLINE_S
 
+    def is_known_short(self, lane: Any, samples: int, parts: int) -> bool:
+        """Whether a run on as many threads as it has parts would not hold its caller's thread too long; not before one was seen."""
+        return 0 < self._times.expected(lane, samples) <= _INLINE_S * parts
+
     def went_straight(self, lane: Any, seconds: float, cost: float) -> None:
         """A request of one sample was run by its caller, on any thread, in ``seconds``, ``cost`` of them of its own."""
         self._goes_alone()

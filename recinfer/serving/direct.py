@@ -1,11 +1,13 @@
 """Small, plain requests answered from their bytes, without a queue, a protobuf message or a tensor on the way.
 
-Everything else (weights, contexts, unpooled tables, errors) gets None here and goes the ordinary way, which knows what to
+Everything else (weights, unpooled tables, errors) gets None here and goes the ordinary way, which knows what to
 say; so the two ways may not differ in any answer, and tests hold them to that, to the byte.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from recinfer.serving import codec
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.registry import ModelRegistry, ServedModel
+from recinfer.serving.side_by_side import SideBySide
 from recinfer.serving.stats import RequestStats
 from recinfer.serving.wire import bytes_field
 
@@ -32,11 +35,17 @@ except ImportError:  # no compiler was there when recinfer was installed
 __all__ = ["DIRECT_BYTES", "Direct", "PlainRequest", "lookup_head", "run_dense"]
 
 DIRECT_BYTES = 128 << 10
-"""Longer requests are not looked at."""
+"""Longer requests are not looked at while others wait."""
+
+# Of a part of a prediction: fewer samples are sooner run than handed to another thread.
+_LEAST_PART = 64
+_OTHER_SHARE = 0.8  # of a thread's part of a request, what the other threads than the caller's get
 
 # What is more than this takes longer than a loop that others wait for should be held.
 _MOST_IDS, _MOST_FLOATS = 8192, 1 << 19
 _MOST_ANSWERED = 1 << 18  # floats of an answer that is written where small requests wait for it
+# What a thread that nobody waits for but the caller may be given.
+_LARGE_BYTES, _LARGE_IDS, _LARGE_FLOATS = 1 << 20, 1 << 16, 1 << 21
 _MAX_HEADS = 64
 
 
@@ -60,11 +69,23 @@ class PlainRequest(NamedTuple):
     wide: bool
     dense_at: int
     dense_bytes: int
+    context: tuple[int, int, int, bool, int] | None = None
+    """Of the context: where lengths and ids are, how many ids, whether they are 64 bits wide, how many keys."""
 
-    def pool(self, into: bytes | NDArray[np.float32]) -> Any:
+    def pool(self, into: bytes | NDArray[np.float32], part: tuple[int, int] | None = None) -> Any:
         """See DirectTables.pool."""
         return self.tables.pool(
-            self.order, self.data, self.lengths_at, self.ids_at, self.ids, self.wide, self.keys, self.batch, into
+            self.order,
+            self.data,
+            self.lengths_at,
+            self.ids_at,
+            self.ids,
+            self.wide,
+            self.keys,
+            self.batch,
+            into,
+            part,
+            self.context,
         )
 
     def head(self) -> bytes:
@@ -79,16 +100,20 @@ class PlainRequest(NamedTuple):
 
     def can_predict(self) -> bool:
         """Whether it has what a dense run on the CPU takes."""
-        return (
-            self.order.complete
-            and self.state.engine is not None
-            and self.state.device.type == "cpu"
-            and self.dense_bytes == 4 * self.state.num_dense * self.batch
-        )
+        state = self.state
+        return self.order.complete and state.runs_on_arrays and self.dense_bytes == 4 * state.num_dense * self.batch
 
-    def dense(self) -> NDArray[np.float32] | None:
-        """Its dense inputs, flat; None when one of them is not finite, or all of them are too large to tell."""
-        values = np.frombuffer(self.data, np.float32, self.dense_bytes // 4, self.dense_at)
+    def parts(self, threads: int) -> int:
+        """In how many parts it is best run on so many threads that have nothing else to do."""
+        return min(threads, self.batch // _LEAST_PART) or 1 if self.state.mergeable else 1
+
+    def dense(self, first: int = 0, last: int | None = None) -> NDArray[np.float32] | None:
+        """Dense inputs of its samples from ``first`` to before ``last``, flat; None when one of them is not finite, or all of
+        them are too large to tell.
+        """
+        columns = self.state.num_dense
+        samples = (self.batch if last is None else last) - first
+        values = np.frombuffer(self.data, np.float32, samples * columns, self.dense_at + 4 * first * columns)
         # One sum sees every NaN and infinity. What is merely large is looked at twice, by the ordinary way. np.dot would
         # say on stderr that the sum overflows; vdot takes as long and says nothing.
         return values if math.isfinite(np.vdot(values, values)) else None
@@ -107,15 +132,24 @@ class Direct:
     def __init__(self, registry: ModelRegistry, limits: Limits, stats: RequestStats) -> None:
         self._registry, self._limits, self.stats = registry, limits, stats
         self.available = read_request is not None and DirectTables.available()
-        self._most_ids = min(limits.max_ids, _MOST_IDS)
-        self._most_floats = min(limits.max_response_bytes // 4, _MOST_FLOATS)
-        self._most_bytes = min(limits.max_message_bytes, DIRECT_BYTES)
+        self._most = (
+            min(limits.max_message_bytes, DIRECT_BYTES),
+            min(limits.max_ids, _MOST_IDS),
+            min(limits.max_response_bytes // 4, _MOST_FLOATS),
+        )
+        self._most_of_large = (
+            min(limits.max_message_bytes, _LARGE_BYTES),
+            min(limits.max_ids, _LARGE_IDS),
+            min(limits.max_response_bytes // 4, _LARGE_FLOATS),
+        )
 
     def lookup(self, data: bytes) -> tuple[bytes, int] | None:
         """The serialized answer to a LookupRequest and its samples; None when the ordinary way has to answer."""
         start = time.perf_counter()
         request = self.read(data)
-        if request is None or request.batch * request.order.columns > _MOST_ANSWERED:
+        if request is None or request.context is not None:  # which a LookupRequest knows nothing of
+            return None
+        if request.batch * request.order.columns > _MOST_ANSWERED:
             return None
         batch, head = request.batch, request.head()
         decoded = time.perf_counter()
@@ -143,11 +177,64 @@ class Direct:
         self.stats.batch.add(request.batch)
         return answers[0], request.batch
 
+    def predict_alone(
+        self, request: PlainRequest, beside: SideBySide, decode_s: float = 0.0
+    ) -> tuple[bytes | None, float]:
+        """The answer to a prediction that has the machine to itself, in parts side by side where that pays.
+
+        Args:
+            request: one that can predict.
+            decode_s: seconds that reading it took.
+
+        Returns:
+            the serialized answer, None when the ordinary way has to give it; and the seconds of processor that other
+            threads than the caller's spent on it.
+        """
+        answer, elsewhere = None, 0.0
+        if (parts := request.parts(beside.threads)) > 1:
+            answer, elsewhere = self._in_parts(request, beside, parts)
+        else:
+            answers: list[bytes | None] = [None]
+            self._run([(0, request)], answers)
+            answer = answers[0]
+        self.stats.stages.add("decode", decode_s)
+        if answer is not None:
+            self.stats.batch.add(request.batch)
+        return answer, elsewhere
+
+    def _in_parts(self, request: PlainRequest, beside: SideBySide, parts: int) -> tuple[bytes | None, float]:
+        state, columns = request.state, request.order.columns
+
+        def run(first: int, last: int) -> tuple[float, list[NDArray[Any]] | None]:
+            pooled = np.empty((last - first, columns), np.float32)
+            if not request.pool(pooled, (first, last - first)) or (values := request.dense(first, last)) is None:
+                return 0.0, None
+            arrays = [pooled]
+            if state.num_dense:
+                arrays.insert(0, values.reshape(last - first, state.num_dense))
+            return time.perf_counter(), run_dense(state, arrays, last - first, counted=False)
+
+        # The caller has begun when the others still wake up, and what they do last is waited for: so its part is larger.
+        each = int(request.batch * _OTHER_SHARE / parts)
+        ends = [request.batch - each * other for other in range(parts - 1, -1, -1)]
+        start = time.perf_counter()
+        given, elsewhere = beside.run([functools.partial(run, *span) for span in itertools.pairwise([0, *ends])])
+        outputs = [outputs for _, outputs in given if outputs is not None]
+        if len(outputs) < parts:
+            return None, elsewhere
+        end = time.perf_counter()
+        joined = [np.concatenate(pieces) for pieces in zip(*outputs, strict=True)]
+        answer = codec.encode_output_arrays(state.output_names, joined, request.model.version)
+        state.stages.add("lookup", given[0][0] - start)
+        state.stages.add("dense", end - given[0][0])
+        self.stats.stages.add("encode", time.perf_counter() - end)
+        return answer, elsewhere
+
     def samples(self, data: bytes) -> int | None:
         """Of a request that may be answered here; None: it will not be. Other reasons may stand against it yet."""
-        if len(data) > self._most_bytes or not self.available or (found := read_request(data)) is None:
+        if len(data) > self._most_of_large[0] or not self.available or (found := read_request(data)) is None:
             return None
-        batch: int = found[5]
+        batch: int = found[4][3]
         return batch if 0 < batch <= self._limits.max_batch else None
 
     def predict_many(self, messages: Sequence[bytes], max_batch: int) -> list[bytes | None]:
@@ -161,7 +248,7 @@ class Direct:
         open_runs: dict[int, tuple[list[tuple[int, PlainRequest]], int]] = {}
         for at, data in enumerate(messages):
             start = time.perf_counter()
-            request = self.read(data)
+            request = self.read(data, large=True)
             if request is None or not request.can_predict():
                 continue
             self.stats.stages.add("decode", time.perf_counter() - start)
@@ -179,15 +266,18 @@ class Direct:
                     self.stats.batch.add(request.batch)
         return answers
 
-    def read(self, data: bytes, *, away: bool = False) -> PlainRequest | None:
-        """What ``data`` asks of tables in this process, or of those that are ``away``; None for what is not plain."""
-        if len(data) > self._most_bytes or not self.available:
+    def read(self, data: bytes, *, away: bool = False, large: bool = False) -> PlainRequest | None:
+        """What ``data`` asks of tables in this process, or of those that are ``away``; None for what is not plain.
+
+        Args:
+            large: it may take longer than others should be kept waiting.
+        """
+        most_bytes, most_ids, most_floats = self._most_of_large if large else self._most
+        if len(data) > most_bytes or not self.available or (found := read_request(data)) is None:
             return None
-        found = read_request(data)
-        if found is None:
-            return None
-        name, version, keys_at, keys_end, keys, batch, lengths_at, ids_at, ids, wide, dense_at, dense_bytes = found
-        if ids > self._most_ids or batch > self._limits.max_batch or keys > self._limits.max_keys:
+        name, version, dense_at, dense_bytes, features, beside = found
+        keys_at, keys_end, keys, batch, lengths_at, ids_at, ids, wide = features
+        if ids > most_ids or batch > self._limits.max_batch or keys > self._limits.max_keys:
             return None
         try:
             model = self._registry.get(name, version)
@@ -197,16 +287,33 @@ class Direct:
         tables = state.away if away else state.direct
         if tables is None:
             return None
-        block = data[keys_at:keys_end]
-        order = tables.order(block)
-        if order is None:
-            order = tables.learn(block, _keys(block))
-            if order is None:
+        block, context = data[keys_at:keys_end], None
+        if beside is None:
+            order = tables.order(block) or tables.learn(block, _keys(block))
+        else:
+            beside_at, beside_end, beside_keys, _, *places = beside
+            if away or ids + places[2] > most_ids or keys + beside_keys > self._limits.max_keys:
                 return None
-        if batch * order.columns > self._most_floats:
+            blocks = block, data[beside_at:beside_end]
+            order = tables.order(blocks) or tables.learn(blocks, *map(_keys, blocks))
+            context = *places, beside_keys
+        if order is None or batch * order.columns > most_floats:
             return None
         return PlainRequest(
-            data, model, state, tables, order, keys, batch, lengths_at, ids_at, ids, wide, dense_at, dense_bytes
+            data,
+            model,
+            state,
+            tables,
+            order,
+            keys,
+            batch,
+            lengths_at,
+            ids_at,
+            ids,
+            wide,
+            dense_at,
+            dense_bytes,
+            context,
         )
 
     def _run(self, run: Sequence[tuple[int, PlainRequest]], answers: list[bytes | None]) -> None:
@@ -249,10 +356,16 @@ def _keys(block: bytes) -> tuple[str, ...]:
         return ()
 
 
-def run_dense(state: Predictor, arrays: Sequence[NDArray[Any]], batch: int) -> list[NDArray[Any]] | None:
-    """The dense program's outputs for ``batch`` samples; None when it fails: the ordinary way does so too, and is told."""
+def run_dense(
+    state: Predictor, arrays: Sequence[NDArray[Any]], batch: int, *, counted: bool = True
+) -> list[NDArray[Any]] | None:
+    """The dense program's outputs for ``batch`` samples; None when it fails: the ordinary way does so too, and is told.
+
+    Args:
+        counted: in the state's figures.
+    """
     try:
-        outputs = state.run_engine_arrays(arrays)
+        outputs = state.run_engine_arrays(arrays, counted=counted)
     except Exception:
         return None
     if any(not output.ndim or output.shape[0] != batch or output.dtype != np.float32 for output in outputs):

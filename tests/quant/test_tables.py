@@ -85,6 +85,68 @@ def test_sums_are_those_of_fbgemm(
     assert np.array_equal(into, expected)
 
 
+@pytest.mark.parametrize("types", [[DataType.INT8, DataType.INT4, DataType.FP16], [DataType.FP32]])
+@pytest.mark.parametrize("longest, wide", [(1, True), (9, False)])
+def test_a_part_of_the_samples_is_those_rows_of_the_whole(types: list[DataType], longest: int, wide: bool) -> None:
+    case = Case(types, [8, 20, 16], 11, longest, PoolingType.MEAN, wide)
+    whole = np.frombuffer(case.pool(), np.float32, offset=4).reshape(11, 44)
+    for first, samples in ((0, 11), (0, 4), (4, 7), (10, 1), (11, 0), (3, 0)):
+        into = np.full((samples, 44), np.nan, np.float32)
+        assert case.pool(into=into, length_bytes=4, first=first, samples=samples) is True
+        assert np.array_equal(into, whole[first : first + samples])
+        assert case.pool(length_bytes=4, first=first, samples=samples) == b"head" + into.tobytes()
+    for first, samples in ((-1, 2), (12, 0), (5, 7), (0, 12), (1, -1), (0, -2), (-(2**63), -1), (1, 2**63 - 1)):
+        with pytest.raises(ValueError, match="pool: "):
+            case.pool(length_bytes=4, first=first, samples=samples)
+
+
+def test_a_context_goes_with_every_sample() -> None:
+    case = Case([DataType.INT8, DataType.FP16], [8, 16, 20], 5, 4, PoolingType.MEAN, True)
+    whole = np.frombuffer(case.pool(), np.float32, offset=4).reshape(5, 44)
+    first, last = int(case.offsets[5]), int(case.offsets[6])  # the bag of key 1, sample 0
+    lengths_at = 3 + 4 * 5
+    steps = case.asked["steps"]
+    mine, others = steps[1:2].copy(), steps[[0, 2]]
+    mine[0, 0] = 0
+    context = [mine, lengths_at, case.asked["values_at"] + 8 * first, last - first, True, 1]
+    expected = whole.copy()
+    expected[:, 8:24] = whole[0, 8:24]
+    more: dict[str, Any] = {"steps": others, "length_bytes": 4, "first": 0, "samples": -1}
+    for asked in (more, more | {"samples": 5}, more | {"first": 2, "samples": 3}, more | {"samples": 0}):
+        rows = expected[asked["first"] :][: asked["samples"]] if asked["samples"] >= 0 else expected
+        assert case.pool(**asked, context=tuple(context)) == b"head" + rows.tobytes()
+    assert case.pool(**more, context=None) is not None
+    changed = [
+        (1, -1),
+        (1, len(case.data)),
+        (2, len(case.data) - 8 * (last - first) + 1),
+        (3, 2**62),
+        (3, -1),
+        (5, 2**61),
+    ]
+    for at, value in [*changed, (5, -1), (0, steps + np.array([0, 0, 37])), (0, steps + np.array([0, 2, 0]))]:
+        wrong = tuple(value if number == at else given for number, given in enumerate(context))
+        with pytest.raises(ValueError, match="pool: "):
+            case.pool(**more, context=wrong)
+    for wrong in ((), (1,), 5):
+        with pytest.raises((TypeError, SystemError)):
+            case.pool(**more, context=wrong)
+    too_many = (*context[:3], last - first + 1, True, 1)
+    assert case.pool(**more, context=too_many) is None
+
+
+def test_of_other_samples_no_id_is_looked_at() -> None:
+    case = Case([DataType.INT8], [8], 6, 1, PoolingType.SUM, True)
+    data = bytearray(case.data)
+    data[3:27] = np.ones(6, np.int32).tobytes()
+    data[27:] = np.array([0, 1, 2, 3, ROWS, 5]).tobytes()
+    changed = {"data": bytes(data), "ids": 6, "length_bytes": 4}
+    assert case.pool(**changed, first=0, samples=4) is not None
+    assert case.pool(**changed, first=5, samples=1) is not None
+    assert case.pool(**changed, first=3, samples=2) is None
+    assert case.pool(**changed | {"ids": 5}, first=0, samples=1) is None
+
+
 def test_ids_of_no_row_and_lengths_of_other_ids_get_no_answer() -> None:
     case = Case([DataType.INT8], [8, 16], 4, 3, PoolingType.SUM, True)
     for bad in (-1, ROWS, 2**40, -(2**63)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.registry import ModelRegistry
 from recinfer.serving.server import Server
 from recinfer.serving.service import InferenceService, Message
+from recinfer.serving.side_by_side import SideBySide
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, make_archive, make_request
 from tests.inference.test_delta import changed, save
@@ -141,6 +143,43 @@ def test_large_predictions_alone_and_together_through_a_server(service: Inferenc
         assert server.batcher.state.running == 0
 
 
+def test_parts_of_a_prediction_side_by_side_are_the_whole_to_the_bit(service: InferenceService) -> None:
+    beside = SideBySide(3)
+    for batch in (64, 127, 128, 200, 501):
+        dense = torch.randn(batch, NUM_DENSE, generator=torch.Generator().manual_seed(batch))
+        data = codec.encode_predict_request(dense, make_request(RANKER_ROWS, batch, batch, longest=3))
+        request, whole = service.direct.read(data), service.direct.predict(data)
+        assert request is not None and whole is not None
+        assert request.parts(3) == min(3, batch // 64)
+        assert service.direct.predict_alone(request, beside)[0] == whole[0]
+        for at, number in ((-1, float("nan")), (0, float("inf"))):
+            wrong = dense.clone()
+            wrong.view(-1)[at] = number
+            data = codec.encode_predict_request(wrong, make_request(RANKER_ROWS, batch, batch, longest=3))
+            request = service.direct.read(data)
+            assert request is not None
+            assert service.direct.predict_alone(request, beside)[0] is None
+        ones = torch.ones(len(RANKER_ROWS) * batch, dtype=torch.int32)
+        for at in (0, -1):
+            values = torch.ones(len(ones), dtype=torch.int64)
+            values[at] = 5000
+            bad = KeyedJaggedTensor(list(RANKER_ROWS), values, lengths=ones)
+            request = service.direct.read(codec.encode_predict_request(dense, bad))
+            assert request is not None
+            assert service.direct.predict_alone(request, beside)[0] is None
+    beside.close()
+
+
+def test_samples_that_see_each_other_stay_together(service: InferenceService) -> None:
+    data = codec.encode_predict_request(torch.zeros(300, NUM_DENSE), make_request(RANKER_ROWS, 300))
+    request = service.direct.read(data)
+    assert request is not None
+    alone = copy.copy(request.state)
+    alone.mergeable = False
+    assert request.parts(4) == 4
+    assert request._replace(state=alone).parts(4) == 1
+
+
 def test_numbers_too_large_to_tell_are_left_to_the_ordinary_way_without_a_word(service: InferenceService) -> None:
     """Their sum overflows, and a signalling NaN is invalid; numpy would say so once, on the server's stderr."""
     values = np.array([1e30, 3e38, -3e38, np.inf, np.nan, 0], np.float32)
@@ -195,11 +234,74 @@ def test_what_is_not_plain_is_left_to_the_ordinary_way(service: InferenceService
     rest = some_of(features, ["f_item", "f_hist", "f_cat"])
     for data in (
         codec.encode_predict_request(dense, rest),  # not complete
-        codec.encode_predict_request(dense, rest, context=context),
+        codec.encode_predict_request(dense, some_of(features, ["f_item", "f_hist"]), context=context),  # not complete
+        codec.encode_predict_request(dense, features, context=context),  # twice
+        codec.encode_predict_request(dense, rest, context=some_of(features, ["f_user"])),  # of two samples
         codec.encode_predict_request(dense[:, :2].contiguous(), features),
         pb.PredictRequest(raw=b"x").SerializeToString(),
     ):
         assert direct.predict(data) is None
+    # A LookupRequest has no context: what stands in its place is a field that nobody knows.
+    assert direct.lookup(plain + codec.encode_predict_request(dense, rest, context=context)[-20:]) is None
+    both = pb.PredictRequest(context=pb.JaggedFeatures(keys=["f_user"], batch_size=1, lengths=bytes(4)))
+    assert direct.lookup(plain + both.SerializeToString()) is None
+    assert service.lookup(plain + both.SerializeToString()) == service.lookup(plain)
+
+
+def test_a_context_is_looked_up_once_and_gives_the_ordinary_answer(service: InferenceService) -> None:
+    chosen, beside = random.Random(5), SideBySide(2)
+    for seed in range(40):
+        batch = chosen.choice([1, 2, 17, 130, 300])
+        names = chosen.sample(list(RANKER_ROWS), len(RANKER_ROWS))
+        user = names[: chosen.randint(1, len(names) - 1)]
+        context = some_of(make_request(RANKER_ROWS, 1, seed, longest=chosen.choice([1, 2, 9])), user)
+        features = some_of(make_request(RANKER_ROWS, batch, seed + 1), names[len(user) :])
+        if seed % 3 == 0:
+            context = KeyedJaggedTensor(context.keys(), context.values().int(), lengths=context.lengths())
+        dense = torch.randn(batch, NUM_DENSE, generator=torch.Generator().manual_seed(seed))
+        data = codec.encode_predict_request(dense, features, "ranker" if seed % 2 else "", context=context)
+        found, request = service.direct.predict(data), service.direct.read(data)
+        assert found is not None and request is not None
+        assert found == (service.predict(data), batch)
+        assert service.direct.predict_alone(request, beside)[0] == found[0]
+    beside.close()
+
+
+def test_contexts_beside_others_in_one_run_and_what_is_wrong_with_one(service: InferenceService) -> None:
+    rest, context = make_request(RANKER_ROWS, 3), make_request(RANKER_ROWS, 1, 7)
+    rest, context = some_of(rest, ["f_item", "f_hist", "f_cat"]), some_of(context, ["f_user"])
+    dense = torch.ones(3, NUM_DENSE)
+    good = codec.encode_predict_request(dense, rest, context=context)
+    plain = codec.encode_predict_request(dense, make_request(RANKER_ROWS, 3))
+    far = KeyedJaggedTensor(["f_user"], torch.tensor([10**6]), lengths=torch.ones(1, dtype=torch.int32))
+    weighted = KeyedJaggedTensor(
+        ["f_user"], torch.tensor([1]), lengths=torch.ones(1, dtype=torch.int32), weights=torch.ones(1)
+    )
+    wrong = [codec.encode_predict_request(dense, rest, context=each) for each in (far, weighted)]
+    given = service.direct.predict_many([good, plain, *wrong, good], max_batch=100)
+    assert given[2] is given[3] is None
+    for message, answer in zip((good, plain, good), (given[0], given[1], given[4]), strict=True):
+        assert answer is not None
+        same_floats(answer, service.predict(message))
+    said = service.run([Message("Predict", message) for message in (wrong[0], good)])
+    with pytest.raises(InputError) as ordinary:
+        service.predict(wrong[0])
+    assert str(said[0]) == str(ordinary.value)
+    assert isinstance(said[1], bytes)
+
+
+def test_mutated_messages_with_a_context(service: InferenceService) -> None:
+    chosen = random.Random(17)
+    rest = some_of(make_request(RANKER_ROWS, 2), ["f_item", "f_hist", "f_cat"])
+    context = some_of(make_request(RANKER_ROWS, 1, 7), ["f_user"])
+    answered = 0
+    start = codec.encode_predict_request(torch.ones(2, NUM_DENSE), rest, context=context)
+    for data in mutated(chosen, [start], 1500):
+        found = service.direct.predict(data)
+        if found is not None:
+            answered += 1
+            assert found[0] == service.predict(data)
+    assert answered > 20
 
 
 def test_limits_are_the_ordinary_ways(tmp_path: Path) -> None:

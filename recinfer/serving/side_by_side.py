@@ -1,0 +1,105 @@
+"""Parts of one request, run at once on its own thread and on others that wait for such."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+__all__ = ["SideBySide"]
+
+T = TypeVar("T")
+
+
+class SideBySide:
+    """Runs works at once, on the caller's thread and on threads of its own. Any number of callers at a time.
+
+    Whatever no other thread has begun when the caller gets to it, the caller runs: on a machine that is busy with other things
+    works take as long as one behind another, and no longer.
+
+    Args:
+        threads: that a caller's works run on, its own among them. The others are started when they are first needed.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._offered: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._started = self._closed = False
+
+    def run(self, works: Sequence[Callable[[], T]]) -> tuple[list[T], float]:
+        """What the works gave, and the seconds of processor that other threads spent on them.
+
+        Raises:
+            Exception: what the first of the works to fail raised, when all of them are over.
+        """
+        if not self._started:
+            self._start()
+        jobs = [_Work(work) for work in works]
+        for job in jobs[1:]:
+            self._offered.put(job)
+        for job in jobs:
+            job.run_if_free()
+        elsewhere = 0.0
+        for job in jobs:
+            elsewhere += job.wait()
+        for job in jobs:
+            if job.error is not None:
+                raise job.error
+        return [job.result for job in jobs], elsewhere
+
+    def close(self) -> None:
+        """End the threads; works are run by their callers from here on."""
+        with self._lock:
+            if self._started and not self._closed:
+                for _ in range(self.threads - 1):
+                    self._offered.put(None)
+            self._closed = True
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._started or self._closed:
+                return
+            self._started = True
+            for _ in range(self.threads - 1):
+                threading.Thread(target=self._take, name="recinfer-part", daemon=True).start()
+
+    def _take(self) -> None:
+        while (job := self._offered.get()) is not None:
+            job.run_if_free(elsewhere=True)
+            del job  # it holds a request
+
+
+class _Work:
+    """A work, and what came of it."""
+
+    __slots__ = ("_free", "_over", "_seconds", "_work", "error", "result")
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._free, self._over = threading.Lock(), threading.Lock()
+        self._over.acquire()
+        self._seconds = 0.0
+        self.result: Any = None
+        self.error: Exception | None = None
+
+    def run_if_free(self, *, elsewhere: bool = False) -> None:
+        """Run it unless a thread has begun to."""
+        if not self._free.acquire(blocking=False):
+            return
+        begun = time.thread_time() if elsewhere else 0.0
+        try:
+            self.result = self._work()
+        except Exception as error:
+            self.error = error
+        finally:
+            if elsewhere:
+                self._seconds = time.thread_time() - begun
+            self._over.release()
+
+    def wait(self) -> float:
+        """Until it is over; the seconds that another thread spent on it."""
+        self._over.acquire()
+        return self._seconds
