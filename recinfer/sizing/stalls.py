@@ -1,12 +1,11 @@
-"""Records when a host's cores stood still: a sleeper on each core, in a process of its own, that notes when it wakes up late."""
+"""Records when a host's cores stood still: sleepers, a process on each core, that note when they wake up late."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
+import select
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -16,7 +15,7 @@ from recinfer.errors import UnavailableError
 
 __all__ = ["Stall", "StallRecorder", "can_record"]
 
-_SLEEP_S = 0.5e-3
+_SLEEP_S = 2e-3  # each end of it takes the core from who has it: every half millisecond that was half of a p90
 _LATE_S = 0.3e-3
 _MOST = 1_000_000
 _WAIT_S = 60.0
@@ -29,7 +28,7 @@ class Stall:
     Attributes:
         core: counted from 0 among those that the process may use.
         begin: ``time.perf_counter()``, or seconds of a simulation.
-        seconds: for how long, to half a millisecond.
+        seconds: for how long.
     """
 
     core: int
@@ -53,77 +52,82 @@ def can_record() -> bool:
 
 
 class StallRecorder:
-    """Records from entering to leaving its context; takes about a hundredth of each core.
+    """Records from entering to leaving its context; takes less than a hundredth of each core.
+
+    A sleeper is due each 2 ms. Of a stall that it is late for, it knows the end; the begin is taken to be a millisecond before
+    it was due, as it is on average of the long ones. A short one is seen when somebody is due meanwhile: of those of 1 ms a half.
 
     Attributes:
-        stalls: what was seen, once it is left, in the order of their begins; stalls below 0.3 ms are not.
+        stalls: what was seen, once it is left, in the order of their begins; sleepers that are less than 0.3 ms late saw none.
         seconds: for how long it recorded; ``cores``: how many.
     """
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, there = context.Pipe()
-        self.cores = len(os.sched_getaffinity(0))
-        self._child = context.Process(target=_record, args=(sorted(os.sched_getaffinity(0)), there), daemon=True)
+        cores = sorted(os.sched_getaffinity(0))
+        self.cores = len(cores)
+        self._pipes: list[Connection] = []
+        self._children = []
+        for core in cores:
+            pipe, there = context.Pipe()
+            self._pipes.append(pipe)
+            # A process each: threads of one would wait for its interpreter, and take that for a stall.
+            self._children.append(context.Process(target=_record, args=(core, there), daemon=True))
         self.stalls: tuple[Stall, ...] = ()
         self.seconds = self._began = 0.0
 
     def __enter__(self) -> StallRecorder:
-        self._child.start()
-        self._hear()
+        for child in self._children:
+            child.start()
+        for pipe in self._pipes:
+            _hear(pipe)
         self._began = time.perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.seconds = time.perf_counter() - self._began
         try:
-            with suppress(OSError):
-                self._pipe.send("stop")
+            for pipe in self._pipes:
+                with suppress(OSError):
+                    pipe.send("stop")
             if error is None:
-                found = (Stall(*each) for each in self._hear())
+                found = [Stall(core, *each) for core, pipe in enumerate(self._pipes) for each in _hear(pipe)]
                 self.stalls = tuple(sorted(found, key=lambda stall: stall.begin))
         finally:
-            self._child.join(10)
-            if self._child.is_alive():
-                self._child.kill()
-                self._child.join()
-
-    def _hear(self) -> Iterable[tuple[int, float, float]]:
-        try:
-            if not self._pipe.poll(_WAIT_S):
-                raise EOFError
-            found: Iterable[tuple[int, float, float]] = self._pipe.recv()
-        except (EOFError, OSError):
-            raise UnavailableError("the recorder of stalls did not start or is gone; see stderr") from None
-        return found
+            for child in self._children:
+                child.join(10)
+                if child.is_alive():
+                    child.kill()
+                    child.join()
 
 
-def _record(cores: list[int], pipe: Connection) -> None:
+def _hear(pipe: Connection) -> list[tuple[float, float]]:
+    try:
+        if not pipe.poll(_WAIT_S):
+            raise EOFError
+        found: list[tuple[float, float]] = pipe.recv()
+    except (EOFError, OSError):
+        raise UnavailableError("the recorder of stalls did not start or is gone; see stderr") from None
+    return found
+
+
+def _record(core: int, pipe: Connection) -> None:
+    """Sleep on ``core`` until ``pipe`` says something; then send when one was late, and for how long."""
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends this process
-    found: list[tuple[int, float, float]] = []
-    over = threading.Event()
-    watchers = [threading.Thread(target=_watch, args=(at, core, found, over)) for at, core in enumerate(cores)]
-    for watcher in watchers:
-        watcher.start()
-    pipe.send([])
-    with suppress(EOFError):  # the parent is gone
-        pipe.recv()
-    over.set()
-    for watcher in watchers:
-        watcher.join()
-    with suppress(OSError):
-        pipe.send(found)
-
-
-def _watch(at: int, core: int, found: list[tuple[int, float, float]], over: threading.Event) -> None:
-    os.sched_setaffinity(0, {core})  # of this thread
+    os.sched_setaffinity(0, {core})
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    while not over.is_set():
+    found: list[tuple[float, float]] = []
+    pipe.send([])
+    said = select.poll()
+    said.register(pipe, select.POLLIN)
+    while not said.poll(0):  # or the parent is gone
         due = time.perf_counter() + _SLEEP_S
         time.sleep(_SLEEP_S)
         late = time.perf_counter() - due
         if late > _LATE_S and len(found) < _MOST:
-            found.append((at, due, late))
+            found.append((due - _SLEEP_S / 2, late + _SLEEP_S / 2))
+    with suppress(OSError):
+        pipe.send(found)
