@@ -26,6 +26,7 @@ __all__ = ["Deployment", "Outcome", "Stragglers", "simulate"]
 
 _BEHIND = 0.05  # of all requests may be under way at the end of a trace that is kept up with
 _FEW_TIMES = 4
+_SLOW_STEP_S = 0.25e-3
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,15 @@ def _stall_as_recorded(world: _World, one: Cpu | None, stalls: Sequence[Stall]) 
             raise ConfigError(f"stalls: got core {stall.core}, expected 0 to {one.cores - 1}")
         end = stall.begin + stall.seconds
         if end > 0:
-            world.clock.at(max(stall.begin, 0.0), one.stall, min(stall.seconds, end), stall.core)
+            begin = max(stall.begin, 0.0)
+            _hold_up(world.clock, one, begin, end - begin, stall.lost, stall.core)
+
+
+def _hold_up(clock: Clock, cpu: Cpu, begin: float, seconds: float, lost: float, core: int) -> None:
+    """A core stands still; or, where it does not lose all of its work, does so again and again for a moment."""
+    parts = 1 if lost >= 1 else max(round(seconds / _SLOW_STEP_S), 1)
+    for part in range(parts):
+        clock.at(begin + part * seconds / parts, cpu.stall, lost * seconds / parts, core)
 
 
 def _host(world: _World, deployment: Deployment, one: Cpu | None, kind: str) -> Cpu:

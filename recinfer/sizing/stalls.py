@@ -6,34 +6,45 @@ import multiprocessing
 import os
 import select
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
 
+import numpy as np
+
 from recinfer.errors import UnavailableError
 
-__all__ = ["Stall", "StallRecorder", "can_record"]
+__all__ = ["Stall", "StallRecorder", "can_record", "stalls_of"]
 
-_SLEEP_S = 2e-3  # each end of it takes the core from who has it: every half millisecond that was half of a p90
+_SLEEP_S = 4e-3  # each end of it takes the core from who has it: every half millisecond that was half of a p90
 _LATE_S = 0.3e-3
+_SLOW = 1.15  # times what a core usually needs
+_USUAL = 0.25  # quantile
+_WARM, _WORK = 100, 500
 _MOST = 1_000_000
 _WAIT_S = 60.0
+
+_Look = tuple[float, float, float]
+"""Of a sleeper that woke up: when it was due, by how much it was late, how long the same work took it."""
 
 
 @dataclass(frozen=True)
 class Stall:
-    """A core that stood still.
+    """A core that stood still, or was slow.
 
     Attributes:
         core: counted from 0 among those that the process may use.
         begin: ``time.perf_counter()``, or seconds of a simulation.
         seconds: for how long.
+        lost: share of its work that it did not do meanwhile: 1 where it stood still.
     """
 
     core: int
     begin: float
     seconds: float
+    lost: float = 1.0
 
 
 def can_record() -> bool:
@@ -52,10 +63,12 @@ def can_record() -> bool:
 
 
 class StallRecorder:
-    """Records from entering to leaving its context; takes less than a hundredth of each core.
+    """Records from entering to leaving its context; takes a hundredth of each core.
 
-    A sleeper is due each 2 ms. Of a stall that it is late for, it knows the end; the begin is taken to be a millisecond before
-    it was due, as it is on average of the long ones. A short one is seen when somebody is due meanwhile: of those of 1 ms a half.
+    A sleeper is due each 4 ms. Of a stall that it is late for, it knows the end; the begin is taken to be half of that before
+    it was due, as it is on average of the long ones. A short one is seen when somebody is due meanwhile: of those of 1 ms a
+    quarter. Each time it does the same small work: where that takes longer than usual three times in a row, or nearly, the
+    core is slow, as it is when the hypervisor gives the other half of it to somebody else.
 
     Attributes:
         stalls: what was seen, once it is left, in the order of their begins; sleepers that are less than 0.3 ms late saw none.
@@ -91,7 +104,7 @@ class StallRecorder:
                 with suppress(OSError):
                     pipe.send("stop")
             if error is None:
-                found = [Stall(core, *each) for core, pipe in enumerate(self._pipes) for each in _hear(pipe)]
+                found = [stall for core, pipe in enumerate(self._pipes) for stall in stalls_of(core, _hear(pipe))]
                 self.stalls = tuple(sorted(found, key=lambda stall: stall.begin))
         finally:
             for child in self._children:
@@ -101,25 +114,40 @@ class StallRecorder:
                     child.join()
 
 
-def _hear(pipe: Connection) -> list[tuple[float, float]]:
+def stalls_of(core: int, looks: Sequence[_Look]) -> list[Stall]:
+    """What the sleeper of a core saw: moments at which the core stood still, and then times for which it was slow."""
+    half = _SLEEP_S / 2
+    found = [Stall(core, due - half, late + half) for due, late, _ in looks if late > _LATE_S]
+    if len(looks) < 3:
+        return found
+    took = np.array([took for _, _, took in looks])
+    ratios = np.median(np.lib.stride_tricks.sliding_window_view(took, 3), axis=1) / np.quantile(took, _USUAL)
+    slow = np.flatnonzero(ratios > _SLOW)
+    for phase in np.split(slow, np.flatnonzero(np.diff(slow) > 1) + 1) if slow.size else ():
+        begin, end = looks[phase[0] + 1][0] - half, looks[phase[-1] + 1][0] + half
+        found.append(Stall(core, begin, end - begin, float(1 - 1 / ratios[phase].mean())))
+    return found
+
+
+def _hear(pipe: Connection) -> list[_Look]:
     try:
         if not pipe.poll(_WAIT_S):
             raise EOFError
-        found: list[tuple[float, float]] = pipe.recv()
+        found: list[_Look] = pipe.recv()
     except (EOFError, OSError):
         raise UnavailableError("the recorder of stalls did not start or is gone; see stderr") from None
     return found
 
 
 def _record(core: int, pipe: Connection) -> None:
-    """Sleep on ``core`` until ``pipe`` says something; then send when one was late, and for how long."""
+    """Sleep and look on ``core`` until ``pipe`` says something; then send what was seen."""
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends this process
     os.sched_setaffinity(0, {core})
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    found: list[tuple[float, float]] = []
+    looks: list[_Look] = []
     pipe.send([])
     said = select.poll()
     said.register(pipe, select.POLLIN)
@@ -127,7 +155,17 @@ def _record(core: int, pipe: Connection) -> None:
         due = time.perf_counter() + _SLEEP_S
         time.sleep(_SLEEP_S)
         late = time.perf_counter() - due
-        if late > _LATE_S and len(found) < _MOST:
-            found.append((due - _SLEEP_S / 2, late + _SLEEP_S / 2))
+        _work(_WARM)  # into the caches
+        begin = time.perf_counter()
+        _work(_WORK)
+        if len(looks) < _MOST:
+            looks.append((due, late, time.perf_counter() - begin))
     with suppress(OSError):
-        pipe.send(found)
+        pipe.send(looks)
+
+
+def _work(times: int) -> int:
+    found = 0
+    for i in range(times):
+        found += i * i & 7
+    return found
