@@ -194,7 +194,7 @@ def simulate(
         doors = list(rankers)
     else:
         doors = _whole_servers(world, deployment, one)
-    caller = Process(one, world.spread, costs.cooling_per_s) if one is not None else None
+    caller = Process(one, world.spread, costs.client) if one is not None else None
     if stalls is None:
         _stall(world, float(trace.times[-1]))
     else:
@@ -228,9 +228,9 @@ def _stall(world: _World, until: float) -> None:
     for cpu in dict.fromkeys(cpu for cpus in world.cpus.values() for cpu in cpus):
         for core in range(cpu.cores):
             num = random.poisson(costs.stalls_per_s * until)
-            lengths = np.array(costs.stall_s)[random.integers(len(costs.stall_s), size=num)]
-            for at, seconds in zip((random.random(num) * until).tolist(), lengths.tolist()):
-                world.clock.at(at, cpu.stall, seconds, core)
+            which = random.integers(len(costs.stall_s), size=num).tolist()
+            for at, i in zip((random.random(num) * until).tolist(), which):
+                _hold_up(world.clock, cpu, at, costs.stall_s[i], costs.stall_lost[i], core)
 
 
 def _stall_as_recorded(world: _World, one: Cpu | None, stalls: Sequence[Stall]) -> None:

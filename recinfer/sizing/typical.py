@@ -93,7 +93,7 @@ TYPICAL_COSTS = ServingCosts(
     ),
     stalls_per_s=6.637,
     stall_s=(0.004159, 0.004428, 0.004444, 0.005173, 0.005242, 0.005551, 0.005635, 0.007067, 0.007212, 0.009865),
-    cooling_per_s=472.6,
+    stall_lost=(1.0,) * 10,
     direct=DirectCosts(
         EndCosts(
             loop_s=0.0,
