@@ -7,10 +7,11 @@
 Costs are measured on one model (26 tables of width 16, one id); the check is made on another (10 tables of width 64, four
 ids, two ranks): on one server, whose small lookups pass by its queue, on one where they may not, and on a ranker with one and with
 two shard servers, all processes and the caller on this machine.
-The caller sends at random times; what it measured is compared with a simulation of the very arrivals, and of the moments at which
-this machine's cores stood still meanwhile, which a recorder notes (as root: else it also sees other work). Capacity is what
-four callers get that each wait for their answer. Medians over the turns in which others used at most 3 % of the machine, or over the
-quietest one.
+The caller sends at random times; what it measured is compared with a simulation of the very arrivals. Cores stand still, or are
+slow, for reasons of the machine: before each turn the same load runs once more beside a recorder of that (as root: else it also
+sees other work), and what it noted is played back. Its own sleepers take the cores from who has them, so nothing is measured
+beside them. Capacity is what four callers get that each wait for their answer. Medians over the turns in which others used at
+most 3 % of the machine, or over the quietest one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from recinfer.sizing.costs import ServingCosts
 from recinfer.sizing.measure import LOOKUP, lookup_requests, measure_serving, write_sample_archive
 from recinfer.sizing.probe import Load, ServerProcess, closed_loop, open_loop
 from recinfer.sizing.simulate import Deployment, simulate
-from recinfer.sizing.stalls import StallRecorder
+from recinfer.sizing.stalls import Stall, StallRecorder
 from recinfer.sizing.typical import TYPICAL_COSTS
 from recinfer.sizing.workload import Model, Shards, shards_of
 
@@ -98,25 +99,25 @@ def compare(
     rows = []
     for share in options.shares:
         rate = share * capacity
-        loads, beside, others = [], [], OtherWork()
-        with StallRecorder() as recorder:
-            for turn in range(options.turns):
-                due = poisson(rate, max(int(rate * options.seconds), 100), seed=turn).times
-                before = others.seconds()
-                loads.append(open_loop(server, LOOKUP, requests, due.tolist()))
-                beside.append((others.seconds() - before) / loads[-1].seconds / recorder.cores)
+        loads, beside, stalls_of, others = [], [], [], OtherWork()
+        for turn in range(options.turns):
+            due = poisson(rate, max(int(rate * options.seconds), 100), seed=turn).times
+            with StallRecorder() as recorder:
+                beside_it = open_loop(server, LOOKUP, requests, due.tolist())
+            stalls_of.append(recorded(recorder, beside_it))
+            before = others.seconds()
+            loads.append(open_loop(server, LOOKUP, requests, due.tolist()))
+            beside.append((others.seconds() - before) / loads[-1].seconds / deployment.cores)
         found: dict[str, list[float]] = {}
         for turn, load_ in enumerate(loads):
             if beside[turn] > max(_OTHERS, min(beside)):
                 continue  # somebody else used the machine
-            trace = trace_of(load_, batch, model)
-            begin, end = load_.begin + load_.arrivals[0], load_.begin + load_.seconds
-            stalls = [replace(s, begin=s.begin - begin) for s in recorder.stalls if begin - 0.1 < s.begin < end]
+            trace, stalls = trace_of(load_, batch, model), stalls_of[turn]
             outcome = simulate(deployment, trace, model, shards, costs, warm_up=_WARM_UP, stalls=stalls, seed=turn)
-            found.setdefault("stalled", []).append(sum(s.seconds for s in stalls) / load_.seconds / recorder.cores)
+            found.setdefault("stalled", []).append(_lost(stalls, load_) / deployment.cores)
             found.setdefault("measured shared", []).append(load_.answered / max(load_.runs, 1))
             found.setdefault("simulated shared", []).append(outcome.runs)
-            found.setdefault("measured busy", []).append(_busy(load_, recorder.cores))
+            found.setdefault("measured busy", []).append(_busy(load_, deployment.cores))
             found.setdefault("simulated busy", []).append(outcome.busy["host"])
             mine = load_.latencies[outcome.counted]
             for percent in (50, 99):
@@ -125,17 +126,33 @@ def compare(
         row = {"deployment": name, "batch": batch, "share": share, "rate": rate}
         row |= {"others": min(beside), "turns": len(found["stalled"])}
         row |= {key: statistics.median(values) for key, values in found.items()}
+        row |= {f"all {key}": found[key] for key in ("measured p99", "simulated p99")}
         rows.append(row)
         r50, r99 = (row[f"simulated p{p}"] / row[f"measured p{p}"] for p in (50, 99))
         print(
             f"{name:17} batch {batch:3}, {share:.0%} of {capacity:5.0f}/s: p50 {row['measured p50']:6.2f} ms, simulated "
             f"{row['simulated p50']:6.2f} ({r50:.2f});  p99 {row['measured p99']:7.2f} ms, simulated "
-            f"{row['simulated p99']:7.2f} ({r99:.2f}); cores stood still for {row['stalled']:.1%}, "
+            f"{row['simulated p99']:7.2f} ({r99:.2f}), turns {_range(found['measured p99'])} and {_range(found['simulated p99'])}; "
+            f"cores lost {row['stalled']:.1%}, "
             f"{row['turns']} turns, other work {row['others']:.1%}; requests a run {row['measured shared']:.2f}, "
             f"{row['simulated shared']:.2f}; caller and its server busy {row['measured busy']:.0%}, all {row['simulated busy']:.0%}",
             flush=True,
         )
     return rows
+
+
+def recorded(recorder: StallRecorder, beside: Load) -> list[Stall]:
+    """What a recorder noted while there was this load, in seconds since its first request."""
+    begin, end = beside.begin + beside.arrivals[0], beside.begin + beside.seconds
+    return [replace(stall, begin=stall.begin - begin) for stall in recorder.stalls if begin - 0.1 < stall.begin < end]
+
+
+def _lost(stalls: Sequence[Stall], load_: Load) -> float:
+    return sum(stall.seconds * stall.lost for stall in stalls) / load_.seconds
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):.1f} to {max(values):.1f}"
 
 
 def _busy(load_: Load, cores: int) -> float:

@@ -67,6 +67,7 @@ def _calls(output: Output, path: Path) -> dict[str, Any]:
     for name, end in ends.items():
         row(f"{name}, one behind another", end.loop_s, end.grpc_s, end.io_s)
         row(f"{name}, when it was asleep, more", end.loop_cold_s, end.grpc_cold_s, end.io_cold_s)
+        row(f"{name}, each ms of sleep, more", end.loop_cooling * 1e-3, end.grpc_cooling * 1e-3, end.io_cooling * 1e-3)
     row("a run", costs.run.base_s, 0.0, 0.0)
     row("a run, each request more", costs.run.request_s, 0.0, 0.0)
     row("a shard's run", 0.0, costs.shard.base_s, 0.0)

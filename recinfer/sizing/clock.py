@@ -234,7 +234,7 @@ class Thread:
     """One thread of a process: jobs in the order in which they came, one at a time, each on the host's processor.
 
     A thread that has nothing to do sleeps, and its caches are others' the longer the more. So the first job after a sleep
-    costs more than one behind another: ``cold`` seconds, and ``cooling`` times as much again for each second of the sleep.
+    costs more than one behind another: ``cold`` seconds, and ``cooling`` more for each second of the sleep.
 
     Args:
         lock: needed to run; None: none is.
@@ -267,14 +267,21 @@ class Thread:
             self._queue.append((seconds, run, args))
         else:
             self._running = True
-            if cold and self._cooling:
-                cold *= 1 + self._cooling * min(self._cpu.now - self.ran, COLD_S)
+            if self._cooling:
+                cold += self._cooling * min(self._cpu.now - self.ran, COLD_S)
             self.left, self._run, self._args = seconds + cold, run, args
             self._cpu.wake(self)
 
     def next(self, seconds: float, run: _Run, *args: Any) -> None:
         """A job before those that wait; to be called while a job of this thread ends."""
         self._queue.appendleft((seconds, run, args))
+
+    def steps(self, number: int, run: _Run, *args: Any) -> None:
+        """``run(*args)`` after so many steps of an event loop, which cost nothing, but each waits for all that waits before it."""
+        if number:
+            self.submit(0.0, 0.0, self.steps, number - 1, run, *args)
+        else:
+            run(*args)
 
     def did(self, seconds: float) -> bool:
         """It has run for ``seconds``, which may end its job; whether it has more to do."""
@@ -284,8 +291,10 @@ class Thread:
         run, args = self._run, self._args
         assert run is not None
         run(*args)
-        if self._queue:
+        while self._queue:
             self.left, self._run, self._args = self._queue.popleft()
-            return True
+            if self.left > 0.0:
+                return True
+            self._run(*self._args)
         self._running = False
         return False

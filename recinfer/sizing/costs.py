@@ -13,10 +13,10 @@ from recinfer.errors import ConfigError, NotFoundError
 
 __all__ = ["FORMAT", "READ", "TAKEN", "DirectCosts", "EndCosts", "FanCosts", "RunCosts", "ServingCosts"]
 
-FORMAT = "recinfer.serving/3"
+FORMAT = "recinfer.serving/4"
 READ = 1 / 2  # of what gRPC's own threads do for a call: on its way; the rest is beside it
 TAKEN = 2 / 3  # of what the thread that takes gRPC's events does for a call: before the answer; the rest is after it
-_EARLIER = ("recinfer.serving/1", "recinfer.serving/2")
+_EARLIER = ("recinfer.serving/1", "recinfer.serving/2", "recinfer.serving/3")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class EndCosts:
         loop_s, grpc_s, io_s: seconds a call of either thread when calls come one behind another.
         loop_cold_s, grpc_cold_s, io_cold_s: seconds more when the thread had been asleep for a moment.
         loop_byte_s, grpc_byte_s, io_byte_s: seconds more a byte of request and answer.
+        loop_cooling, grpc_cooling, io_cooling: seconds more for each second that the thread had been asleep.
     """
 
     loop_s: float
@@ -39,6 +40,9 @@ class EndCosts:
     loop_byte_s: float
     grpc_byte_s: float
     io_byte_s: float
+    loop_cooling: float = 0.0
+    grpc_cooling: float = 0.0
+    io_cooling: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,9 +111,9 @@ class ServingCosts:
         fan: of what a ranker does to ask shards.
         wire_s: seconds that a lone call takes beyond the CPU on its way, there and back, over loopback.
         spread: a lone call's seconds over their mean: the means of equal parts of many calls, ascending.
-        stalls_per_s: how often a core stood still for a moment, a second.
+        stalls_per_s: how often a core stood still for a moment, or was slow for a while, a second.
         stall_s: for how long: the seconds of each time that it was seen.
-        cooling_per_s: how much more of the cold seconds it costs to wake a thread, for each second that it has slept.
+        stall_lost: which share of its work a core did not do, each of these times.
         notes: machine and versions, for people.
         direct: of small requests of servers that hold all tables; None: they go through the queue like all others.
     """
@@ -123,13 +127,12 @@ class ServingCosts:
     spread: tuple[float, ...]
     stalls_per_s: float
     stall_s: tuple[float, ...]
-    cooling_per_s: float = 0.0
+    stall_lost: tuple[float, ...] = ()
     notes: dict[str, Any] = field(default_factory=dict)
     direct: DirectCosts | None = None
 
     def __post_init__(self) -> None:
         figures: dict[str, float] = {"wire_s": self.wire_s, "stalls_per_s": self.stalls_per_s}
-        figures["cooling_per_s"] = self.cooling_per_s
         kinds: dict[str, Any] = {name: getattr(self, name) for name in ("server", "client", "run", "shard", "fan")}
         if self.direct is not None:
             kinds |= {f"direct.{name}": getattr(self.direct, name) for name in ("server", "client", "run")}
@@ -143,6 +146,8 @@ class ServingCosts:
             raise ConfigError("serving costs: spread: expected at least two ascending figures above 0")
         if any(not 0 <= s < math.inf for s in self.stall_s) or (self.stalls_per_s and not self.stall_s):
             raise ConfigError("serving costs: stall_s: expected the seconds of each stall")
+        if len(self.stall_lost) != len(self.stall_s) or any(not 0 < lost <= 1 for lost in self.stall_lost):
+            raise ConfigError("serving costs: stall_lost: expected a share, above 0 and at most 1, for each of stall_s")
 
     @property
     def parts(self) -> float:
@@ -167,7 +172,7 @@ class ServingCosts:
         found = data.pop("format", None) if isinstance(data, dict) else None
         if found in _EARLIER:
             raise ConfigError(
-                f"serving costs of format {found!r}: they are of an earlier server, whose threads shared their work otherwise; "
+                f"serving costs of format {found!r}: they are of an earlier server, or do not say what sleep costs each thread; "
                 "measure again with recinfer calibrate --serving FILE"
             )
         if found != FORMAT:
@@ -187,7 +192,8 @@ class ServingCosts:
                 direct = dict(data["direct"])
                 server, client = (EndCosts(**direct.pop(name)) for name in ("server", "client"))
                 data["direct"] = DirectCosts(server, client, RunCosts(**direct.pop("run")), **direct)
-            return cls(spread=tuple(data.pop("spread")), stall_s=tuple(data.pop("stall_s")), **data)
+            data |= {name: tuple(data[name]) for name in ("spread", "stall_s", "stall_lost")}
+            return cls(**data)
         except (KeyError, TypeError) as error:
             raise ConfigError(
                 f"the serving costs are incomplete or have unknown keys: {error!r}; run recinfer calibrate --serving again"

@@ -92,10 +92,11 @@ def measure_serving(*, seconds: float = 1.0, progress: Callable[[str], None] | N
     if recorder is None:
         return costs
     say(f"{len(recorder.stalls)} stalls of a core in {recorder.seconds:.0f} s")
-    lengths = np.sort([stall.seconds for stall in recorder.stalls])
-    some = lengths[np.linspace(0, lengths.size - 1, min(_PARTS, lengths.size)).astype(int)]
-    often = lengths.size / recorder.seconds / recorder.cores
-    return replace(costs, stalls_per_s=often, stall_s=tuple(some.tolist()))
+    found = sorted((stall.seconds * stall.lost, stall.seconds, stall.lost) for stall in recorder.stalls)
+    some = [found[i] for i in np.linspace(0, len(found) - 1, min(_PARTS, len(found))).astype(int)]
+    often = len(found) / recorder.seconds / recorder.cores
+    lengths, lost = (tuple(each[at] for each in some) for at in (1, 2))
+    return replace(costs, stalls_per_s=often, stall_s=lengths, stall_lost=lost)
 
 
 Kind = tuple[str, int, int]
@@ -226,8 +227,7 @@ def _fit(loads: dict[Kind, _Means], run: _InProcess) -> ServingCosts:
     alone, busy = loads["whole", _SMALL, 1], loads["whole", _SMALL, _MANY]
     large_alone, large_busy = loads["whole", _LARGE, 1], loads["whole", _LARGE, _BUSY_LARGE]
     more_bytes = run.bytes[_LARGE] - run.bytes[_SMALL]
-    cooling = _cooling(alone, busy, loads["whole", _SMALL, _RARE])
-    warmth = 1 / (1 + cooling * min(alone.cycle, COLD_S))
+    rare = loads["whole", _SMALL, _RARE]
 
     # Of many requests one more in a run takes what it takes in a tight loop; what a run takes by itself, with the visits of
     # the loop that it slows down, follows from the same load merged and not merged: two equations.
@@ -240,21 +240,21 @@ def _fit(loads: dict[Kind, _Means], run: _InProcess) -> ServingCosts:
     run_s = max(run_s, run.one - request_s, 0.0)
     loop_s = max(busy.ours - busy.runs * run_s - request_s, 0.0)
     byte_s = max((large_alone.run - run.op_large) - (run_s + request_s - run.op_one), 0.0) / more_bytes
+    cold = {"loop": _cold(alone, rare, "ours", loop_s + run_s + request_s)}
+    cold |= {kind: _cold(alone, rare, kind, getattr(busy, kind)) for kind in ("grpc", "io")}
     server = EndCosts(
         loop_s=loop_s,
         grpc_s=busy.grpc,
         io_s=busy.io,
-        loop_cold_s=max(alone.ours - loop_s - run_s - request_s, 0.0) * warmth,
-        grpc_cold_s=max(alone.grpc - busy.grpc, 0.0) * warmth,
-        io_cold_s=max(alone.io - busy.io, 0.0) * warmth,
+        **_named(cold),
         loop_byte_s=max(large_busy.loop - loop_s, 0.0) / more_bytes,
         grpc_byte_s=max(large_busy.grpc - busy.grpc, 0.0) / more_bytes,
         io_byte_s=max(large_busy.io - busy.io, 0.0) / more_bytes,
     )
-    client = _client(alone, busy, warmth, large_busy, more_bytes)
+    client = _client(alone, busy, rare, large_busy, more_bytes)
     run_costs = RunCosts(max(run_s - run.op_one, 0.0), request_s, byte_s)
-    direct = _fit_direct(loads, run, client, warmth) if run.direct else None
-    shard, fan = _fit_remote(loads, run, direct.server if direct else server, server, client, run_costs, cooling)
+    direct = _fit_direct(loads, run, client) if run.direct else None
+    shard, fan = _fit_remote(loads, run, direct.server if direct else server, server, client, run_costs)
     lone, its = (loads["direct", _SMALL, 1], direct.server) if direct else (alone, server)
     ends = lone.all + lone.client_loop + lone.client_grpc + lone.client_io
     on_the_way = ends - (1 - TAKEN) * its.grpc_s - (1 - READ) * (lone.io + lone.client_io)
@@ -268,32 +268,45 @@ def _fit(loads: dict[Kind, _Means], run: _InProcess) -> ServingCosts:
         spread=alone.spread,
         stalls_per_s=len(alone.stalls) / alone.seconds,
         stall_s=alone.stalls,
-        cooling_per_s=cooling,
+        stall_lost=(1.0,) * len(alone.stalls),
         direct=direct,
         notes={"machine": platform.machine(), "torch": torch.__version__, "measured": _told(loads, run)},
     )
 
 
-def _client(alone: _Means, busy: _Means, warmth: float, large: _Means, more_bytes: float) -> EndCosts:
+def _client(alone: _Means, busy: _Means, rare: _Means, large: _Means, more_bytes: float) -> EndCosts:
     """The caller's end: what it costs among many, what more when it has slept, and what more with large messages."""
     kinds = ("loop", "grpc", "io")
-    lone, hot, wide = ({kind: getattr(means, f"client_{kind}") for kind in kinds} for means in (alone, busy, large))
+    hot, wide = ({kind: getattr(means, f"client_{kind}") for kind in kinds} for means in (busy, large))
     found = {f"{kind}_s": hot[kind] for kind in kinds}
-    found |= {f"{kind}_cold_s": max(lone[kind] - hot[kind], 0.0) * warmth for kind in kinds}
+    found |= _named({kind: _cold(alone, rare, f"client_{kind}", hot[kind]) for kind in kinds})
     return EndCosts(**found, **{f"{kind}_byte_s": max(wide[kind] - hot[kind], 0.0) / more_bytes for kind in kinds})
 
 
-def _cooling(alone: _Means, busy: _Means, rare: _Means) -> float:
-    """How much more it costs to wake up, a second of sleep: what calls cost more than busy ones, after two lengths of it."""
-    first, second = max(alone.all - busy.all, 0.0), max(rare.all - busy.all, 0.0)
-    slept = alone.cycle, min(rare.cycle, COLD_S)
-    below = first * slept[1] - second * slept[0]
-    return max(second - first, 0.0) / below if below > 0.05 * first * slept[1] else 0.0
+def _cold(alone: _Means, rare: _Means, thread: str, hot: float) -> tuple[float, float]:
+    """What a thread takes more than ``hot`` seconds once it has slept, and how much of it for each second of the sleep: a
+    line through what it took after two lengths of sleep.
+    """
+    first, second = getattr(alone, thread), getattr(rare, thread)
+    slept = max(alone.cycle - first, 0.0), min(max(rare.cycle - second, 0.0), COLD_S)
+    if slept[1] <= slept[0]:
+        return max(first - hot, 0.0), 0.0
+    cooling = max(second - first, 0.0) / (slept[1] - slept[0])
+    cold = first - hot - cooling * slept[0]
+    return (cold, cooling) if cold >= 0 else (0.0, max(second - hot, 0.0) / slept[1])
 
 
-def _fit_direct(loads: dict[Kind, _Means], run: _InProcess, caller: EndCosts, warmth: float) -> DirectCosts:
+def _named(cold: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """As EndCosts calls them, by thread."""
+    return {f"{kind}_cold_s": found[0] for kind, found in cold.items()} | {
+        f"{kind}_cooling": found[1] for kind, found in cold.items()
+    }
+
+
+def _fit_direct(loads: dict[Kind, _Means], run: _InProcess, caller: EndCosts) -> DirectCosts:
     """Of lookups past the queue: runs as in a tight loop; the rest is the call's."""
-    alone, busy, large = (loads["direct", *kind] for kind in ((_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1)))
+    kinds = ((_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1), (_SMALL, _RARE))
+    alone, busy, large, rare = (loads["direct", *kind] for kind in kinds)
     more_bytes = run.bytes[_LARGE] - run.bytes[_SMALL]
     run_s = min(run.direct_one, busy.grpc)
     more_run = (run.direct_large - run.op_large) - (run.direct_one - run.op_one)
@@ -302,13 +315,12 @@ def _fit_direct(loads: dict[Kind, _Means], run: _InProcess, caller: EndCosts, wa
         grpc_s=busy.grpc - run_s,
         io_s=busy.io,
         loop_cold_s=0.0,
-        grpc_cold_s=max(alone.grpc - busy.grpc, 0.0) * warmth,
-        io_cold_s=max(alone.io - busy.io, 0.0) * warmth,
+        **_named({kind: _cold(alone, rare, kind, getattr(busy, kind)) for kind in ("grpc", "io")}),
         loop_byte_s=0.0,
         grpc_byte_s=max((large.grpc - alone.grpc) - (run.direct_large - run.direct_one), 0.0) / more_bytes,
         io_byte_s=max(large.io - alone.io, 0.0) / more_bytes,
     )
-    client = _client(alone, busy, warmth, busy, more_bytes)
+    client = _client(alone, busy, rare, busy, more_bytes)
     large_client = {name: getattr(caller, name) for name in ("loop_byte_s", "grpc_byte_s", "io_byte_s")}
     costs = RunCosts(max(run_s - run.op_one, 0.0), 0.0, max(more_run, 0.0) / more_bytes)
     return DirectCosts(server, replace(client, **large_client), costs, max(run.op_one - run_s, 0.0))
@@ -321,7 +333,6 @@ def _fit_remote(
     server: EndCosts,
     client: EndCosts,
     whole: RunCosts,
-    cooling: float,
 ) -> tuple[RunCosts, FanCosts]:
     """Of shard servers and rankers: what is left when the ends of the calls and the run are taken off. Of many callers'
     requests, which share runs, what a run of a ranker takes; of lone ones, what one takes that passes by the queue.
@@ -332,7 +343,9 @@ def _fit_remote(
     two, two_many = loads["ranker of 2", _SMALL, 1], loads["ranker of 2", _SMALL, _MANY]
     op_many = run.op_one + (run.op_few - run.op_one) / (_FEW - 1) * (1 / many.runs - 1)
     saved_s = max(run.op_one - run.direct_one, 0.0) if run.direct else 0.0
-    base_s = max(small.grpc / many.runs - at_once.grpc_s - op_many + saved_s, 0.0)
+    # Its ranker is busy, but a shard sleeps between two runs of that.
+    taken = small.grpc / many.runs
+    base_s = max(taken - at_once.grpc_s - _woken(at_once, many.cycle / many.runs - taken) - op_many + saved_s, 0.0)
     known = at_once.grpc_byte_s + at_once.io_byte_s
     rest = large.all - run.op_large - (loads["ranker of 1's shard", _SMALL, 1].all - run.op_one)
     shard = RunCosts(base_s, 0.0, max(rest / more_bytes - known, 0.0))
@@ -341,14 +354,19 @@ def _fit_remote(
     call_s = max(of_run[1] - of_run[0] - client.loop_s, 0.0)
     run_s = max(of_run[0] - client.loop_s - call_s, 0.0)
     # A lone one: the thread that takes the request wakes up, and one for each answer.
-    woken = at_once.grpc_cold_s * (1 + cooling * min(one.cycle, COLD_S))
     ask_s = max(two.grpc - one.grpc, 0.0)
-    away_s = max(one.grpc - at_once.grpc_s - woken - ask_s, 0.0)
+    away_s = max(one.grpc - at_once.grpc_s - _woken(at_once, one.cycle - one.grpc) - ask_s, 0.0)
+    woken = _woken(at_once, one.cycle - one.asks)
     told_s = max(two.asks - one.asks - woken, 0.0)
     back_s = max(one.asks - woken - told_s, 0.0)
     more = (wide.all - one.all) / more_bytes
     known = at_once.grpc_byte_s + at_once.io_byte_s + client.io_byte_s + whole.byte_s
     return shard, FanCosts(run_s, call_s, max(more - known, 0.0), away_s, ask_s, told_s, back_s)
+
+
+def _woken(end: EndCosts, slept: float) -> float:
+    """What the thread that takes gRPC's events takes more after so many seconds of sleep."""
+    return end.grpc_cold_s + end.grpc_cooling * min(max(slept, 0.0), COLD_S)
 
 
 def _told(loads: dict[Kind, _Means], run: _InProcess) -> dict[str, Any]:

@@ -241,7 +241,7 @@ class Queue:
     def _flush_soon(self) -> None:
         if not self._flush_set and self._running < self._threads:
             self._flush_set = True
-            self._loop.next(0.0, self._flush_if_set)
+            self._loop.submit(0.0, 0.0, self._flush_if_set)  # after what else arrived in this turn of the loop
 
     def _flush_if_set(self) -> None:
         if self._flush_set:

@@ -134,7 +134,7 @@ class Ranker(Server):
         half = (costs.fan.run_s + costs.fan.call_s * len(self._shards)) / 2
         seconds += half
         fan = _Fan(self, works, samples, over, half)
-        self.loop.next(seconds * self.draw(), fan.ask)
+        self.loop.submit(seconds * self.draw(), 0.0, fan.ask)  # a task: it begins behind what waits for the loop
 
     def choose(self, shard: int, asked: Sequence[Server]) -> Server | None:
         """The replica with the fewest outstanding calls of this ranker; of several of them each in turn."""
@@ -272,5 +272,7 @@ class _Fan:
             ranker.cpu.start(seconds, ranker.loop.submit, 0.0, 0.0, self.over)
         elif is_long and model.predicts:
             ranker.cpu.start(seconds, self.over)
-        else:
+        elif self.quick:
             thread.next(seconds, self.over)
+        else:
+            thread.submit(seconds, 0.0, thread.steps, 1, self.over)

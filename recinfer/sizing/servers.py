@@ -14,13 +14,14 @@ from recinfer.serving import batcher as rules
 from recinfer.serving import direct as plain
 from recinfer.serving.batcher import BatchConfig
 from recinfer.sizing.clock import Clock, Cpu, Lock, Thread
-from recinfer.sizing.costs import READ, TAKEN, DirectCosts, RunCosts, ServingCosts
+from recinfer.sizing.costs import READ, TAKEN, DirectCosts, EndCosts, RunCosts, ServingCosts
 from recinfer.sizing.queue import Queue, Work
 
 __all__ = ["Call", "Network", "Process", "Server", "Spread", "is_small"]
 
 _DRAWS = 1 << 14
 _LEAST_RATIO = 0.1
+_BACK_STEPS = 2  # of the loop: the task of grpc.aio's that made the call goes on, and then who waits for that
 _AT_ONCE_BYTES = 64 << 10  # of an answer that leave with the call that sends it; the rest is gRPC's own threads'
 
 
@@ -56,17 +57,21 @@ class Process:
     """A process on a host: its event loop's thread, the one that takes gRPC's events, the one that takes those of calls that it
     makes itself, and one for what gRPC does below them. The first three run Python, one at a time.
 
+    Args:
+        end: of its calls: what sleep costs its threads; ``loop``: that of its loop, where that is another one's.
+
     Attributes:
         draw: how much longer than on average its next job takes.
     """
 
     __slots__ = ("asks", "cpu", "draw", "grpc", "io", "loop")
 
-    def __init__(self, cpu: Cpu, spread: Spread, cooling: float = 0.0) -> None:
+    def __init__(self, cpu: Cpu, spread: Spread, end: EndCosts, loop: float | None = None) -> None:
         self.cpu, self.draw = cpu, spread.next
         lock = Lock()
-        self.loop, self.grpc, self.asks = (Thread(cpu, cooling, lock) for _ in range(3))
-        self.io = Thread(cpu, cooling)
+        self.loop = Thread(cpu, end.loop_cooling if loop is None else loop, lock)
+        self.grpc, self.asks = (Thread(cpu, end.grpc_cooling, lock) for _ in range(2))
+        self.io = Thread(cpu, end.io_cooling)
 
 
 class Server(Process):
@@ -108,7 +113,7 @@ class Server(Process):
         small: DirectCosts | None = None,
         predicts: bool = False,
     ) -> None:
-        super().__init__(cpu, spread, costs.cooling_per_s)
+        super().__init__(cpu, spread, small.server if small else costs.server, costs.server.loop_cooling)
         self._small, self._predicts, self._queued = small, predicts, queued
         self.clock, self._costs, self._lookup = clock, costs, lookup
         self._run_costs = run or costs.run
@@ -163,7 +168,7 @@ class Server(Process):
             call.end, call.small = self._costs.server, False
         end, ratio = call.end, self.draw()
         self._coming += 1
-        self.loop.submit(end.loop_s / 2 * ratio, end.loop_cold_s * ratio, self._handle, work)
+        self.loop.submit(end.loop_s / 2 * ratio, end.loop_cold_s * ratio, self.loop.steps, 1, self._handle, work)
 
     def _begins_at_once(self, work: Work) -> bool:
         """Answer a small request where it is, if that may be."""
@@ -340,4 +345,5 @@ class Call:
         assert self.caller is not None
         ratio = self.caller.draw()
         seconds = (end.loop_s / 2 + end.loop_byte_s * out) * ratio
-        self.caller.loop.submit(seconds, end.loop_cold_s * ratio, self.over, self)
+        loop = self.caller.loop
+        loop.submit(seconds, end.loop_cold_s * ratio, loop.steps, _BACK_STEPS, self.over, self)

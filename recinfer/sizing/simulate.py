@@ -26,6 +26,7 @@ __all__ = ["Deployment", "Outcome", "Stragglers", "simulate"]
 
 _BEHIND = 0.05  # of all requests may be under way at the end of a trace that is kept up with
 _FEW_TIMES = 4
+_SLOW_STEP_S = 0.25e-3
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def simulate(
         doors = list(rankers)
     else:
         doors = _whole_servers(world, deployment, one)
-    caller = Process(one, world.spread, costs.cooling_per_s) if one is not None else None
+    caller = Process(one, world.spread, costs.client) if one is not None else None
     if stalls is None:
         _stall(world, float(trace.times[-1]))
     else:
@@ -227,9 +228,9 @@ def _stall(world: _World, until: float) -> None:
     for cpu in dict.fromkeys(cpu for cpus in world.cpus.values() for cpu in cpus):
         for core in range(cpu.cores):
             num = random.poisson(costs.stalls_per_s * until)
-            lengths = np.array(costs.stall_s)[random.integers(len(costs.stall_s), size=num)]
-            for at, seconds in zip((random.random(num) * until).tolist(), lengths.tolist()):
-                world.clock.at(at, cpu.stall, seconds, core)
+            which = random.integers(len(costs.stall_s), size=num).tolist()
+            for at, i in zip((random.random(num) * until).tolist(), which):
+                _hold_up(world.clock, cpu, at, costs.stall_s[i], costs.stall_lost[i], core)
 
 
 def _stall_as_recorded(world: _World, one: Cpu | None, stalls: Sequence[Stall]) -> None:
@@ -240,7 +241,15 @@ def _stall_as_recorded(world: _World, one: Cpu | None, stalls: Sequence[Stall]) 
             raise ConfigError(f"stalls: got core {stall.core}, expected 0 to {one.cores - 1}")
         end = stall.begin + stall.seconds
         if end > 0:
-            world.clock.at(max(stall.begin, 0.0), one.stall, min(stall.seconds, end), stall.core)
+            begin = max(stall.begin, 0.0)
+            _hold_up(world.clock, one, begin, end - begin, stall.lost, stall.core)
+
+
+def _hold_up(clock: Clock, cpu: Cpu, begin: float, seconds: float, lost: float, core: int) -> None:
+    """A core stands still; or, where it does not lose all of its work, does so again and again for a moment."""
+    parts = 1 if lost >= 1 else max(round(seconds / _SLOW_STEP_S), 1)
+    for part in range(parts):
+        clock.at(begin + part * seconds / parts, cpu.stall, lost * seconds / parts, core)
 
 
 def _host(world: _World, deployment: Deployment, one: Cpu | None, kind: str) -> Cpu:

@@ -127,13 +127,32 @@ def test_a_sleeping_thread_costs_more_to_wake() -> None:
 
 def test_the_longer_a_thread_slept_the_more_it_costs_to_wake() -> None:
     clock = Clock()
-    thread = Thread(Cpu(clock, 1), cooling=100.0)
+    thread = Thread(Cpu(clock, 1), cooling=0.1)
     ends: list[float] = []
     for at in (0.0, 1.0, 1.01):
         clock.at(at, lambda: thread.submit(0.001, 0.001, lambda: ends.append(clock.now)))
     clock.run()
-    assert ends[1] - 1.0 == pytest.approx(0.001 + 0.001 * (1 + 100 * COLD_S))
-    assert ends[2] - 1.01 == pytest.approx(0.001 + 0.001 * (1 + 100 * (1.01 - ends[1])))
+    assert ends[1] - 1.0 == pytest.approx(0.002 + 0.1 * COLD_S)
+    assert ends[2] - 1.01 == pytest.approx(0.002 + 0.1 * (1.01 - ends[1]))
+
+
+def test_a_step_of_a_loop_goes_behind_what_waits_for_it() -> None:
+    clock = Clock()
+    thread = Thread(Cpu(clock, 1))
+    order: list[str] = []
+
+    def first() -> None:
+        order.append("first")
+        thread.steps(2, order.append, "first, two steps later")
+        thread.next(0.001, order.append, "first's own")
+
+    clock.at(0.0, thread.submit, 0.001, 0.0, first)
+    for name in ("second", "third"):
+        clock.at(0.0, thread.submit, 0.001, 0.0, order.append, name)
+    clock.at(0.0025, thread.submit, 0.001, 0.0, order.append, "came between")
+    clock.run()
+    assert order == ["first", "first's own", "second", "third", "came between", "first, two steps later"]
+    assert clock.now == pytest.approx(0.005)
 
 
 def test_a_core_stands_still_by_itself() -> None:

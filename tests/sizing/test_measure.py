@@ -13,7 +13,7 @@ import pytest
 
 from recinfer.inference.predictor import load
 from recinfer.sizing import probe
-from recinfer.sizing.measure import LOOKUP, _fit, lookup_requests, measure_serving, write_sample_archive
+from recinfer.sizing.measure import LOOKUP, _cold, _fit, lookup_requests, measure_serving, write_sample_archive
 from recinfer.sizing.probe import ServerProcess, closed_loop, open_loop
 from tests.warm import warm_context
 
@@ -59,7 +59,8 @@ def test_all_of_it() -> None:
     # Costs are differences of means of a tenth of a second: other work on the machine can hide one, not all three times.
     for _ in range(3):
         costs = measure_serving(seconds=0.1, progress=said.append)
-        run_s, shard_s = costs.run.base_s + costs.run.request_s, costs.shard.base_s
+        run_s = costs.run.base_s + costs.run.request_s
+        shard_s = costs.shard.base_s + (costs.direct or costs).server.grpc_s  # what a shard's call takes of that thread
         if min(run_s, shard_s) > 1e-5 and np.mean(costs.spread) == pytest.approx(1.0, rel=0.1):
             break
     else:
@@ -96,3 +97,17 @@ def test_costs_are_found_where_no_requests_shared_a_run() -> None:
     costs = _fit(loads, run)
     assert costs.direct is None
     assert 0 < costs.run.base_s < 6e-5  # what it takes in this process
+
+
+def test_what_sleep_costs_is_a_line_through_two_lengths_of_it() -> None:
+    def means(loop: float, cycle: float) -> Any:
+        return SimpleNamespace(loop=loop, cycle=cycle)
+
+    # Hot 100 us; 30 us more once it slept, and 50 us more for each ms: after 1 and 6 ms.
+    cold, cooling = _cold(means(180e-6, 1.18e-3), means(430e-6, 6.43e-3), "loop", 100e-6)
+    assert (cold, cooling) == pytest.approx((30e-6, 0.05))
+    # The line would begin below nothing: then all of it is the sleep's.
+    cold, cooling = _cold(means(110e-6, 1.11e-3), means(700e-6, 6.7e-3), "loop", 100e-6)
+    assert (cold, cooling) == pytest.approx((0.0, 0.1))
+    # Nothing slept longer: what the first took more.
+    assert _cold(means(180e-6, 2e-3), means(170e-6, 1e-3), "loop", 100e-6) == pytest.approx((80e-6, 0.0))

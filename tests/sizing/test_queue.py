@@ -124,8 +124,9 @@ def test_a_full_queue_refuses_at_once_and_answers_the_rest() -> None:
     works = [
         Work(1, 100_000, lambda w: refused.append(w.refused) if w.refused else answered.append(w), i) for i in range(20)
     ]
-    for work in works:
-        loop.submit(0.0, 0.0, queue.submit, work)
+    loop.submit(0.0, 0.0, queue.submit, works[0])
+    for work in works[1:]:  # while that runs
+        clock.at(0.001, loop.submit, 0.0, 0.0, queue.submit, work)
     clock.run()
     assert refused == ["full"] * len(refused)
     assert len(refused) + len(answered) == 20

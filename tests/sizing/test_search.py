@@ -134,6 +134,8 @@ def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
         ({"wire_s": True}, "wire_s is True"),
         ({"spread": [2.0, 1.0]}, "spread"),
         ({"stalls_per_s": 1.0}, "stall_s"),
+        ({"stall_lost": [1.0]}, "stall_lost"),
+        ({"stalls_per_s": 1.0, "stall_s": [0.01], "stall_lost": [1.5]}, "stall_lost"),
         ({"surplus": 1}, "unknown keys"),
         ({"server": {"loop_s": 1.0}}, "incomplete"),
         ({"direct": {"run": {}}}, "incomplete"),
@@ -195,6 +197,7 @@ def test_example_hosts_differ() -> None:
 
 
 def test_costs_of_the_server_before_are_to_be_measured_again() -> None:
-    text = COSTS.to_json().replace("recinfer.serving/3", "recinfer.serving/2")
-    with pytest.raises(ConfigError, match=r"earlier server.*calibrate --serving"):
-        ServingCosts.from_json(text)
+    for earlier in (2, 3):
+        text = COSTS.to_json().replace("recinfer.serving/4", f"recinfer.serving/{earlier}")
+        with pytest.raises(ConfigError, match=r"earlier server.*calibrate --serving"):
+            ServingCosts.from_json(text)

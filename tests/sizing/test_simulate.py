@@ -106,8 +106,8 @@ def test_more_replicas_are_never_slower(plans: dict[int, Shards]) -> None:
 
 
 def test_more_rankers_and_shards_share_the_work(plans: dict[int, Shards]) -> None:
-    few = run(plans, SHARDED, 3000.0)
-    more = run(plans, replace(SHARDED, rankers=3), 3000.0)
+    few = run(plans, SHARDED, 1500.0)  # at twice that one ranker runs six requests at a time, which three cannot
+    more = run(plans, replace(SHARDED, rankers=3), 1500.0)
     assert more.busy["rankers"] < 0.75 * few.busy["rankers"]
     assert more.percentile(99) < few.percentile(99)
 
@@ -136,7 +136,7 @@ def test_nothing_is_hedged_where_there_is_nobody_else(plans: dict[int, Shards]) 
 
 
 def test_stalls_show_in_the_tail_alone(plans: dict[int, Shards]) -> None:
-    costs = replace(COSTS, stalls_per_s=2.0, stall_s=(0.02,))
+    costs = replace(COSTS, stalls_per_s=2.0, stall_s=(0.02,), stall_lost=(1.0,))
     trace = poisson(300.0, 3000, seed=5)
     calm = simulate(WHOLE, trace, MODEL, plans[1], COSTS)
     stalled = simulate(WHOLE, trace, MODEL, plans[1], costs)

@@ -13,7 +13,7 @@ import pytest
 from recinfer.errors import ConfigError
 from recinfer.sizing.arrivals import poisson
 from recinfer.sizing.simulate import Deployment, simulate
-from recinfer.sizing.stalls import Stall, StallRecorder, can_record
+from recinfer.sizing.stalls import Stall, StallRecorder, can_record, stalls_of
 from recinfer.sizing.workload import shards_of
 from tests.sizing.models import COSTS, model_of
 
@@ -64,6 +64,34 @@ def test_recorded_stalls_hold_up_who_comes_meanwhile_and_nobody_else() -> None:
     assert half.latencies.sum() < stalled.latencies.sum()
     before = simulate(deployment, trace, model, plan, COSTS, stalls=[Stall(0, -1.0, 0.5)])
     assert (before.latencies == calm.latencies).all()
+
+
+def test_a_core_that_needs_longer_for_the_same_is_slow() -> None:
+    looks = [(0.004 * i, 1e-4, 2e-5) for i in range(100)]
+    looks[20] = (0.08, 5e-3, 2e-5)  # late once
+    looks[30] = (0.12, 1e-4, 2e-4)  # and once it took longer, which is no phase
+    looks[50:60] = [(0.004 * i, 1e-4, 4e-5) for i in range(50, 60)]
+    late, slow = stalls_of(1, looks)
+    assert (late.core, late.lost) == (1, 1.0)
+    assert late.begin == pytest.approx(0.078)
+    assert late.seconds == pytest.approx(0.007)
+    assert slow.core == 1
+    assert slow.begin == pytest.approx(0.198)
+    assert slow.seconds == pytest.approx(0.04)
+    assert slow.lost == pytest.approx(1 - 1.1 / 2, abs=0.01)  # beside the mean, of which it is a part
+    assert stalls_of(0, looks[:2]) == []
+
+
+def test_a_slow_core_takes_longer_for_all_that_comes_meanwhile() -> None:
+    model = model_of()
+    trace = poisson(50.0, 200, ids_per_sample=model.ids_per_sample, seed=3)
+    deployment, plan = Deployment(1, 1, 0, cores=2, co_located=True), shards_of(model, 1)
+    begin, end = float(trace.times[50]), float(trace.times[150])
+    slow = [Stall(core, begin, end - begin, 0.5) for core in (0, 1)]
+    calm, slowed = (simulate(deployment, trace, model, plan, COSTS, stalls=stalls) for stalls in ([], slow))
+    ratio = slowed.latencies / calm.latencies
+    assert np.median(ratio[52:148]) == pytest.approx(2.0, rel=0.15)
+    assert (ratio[:49] == 1.0).all()
 
 
 def test_stalls_of_other_machines_are_refused() -> None:
