@@ -111,14 +111,14 @@ class Shard:
         bytes: of its packed rows.
         streams: features (or ranges of a feature's rows) that it is sent.
         ids: mean ids a sample that it is sent.
-        cols: columns that it gives back.
+        vector_bytes: of what it gives back for a sample: rows as they are stored where a bag mostly holds one id, else sums.
         lookup: CPU of the op, by samples.
     """
 
     bytes: int
     streams: int
     ids: float
-    cols: int
+    vector_bytes: float
     lookup: Curve
 
     def request_bytes(self, samples: float) -> float:
@@ -128,7 +128,7 @@ class Shard:
 
     def answer_bytes(self, samples: float) -> float:
         """Of its answer."""
-        return _MESSAGE_BYTES + 4 * samples * self.cols
+        return _MESSAGE_BYTES + samples * self.vector_bytes
 
 
 @dataclass(frozen=True)
@@ -187,31 +187,34 @@ def shards_of(
     by_batch = np.array([planned(batch, plan).estimates["perf_ms_per_rank"] for batch in _LADDER]) / 1e3
     shards = []
     for rank in range(num):
-        num_bytes, streams, ids, cols = _of_rank(plan, rank, model)
+        num_bytes, streams, ids, vector_bytes = _of_rank(plan, rank, model)
         call = hardware.call_ms / 1e3 if hardware else _TYPICAL_CALL_S + _TYPICAL_FEATURE_S * streams
         seconds = np.maximum.accumulate(by_batch[:, rank]) + (call if streams else 0.0)
         curve = Curve(tuple(float(b) for b in _LADDER), tuple(seconds.tolist()))
-        shards.append(Shard(num_bytes, streams, ids, cols, curve))
+        shards.append(Shard(num_bytes, streams, ids, vector_bytes, curve))
     return Shards(plan, precision or manifest.precision, tuple(shards))
 
 
-def _of_rank(plan: Plan, rank: int, model: Model) -> tuple[int, int, float, int]:
-    """(bytes, streams, ids a sample, columns) of one rank."""
+def _of_rank(plan: Plan, rank: int, model: Model) -> tuple[int, int, float, float]:
+    """(bytes, streams, ids a sample, bytes of a sample's vectors) of one rank."""
     features = {(t.module, t.name): t.features for t in model.manifest.tables}
-    num_bytes, cols, ids = 0, 0, 0.0
+    num_bytes, vector_bytes, ids = 0, 0.0, 0.0
     streams = set()
     for table in plan.tables:
         for shard in table.shards:
             if shard.rank != rank or not shard.rows:
                 continue
-            num_bytes += shard.rows * row_bytes(shard.cols, DataType.parse(str(table.precision)))
+            stored = row_bytes(shard.cols, DataType.parse(str(table.precision)))
+            num_bytes += shard.rows * stored
             for feature in features[table.module, table.table]:
                 stream = (feature, shard.row_start, shard.row_stop)
-                cols += shard.cols
+                here = model.ids[feature] * shard.rows / table.num_embeddings
+                sums = 4.0 * shard.cols
+                vector_bytes += sums if model.ids[feature] > 1 else min(sums, stored * here)
                 if stream not in streams:
                     streams.add(stream)
-                    ids += model.ids[feature] * shard.rows / table.num_embeddings
-    return num_bytes, len(streams), ids, cols
+                    ids += here
+    return num_bytes, len(streams), ids, vector_bytes
 
 
 def measure_dense(archive: Archive, seconds: float = 0.15) -> Curve:
