@@ -22,29 +22,40 @@ def test_a_core_that_somebody_else_keeps_is_seen() -> None:
     if not can_record():
         pytest.skip("this system gives no thread precedence before all others")
     before = set(multiprocessing.active_children())  # of other tests
-    kept: list[float] = []
     cores = sorted(os.sched_getaffinity(0))
 
-    def keep_a_core() -> None:
-        os.sched_setaffinity(0, {cores[-1]})  # of this thread
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(2))
-        kept.append(time.perf_counter())
-        while time.perf_counter() < kept[0] + 0.02:
-            pass
-        kept.append(time.perf_counter())
+    def seen() -> tuple[float, float]:
+        """Seconds for which a core was kept, and those of them that were recorded."""
+        kept: list[float] = []
 
-    with StallRecorder() as recorder:
-        thread = threading.Thread(target=keep_a_core)
-        thread.start()
-        thread.join()
-    assert recorder.cores == len(cores)
-    assert recorder.seconds >= kept[1] - kept[0]
-    begins = [stall.begin for stall in recorder.stalls]
-    assert begins == sorted(begins)
-    mine = [s for s in recorder.stalls if s.core == len(cores) - 1]
-    seen = sum(max(min(s.begin + s.seconds, kept[1]) - max(s.begin, kept[0]), 0.0) for s in mine)
-    # All of it but half a millisecond, less what a kernel that lets nobody have a core for good takes from it.
-    assert seen > 0.25 * (kept[1] - kept[0]), recorder.stalls
+        def keep_a_core() -> None:
+            os.sched_setaffinity(0, {cores[-1]})  # of this thread
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(2))
+            kept.append(time.perf_counter())
+            while time.perf_counter() < kept[0] + 0.02:
+                pass
+            kept.append(time.perf_counter())
+
+        with StallRecorder() as recorder:
+            thread = threading.Thread(target=keep_a_core)
+            thread.start()
+            thread.join()
+        assert recorder.cores == len(cores)
+        assert recorder.seconds >= kept[1] - kept[0]
+        begins = [stall.begin for stall in recorder.stalls]
+        assert begins == sorted(begins)
+        mine = [s for s in recorder.stalls if s.core == len(cores) - 1 and s.lost == 1]
+        both = (max(min(s.begin + s.seconds, kept[1]) - max(s.begin, kept[0]), 0.0) for s in mine)
+        return kept[1] - kept[0], sum(both)
+
+    # All of it but some milliseconds. Who wants this process's interpreter meanwhile, or the hypervisor, takes the core from
+    # who keeps it: then once more.
+    until = time.monotonic() + 60
+    while True:
+        whole, found = seen()
+        if found > 0.5 * whole:
+            break
+        assert time.monotonic() < until, (found, whole)
     assert set(multiprocessing.active_children()) <= before
 
 
