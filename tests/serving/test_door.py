@@ -39,7 +39,7 @@ class Held:
 
     def fill(self) -> list[grpc.Future]:
         """Requests that run and wait, until there is no room."""
-        large = codec.encode_predict_request(*make_request(0, 4000))
+        large = codec.encode_predict_request(*make_request(0, 16_000))  # too long to be answered from its bytes
         futures = [self.call[PREDICT].future(large, timeout=LONG)]
         assert self.begun.wait(LONG)
         futures += [self.call[PREDICT].future(small(), timeout=LONG) for _ in range(2)]
