@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from recinfer import env
@@ -58,6 +61,20 @@ def test_grpc_reads_in_place_where_that_was_tried(
     monkeypatch.setattr("importlib.metadata.version", {"grpcio": version}.__getitem__)
     env.listen_in_place()
     assert env.child_environment().get("GRPC_EXPERIMENTS") == after
+
+
+def test_a_shard_server_says_so_before_grpc_is_imported() -> None:
+    """Later it has no effect, and nothing else would tell."""
+    script = (
+        "import sys\n"
+        "from recinfer import env\n"
+        "env.listen_in_place = lambda: sys.exit('too late' if 'grpc' in sys.modules else 'in time')\n"
+        "from recinfer.cli.main import main\n"
+        "sys.argv = ['recinfer', 'serve', 'archive', '--ranks', '0']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stderr.strip() == "in time"
 
 
 def test_numbers_for_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:

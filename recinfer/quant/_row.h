@@ -87,4 +87,33 @@ INLINE static void add_row(const uint8_t *row, int64_t width, int64_t bits, floa
     }
 }
 
+/* CALL(width, bits, vector) with both as constants where they are common ones: then a row's numbers stay in registers.
+   `vector`: room for a row, for other widths. */
+#define BY_ROW(CALL, WIDTH, BITS, VECTOR) \
+    do { \
+        if ((BITS) == 8) { \
+            BY_WIDTH(CALL, WIDTH, 8, VECTOR) \
+        } else if ((BITS) == 4) { \
+            BY_WIDTH(CALL, WIDTH, 4, VECTOR) \
+        } else { \
+            CALL(WIDTH, BITS, VECTOR); \
+        } \
+    } while (0)
+#define BY_WIDTH(CALL, WIDTH, BITS, VECTOR) \
+    switch (WIDTH) { \
+        FIXED_WIDTH(CALL, 8, BITS) \
+        FIXED_WIDTH(CALL, 16, BITS) \
+        FIXED_WIDTH(CALL, 32, BITS) \
+        FIXED_WIDTH(CALL, 64, BITS) \
+        FIXED_WIDTH(CALL, 128, BITS) \
+    default: \
+        CALL(WIDTH, BITS, VECTOR); \
+    }
+#define FIXED_WIDTH(CALL, WIDTH, BITS) \
+    case WIDTH: { \
+        float fixed[WIDTH]; \
+        CALL(WIDTH, BITS, fixed); \
+        break; \
+    }
+
 #endif

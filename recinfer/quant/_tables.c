@@ -52,23 +52,7 @@ INLINE static void pool_step(const uint8_t *table, const Piece *piece, int64_t w
     }
 }
 
-#define POOL(WIDTH, BITS) pool_step(table, piece, WIDTH, BITS, bags, part, key, sum, into, columns)
-#define POOL_FIXED(WIDTH, BITS) \
-    case WIDTH: { \
-        float fixed[WIDTH]; \
-        pool_step(table, piece, WIDTH, BITS, bags, part, key, fixed, into, columns); \
-        break; \
-    }
-#define POOL_WIDTHS(BITS) \
-    switch (piece->width) { \
-        POOL_FIXED(8, BITS) \
-        POOL_FIXED(16, BITS) \
-        POOL_FIXED(32, BITS) \
-        POOL_FIXED(64, BITS) \
-        POOL_FIXED(128, BITS) \
-    default: \
-        POOL(piece->width, BITS); \
-    }
+#define POOL(WIDTH, BITS, SUM) pool_step(table, piece, WIDTH, BITS, bags, part, key, SUM, into, columns)
 
 /* Whether all ids from `at` to `last` are rows of it; asks for the first rows, which come before any is read. */
 INLINE static int are_rows(const uint8_t *table, const Piece *piece, const Bags *bags, int64_t at, int64_t last) {
@@ -105,12 +89,7 @@ WIDE static int pool(const uint8_t *buffer, const Piece *pieces, const Step *ste
         const int64_t key = steps[s].key, at = part->starts[key], last = part->ends[key];
         if (!are_rows(table, piece, bags, at, last))
             return 0;
-        if (piece->bits == 8)
-            POOL_WIDTHS(8)
-        else if (piece->bits == 4)
-            POOL_WIDTHS(4)
-        else
-            POOL(piece->width, piece->bits);
+        BY_ROW(POOL, piece->width, piece->bits, sum);
     }
     return 1;
 }
@@ -169,18 +148,17 @@ INLINE static void copy_rows(uint8_t kind, const uint8_t *table, const Piece *pi
 
 /* Whether every id is a row of its table. `out`: of each step, its kind; behind these, of each what its kind says. */
 WIDE static int pack(const uint8_t *buffer, const Piece *pieces, const Step *steps, int64_t num_steps, const Bags *bags,
-                     const int64_t *starts, float *restrict sum, uint8_t *out) {
-    const Part part = {0, bags->batch, (int64_t *)starts, (int64_t *)starts + 1};
+                     const Part *part, float *restrict sum, uint8_t *out) {
     const uint8_t *kinds = out;
     uint8_t *into = out + num_steps;
     for (int64_t s = 0; s < num_steps; s++) {
         const Piece *piece = pieces + steps[s].piece;
         const uint8_t *table = buffer + piece->offset;
-        const int64_t key = steps[s].key, at = starts[key], last = starts[key + 1];
+        const int64_t key = steps[s].key, at = part->starts[key], last = part->ends[key], columns = piece->width;
         if (!are_rows(table, piece, bags, at, last))
             return 0;
         if (kinds[s] == SUMS) {
-            pool_step(table, piece, piece->width, piece->bits, bags, &part, key, sum, into, piece->width);
+            BY_ROW(POOL, piece->width, piece->bits, sum);
         } else if (kinds[s] != EMPTY) {
             switch (stored_bytes(piece->width, piece->bits)) { /* copies of a size that is known are moves */
             case 12:
@@ -479,10 +457,10 @@ static PyObject *pack_method(PyObject *module, PyObject *args) {
     int whole;
     if (call.is_long) {
         Py_BEGIN_ALLOW_THREADS
-        whole = pack(call.buffer.buf, call.pieces, call.steps, call.num_steps, &call.bags, call.starts, call.sum, out);
+        whole = pack(call.buffer.buf, call.pieces, call.steps, call.num_steps, &call.bags, &call.part, call.sum, out);
         Py_END_ALLOW_THREADS
     } else {
-        whole = pack(call.buffer.buf, call.pieces, call.steps, call.num_steps, &call.bags, call.starts, call.sum, out);
+        whole = pack(call.buffer.buf, call.pieces, call.steps, call.num_steps, &call.bags, &call.part, call.sum, out);
     }
     if (!whole) {
         Py_DECREF(result);

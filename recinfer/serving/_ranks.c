@@ -416,23 +416,7 @@ INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t wi
     }
 }
 
-#define PUT(WIDTH, BITS) put_rows(there, row, WIDTH, BITS, pair->adds, vector, to, columns, batch)
-#define PUT_FIXED(WIDTH, BITS) \
-    case WIDTH: { \
-        float fixed[WIDTH]; \
-        put_rows(there, row, WIDTH, BITS, pair->adds, fixed, to, columns, batch); \
-        break; \
-    }
-#define PUT_WIDTHS(BITS) \
-    switch (pair->width) { \
-        PUT_FIXED(8, BITS) \
-        PUT_FIXED(16, BITS) \
-        PUT_FIXED(32, BITS) \
-        PUT_FIXED(64, BITS) \
-        PUT_FIXED(128, BITS) \
-    default: \
-        PUT(pair->width, BITS); \
-    }
+#define PUT(WIDTH, BITS, VECTOR) put_rows(there, row, WIDTH, BITS, pair->adds, VECTOR, to, columns, batch)
 
 /* Adds what `pack` wrote, whose size fits, to `out`; `vector`: of the widest pair. */
 WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pairs, int64_t num_pairs,
@@ -446,13 +430,9 @@ WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pai
         if (pair->to < 0 || packed[p] == EMPTY)
             continue;
         if (packed[p] == SUMS)
-            PUT(pair->width, 32);
-        else if (pair->bits == 8)
-            PUT_WIDTHS(8)
-        else if (pair->bits == 4)
-            PUT_WIDTHS(4)
+            PUT(pair->width, 32, vector);
         else
-            PUT(pair->width, pair->bits);
+            BY_ROW(PUT, pair->width, pair->bits, vector);
     }
 }
 
