@@ -2,16 +2,20 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.overload                                  # 2.5 ms a prediction, 3 times the peak
     OMP_NUM_THREADS=1 python -m benchmarks.overload --over 1024 1024 1 --batch 64    # another model and request
-    OMP_NUM_THREADS=1 python -m benchmarks.overload --times 1 3 10 --turns 3
+    OMP_NUM_THREADS=1 python -m benchmarks.overload --times 1 3 10 --turns 3 --clients ours
 
 First the number of callers, one request behind another, that get the most answers. Then turns: the peak, which is what so
-many callers get, and right after it the overload, requests at a fixed rate, whatever becomes of them. Goodput is what is
-answered in time, behind the first quarter of the overload; the result is the median of the turns' ratios, since both of
-each are of the same seconds. All requests have the same deadline.
+many callers get, and right after it requests at fixed rates, whatever becomes of them. Goodput is what is answered in time,
+behind the first quarter; the result is the median of the turns' ratios, since all of a turn are of the same seconds. Callers
+who wait come in bursts, when a run is over, those of a fixed rate one by one, which costs the server more a call: so once the
+peak at a fixed rate stands beside three times. All requests have the same deadline. Plain clients send whatever they are
+asked to; ours (recinfer.serving.client, each call tried once) hold back what a full server would refuse.
 
 Server and clients have half of the machine's cores each, since what clients take of the server's cores is no matter of
-the server's. "cores" says how many were used: by clients (near all of theirs it is they who are measured), runs (the
-model), events (the thread of gRPC's events, which refuses), loop (what is answered passes it) and gRPC's own threads.
+the server's. The clients' are always busy, if need be with nothing (SCHED_IDLE): a virtual machine's cores are often two
+halves of one, and clients with three times as much to send would slow the server down that way. "cores" says how many were
+used: by clients (near all of theirs it is they who are measured), runs (the model), events (the thread of gRPC's events,
+which refuses), loop (what is answered passes it) and gRPC's own threads.
 """
 
 from __future__ import annotations
@@ -19,13 +23,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import multiprocessing
 import os
 import statistics
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +43,10 @@ import grpc.aio
 import torch
 
 from benchmarks.serving import build, process, requests_of
+from recinfer.errors import RecinferError
 from recinfer.inference.predictor import load
 from recinfer.serving.batcher import BatchConfig, BatcherState
+from recinfer.serving.client import AsyncInferenceClient
 from recinfer.serving.server import SERVICE_NAME, Server
 from recinfer.serving.tuning import tune_process
 
@@ -79,11 +87,33 @@ def halves() -> tuple[set[int], set[int]]:
     return set(cores[: (len(cores) + 1) // 2]), set(cores[len(cores) // 2 :])
 
 
+@contextmanager
+def busy(cores: set[int]) -> Iterator[None]:
+    """Some cores have something to do whenever nobody else wants them."""
+
+    def spin(core: int) -> None:
+        os.sched_setaffinity(0, {core})
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        numbers = dict.fromkeys(range(1000), 1)
+        while True:
+            sum(numbers.values())
+
+    processes = [multiprocessing.get_context("fork").Process(target=spin, args=(core,), daemon=True) for core in cores]
+    for each in processes:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in processes:
+            each.kill()
+            each.join()
+
+
 class Load:
     """Requests to one server, and what became of them.
 
     Args:
-        call: makes a request; raises grpc.aio.AioRpcError.
+        call: makes a request; raises grpc.aio.AioRpcError or RecinferError.
     """
 
     def __init__(self, call: Callable[[], Awaitable[object]]) -> None:
@@ -128,6 +158,8 @@ class Load:
             await self._call()
         except grpc.aio.AioRpcError as error:
             code = error.code().name
+        except RecinferError as error:
+            code = "held back" if "was not sent" in str(error) else type(error).__name__
         end = time.perf_counter()
         self.done.setdefault(code, []).append((end - self._begun, end - start))
         return code == "OK"
@@ -167,11 +199,12 @@ class Bench:
         call: path of the method.
         data: request.
         timeout: seconds until a caller gives up.
+        ours: ask as recinfer.serving.client does.
     """
 
-    def __init__(self, port: int, said: dict[str, Any], call: str, data: bytes, timeout: float) -> None:
+    def __init__(self, port: int, said: dict[str, Any], call: str, data: bytes, timeout: float, *, ours: bool) -> None:
         self._target, self._pid, self._ask = f"127.0.0.1:{port}", said["pid"], said["ask"]
-        self._path, self._data, self._timeout = f"/{SERVICE_NAME}/{call}", data, timeout
+        self._call, self._data, self._timeout, self._ours = call, data, timeout, ours
 
     async def peak(self, callers: int, seconds: float) -> Found:
         """What so many callers get in ``seconds`` and a lead."""
@@ -185,9 +218,8 @@ class Bench:
     async def _found(self, work: Callable[[Load], Awaitable[object]], since: float, until: float) -> Found:
         before, threads = self._ask().state, self._cpu()
         ours, start = time.process_time(), time.perf_counter()
-        async with grpc.aio.insecure_channel(self._target, options=_ANY_LENGTH) as channel:
-            call = channel.unary_unary(self._path)
-            load_ = Load(functools.partial(call, self._data, timeout=self._timeout))
+        async with AsyncExitStack() as stack:
+            load_ = Load(await self._asking(stack))
             await work(load_)
         spent = time.perf_counter() - start
         cores = {kind: (took - threads.get(kind, 0.0)) / spent for kind, took in self._cpu().items()}
@@ -197,6 +229,15 @@ class Bench:
         changes = {name: getattr(after, name) - getattr(before, name) for name in names}
         done = {code: sorted(took for _, took in found) for code, found in load_.done.items()}
         return Found(load_.answered(since, until), cores, **changes, done=done)
+
+    async def _asking(self, stack: AsyncExitStack) -> Callable[[], Awaitable[object]]:
+        """What makes a request; its connection is closed with ``stack``."""
+        if self._ours:  # without what a request's encoding costs, as it is always the same
+            client = await stack.enter_async_context(AsyncInferenceClient(self._target, retries=0))
+            return functools.partial(client._call, self._call, self._data, self._timeout)
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(self._target, options=_ANY_LENGTH))
+        call = channel.unary_unary(f"/{SERVICE_NAME}/{self._call}")
+        return functools.partial(call, self._data, timeout=self._timeout)
 
     async def _idle(self) -> BatcherState:
         while (state := self._ask().state).waiting or state.running:
@@ -223,23 +264,35 @@ async def most_callers(bench: Bench, seconds: float) -> int:
     return max(found, key=lambda callers: found[callers])
 
 
-async def compare(bench: Bench, options: argparse.Namespace) -> None:
-    """Find the callers, take the turns, and print them."""
-    callers = options.callers or await most_callers(bench, options.seconds / 4)
-    for times in options.times:
-        ratios = []
-        for _ in range(options.turns):
+async def compare(benches: dict[str, Bench], options: argparse.Namespace) -> None:
+    """Find the callers, take the turns, and print them; ``benches`` by their kind of client."""
+    callers = options.callers or await most_callers(next(iter(benches.values())), options.seconds / 4)
+    found: dict[tuple[str, float], list[float]] = defaultdict(list)
+    for _ in range(options.turns):
+        for kind, bench in benches.items():
             peak = await bench.peak(callers, options.seconds / 2)
-            over = await bench.overload(times * peak.answered, options.seconds)
-            ratios.append(over.answered / peak.answered)
-            print(f"  {callers} callers {peak}\n  {times:g} times as many {over}: {ratios[-1]:.2f}")
-            for code, took in over.done.items():
-                p50, p99 = took[len(took) // 2] * 1e3, took[int(len(took) * 0.99)] * 1e3
-                print(f"      {code:18} {len(took):6}: p50 {p50:.1f} ms, p99 {p99:.1f} ms", flush=True)
-        listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(
-            f"goodput at {times:g} times the peak: {statistics.median(ratios):.2f} of it (turns: {listed})", flush=True
-        )
+            print(f"  {kind} clients, {callers} callers: {peak}")
+            for times in options.times:
+                over = await bench.overload(times * peak.answered, options.seconds)
+                found[kind, times].append(over.answered / peak.answered)
+                print(f"  {times:g} times as many at a fixed rate: {over}: {found[kind, times][-1]:.2f}")
+                for code, took in over.done.items():
+                    p50, p99 = took[len(took) // 2] * 1e3, took[int(len(took) * 0.99)] * 1e3
+                    print(f"      {code:18} {len(took):6}: p50 {p50:.1f} ms, p99 {p99:.1f} ms", flush=True)
+    for (kind, times), ratios in found.items():
+        print(f"goodput at {times:g} times the peak, {kind} clients: {shown(ratios)} of it")
+    for kind in benches:
+        if options.times[0] != options.times[-1]:
+            pairs = zip(found[kind, options.times[0]], found[kind, options.times[-1]], strict=True)
+            ratios = [last / first for first, last in pairs]
+            print(
+                f"at {options.times[-1]:g} beside {options.times[0]:g} times the peak, {kind} clients: {shown(ratios)}"
+            )
+
+
+def shown(ratios: Sequence[float]) -> str:
+    """Their median, and all of them."""
+    return f"{statistics.median(ratios):.2f} (turns: {', '.join(f'{ratio:.2f}' for ratio in ratios)})"
 
 
 def main() -> None:
@@ -252,8 +305,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--max-batch", type=int, default=BatchConfig.max_batch, help="1: no merging")
     parser.add_argument("--max-queue", type=int, default=BatchConfig.max_queue)
-    parser.add_argument("--times", type=float, nargs="+", default=[3.0])
+    parser.add_argument("--times", type=float, nargs="+", default=[1.0, 3.0])
     parser.add_argument("--timeout", type=float, default=1.0, help="seconds that a caller waits")
+    parser.add_argument("--clients", choices=["plain", "ours"], nargs="+", default=["plain", "ours"])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--callers", type=int, help="that make the peak; without it the best of some numbers")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each overload; half of them for its peak")
@@ -267,7 +321,12 @@ def main() -> None:
         with process(functools.partial(serve_on, server_cores), str(archive), batching) as (port, said):
             os.sched_setaffinity(0, client_cores)
             print(f"{options.call} of batch {options.batch}, {len(data)} bytes, over {options.over}", flush=True)
-            asyncio.run(compare(Bench(port, said, options.call, data, options.timeout), options))
+            benches = {
+                kind: Bench(port, said, options.call, data, options.timeout, ours=kind == "ours")
+                for kind in options.clients
+            }
+            with busy(client_cores):
+                asyncio.run(compare(benches, options))
 
 
 if __name__ == "__main__":

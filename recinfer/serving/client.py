@@ -17,12 +17,13 @@ import torch
 from grpc_health.v1 import health_pb2
 from torch import Tensor
 
-from recinfer.errors import InputError, RecinferError, UnavailableError
+from recinfer.errors import InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.inference.together import Outputs
 from recinfer.serving import codec
 from recinfer.serving.columns import as_dense, as_features, as_raw
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.status import error_of
+from recinfer.serving.throttle import Throttle
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
@@ -40,10 +41,10 @@ __all__ = [
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_CALLS, _CHECK = ("Lookup", "Predict", "GetModel"), "Check"
 _POLL_S = 0.05
 _START_WITH = "recinfer serve ARCHIVE --port N"
 # A lookup or prediction changes nothing, so asking again is safe; what is refused for what it says is not asked again.
-_RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.02, 1.0
 _PUSHBACK = "grpc-retry-pushback-ms"
 
@@ -104,10 +105,14 @@ class ModelDescription:
 class _Client:
     """What both clients share: settings, and messages from and to what callers have."""
 
-    def __init__(self, target: str, model: str, version: str, timeout: float, retries: int, token: str) -> None:
+    def __init__(
+        self, target: str, model: str, version: str, timeout: float, retries: int, throttle: bool, token: str
+    ) -> None:
         if retries < 0:
             raise InputError(f"retries: got {retries}, expected 0 or more")
         self.target, self.model, self.version, self.timeout, self.retries = target, model, version, timeout, retries
+        # One a call, as a server may have no room for predictions and much for lookups.
+        self._throttles = {call: Throttle() for call in ("Lookup", "Predict")} if throttle else {}
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
 
     def _lookup_request(self, features: Any) -> bytes:
@@ -125,6 +130,41 @@ class _Client:
     def _model_request(self) -> bytes:
         return pb.GetModelRequest(model=self.model, version=self.version).SerializeToString()
 
+    def _wait_held_back(self, call: str, tried: int, retries: int, left: float) -> float | None:
+        """Seconds to wait with a call that is not to be sent now; None: send it.
+
+        Raises:
+            OverloadedError: it has waited often enough.
+        """
+        throttle = self._throttles.get(call)
+        if throttle is None or not throttle.holds_back():
+            return None
+        wait = _wait(tried)
+        if tried >= retries or wait >= left:
+            raise OverloadedError(
+                f"{self.target} refuses calls, as it is full, so this one was not sent; send less or try again later",
+                retry_after=wait,
+            )
+        return wait
+
+    def _wait_refused(self, call: str, error: Any, tried: int, retries: int, seconds: float, left: float) -> float:
+        """Seconds to wait before another try of a call that failed.
+
+        Raises:
+            RecinferError: another try is of no use, or too late, or one too many.
+        """
+        if call in self._throttles and _is_full(error):
+            self._throttles[call].heard(refused=True)
+        wait = _wait_before_retry(error, tried, left) if tried < retries else None
+        if wait is None:
+            raise _translated(error, self.target, seconds, _START_WITH) from None
+        return wait
+
+    def _taken(self, call: str) -> None:
+        """The server answered a call."""
+        if call in self._throttles:
+            self._throttles[call].heard(refused=False)
+
 
 class InferenceClient(_Client):
     """Talks to one server. Thread-safe; keeps one channel open until ``close`` (or the end of a ``with`` block).
@@ -136,6 +176,8 @@ class InferenceClient(_Client):
         timeout: seconds until a call is given up, tries and waits together.
         retries: further tries of a call that found no server or a full one, each after a longer wait, or after the wait
             that the server asks for.
+        throttle: hold lookups and predictions back while the server refuses many for want of room: a twentieth more than it
+            takes is sent, so that it answers rather than refuses. What is held back waits and tries again as what is refused does.
         token: bearer token; empty: none.
         tls_ca: PEM file of the authority that signed the server's certificate; None: no TLS.
         tls_cert, tls_key: PEM files of this client's certificate, for mutual TLS.
@@ -143,8 +185,8 @@ class InferenceClient(_Client):
 
     Features are a KeyedJaggedTensor, a dict of feature to list, or a DataFrame or Table: see
     :func:`recinfer.serving.columns.as_features`. All calls raise InputError (the request is wrong), NotFoundError (no
-    such model or version), UnavailableError (no server there, overloaded, or too slow) or, when the server fails,
-    RecinferError.
+    such model or version), UnavailableError (no server there, or too slow; OverloadedError: it is full) or, when the server
+    fails, RecinferError.
     """
 
     def __init__(
@@ -155,26 +197,25 @@ class InferenceClient(_Client):
         version: str = "",
         timeout: float = 10.0,
         retries: int = 2,
+        throttle: bool = True,
         token: str = "",
         tls_ca: Path | None = None,
         tls_cert: Path | None = None,
         tls_key: Path | None = None,
         tls_name: str = "",
     ) -> None:
-        super().__init__(target, model, version, timeout, retries, token)
+        super().__init__(target, model, version, timeout, retries, throttle, token)
         credentials, options = _security(tls_ca, tls_cert, tls_key, tls_name)
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=options)
         else:
             self._channel = grpc.secure_channel(target, credentials, options=options)
-        self._lookup = self._channel.unary_unary(f"/{_SERVICE}/Lookup")
-        self._predict = self._channel.unary_unary(f"/{_SERVICE}/Predict")
-        self._get_model = self._channel.unary_unary(f"/{_SERVICE}/GetModel")
-        self._check = self._channel.unary_unary(f"/{_HEALTH}/Check")
+        self._methods = {call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in _CALLS}
+        self._methods[_CHECK] = self._channel.unary_unary(f"/{_HEALTH}/{_CHECK}")
 
     def lookup(self, features: Any, *, timeout: float | None = None) -> Embeddings:
         """Embeddings of some or all features of the model, given in any order."""
-        return _embeddings(self._call(self._lookup, self._lookup_request(features), timeout))
+        return _embeddings(self._call("Lookup", self._lookup_request(features), timeout))
 
     def predict(self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
         """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples.
@@ -183,7 +224,7 @@ class InferenceClient(_Client):
         features have; none of them among ``features``. They are sent and looked up once.
         """
         request = self._predict_request(dense, features, context)
-        return codec.decode_predict_response(self._call(self._predict, request, timeout))[0]
+        return codec.decode_predict_response(self._call("Predict", request, timeout))[0]
 
     def predict_raw(self, rows: Any, *, timeout: float | None = None) -> Outputs:
         """The model's outputs by name, from rows as the training data had them.
@@ -191,20 +232,21 @@ class InferenceClient(_Client):
         The server makes ids and dense inputs of them by the feature contract of the model's archive. ``rows``: see
         :func:`recinfer.serving.columns.as_raw`; its columns are those of the contract (``get_model().contract``).
         """
-        return codec.decode_predict_response(self._call(self._predict, self._raw_request(rows), timeout))[0]
+        return codec.decode_predict_response(self._call("Predict", self._raw_request(rows), timeout))[0]
 
     def get_model(self, *, timeout: float | None = None) -> ModelDescription:
         """What the model takes and is made of."""
-        return _description(self._call(self._get_model, self._model_request(), timeout))
+        return _description(self._call("GetModel", self._model_request(), timeout))
 
     def is_ready(self, *, timeout: float | None = None) -> bool:
         """Whether the server answers and takes requests."""
         request = health_pb2.HealthCheckRequest(service=_SERVICE).SerializeToString()
         try:
-            answer = codec.parse(health_pb2.HealthCheckResponse, self._call(self._check, request, timeout, retries=0))
+            answer = self._call(_CHECK, request, timeout, retries=0)
+            state = codec.parse(health_pb2.HealthCheckResponse, answer).status
         except RecinferError:
             return False
-        return answer.status == health_pb2.HealthCheckResponse.SERVING
+        return state == health_pb2.HealthCheckResponse.SERVING
 
     def wait_until_ready(self, timeout: float = 30.0) -> None:
         """Return once the server takes requests.
@@ -228,23 +270,24 @@ class InferenceClient(_Client):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(
-        self, method: Callable[..., bytes], request: bytes, timeout: float | None, retries: int | None = None
-    ) -> bytes:
-        seconds = self.timeout if timeout is None else timeout
-        end = time.monotonic() + seconds
-        for tried in range(self.retries if retries is None else retries):
-            try:
-                return method(request, timeout=max(0.001, end - time.monotonic()), metadata=self._metadata)
-            except grpc.RpcError as error:
-                wait = _wait_before_retry(error, tried, end - time.monotonic())
-                if wait is None:
-                    raise _translated(error, self.target, seconds, _START_WITH) from None
-            except ValueError:  # a closed channel: invoke says so
-                break
+    def _call(self, call: str, request: bytes, timeout: float | None, *, retries: int | None = None) -> bytes:
+        seconds, most = self.timeout if timeout is None else timeout, self.retries if retries is None else retries
+        end, tried = time.monotonic() + seconds, 0
+        while True:
+            left = max(0.001, end - time.monotonic())
+            wait = self._wait_held_back(call, tried, most, left)
+            if wait is None:
+                try:
+                    answer: bytes = self._methods[call](request, timeout=left, metadata=self._metadata)
+                except grpc.RpcError as error:
+                    wait = self._wait_refused(call, error, tried, most, seconds, end - time.monotonic())
+                except ValueError as error:  # gRPC's word for a closed channel
+                    raise UnavailableError(f"{self.target}: {error}; make a new client") from None
+                else:
+                    self._taken(call)
+                    return answer
+            tried += 1
             time.sleep(wait)
-        left = max(0.001, end - time.monotonic())
-        return invoke(method, request, self.target, left, start_with=_START_WITH, metadata=self._metadata)
 
 
 class AsyncInferenceClient(_Client):
@@ -262,21 +305,20 @@ class AsyncInferenceClient(_Client):
         version: str = "",
         timeout: float = 10.0,
         retries: int = 2,
+        throttle: bool = True,
         token: str = "",
         tls_ca: Path | None = None,
         tls_cert: Path | None = None,
         tls_key: Path | None = None,
         tls_name: str = "",
     ) -> None:
-        super().__init__(target, model, version, timeout, retries, token)
+        super().__init__(target, model, version, timeout, retries, throttle, token)
         credentials, options = _security(tls_ca, tls_cert, tls_key, tls_name)
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=options)
         else:
             self._channel = grpc.aio.secure_channel(target, credentials, options=options)
-        self._methods = {
-            call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in ("Lookup", "Predict", "GetModel")
-        }
+        self._methods = {call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in _CALLS}
 
     async def lookup(self, features: Any, *, timeout: float | None = None) -> Embeddings:
         """As InferenceClient.lookup."""
@@ -307,18 +349,20 @@ class AsyncInferenceClient(_Client):
 
     async def _call(self, call: str, request: bytes, timeout: float | None) -> bytes:
         seconds = self.timeout if timeout is None else timeout
-        end = time.monotonic() + seconds
-        tried = 0
+        end, tried = time.monotonic() + seconds, 0
         while True:
             left = max(0.001, end - time.monotonic())
-            try:
-                return await self._methods[call](request, timeout=left, metadata=self._metadata)
-            except grpc.RpcError as error:
-                wait = _wait_before_retry(error, tried, end - time.monotonic()) if tried < self.retries else None
-                if wait is None:
-                    raise _translated(error, self.target, seconds, _START_WITH) from None
-            except grpc.aio.UsageError as error:  # a closed channel
-                raise UnavailableError(f"{self.target}: {error}; make a new client") from None
+            wait = self._wait_held_back(call, tried, self.retries, left)
+            if wait is None:
+                try:
+                    answer: bytes = await self._methods[call](request, timeout=left, metadata=self._metadata)
+                except grpc.RpcError as error:
+                    wait = self._wait_refused(call, error, tried, self.retries, seconds, end - time.monotonic())
+                except grpc.aio.UsageError as error:  # a closed channel
+                    raise UnavailableError(f"{self.target}: {error}; make a new client") from None
+                else:
+                    self._taken(call)
+                    return answer
             tried += 1
             await asyncio.sleep(wait)
 
@@ -355,16 +399,28 @@ def _pem(path: Path) -> bytes:
         raise InputError(f"TLS: cannot read {path}: {error.strerror}") from None
 
 
+def _pushback(error: Any) -> float | None:
+    """Seconds after which the server asks to be tried again; None: it does not say."""
+    asked = next((value for key, value in error.trailing_metadata() or () if key == _PUSHBACK), None)
+    return float(asked) / 1000 if asked is not None and str(asked).isdigit() else None
+
+
+def _is_full(error: Any) -> bool:
+    """Whether it was refused for want of room; a message that is too large has the same code, and stays so."""
+    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _pushback(error) is not None
+
+
 def _wait_before_retry(error: Any, tried: int, left: float) -> float | None:
     """Seconds to wait before the next try; None when another one is of no use or comes too late."""
-    if error.code() not in _RETRIED:
+    if not _is_full(error) and error.code() is not grpc.StatusCode.UNAVAILABLE:
         return None
-    asked = next((value for key, value in error.trailing_metadata() or () if key == _PUSHBACK), None)
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and asked is None:
-        return None  # a message that is too large stays so
-    wait = float(asked) / 1000 if asked is not None and str(asked).isdigit() else _FIRST_WAIT_S * 4**tried
-    wait = min(wait, _MAX_WAIT_S) * random.uniform(1.0, 1.5)  # not all clients at once
+    wait = _wait(tried, _pushback(error))
     return wait if wait < left else None
+
+
+def _wait(tried: int, pushback: float | None = None) -> float:
+    wait = _FIRST_WAIT_S * 4**tried if pushback is None else pushback
+    return min(wait, _MAX_WAIT_S) * random.uniform(1.0, 1.5)  # not all clients at once
 
 
 def _embeddings(answer: bytes) -> Embeddings:
@@ -412,4 +468,6 @@ def _translated(error: Any, target: str, seconds: float, start_with: str) -> Rec
         return RecinferError(
             f"{target} does not know this call ({details}); is it a server of another kind? Start one with: {start_with}"
         )
+    if _is_full(error):
+        return OverloadedError(details, retry_after=_pushback(error) or 0.0)
     return error_of(code.name, details)

@@ -1,0 +1,71 @@
+"""Holds back what a server that is full would refuse."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["Throttle"]
+
+_MEMORY_S = 1.0
+_LEAST, _MOST = 1.05, 2.0  # sent of what was taken: where more than a twentieth of it is refused, and where nothing is
+_REFUSED = 0.05
+_SPARE = 10.0
+_FORGOTTEN = 1e-3  # of a refusal
+
+
+class Throttle:
+    """Says which calls a client does not send, by what the server took and refused of the last ones. Thread-safe.
+
+    To refuse a call costs a server near as much as to answer a small one, so one that is asked three times what it can take spends
+    its time on saying no. With this a client sends a twentieth more than what is taken, whatever it is asked for itself;
+    each does so by what it hears, so any number of them share a server without knowing of each other. The twentieth is what finds
+    out that there is room again; while nothing is refused it becomes as much again, so what is sent doubles within a second.
+
+    The formula is client-side throttling of Beyer et al., Site Reliability Engineering (2016), chapter 21: a call is held back
+    with probability ``(asked - k * taken - 10) / (asked + 1)``, counted over about the last second. There k is 2, or 1.1 where
+    refusals are dear; with so little alone a server that was down for a moment gets its load back in a minute. Ten a second pass
+    besides, so that a client that asks little is never held back for a chance refusal.
+
+    Args:
+        clock: seconds.
+        chance: a number from 0 to 1.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, chance: Callable[[], float] = random.random
+    ) -> None:
+        self._clock, self._chance, self._lock = clock, chance, threading.Lock()
+        self._asked = self._taken = self._refused = 0.0  # of the last second or so: what is older weighs less
+        self._at = clock()
+
+    def holds_back(self) -> bool:
+        """Whether to leave this call unsent; counts it if so. What is sent has to be :meth:`heard` of."""
+        if not self._refused:  # as nearly always
+            return False
+        with self._lock:
+            self._age()
+            sure = 1 - min(1.0, self._refused / (_REFUSED * (self._taken + self._refused + 1)))
+            most = (_LEAST + (_MOST - _LEAST) * sure) * self._taken + _SPARE
+            held = self._chance() * (self._asked + 1) < self._asked - most
+            self._asked += held
+            return held
+
+    def heard(self, *, refused: bool) -> None:
+        """What became of a call: the server answered it, or ``refused`` it for want of room."""
+        with self._lock:
+            self._age()
+            self._asked += 1
+            self._taken += not refused
+            self._refused += refused
+
+    def _age(self) -> None:
+        now = self._clock()
+        kept = math.exp((self._at - now) / _MEMORY_S)
+        self._at = now
+        self._asked *= kept
+        self._taken *= kept
+        self._refused = self._refused * kept if self._refused > _FORGOTTEN else 0.0

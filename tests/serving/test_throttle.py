@@ -1,0 +1,168 @@
+"""What a client does not send to a server that is full."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from recinfer.errors import OverloadedError
+from recinfer.inference.predictor import Predictor
+from recinfer.serving import client as client_module
+from recinfer.serving import throttle
+from recinfer.serving.client import AsyncInferenceClient, InferenceClient
+from recinfer.serving.loop import run_on_loop
+from recinfer.serving.throttle import Throttle
+from tests.serving.conftest import make_request
+from tests.serving.test_door import held
+
+
+class Played:
+    """A throttle and the server it asks, with a clock of their own: it answers so many calls a second, eight may wait for that,
+    the others it refuses.
+    """
+
+    def __init__(self, takes: float) -> None:
+        self.now, self.takes, self.waiting = 0.0, takes, 0.0
+        self.throttle = Throttle(lambda: self.now, random.Random(1).random)
+
+    def run(self, rate: float, seconds: float) -> tuple[int, int]:
+        """``rate`` calls a second; how many were sent, and how many of them taken."""
+        sent = taken = 0
+        for _ in range(int(rate * seconds)):
+            self.now += 1 / rate
+            self.waiting = max(0.0, self.waiting - self.takes / rate)
+            if self.throttle.holds_back():
+                continue
+            has_room = bool(self.takes) and self.waiting < 8
+            self.waiting += has_room
+            sent, taken = sent + 1, taken + has_room
+            self.throttle.heard(refused=not has_room)
+        return sent, taken
+
+
+@pytest.mark.parametrize("takes", [200, 1_000])
+@pytest.mark.parametrize("times", [2, 3, 10])
+def test_a_twentieth_more_than_is_taken(takes: float, times: float):
+    played = Played(takes)
+    played.run(times * takes, 5)  # it needs a second or two to see how things are
+    sent, taken = played.run(times * takes, 5)
+    assert taken > 0.92 * 5 * takes
+    assert sent < 1.1 * taken + 5 * 10
+
+
+def test_nothing_is_held_back_that_would_be_taken():
+    played = Played(1_000)
+    assert played.run(900, 5) == (4_500, 4_500)
+
+
+def test_few_calls_are_never_held_back():
+    played = Played(0.0)
+    assert played.run(8, 5) == (40, 0)
+
+
+def test_room_is_found_again():
+    played = Played(100)
+    played.run(3_000, 5)
+    played.takes = 10_000
+    played.run(3_000, 6)
+    sent, taken = played.run(3_000, 1)
+    assert sent == taken
+    assert sent > 2_900
+
+
+def test_a_server_that_takes_nothing_is_hardly_asked():
+    played = Played(0.0)
+    played.run(1_000, 5)
+    sent, _ = played.run(1_000, 5)
+    assert sent < 5 * 20
+
+
+def test_counts_of_many_threads():
+    counts = Throttle(lambda: 0.0)
+
+    def hear() -> None:
+        for _ in range(5_000):
+            counts.heard(refused=False)
+            counts.heard(refused=True)
+
+    threads = [threading.Thread(target=hear) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (counts._asked, counts._taken) == (40_000, 20_000)
+
+
+def test_both_clients_hold_back_predictions_alone(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+    dense, kjt = make_request(1, 2)
+    monkeypatch.setattr(throttle, "_MEMORY_S", 60.0)  # slow as the machine may be
+    with held(predictor, monkeypatch) as server:
+        futures = server.fill()
+        target = server.server.target
+        with InferenceClient(target, retries=0, timeout=60) as client:
+            with pytest.raises(OverloadedError, match="2 requests waiting, its limit") as caught:
+                client.predict(dense, kjt)
+            assert caught.value.retry_after > 0
+            words = Counter(words_of(lambda: client.predict(dense, kjt)) for _ in range(200))
+            assert words["not sent"] > 100
+            assert words["not sent"] + words["waiting"] == 200
+            assert server.server.batcher.state.refused == 1 + words["waiting"]
+            assert client.get_model().version
+            assert client.is_ready()
+            if server.server.service.direct.available:
+                assert client.lookup(kjt).pooled is not None
+
+        async def ask() -> Counter[str]:
+            async with AsyncInferenceClient(target, retries=0, timeout=60) as mine:
+                found: Counter[str] = Counter()
+                for _ in range(200):
+                    try:
+                        await mine.predict(dense, kjt)
+                    except OverloadedError as error:
+                        found["not sent" if "was not sent" in str(error) else "waiting"] += 1
+                assert (await mine.get_model()).version
+                return found
+
+        assert run_on_loop(ask(), timeout=90)["not sent"] > 100
+        with InferenceClient(target, retries=0, timeout=60, throttle=False) as client:
+            before = server.server.batcher.state.refused
+            assert {words_of(lambda: client.predict(dense, kjt)) for _ in range(40)} == {"waiting"}
+            assert server.server.batcher.state.refused == before + 40
+        del futures
+
+
+def words_of(ask: Callable[[], object]) -> str:
+    with pytest.raises(OverloadedError) as caught:
+        ask()
+    return "not sent" if "was not sent" in str(caught.value) else "waiting"
+
+
+def test_what_is_held_back_waits_as_what_is_refused_does(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+    dense, kjt = make_request(1, 2)
+    with held(predictor, monkeypatch) as server:
+        futures = server.fill()
+        with InferenceClient(server.server.target, timeout=60) as client:
+            predictions = client._throttles["Predict"]
+            predictions._chance = lambda: 0.0
+            for _ in range(1_000):
+                predictions.heard(refused=True)
+            waits: list[float] = []
+            ordinary = client_module._wait
+
+            def wait(tried: int, pushback: float | None = None) -> float:
+                waits.append(ordinary(tried, pushback))
+                predictions._asked = 0.0
+                server.go_on.set()  # now there is room
+                for future in futures:
+                    future.result()
+                return waits[-1]
+
+            monkeypatch.setattr(client_module, "_wait", wait)
+            assert client.predict(dense, kjt)["output"].shape[0] == 2
+            assert server.server.batcher.state.refused == 0
+            assert len(waits) == 1
+            assert 0.02 <= waits[0] <= 0.03
