@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from recinfer.serving.columns import as_dense, as_features, as_raw
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.status import error_of
 from recinfer.serving.throttle import Throttle
+from recinfer.serving.tries import Tries, is_full, pushback
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
@@ -44,9 +44,6 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _CALLS, _CHECK = ("Lookup", "Predict", "GetModel"), "Check"
 _POLL_S = 0.05
 _START_WITH = "recinfer serve ARCHIVE --port N"
-# A lookup or prediction changes nothing, so asking again is safe; what is refused for what it says is not asked again.
-_FIRST_WAIT_S, _MAX_WAIT_S = 0.02, 1.0
-_PUSHBACK = "grpc-retry-pushback-ms"
 
 
 @dataclass(frozen=True)
@@ -130,40 +127,8 @@ class _Client:
     def _model_request(self) -> bytes:
         return pb.GetModelRequest(model=self.model, version=self.version).SerializeToString()
 
-    def _wait_held_back(self, call: str, tried: int, retries: int, left: float) -> float | None:
-        """Seconds to wait with a call that is not to be sent now; None: send it.
-
-        Raises:
-            OverloadedError: it has waited often enough.
-        """
-        throttle = self._throttles.get(call)
-        if throttle is None or not throttle.holds_back():
-            return None
-        wait = _wait(tried)
-        if tried >= retries or wait >= left:
-            raise OverloadedError(
-                f"{self.target} refuses calls, as it is full, so this one was not sent; send less or try again later",
-                retry_after=wait,
-            )
-        return wait
-
-    def _wait_refused(self, call: str, error: Any, tried: int, retries: int, seconds: float, left: float) -> float:
-        """Seconds to wait before another try of a call that failed.
-
-        Raises:
-            RecinferError: another try is of no use, or too late, or one too many.
-        """
-        if call in self._throttles and _is_full(error):
-            self._throttles[call].heard(refused=True)
-        wait = _wait_before_retry(error, tried, left) if tried < retries else None
-        if wait is None:
-            raise _translated(error, self.target, seconds, _START_WITH) from None
-        return wait
-
-    def _taken(self, call: str) -> None:
-        """The server answered a call."""
-        if call in self._throttles:
-            self._throttles[call].heard(refused=False)
+    def _tries(self, call: str, seconds: float, retries: int | None = None) -> Tries:
+        return Tries(self.target, self.retries if retries is None else retries, seconds, self._throttles.get(call))
 
 
 class InferenceClient(_Client):
@@ -271,22 +236,20 @@ class InferenceClient(_Client):
         self.close()
 
     def _call(self, call: str, request: bytes, timeout: float | None, *, retries: int | None = None) -> bytes:
-        seconds, most = self.timeout if timeout is None else timeout, self.retries if retries is None else retries
-        end, tried = time.monotonic() + seconds, 0
+        seconds = self.timeout if timeout is None else timeout
+        tries = self._tries(call, seconds, retries)
         while True:
-            left = max(0.001, end - time.monotonic())
-            wait = self._wait_held_back(call, tried, most, left)
-            if wait is None:
+            if (wait := tries.held_back()) is None:
                 try:
-                    answer: bytes = self._methods[call](request, timeout=left, metadata=self._metadata)
+                    answer: bytes = self._methods[call](request, timeout=tries.left, metadata=self._metadata)
                 except grpc.RpcError as error:
-                    wait = self._wait_refused(call, error, tried, most, seconds, end - time.monotonic())
+                    if (wait := tries.failed(error)) is None:
+                        raise _translated(error, self.target, seconds, _START_WITH) from None
                 except ValueError as error:  # gRPC's word for a closed channel
                     raise UnavailableError(f"{self.target}: {error}; make a new client") from None
                 else:
-                    self._taken(call)
+                    tries.answered()
                     return answer
-            tried += 1
             time.sleep(wait)
 
 
@@ -349,21 +312,19 @@ class AsyncInferenceClient(_Client):
 
     async def _call(self, call: str, request: bytes, timeout: float | None) -> bytes:
         seconds = self.timeout if timeout is None else timeout
-        end, tried = time.monotonic() + seconds, 0
+        tries = self._tries(call, seconds)
         while True:
-            left = max(0.001, end - time.monotonic())
-            wait = self._wait_held_back(call, tried, self.retries, left)
-            if wait is None:
+            if (wait := tries.held_back()) is None:
                 try:
-                    answer: bytes = await self._methods[call](request, timeout=left, metadata=self._metadata)
+                    answer: bytes = await self._methods[call](request, timeout=tries.left, metadata=self._metadata)
                 except grpc.RpcError as error:
-                    wait = self._wait_refused(call, error, tried, self.retries, seconds, end - time.monotonic())
+                    if (wait := tries.failed(error)) is None:
+                        raise _translated(error, self.target, seconds, _START_WITH) from None
                 except grpc.aio.UsageError as error:  # a closed channel
                     raise UnavailableError(f"{self.target}: {error}; make a new client") from None
                 else:
-                    self._taken(call)
+                    tries.answered()
                     return answer
-            tried += 1
             await asyncio.sleep(wait)
 
 
@@ -397,30 +358,6 @@ def _pem(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"TLS: cannot read {path}: {error.strerror}") from None
-
-
-def _pushback(error: Any) -> float | None:
-    """Seconds after which the server asks to be tried again; None: it does not say."""
-    asked = next((value for key, value in error.trailing_metadata() or () if key == _PUSHBACK), None)
-    return float(asked) / 1000 if asked is not None and str(asked).isdigit() else None
-
-
-def _is_full(error: Any) -> bool:
-    """Whether it was refused for want of room; a message that is too large has the same code, and stays so."""
-    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _pushback(error) is not None
-
-
-def _wait_before_retry(error: Any, tried: int, left: float) -> float | None:
-    """Seconds to wait before the next try; None when another one is of no use or comes too late."""
-    if not _is_full(error) and error.code() is not grpc.StatusCode.UNAVAILABLE:
-        return None
-    wait = _wait(tried, _pushback(error))
-    return wait if wait < left else None
-
-
-def _wait(tried: int, pushback: float | None = None) -> float:
-    wait = _FIRST_WAIT_S * 4**tried if pushback is None else pushback
-    return min(wait, _MAX_WAIT_S) * random.uniform(1.0, 1.5)  # not all clients at once
 
 
 def _embeddings(answer: bytes) -> Embeddings:
@@ -468,6 +405,6 @@ def _translated(error: Any, target: str, seconds: float, start_with: str) -> Rec
         return RecinferError(
             f"{target} does not know this call ({details}); is it a server of another kind? Start one with: {start_with}"
         )
-    if _is_full(error):
-        return OverloadedError(details, retry_after=_pushback(error) or 0.0)
+    if is_full(error):
+        return OverloadedError(details, retry_after=pushback(error) or 0.0)
     return error_of(code.name, details)

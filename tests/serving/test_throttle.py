@@ -11,11 +11,11 @@ import pytest
 
 from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving import client as client_module
 from recinfer.serving import throttle
 from recinfer.serving.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.loop import run_on_loop
 from recinfer.serving.throttle import Throttle
+from recinfer.serving.tries import Tries
 from tests.serving.conftest import make_request
 from tests.serving.test_door import held
 
@@ -151,17 +151,19 @@ def test_what_is_held_back_waits_as_what_is_refused_does(predictor: Predictor, m
             for _ in range(1_000):
                 predictions.heard(refused=True)
             waits: list[float] = []
-            ordinary = client_module._wait
+            ordinary = Tries.held_back
 
-            def wait(tried: int, pushback: float | None = None) -> float:
-                waits.append(ordinary(tried, pushback))
-                predictions._asked = 0.0
-                server.go_on.set()  # now there is room
-                for future in futures:
-                    future.result()
-                return waits[-1]
+            def held_back(tries: Tries) -> float | None:
+                wait = ordinary(tries)
+                if wait is not None:
+                    waits.append(wait)
+                    predictions._asked = 0.0
+                    server.go_on.set()  # now there is room
+                    for future in futures:
+                        future.result()
+                return wait
 
-            monkeypatch.setattr(client_module, "_wait", wait)
+            monkeypatch.setattr(Tries, "held_back", held_back)
             assert client.predict(dense, kjt)["output"].shape[0] == 2
             assert server.server.batcher.state.refused == 0
             assert len(waits) == 1
