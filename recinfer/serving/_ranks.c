@@ -132,8 +132,13 @@ static inline int is_kept(const Stream *stream, int64_t id) {
     return (uint64_t)(id - stream->start) < (uint64_t)stream->rows;
 }
 
+/* Whether all ids of a stream's key are in its range, whatever they are. */
+static inline int is_whole(const Stream *stream, const int64_t *limits) {
+    return stream->start == 0 && stream->rows >= limits[stream->key];
+}
+
 static Counts count_kept(const Bags *bags, const int64_t *starts, const int64_t *limits, const Stream *streams,
-                         int64_t num_streams) {
+                         int64_t num_streams, int ones) {
     Counts counts = {0, 0, 1};
     for (int64_t s = 0; s < num_streams; s++) {
         const Stream *stream = streams + s;
@@ -141,8 +146,18 @@ static Counts count_kept(const Bags *bags, const int64_t *starts, const int64_t 
             counts.ones = 0;
             continue;
         }
-        const int whole = stream->start == 0 && stream->rows >= limits[stream->key];
+        const int whole = is_whole(stream, limits);
         int64_t at = starts[stream->key];
+        if (ones) {
+            int64_t kept = whole ? bags->batch : 0;
+            if (!whole)
+                for (int64_t b = 0; b < bags->batch; b++)
+                    kept += is_kept(stream, id_at(bags, at + b));
+            counts.ids += kept;
+            counts.most = kept && !counts.most ? 1 : counts.most;
+            counts.ones &= kept == bags->batch;
+            continue;
+        }
         for (int64_t b = 0; b < bags->batch; b++) {
             const int64_t length = length_at(bags, stream->key * bags->batch + b), end = at + length;
             int64_t kept = length;
@@ -161,14 +176,23 @@ static Counts count_kept(const Bags *bags, const int64_t *starts, const int64_t 
 }
 
 /* Each is written where the next one goes, and stays there when it is kept: which are is for no processor to guess. */
-static void put_kept(const Bags *bags, const int64_t *starts, const Stream *streams, int64_t num_streams, int wide,
-                     uint8_t *into, int64_t ids) {
+static void put_kept(const Bags *bags, const int64_t *starts, const int64_t *limits, const Stream *streams,
+                     int64_t num_streams, int wide, uint8_t *into, int64_t ids) {
     const int size = wide ? 8 : 4;
     const uint8_t *end = into + size * ids;
     for (int64_t s = 0; s < num_streams; s++) {
         const Stream *stream = streams + s;
         if (stream->key < 0)
             continue;
+        if (!wide && is_whole(stream, limits)) {
+            const int64_t first = starts[stream->key], count = starts[stream->key + 1] - first;
+            for (int64_t i = 0; i < count; i++) {
+                const int32_t narrow = (int32_t)id_at(bags, first + i);
+                memcpy(into + 4 * i, &narrow, 4);
+            }
+            into += 4 * count;
+            continue;
+        }
         for (int64_t at = starts[stream->key]; at < starts[stream->key + 1]; at++) {
             if (into == end)
                 return;
@@ -181,10 +205,16 @@ static void put_kept(const Bags *bags, const int64_t *starts, const Stream *stre
 }
 
 static uint8_t *put_lengths(const Bags *bags, const int64_t *starts, const Stream *streams, int64_t num_streams,
-                            int length_bytes, uint8_t *into) {
+                            int length_bytes, int ones, uint8_t *into) {
     for (int64_t s = 0; s < num_streams; s++) {
         const Stream *stream = streams + s;
         int64_t at = stream->key < 0 ? 0 : starts[stream->key];
+        if (ones && stream->key >= 0) { /* then a byte is enough */
+            for (int64_t b = 0; b < bags->batch; b++)
+                into[b] = (uint8_t)is_kept(stream, id_at(bags, at + b));
+            into += bags->batch;
+            continue;
+        }
         for (int64_t b = 0; b < bags->batch; b++) {
             uint32_t kept = 0;
             if (stream->key >= 0)
@@ -218,7 +248,7 @@ static uint8_t *put_head(uint8_t *into, int field, uint64_t size) {
 static Py_ssize_t field_size(Py_ssize_t size) { return 1 + varint_size((uint64_t)size) + size; }
 
 /* One rank's part as a field of a ShardRequest; None without any id; NULL with an error. `rank`: (heads, streams, wide). */
-static PyObject *part_of(PyObject *rank, const Bags *bags, const int64_t *starts, const int64_t *limits) {
+static PyObject *part_of(PyObject *rank, const Bags *bags, const int64_t *starts, const int64_t *limits, int ones) {
     PyObject *heads[3], *streams_object, *result = NULL;
     int wide;
     if (!PyArg_ParseTuple(rank, "SSSOp", &heads[0], &heads[1], &heads[2], &streams_object, &wide))
@@ -235,7 +265,7 @@ static PyObject *part_of(PyObject *rank, const Bags *bags, const int64_t *starts
             goto release;
         }
     }
-    const Counts counts = count_kept(bags, starts, limits, streams, num_streams);
+    const Counts counts = count_kept(bags, starts, limits, streams, num_streams, ones);
     if (!counts.ids) {
         result = Py_None;
         Py_INCREF(result);
@@ -253,8 +283,8 @@ static PyObject *part_of(PyObject *rank, const Bags *bags, const int64_t *starts
     memcpy(into, PyBytes_AsString(head), (size_t)head_size);
     into += head_size;
     if (length_bytes)
-        into = put_lengths(bags, starts, streams, num_streams, length_bytes, put_head(into, 3, (uint64_t)lengths_size));
-    put_kept(bags, starts, streams, num_streams, wide, put_head(into, wide ? 6 : 5, (uint64_t)ids_size), counts.ids);
+        into = put_lengths(bags, starts, streams, num_streams, length_bytes, ones, put_head(into, 3, (uint64_t)lengths_size));
+    put_kept(bags, starts, limits, streams, num_streams, wide, put_head(into, wide ? 6 : 5, (uint64_t)ids_size), counts.ids);
 release:
     PyBuffer_Release(&view);
     return result;
@@ -262,14 +292,22 @@ release:
 
 /* Whether each id is 0 or more and below its key's number of rows. */
 static int fits(const Bags *bags, const int64_t *starts, const int64_t *limits) {
+    int all = 1;
     for (int64_t key = 0; key < bags->keys; key++) {
-        for (int64_t at = starts[key]; at < starts[key + 1]; at++) {
-            const int64_t id = id_at(bags, at);
-            if (id < 0 || id >= limits[key])
-                return 0;
-        }
+        int outside = 0; /* no way out of the loop, so that it becomes one of vectors */
+        for (int64_t at = starts[key]; at < starts[key + 1]; at++)
+            outside |= (uint64_t)id_at(bags, at) >= (uint64_t)limits[key];
+        all &= !outside;
     }
-    return 1;
+    return all;
+}
+
+/* Whether each bag holds one id. */
+static int are_ones(const Bags *bags) {
+    int64_t others = bags->ids != bags->keys * bags->batch;
+    for (int64_t at = 0; !others && at < bags->ids; at++)
+        others = length_at(bags, at) != 1;
+    return !others;
 }
 
 PyDoc_STRVAR(split_doc,
@@ -315,10 +353,11 @@ static PyObject *split_method(PyObject *module, PyObject *args) {
         Py_INCREF(found);
         goto release;
     }
+    const int ones = are_ones(&bags);
     const Py_ssize_t num_ranks = PyList_Size(ranks);
     found = PyList_New(num_ranks);
     for (Py_ssize_t r = 0; found != NULL && r < num_ranks; r++) {
-        PyObject *part = part_of(PyList_GetItem(ranks, r), &bags, starts, limits);
+        PyObject *part = part_of(PyList_GetItem(ranks, r), &bags, starts, limits, ones);
         if (part == NULL || PyList_SetItem(found, r, part) < 0)
             Py_CLEAR(found);
     }
@@ -328,7 +367,15 @@ release:
     return found;
 }
 
+/* Answers of more than this are put together with Python's lock released. */
+#define LONG_FLOATS (1 << 14)
+
 /* -- the answers put together ----------------------------------------------------------------------------------------- */
+
+/* Which samples are put together: all of `batch`, or those from `first` to before `last`, which the answer has alone. */
+typedef struct {
+    int64_t batch, first, last;
+} Samples;
 
 /* Neighbouring columns: `to` of the answer, `at` of the rank's; `adds` where others add to them. */
 typedef struct {
@@ -336,10 +383,10 @@ typedef struct {
 } Run;
 
 static void put_run(const uint8_t *values, int64_t rank_columns, const Run *run, uint8_t *out, int64_t columns,
-                    int64_t batch) {
-    for (int64_t b = 0; b < batch; b++) {
+                    const Samples *part) {
+    for (int64_t b = part->first; b < part->last; b++) {
         const uint8_t *from = values + 4 * (b * rank_columns + run->at);
-        uint8_t *to = out + 4 * (b * columns + run->to);
+        uint8_t *to = out + 4 * ((b - part->first) * columns + run->to);
         if (!run->adds) {
             memcpy(to, from, 4 * (size_t)run->width);
             continue;
@@ -395,10 +442,10 @@ INLINE static void put_vector(const float *vector, int64_t width, int64_t adds, 
 /* `there`: a bit for each bag that has a row; NULL: all have. By eight bytes of them at a time, as which bags have one is for
    no processor to guess. */
 INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t width, int64_t bits, int64_t adds,
-                            float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
+                            float *restrict vector, uint8_t *out, int64_t columns, const Samples *part) {
     const int64_t size = stored_bytes(width, bits);
-    for (int64_t first = 0; first < batch; first += 64) {
-        const int64_t count = batch - first < 64 ? batch - first : 64;
+    for (int64_t first = 0; first < part->last; first += 64) {
+        const int64_t count = part->last - first < 64 ? part->last - first : 64;
         const uint64_t all = count < 64 ? ((uint64_t)1 << count) - 1 : UINT64_MAX;
         uint64_t left = all;
         if (there != NULL) {
@@ -407,20 +454,27 @@ INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t wi
                 left |= (uint64_t)there[first / 8 + i] << 8 * i;
             left &= all;
         }
+        if (first < part->first) { /* rows of samples that are not wanted */
+            const int64_t none = part->first - first;
+            const uint64_t before = none < 64 ? left & (((uint64_t)1 << none) - 1) : left;
+            row += __builtin_popcountll(before) * size;
+            left ^= before;
+        }
         for (; left; left &= left - 1, row += size) {
             for (int64_t i = 0; i < width; i++)
                 vector[i] = 0.0f;
             add_row(row, width, bits, vector);
-            put_vector(vector, width, adds, out + 4 * (first + __builtin_ctzll(left)) * columns);
+            put_vector(vector, width, adds, out + 4 * (first - part->first + __builtin_ctzll(left)) * columns);
         }
     }
 }
 
-#define PUT(WIDTH, BITS, VECTOR) put_rows(there, row, WIDTH, BITS, pair->adds, VECTOR, to, columns, batch)
+#define PUT(WIDTH, BITS, VECTOR) put_rows(there, row, WIDTH, BITS, pair->adds, VECTOR, to, columns, part)
 
 /* Adds what `pack` wrote, whose size fits, to `out`; `vector`: of the widest pair. */
 WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pairs, int64_t num_pairs,
-                            float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
+                            float *restrict vector, uint8_t *out, int64_t columns, const Samples *part) {
+    const int64_t batch = part->batch;
     const uint8_t *from = packed + num_pairs, *end = packed + size;
     for (int64_t p = 0; p < num_pairs; p++) {
         const Pair *pair = pairs + p;
@@ -437,7 +491,9 @@ WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pai
 }
 
 /* 0 with an error. */
-static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_t *out, int64_t columns, int64_t batch) {
+static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_t *out, int64_t columns,
+                    const Samples *part) {
+    const int64_t batch = part->batch;
     const uint8_t *kinds = packed->buf;
     const Pair *pairs = pairs_view->buf;
     const int64_t num_pairs = pairs_view->len / (Py_ssize_t)sizeof *pairs;
@@ -462,13 +518,20 @@ static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_
         PyErr_NoMemory();
         return 0;
     }
-    put_packed(kinds, packed->len, pairs, num_pairs, vector, out, columns, batch);
+    if ((part->last - part->first) * columns > LONG_FLOATS) {
+        Py_BEGIN_ALLOW_THREADS
+        put_packed(kinds, packed->len, pairs, num_pairs, vector, out, columns, part);
+        Py_END_ALLOW_THREADS
+    } else {
+        put_packed(kinds, packed->len, pairs, num_pairs, vector, out, columns, part);
+    }
     PyMem_Free(vector);
     return 1;
 }
 
 /* Adds one rank's answer to `out`; 0 with an error. `found`: (values, columns of the rank, runs), or (packed, -1, pairs). */
-static int put_rank(PyObject *found, uint8_t *out, int64_t columns, int64_t batch) {
+static int put_rank(PyObject *found, uint8_t *out, int64_t columns, const Samples *part) {
+    const int64_t batch = part->batch;
     PyObject *values_object, *runs_object;
     Py_ssize_t rank_columns;
     Py_buffer values, runs_view;
@@ -479,7 +542,7 @@ static int put_rank(PyObject *found, uint8_t *out, int64_t columns, int64_t batc
     if (PyObject_GetBuffer(runs_object, &runs_view, PyBUF_SIMPLE) < 0)
         goto release_values;
     if (rank_columns == -1) {
-        whole = put_pack(&values, &runs_view, out, columns, batch);
+        whole = put_pack(&values, &runs_view, out, columns, part);
         goto release;
     }
     if (rank_columns < 0 || rank_columns > PY_SSIZE_T_MAX / 64 / batch || values.len != 4 * batch * rank_columns) {
@@ -497,7 +560,7 @@ static int put_rank(PyObject *found, uint8_t *out, int64_t columns, int64_t batc
         }
     }
     for (int64_t r = 0; r < num_runs; r++)
-        put_run(values.buf, rank_columns, runs + r, out, columns, batch);
+        put_run(values.buf, rank_columns, runs + r, out, columns, part);
     whole = 1;
 release:
     PyBuffer_Release(&runs_view);
@@ -507,19 +570,21 @@ release_values:
 }
 
 /* Divides sums of bags by what is in them. `means`: [M, 3], place among the keys, first and last column. */
-static int divide(const int64_t *means, int64_t num_means, const Bags *bags, uint8_t *out, int64_t columns) {
+static int divide(const int64_t *means, int64_t num_means, const Bags *bags, uint8_t *out, int64_t columns,
+                  const Samples *part) {
     for (int64_t m = 0; m < num_means; m++) {
         const int64_t key = means[3 * m], first = means[3 * m + 1], last = means[3 * m + 2];
         if (key < 0 || key >= bags->keys || first < 0 || last < first || last > columns)
             return 0;
-        for (int64_t b = 0; b < bags->batch; b++) {
+        for (int64_t b = part->first; b < part->last; b++) {
             const int64_t length = length_at(bags, key * bags->batch + b);
             const float scale = 1.0f / (float)(length > 1 ? length : 1);
+            uint8_t *row = out + 4 * (b - part->first) * columns;
             for (int64_t c = first; c < last; c++) {
                 float value;
-                memcpy(&value, out + 4 * (b * columns + c), 4);
+                memcpy(&value, row + 4 * c, 4);
                 value *= scale;
-                memcpy(out + 4 * (b * columns + c), &value, 4);
+                memcpy(row + 4 * c, &value, 4);
             }
         }
     }
@@ -527,7 +592,7 @@ static int divide(const int64_t *means, int64_t num_means, const Bags *bags, uin
 }
 
 PyDoc_STRVAR(join_doc,
-             "join(found, means, data, lengths_at, keys, batch, columns, into)\n--\n\n"
+             "join(found, means, data, lengths_at, keys, batch, columns, into, first=0, samples=-1)\n--\n\n"
              "Float32 [batch, columns] of what ranks gave, zero where none did.\n\n"
              "found: of each rank, (its float32 [batch, its columns] as a buffer, its columns, runs, int64 [R, 4]: first column\n"
              "of the rank, first of the answer, how many, whether they are added); or (what `pack` of recinfer.quant._tables\n"
@@ -535,15 +600,16 @@ PyDoc_STRVAR(join_doc,
              "-1, whether they are added), P being the steps that were packed.\n"
              "means: int64 [M, 3], key, first and last column that are then divided by the ids of its bags, whose lengths\n"
              "(int32 [keys, batch]) lie in the bytes `data` from `lengths_at` on.\n"
-             "into: a writable float32 buffer of [batch, columns], or bytes that the answer begins with.\n\n"
+             "into: a writable float32 buffer of [batch, columns], or bytes that the answer begins with.\n"
+             "first, samples: the first one and the number of those that are wanted, in place of the whole batch; -1: all behind.\n\n"
              "Returns the answer as bytes, or True when it was written `into`. Raises ValueError for an answer of another size.");
 
 static PyObject *join_method(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *found, *means_object, *data, *into, *answer = NULL, *result = NULL;
-    Py_ssize_t lengths_at, keys, batch, columns;
-    if (!PyArg_ParseTuple(args, "O!OSnnnnO", &PyList_Type, &found, &means_object, &data, &lengths_at, &keys, &batch,
-                          &columns, &into))
+    Py_ssize_t lengths_at, keys, batch, columns, first = 0, samples = -1;
+    if (!PyArg_ParseTuple(args, "O!OSnnnnO|nn", &PyList_Type, &found, &means_object, &data, &lengths_at, &keys, &batch,
+                          &columns, &into, &first, &samples))
         return NULL;
     Py_buffer means, out = {0};
     if (PyObject_GetBuffer(means_object, &means, PyBUF_SIMPLE) < 0)
@@ -554,7 +620,12 @@ static PyObject *join_method(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "join: places outside the bytes");
         goto release_means;
     }
-    const Py_ssize_t num_bytes = 4 * batch * columns;
+    if (first < 0 || first > batch || samples < -1 || samples > batch - first) {
+        PyErr_SetString(PyExc_ValueError, "join: samples outside the batch");
+        goto release_means;
+    }
+    const Samples part = {batch, first, samples < 0 ? batch : first + samples};
+    const Py_ssize_t num_bytes = 4 * (part.last - part.first) * columns;
     uint8_t *target;
     if (PyBytes_Check(into)) {
         const Py_ssize_t head = PyBytes_Size(into);
@@ -568,17 +639,17 @@ static PyObject *join_method(PyObject *module, PyObject *args) {
         if (PyObject_GetBuffer(into, &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0)
             goto release_means;
         if (out.len != num_bytes) {
-            PyErr_SetString(PyExc_ValueError, "join: the answer is not of [batch, columns] float32");
+            PyErr_SetString(PyExc_ValueError, "join: the answer is not of [samples, columns] float32");
             goto release_out;
         }
         target = out.buf;
     }
     memset(target, 0, (size_t)num_bytes);
     for (Py_ssize_t r = 0; r < PyList_Size(found); r++)
-        if (!put_rank(PyList_GetItem(found, r), target, columns, batch))
+        if (!put_rank(PyList_GetItem(found, r), target, columns, &part))
             goto release_out;
     const Bags bags = {(const uint8_t *)PyBytes_AsString(data) + lengths_at, NULL, keys, 0, batch, 0, 4};
-    if (!divide(means.buf, means.len / (Py_ssize_t)(3 * sizeof(int64_t)), &bags, target, columns)) {
+    if (!divide(means.buf, means.len / (Py_ssize_t)(3 * sizeof(int64_t)), &bags, target, columns, &part)) {
         PyErr_SetString(PyExc_ValueError, "join: a mean of columns outside the answer");
         goto release_out;
     }
