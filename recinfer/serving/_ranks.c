@@ -137,6 +137,7 @@ static inline int is_whole(const Stream *stream, const int64_t *limits) {
     return stream->start == 0 && stream->rows >= limits[stream->key];
 }
 
+/* `ones`: each bag holds one id, here and below. */
 static Counts count_kept(const Bags *bags, const int64_t *starts, const int64_t *limits, const Stream *streams,
                          int64_t num_streams, int ones) {
     Counts counts = {0, 0, 1};
@@ -367,15 +368,7 @@ release:
     return found;
 }
 
-/* Answers of more than this are put together with Python's lock released. */
-#define LONG_FLOATS (1 << 14)
-
 /* -- the answers put together ----------------------------------------------------------------------------------------- */
-
-/* Which samples are put together: all of `batch`, or those from `first` to before `last`, which the answer has alone. */
-typedef struct {
-    int64_t batch, first, last;
-} Samples;
 
 /* Neighbouring columns: `to` of the answer, `at` of the rank's; `adds` where others add to them. */
 typedef struct {
@@ -383,10 +376,10 @@ typedef struct {
 } Run;
 
 static void put_run(const uint8_t *values, int64_t rank_columns, const Run *run, uint8_t *out, int64_t columns,
-                    const Samples *part) {
-    for (int64_t b = part->first; b < part->last; b++) {
+                    int64_t batch) {
+    for (int64_t b = 0; b < batch; b++) {
         const uint8_t *from = values + 4 * (b * rank_columns + run->at);
-        uint8_t *to = out + 4 * ((b - part->first) * columns + run->to);
+        uint8_t *to = out + 4 * (b * columns + run->to);
         if (!run->adds) {
             memcpy(to, from, 4 * (size_t)run->width);
             continue;
@@ -442,10 +435,10 @@ INLINE static void put_vector(const float *vector, int64_t width, int64_t adds, 
 /* `there`: a bit for each bag that has a row; NULL: all have. By eight bytes of them at a time, as which bags have one is for
    no processor to guess. */
 INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t width, int64_t bits, int64_t adds,
-                            float *restrict vector, uint8_t *out, int64_t columns, const Samples *part) {
+                            float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
     const int64_t size = stored_bytes(width, bits);
-    for (int64_t first = 0; first < part->last; first += 64) {
-        const int64_t count = part->last - first < 64 ? part->last - first : 64;
+    for (int64_t first = 0; first < batch; first += 64) {
+        const int64_t count = batch - first < 64 ? batch - first : 64;
         const uint64_t all = count < 64 ? ((uint64_t)1 << count) - 1 : UINT64_MAX;
         uint64_t left = all;
         if (there != NULL) {
@@ -454,27 +447,20 @@ INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t wi
                 left |= (uint64_t)there[first / 8 + i] << 8 * i;
             left &= all;
         }
-        if (first < part->first) { /* rows of samples that are not wanted */
-            const int64_t none = part->first - first;
-            const uint64_t before = none < 64 ? left & (((uint64_t)1 << none) - 1) : left;
-            row += __builtin_popcountll(before) * size;
-            left ^= before;
-        }
         for (; left; left &= left - 1, row += size) {
             for (int64_t i = 0; i < width; i++)
                 vector[i] = 0.0f;
             add_row(row, width, bits, vector);
-            put_vector(vector, width, adds, out + 4 * (first - part->first + __builtin_ctzll(left)) * columns);
+            put_vector(vector, width, adds, out + 4 * (first + __builtin_ctzll(left)) * columns);
         }
     }
 }
 
-#define PUT(WIDTH, BITS, VECTOR) put_rows(there, row, WIDTH, BITS, pair->adds, VECTOR, to, columns, part)
+#define PUT(WIDTH, BITS, VECTOR) put_rows(there, row, WIDTH, BITS, pair->adds, VECTOR, to, columns, batch)
 
 /* Adds what `pack` wrote, whose size fits, to `out`; `vector`: of the widest pair. */
 WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pairs, int64_t num_pairs,
-                            float *restrict vector, uint8_t *out, int64_t columns, const Samples *part) {
-    const int64_t batch = part->batch;
+                            float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
     const uint8_t *from = packed + num_pairs, *end = packed + size;
     for (int64_t p = 0; p < num_pairs; p++) {
         const Pair *pair = pairs + p;
@@ -491,9 +477,7 @@ WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pai
 }
 
 /* 0 with an error. */
-static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_t *out, int64_t columns,
-                    const Samples *part) {
-    const int64_t batch = part->batch;
+static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_t *out, int64_t columns, int64_t batch) {
     const uint8_t *kinds = packed->buf;
     const Pair *pairs = pairs_view->buf;
     const int64_t num_pairs = pairs_view->len / (Py_ssize_t)sizeof *pairs;
@@ -518,20 +502,13 @@ static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_
         PyErr_NoMemory();
         return 0;
     }
-    if ((part->last - part->first) * columns > LONG_FLOATS) {
-        Py_BEGIN_ALLOW_THREADS
-        put_packed(kinds, packed->len, pairs, num_pairs, vector, out, columns, part);
-        Py_END_ALLOW_THREADS
-    } else {
-        put_packed(kinds, packed->len, pairs, num_pairs, vector, out, columns, part);
-    }
+    put_packed(kinds, packed->len, pairs, num_pairs, vector, out, columns, batch);
     PyMem_Free(vector);
     return 1;
 }
 
 /* Adds one rank's answer to `out`; 0 with an error. `found`: (values, columns of the rank, runs), or (packed, -1, pairs). */
-static int put_rank(PyObject *found, uint8_t *out, int64_t columns, const Samples *part) {
-    const int64_t batch = part->batch;
+static int put_rank(PyObject *found, uint8_t *out, int64_t columns, int64_t batch) {
     PyObject *values_object, *runs_object;
     Py_ssize_t rank_columns;
     Py_buffer values, runs_view;
@@ -542,7 +519,7 @@ static int put_rank(PyObject *found, uint8_t *out, int64_t columns, const Sample
     if (PyObject_GetBuffer(runs_object, &runs_view, PyBUF_SIMPLE) < 0)
         goto release_values;
     if (rank_columns == -1) {
-        whole = put_pack(&values, &runs_view, out, columns, part);
+        whole = put_pack(&values, &runs_view, out, columns, batch);
         goto release;
     }
     if (rank_columns < 0 || rank_columns > PY_SSIZE_T_MAX / 64 / batch || values.len != 4 * batch * rank_columns) {
@@ -560,7 +537,7 @@ static int put_rank(PyObject *found, uint8_t *out, int64_t columns, const Sample
         }
     }
     for (int64_t r = 0; r < num_runs; r++)
-        put_run(values.buf, rank_columns, runs + r, out, columns, part);
+        put_run(values.buf, rank_columns, runs + r, out, columns, batch);
     whole = 1;
 release:
     PyBuffer_Release(&runs_view);
@@ -570,21 +547,19 @@ release_values:
 }
 
 /* Divides sums of bags by what is in them. `means`: [M, 3], place among the keys, first and last column. */
-static int divide(const int64_t *means, int64_t num_means, const Bags *bags, uint8_t *out, int64_t columns,
-                  const Samples *part) {
+static int divide(const int64_t *means, int64_t num_means, const Bags *bags, uint8_t *out, int64_t columns) {
     for (int64_t m = 0; m < num_means; m++) {
         const int64_t key = means[3 * m], first = means[3 * m + 1], last = means[3 * m + 2];
         if (key < 0 || key >= bags->keys || first < 0 || last < first || last > columns)
             return 0;
-        for (int64_t b = part->first; b < part->last; b++) {
+        for (int64_t b = 0; b < bags->batch; b++) {
             const int64_t length = length_at(bags, key * bags->batch + b);
             const float scale = 1.0f / (float)(length > 1 ? length : 1);
-            uint8_t *row = out + 4 * (b - part->first) * columns;
             for (int64_t c = first; c < last; c++) {
                 float value;
-                memcpy(&value, row + 4 * c, 4);
+                memcpy(&value, out + 4 * (b * columns + c), 4);
                 value *= scale;
-                memcpy(row + 4 * c, &value, 4);
+                memcpy(out + 4 * (b * columns + c), &value, 4);
             }
         }
     }
@@ -592,7 +567,7 @@ static int divide(const int64_t *means, int64_t num_means, const Bags *bags, uin
 }
 
 PyDoc_STRVAR(join_doc,
-             "join(found, means, data, lengths_at, keys, batch, columns, into, first=0, samples=-1)\n--\n\n"
+             "join(found, means, data, lengths_at, keys, batch, columns, into)\n--\n\n"
              "Float32 [batch, columns] of what ranks gave, zero where none did.\n\n"
              "found: of each rank, (its float32 [batch, its columns] as a buffer, its columns, runs, int64 [R, 4]: first column\n"
              "of the rank, first of the answer, how many, whether they are added); or (what `pack` of recinfer.quant._tables\n"
@@ -600,16 +575,15 @@ PyDoc_STRVAR(join_doc,
              "-1, whether they are added), P being the steps that were packed.\n"
              "means: int64 [M, 3], key, first and last column that are then divided by the ids of its bags, whose lengths\n"
              "(int32 [keys, batch]) lie in the bytes `data` from `lengths_at` on.\n"
-             "into: a writable float32 buffer of [batch, columns], or bytes that the answer begins with.\n"
-             "first, samples: the first one and the number of those that are wanted, in place of the whole batch; -1: all behind.\n\n"
+             "into: a writable float32 buffer of [batch, columns], or bytes that the answer begins with.\n\n"
              "Returns the answer as bytes, or True when it was written `into`. Raises ValueError for an answer of another size.");
 
 static PyObject *join_method(PyObject *module, PyObject *args) {
     (void)module;
     PyObject *found, *means_object, *data, *into, *answer = NULL, *result = NULL;
-    Py_ssize_t lengths_at, keys, batch, columns, first = 0, samples = -1;
-    if (!PyArg_ParseTuple(args, "O!OSnnnnO|nn", &PyList_Type, &found, &means_object, &data, &lengths_at, &keys, &batch,
-                          &columns, &into, &first, &samples))
+    Py_ssize_t lengths_at, keys, batch, columns;
+    if (!PyArg_ParseTuple(args, "O!OSnnnnO", &PyList_Type, &found, &means_object, &data, &lengths_at, &keys, &batch,
+                          &columns, &into))
         return NULL;
     Py_buffer means, out = {0};
     if (PyObject_GetBuffer(means_object, &means, PyBUF_SIMPLE) < 0)
@@ -620,12 +594,7 @@ static PyObject *join_method(PyObject *module, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "join: places outside the bytes");
         goto release_means;
     }
-    if (first < 0 || first > batch || samples < -1 || samples > batch - first) {
-        PyErr_SetString(PyExc_ValueError, "join: samples outside the batch");
-        goto release_means;
-    }
-    const Samples part = {batch, first, samples < 0 ? batch : first + samples};
-    const Py_ssize_t num_bytes = 4 * (part.last - part.first) * columns;
+    const Py_ssize_t num_bytes = 4 * batch * columns;
     uint8_t *target;
     if (PyBytes_Check(into)) {
         const Py_ssize_t head = PyBytes_Size(into);
@@ -639,17 +608,17 @@ static PyObject *join_method(PyObject *module, PyObject *args) {
         if (PyObject_GetBuffer(into, &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0)
             goto release_means;
         if (out.len != num_bytes) {
-            PyErr_SetString(PyExc_ValueError, "join: the answer is not of [samples, columns] float32");
+            PyErr_SetString(PyExc_ValueError, "join: the answer is not of [batch, columns] float32");
             goto release_out;
         }
         target = out.buf;
     }
     memset(target, 0, (size_t)num_bytes);
     for (Py_ssize_t r = 0; r < PyList_Size(found); r++)
-        if (!put_rank(PyList_GetItem(found, r), target, columns, &part))
+        if (!put_rank(PyList_GetItem(found, r), target, columns, batch))
             goto release_out;
     const Bags bags = {(const uint8_t *)PyBytes_AsString(data) + lengths_at, NULL, keys, 0, batch, 0, 4};
-    if (!divide(means.buf, means.len / (Py_ssize_t)(3 * sizeof(int64_t)), &bags, target, columns, &part)) {
+    if (!divide(means.buf, means.len / (Py_ssize_t)(3 * sizeof(int64_t)), &bags, target, columns)) {
         PyErr_SetString(PyExc_ValueError, "join: a mean of columns outside the answer");
         goto release_out;
     }

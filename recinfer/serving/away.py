@@ -128,11 +128,11 @@ class Away:
         request, begun = asked.request, time.thread_time()
         if not asked.predicts:
             return self._joined(request, answers, missing, start), 0.0
+        found = np.empty((request.batch, request.order.columns), np.float32)
+        self._join(request, answers, found)
 
         def look_up(first: int, last: int) -> NDArray[np.float32]:
-            found = np.empty((last - first, request.order.columns), np.float32)
-            self._join(request, answers, found, (first, last - first))
-            return found
+            return found[first:last]
 
         answer, elsewhere = self._direct.predict_in_parts(request, look_up, beside, start, missing)
         return answer, time.thread_time() - begun + elsewhere
@@ -148,6 +148,6 @@ class Away:
         self._stats.batch.add(request.batch)
         return joined
 
-    def _join(self, request: PlainRequest, answers: Answers, into: Any, *part: tuple[int, int]) -> Any:
+    def _join(self, request: PlainRequest, answers: Answers, into: bytes | NDArray[np.float32]) -> Any:
         data, lengths_at, keys, batch = request.data, request.lengths_at, request.keys, request.batch
-        return request.tables.join(request.order, answers, data, lengths_at, keys, batch, into, *part)
+        return request.tables.join(request.order, answers, data, lengths_at, keys, batch, into)

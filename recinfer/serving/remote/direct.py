@@ -27,7 +27,6 @@ except ImportError:  # no compiler was there when recinfer was installed
 
 __all__ = ["RemoteOrder", "RemoteTables"]
 
-_ALL = 0, -1  # first of the samples, and how many
 _MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
 
 
@@ -176,13 +175,8 @@ class RemoteTables:
         keys: int,
         batch: int,
         into: bytes | NDArray[np.float32],
-        part: tuple[int, int] = _ALL,
     ) -> Any:
-        """Float32 ``[batch, order.columns]``, zero where no rank answered: see ``recinfer.serving._ranks.join``.
-
-        Args:
-            part: the first sample and the number of samples that are wanted; -1: of all.
-        """
+        """Float32 ``[batch, order.columns]``, zero where no rank answered: see ``recinfer.serving._ranks.join``."""
         found: list[tuple[Buffer | NDArray[Any], int, NDArray[np.int64]]] = []
         for rank in order.ranks:
             arrays = answers.get(rank.rank)
@@ -193,4 +187,4 @@ class RemoteTables:
             else:
                 values = arrays[0] if arrays[0].dtype == np.float32 else arrays[0].astype(np.float32)
                 found.append((values, rank.columns, rank.runs))
-        return join(found, order.means, data, lengths_at, keys, batch, order.columns, into, *part)
+        return join(found, order.means, data, lengths_at, keys, batch, order.columns, into)

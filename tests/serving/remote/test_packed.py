@@ -59,14 +59,11 @@ def pairs_for(case: Case, wanted: set[int] | None = None) -> np.ndarray:
     )
 
 
-def joined(
-    case: Case, packed: bytes, pairs: np.ndarray, *, times: int = 1, part: tuple[int, int] | None = None
-) -> np.ndarray:
+def joined(case: Case, packed: bytes, pairs: np.ndarray, *, times: int = 1) -> np.ndarray:
     batch, columns = case.asked["batch"], case.asked["columns"]
-    out = np.full((batch if part is None else part[1], columns), np.nan, np.float32)
+    out = np.full((batch, columns), np.nan, np.float32)
     nothing = np.empty(0, np.int64)
-    asked = [(packed, PACKED_ANSWER, pairs)] * times, nothing, b"", 0, 0, batch, columns, out, *(part or ())
-    assert join(*asked) is True
+    assert join([(packed, PACKED_ANSWER, pairs)] * times, nothing, b"", 0, 0, batch, columns, out) is True
     return out
 
 
@@ -98,11 +95,6 @@ def test_what_is_unpacked_is_what_is_pooled(
         pairs = pairs_for(case)
         pairs[:, 3] = 1
         assert np.array_equal(joined(case, packed, pairs, times=2), pooled + pooled)
-        for first in {0, 1, 3, batch // 2, 63, 64, 65, 130, batch}:
-            for samples in {0, 1, 7, 64, 70, batch - first}:
-                if first <= batch and 0 <= samples <= batch - first:
-                    some = joined(case, packed, pairs, times=2, part=(first, samples))
-                    assert np.array_equal(some, (pooled + pooled)[first : first + samples])
         if longest == 1 and DataType.FP32 not in types:
             assert len(packed) <= len(widths) + pooled.nbytes
         if longest == 0:
@@ -146,14 +138,10 @@ def test_bytes_that_nobody_packed() -> None:
         changed[place] = value
         with pytest.raises(ValueError, match="columns outside the answer"):
             joined(case, packed, changed)
-    for part in ((-1, 5), (0, 71), (71, 0), (70, 1), (2**62, 1), (1, 2**62), (0, -2)):
-        with pytest.raises(ValueError, match="samples outside the batch"):
-            join([(packed, PACKED_ANSWER, pairs)], np.empty(0, np.int64), b"", 0, 0, 70, 44, b"", *part)
     generator = random.Random(2)
     for data in mutated(generator, [packed], 2_000):  # whatever they give, nothing beyond them is read
-        for part in (None, (0, 33), (33, 37)):
-            with suppress(ValueError):
-                joined(case, data, pairs, part=part)
+        with suppress(ValueError):
+            joined(case, data, pairs)
 
 
 # -- a shard's answers ------------------------------------------------------------------------------------------------
