@@ -132,8 +132,14 @@ static inline int is_kept(const Stream *stream, int64_t id) {
     return (uint64_t)(id - stream->start) < (uint64_t)stream->rows;
 }
 
+/* Whether all ids of a stream's key are in its range, whatever they are. */
+static inline int is_whole(const Stream *stream, const int64_t *limits) {
+    return stream->start == 0 && stream->rows >= limits[stream->key];
+}
+
+/* `ones`: each bag holds one id, here and below. */
 static Counts count_kept(const Bags *bags, const int64_t *starts, const int64_t *limits, const Stream *streams,
-                         int64_t num_streams) {
+                         int64_t num_streams, int ones) {
     Counts counts = {0, 0, 1};
     for (int64_t s = 0; s < num_streams; s++) {
         const Stream *stream = streams + s;
@@ -141,8 +147,18 @@ static Counts count_kept(const Bags *bags, const int64_t *starts, const int64_t 
             counts.ones = 0;
             continue;
         }
-        const int whole = stream->start == 0 && stream->rows >= limits[stream->key];
+        const int whole = is_whole(stream, limits);
         int64_t at = starts[stream->key];
+        if (ones) {
+            int64_t kept = whole ? bags->batch : 0;
+            if (!whole)
+                for (int64_t b = 0; b < bags->batch; b++)
+                    kept += is_kept(stream, id_at(bags, at + b));
+            counts.ids += kept;
+            counts.most = kept && !counts.most ? 1 : counts.most;
+            counts.ones &= kept == bags->batch;
+            continue;
+        }
         for (int64_t b = 0; b < bags->batch; b++) {
             const int64_t length = length_at(bags, stream->key * bags->batch + b), end = at + length;
             int64_t kept = length;
@@ -161,14 +177,23 @@ static Counts count_kept(const Bags *bags, const int64_t *starts, const int64_t 
 }
 
 /* Each is written where the next one goes, and stays there when it is kept: which are is for no processor to guess. */
-static void put_kept(const Bags *bags, const int64_t *starts, const Stream *streams, int64_t num_streams, int wide,
-                     uint8_t *into, int64_t ids) {
+static void put_kept(const Bags *bags, const int64_t *starts, const int64_t *limits, const Stream *streams,
+                     int64_t num_streams, int wide, uint8_t *into, int64_t ids) {
     const int size = wide ? 8 : 4;
     const uint8_t *end = into + size * ids;
     for (int64_t s = 0; s < num_streams; s++) {
         const Stream *stream = streams + s;
         if (stream->key < 0)
             continue;
+        if (!wide && is_whole(stream, limits)) {
+            const int64_t first = starts[stream->key], count = starts[stream->key + 1] - first;
+            for (int64_t i = 0; i < count; i++) {
+                const int32_t narrow = (int32_t)id_at(bags, first + i);
+                memcpy(into + 4 * i, &narrow, 4);
+            }
+            into += 4 * count;
+            continue;
+        }
         for (int64_t at = starts[stream->key]; at < starts[stream->key + 1]; at++) {
             if (into == end)
                 return;
@@ -181,10 +206,16 @@ static void put_kept(const Bags *bags, const int64_t *starts, const Stream *stre
 }
 
 static uint8_t *put_lengths(const Bags *bags, const int64_t *starts, const Stream *streams, int64_t num_streams,
-                            int length_bytes, uint8_t *into) {
+                            int length_bytes, int ones, uint8_t *into) {
     for (int64_t s = 0; s < num_streams; s++) {
         const Stream *stream = streams + s;
         int64_t at = stream->key < 0 ? 0 : starts[stream->key];
+        if (ones && stream->key >= 0) { /* then a byte is enough */
+            for (int64_t b = 0; b < bags->batch; b++)
+                into[b] = (uint8_t)is_kept(stream, id_at(bags, at + b));
+            into += bags->batch;
+            continue;
+        }
         for (int64_t b = 0; b < bags->batch; b++) {
             uint32_t kept = 0;
             if (stream->key >= 0)
@@ -218,7 +249,7 @@ static uint8_t *put_head(uint8_t *into, int field, uint64_t size) {
 static Py_ssize_t field_size(Py_ssize_t size) { return 1 + varint_size((uint64_t)size) + size; }
 
 /* One rank's part as a field of a ShardRequest; None without any id; NULL with an error. `rank`: (heads, streams, wide). */
-static PyObject *part_of(PyObject *rank, const Bags *bags, const int64_t *starts, const int64_t *limits) {
+static PyObject *part_of(PyObject *rank, const Bags *bags, const int64_t *starts, const int64_t *limits, int ones) {
     PyObject *heads[3], *streams_object, *result = NULL;
     int wide;
     if (!PyArg_ParseTuple(rank, "SSSOp", &heads[0], &heads[1], &heads[2], &streams_object, &wide))
@@ -235,7 +266,7 @@ static PyObject *part_of(PyObject *rank, const Bags *bags, const int64_t *starts
             goto release;
         }
     }
-    const Counts counts = count_kept(bags, starts, limits, streams, num_streams);
+    const Counts counts = count_kept(bags, starts, limits, streams, num_streams, ones);
     if (!counts.ids) {
         result = Py_None;
         Py_INCREF(result);
@@ -253,8 +284,8 @@ static PyObject *part_of(PyObject *rank, const Bags *bags, const int64_t *starts
     memcpy(into, PyBytes_AsString(head), (size_t)head_size);
     into += head_size;
     if (length_bytes)
-        into = put_lengths(bags, starts, streams, num_streams, length_bytes, put_head(into, 3, (uint64_t)lengths_size));
-    put_kept(bags, starts, streams, num_streams, wide, put_head(into, wide ? 6 : 5, (uint64_t)ids_size), counts.ids);
+        into = put_lengths(bags, starts, streams, num_streams, length_bytes, ones, put_head(into, 3, (uint64_t)lengths_size));
+    put_kept(bags, starts, limits, streams, num_streams, wide, put_head(into, wide ? 6 : 5, (uint64_t)ids_size), counts.ids);
 release:
     PyBuffer_Release(&view);
     return result;
@@ -262,14 +293,22 @@ release:
 
 /* Whether each id is 0 or more and below its key's number of rows. */
 static int fits(const Bags *bags, const int64_t *starts, const int64_t *limits) {
+    int all = 1;
     for (int64_t key = 0; key < bags->keys; key++) {
-        for (int64_t at = starts[key]; at < starts[key + 1]; at++) {
-            const int64_t id = id_at(bags, at);
-            if (id < 0 || id >= limits[key])
-                return 0;
-        }
+        int outside = 0; /* no way out of the loop, so that it becomes one of vectors */
+        for (int64_t at = starts[key]; at < starts[key + 1]; at++)
+            outside |= (uint64_t)id_at(bags, at) >= (uint64_t)limits[key];
+        all &= !outside;
     }
-    return 1;
+    return all;
+}
+
+/* Whether each bag holds one id. */
+static int are_ones(const Bags *bags) {
+    int64_t others = bags->ids != bags->keys * bags->batch;
+    for (int64_t at = 0; !others && at < bags->ids; at++)
+        others = length_at(bags, at) != 1;
+    return !others;
 }
 
 PyDoc_STRVAR(split_doc,
@@ -315,10 +354,11 @@ static PyObject *split_method(PyObject *module, PyObject *args) {
         Py_INCREF(found);
         goto release;
     }
+    const int ones = are_ones(&bags);
     const Py_ssize_t num_ranks = PyList_Size(ranks);
     found = PyList_New(num_ranks);
     for (Py_ssize_t r = 0; found != NULL && r < num_ranks; r++) {
-        PyObject *part = part_of(PyList_GetItem(ranks, r), &bags, starts, limits);
+        PyObject *part = part_of(PyList_GetItem(ranks, r), &bags, starts, limits, ones);
         if (part == NULL || PyList_SetItem(found, r, part) < 0)
             Py_CLEAR(found);
     }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from recinfer.inference.lookups import run_later
+from recinfer.serving.away import Aside
 from recinfer.serving.batcher import BatchConfig, Batcher
 from recinfer.serving.core_call import LATER, Later
 from recinfer.serving.direct import DIRECT_BYTES, PlainRequest
@@ -105,11 +106,14 @@ class Answering:
         self.batcher.check_deadline(until)
         if not self.batcher.may_go_away() or (asked := self._service.away.begin(call, data)) is None:
             return None
-        beside = None
+        aside = beside = None
         if len(data) > _INLINE_BYTES:
-            beside = functools.partial(asyncio.get_running_loop().run_in_executor, self._pool)
+            aside, beside = (
+                functools.partial(asyncio.get_running_loop().run_in_executor, self._pool),
+                self._side_by_side,
+            )
         with self.batcher.away(call, asked.request.batch):
-            return await self._service.away.answer(asked, until, beside)
+            return await self._service.away.answer(asked, until, aside, beside)
 
     async def _run_later(self, works: Sequence[Call | Message], until: float, *, long: bool) -> list[bytes | Exception]:
         """Run works whose rows are on other hosts; what computes long does so beside the loop."""
@@ -193,7 +197,7 @@ class Answering:
 
     def away_at_once(self, call: str, data: bytes, until: float, defer: Callable[[], Told]) -> Later | None:
         """The answer to a small request whose rows are on other hosts, while requests come one by one; on gRPC's threads
-        to its end. None for others.
+        to its end, but for dense runs that are not known to be short. None for others.
         """
         batcher, away = self.batcher, self._service.away
         batcher.check_deadline(until)
@@ -202,16 +206,21 @@ class Answering:
         asked = away.begin(call, data)
         if asked is None or not asked.parts:
             return None
-        samples = asked.request.batch
-        back, tell = batcher.goes_away(call), defer()
+        samples, lane = asked.request.batch, (call, asked.request.model.name)
+        aside: Aside = _now
+        beside = None
+        if asked.predicts and len(data) > _INLINE_BYTES:
+            beside = self._side_by_side
+            if not batcher.is_known_short(lane, samples, asked.request.parts(beside.threads)):
+                aside = self._pool.submit
+        back, tell = batcher.goes_away(lane), defer()
 
-        def told(found: bytes | Exception | None) -> None:
-            back(0 if found is None else samples, 0.0)
+        def told(found: bytes | Exception | None, cost: float) -> None:
+            back(0 if found is None else samples, cost)
             tell(found)
 
-        aside = _now if len(data) <= _INLINE_BYTES else self._pool.submit
-        if not away.answer_later(asked, until, told, aside):
-            told(None)
+        if not away.answer_later(asked, until, told, aside, beside):
+            told(None, 0.0)
         return LATER
 
 

@@ -13,24 +13,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recinfer.serving import codec
-from recinfer.serving.direct import Direct, PlainRequest, lookup_head, run_dense
+from recinfer.serving.direct import Direct, PlainRequest, lookup_head
+from recinfer.serving.side_by_side import SideBySide
 
 if TYPE_CHECKING:
     from recinfer.serving.remote.fan import Answers
 
-__all__ = ["Aside", "Away", "AwayRequest"]
+__all__ = ["Aside", "Away", "AwayRequest", "Told"]
 
 Aside = Callable[[Callable[[], None]], object]
 """Runs what it is given, now or on another thread."""
 
+Told = Callable[["bytes | Exception | None", float], None]
+"""Takes an answer, an error, or None when the ordinary way has to answer; and the seconds of processor that its dense part
+took, 0 where nobody measured them.
+"""
+
 
 class AwayRequest(NamedTuple):
-    """A request, and what each rank is asked for it."""
+    """A request, what each rank is asked for it, and whether a dense run follows."""
 
     request: PlainRequest
     parts: dict[int, Any]
-    dense: NDArray[np.float32] | None
+    predicts: bool
 
 
 class Away:
@@ -49,8 +54,8 @@ class Away:
         request = self._direct.read(data, away=True)
         if request is None:
             return None
-        dense = None
-        if call == "Predict" and (not request.can_predict() or (dense := request.dense()) is None):
+        predicts = call == "Predict"
+        if predicts and (not request.can_predict() or request.dense() is None):  # before anybody is asked in vain
             return None
         parts = request.tables.split(
             request.order, data, request.lengths_at, request.ids_at, request.ids, request.wide, request.batch
@@ -58,93 +63,91 @@ class Away:
         if parts is None:
             return None
         self._stats.stages.add("decode", time.perf_counter() - start)
-        return AwayRequest(request, parts, dense)
+        return AwayRequest(request, parts, predicts)
 
     async def answer(
-        self, asked: AwayRequest, deadline: float, beside: Callable[..., Awaitable[Any]] | None = None
+        self,
+        asked: AwayRequest,
+        deadline: float,
+        aside: Callable[..., Awaitable[Any]] | None = None,
+        beside: SideBySide | None = None,
     ) -> bytes | None:
         """The serialized answer; None when the ordinary way has to say what is wrong with its dense run.
 
         Args:
             deadline: ``time.monotonic()`` after which nobody waits for it.
-            beside: runs the dense part beside the loop; None: on it.
+            aside: runs the dense part beside the loop; None: on it.
+            beside: see :meth:`Direct.predict_in_parts`.
 
         Raises:
             UnavailableError, DeadlineError: as recinfer.serving.remote.fanout.Fanout.find.
         """
         start = time.perf_counter()
-        request = asked.request
-        answers, missing = await request.tables.find(asked.parts, request.batch, deadline)
-        found = self._join(asked, answers, missing, start)
-        if asked.dense is None:
-            return self._encoded(asked, found)
-        outputs = self._run(asked, found) if beside is None else await beside(self._run, asked, found)
-        return self._encoded_outputs(asked, outputs, missing)
+        answers, missing = await asked.request.tables.find(asked.parts, asked.request.batch, deadline)
+        finish = functools.partial(self._finish, asked, answers, missing, start, beside)
+        return (finish() if aside is None or not asked.predicts else await aside(finish))[0]
 
-    def answer_later(self, asked: AwayRequest, deadline: float, told: Callable[[Any], None], aside: Aside) -> bool:
+    def answer_later(
+        self, asked: AwayRequest, deadline: float, told: Told, aside: Aside, beside: SideBySide | None = None
+    ) -> bool:
         """The same without waiting; False: it has to be :meth:`answer`.
 
         Args:
-            told: takes the answer, None as :meth:`answer` gives it, or an error; on a thread of gRPC's, or on the loop.
-            aside: runs what takes long, on other threads than gRPC's.
+            told: hears of it on a thread of gRPC's, on the loop, or where ``aside`` runs the dense part.
+            aside: runs the dense part.
         """
         start = time.perf_counter()
-        request = asked.request
 
         def finish(answers: Answers, missing: tuple[int, ...]) -> None:
             try:
-                found = self._join(asked, answers, missing, start)
-                if asked.dense is None:
-                    told(self._encoded(asked, found))
-                else:
-                    told(self._encoded_outputs(asked, self._run(asked, found), missing))
+                found = self._finish(asked, answers, missing, start, beside)
             except Exception as error:  # nobody else would hear of it
-                told(error)
+                told(error, 0.0)
+            else:
+                told(*found)
 
         def over(answers: Answers, missing: tuple[int, ...], error: Exception | None) -> None:
             if error is not None:
-                told(error)
-            elif asked.dense is not None:
+                told(error, 0.0)
+            elif asked.predicts:
                 aside(functools.partial(finish, answers, missing))
             else:
                 finish(answers, missing)
 
-        return bool(request.tables.begin(asked.parts, request.batch, deadline, over))
+        return bool(asked.request.tables.begin(asked.parts, asked.request.batch, deadline, over))
 
-    def _join(self, asked: AwayRequest, answers: Answers, missing: tuple[int, ...], start: float) -> Any:
-        """A lookup's answer, or what a dense run takes, of the shards' answers."""
-        request = asked.request
-        order, state, batch, version = request.order, request.state, request.batch, request.model.version
-        into: Any
-        if asked.dense is None:
-            into = lookup_head(order, batch, version, missing) if missing else request.head()
-        else:
-            into = np.empty((batch, order.columns), np.float32)
-        joined = request.tables.join(order, answers, request.data, request.lengths_at, request.keys, batch, into)
-        state.stages.add("lookup", time.perf_counter() - start)
-        return joined if asked.dense is None else into
+    def _finish(
+        self,
+        asked: AwayRequest,
+        answers: Answers,
+        missing: tuple[int, ...],
+        start: float,
+        beside: SideBySide | None,
+    ) -> tuple[bytes | None, float]:
+        """The answer of what the shards gave, as :data:`Told` takes it."""
+        request, begun = asked.request, time.thread_time()
+        if not asked.predicts:
+            return self._joined(request, answers, missing, start), 0.0
+        found = np.empty((request.batch, request.order.columns), np.float32)
+        self._join(request, answers, found)
 
-    def _encoded(self, asked: AwayRequest, joined: Any) -> bytes:
-        self._stats.batch.add(asked.request.batch)
+        def look_up(first: int, last: int) -> NDArray[np.float32]:
+            return found[first:last]
+
+        answer, elsewhere = self._direct.predict_in_parts(request, look_up, beside, start, missing)
+        return answer, time.thread_time() - begun + elsewhere
+
+    def _joined(self, request: PlainRequest, answers: Answers, missing: tuple[int, ...], start: float) -> bytes:
+        """The answer to a lookup."""
+        head = request.head()
+        if missing:
+            head = lookup_head(request.order, request.batch, request.model.version, missing)
+        joined = bytes(self._join(request, answers, head))
+        request.state.stages.add("lookup", time.perf_counter() - start)
         self._stats.stages.add("encode", 0.0)  # the join wrote it
-        return bytes(joined)
-
-    def _run(self, asked: AwayRequest, looked_up: NDArray[np.float32]) -> list[NDArray[Any]] | None:
-        state, batch = asked.request.state, asked.request.batch
-        arrays = [looked_up]
-        if state.num_dense:
-            assert asked.dense is not None
-            arrays.insert(0, asked.dense.reshape(batch, state.num_dense))
-        return run_dense(state, arrays, batch)
-
-    def _encoded_outputs(
-        self, asked: AwayRequest, outputs: list[NDArray[Any]] | None, missing: tuple[int, ...]
-    ) -> bytes | None:
-        if outputs is None:
-            return None
-        start = time.perf_counter()
-        request = asked.request
-        answer = codec.encode_output_arrays(request.state.output_names, outputs, request.model.version, missing)
-        self._stats.stages.add("encode", time.perf_counter() - start)
         self._stats.batch.add(request.batch)
-        return answer
+        return joined
+
+    def _join(self, request: PlainRequest, answers: Answers, into: bytes | NDArray[np.float32]) -> Any:
+        data, lengths_at, keys, batch = request.data, request.lengths_at, request.keys, request.batch
+        return request.tables.join(request.order, answers, data, lengths_at, keys, batch, into)

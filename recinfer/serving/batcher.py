@@ -323,7 +323,7 @@ class Batcher:
 
     def goes_away(self, lane: Any) -> Callable[[int, float], None]:
         """A run by its caller on another thread, or that waits for other hosts. Call what is returned when it is over, with
-        its samples, 0 where it did not come about, and its own seconds. On any thread, both.
+        its samples, 0 where it did not come about, and its own seconds, 0 where nobody measured them. On any thread, both.
         """
         start = time.monotonic()
         with self._lock:
@@ -562,7 +562,8 @@ class Batcher:
             self._runs += 1
             self._requests += len(works)
             self._samples += samples
-            self._times.learn(lane, samples, cost)
+            if cost:
+                self._times.learn(lane, samples, cost)
             self._seconds_a_request += SMOOTHING * (seconds / len(works) - self._seconds_a_request)
 
     def _forget(self, entry: _Waiting) -> None:

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ try:
 except ImportError:  # no compiler was there when recinfer was installed
     read_request = None
 
-__all__ = ["DIRECT_BYTES", "Direct", "PlainRequest", "lookup_head", "run_dense"]
+__all__ = ["DIRECT_BYTES", "Direct", "LookUp", "PlainRequest", "lookup_head"]
 
 DIRECT_BYTES = 128 << 10
 """Longer requests are not looked at while others wait."""
@@ -47,6 +47,10 @@ _MOST_ANSWERED = 1 << 18  # floats of an answer that is written where small requ
 # What a thread that nobody waits for but the caller may be given.
 _LARGE_BYTES, _LARGE_IDS, _LARGE_FLOATS = 1 << 20, 1 << 16, 1 << 21
 _MAX_HEADS = 64
+
+
+LookUp = Callable[[int, int], NDArray[np.float32] | None]
+"""Rows of the samples from one to before another, what a dense run takes; None when the ordinary way has to answer."""
 
 
 class PlainRequest(NamedTuple):
@@ -187,47 +191,63 @@ class Direct:
             decode_s: seconds that reading it took.
 
         Returns:
+            as :meth:`predict_in_parts`.
+        """
+
+        def look_up(first: int, last: int) -> NDArray[np.float32] | None:
+            pooled = np.empty((last - first, request.order.columns), np.float32)
+            return pooled if request.pool(pooled, (first, last - first)) else None
+
+        found = self.predict_in_parts(request, look_up, beside, time.perf_counter())
+        self.stats.stages.add("decode", decode_s)
+        return found
+
+    def predict_in_parts(
+        self,
+        request: PlainRequest,
+        look_up: LookUp,
+        beside: SideBySide | None,
+        since: float,
+        missing: tuple[int, ...] = (),
+    ) -> tuple[bytes | None, float]:
+        """The answer to a prediction whose rows ``look_up`` gives, cut by samples where that pays.
+
+        Args:
+            request: one that can predict.
+            beside: threads for its parts that have nothing else to do; None: this one has to do.
+            since: ``time.perf_counter()`` when its lookup began.
+            missing: ranks that gave no rows.
+
+        Returns:
             the serialized answer, None when the ordinary way has to give it; and the seconds of processor that other
             threads than the caller's spent on it.
         """
-        answer, elsewhere = None, 0.0
-        if (parts := request.parts(beside.threads)) > 1:
-            answer, elsewhere = self._in_parts(request, beside, parts)
-        else:
-            answers: list[bytes | None] = [None]
-            self._run([(0, request)], answers)
-            answer = answers[0]
-        self.stats.stages.add("decode", decode_s)
-        if answer is not None:
-            self.stats.batch.add(request.batch)
-        return answer, elsewhere
-
-    def _in_parts(self, request: PlainRequest, beside: SideBySide, parts: int) -> tuple[bytes | None, float]:
-        state, columns = request.state, request.order.columns
+        state, parts = request.state, 1 if beside is None else request.parts(beside.threads)
 
         def run(first: int, last: int) -> tuple[float, list[NDArray[Any]] | None]:
-            pooled = np.empty((last - first, columns), np.float32)
-            if not request.pool(pooled, (first, last - first)) or (values := request.dense(first, last)) is None:
+            looked_up = look_up(first, last)
+            if looked_up is None or (values := request.dense(first, last)) is None:
                 return 0.0, None
-            arrays = [pooled]
+            arrays = [looked_up]
             if state.num_dense:
                 arrays.insert(0, values.reshape(last - first, state.num_dense))
-            return time.perf_counter(), run_dense(state, arrays, last - first, counted=False)
+            return time.perf_counter(), _run_dense(state, arrays, last - first, counted=False)
 
         # The caller has begun when the others still wake up, and what they do last is waited for: so its part is larger.
         each = int(request.batch * _OTHER_SHARE / parts)
         ends = [request.batch - each * other for other in range(parts - 1, -1, -1)]
-        start = time.perf_counter()
-        given, elsewhere = beside.run([functools.partial(run, *span) for span in itertools.pairwise([0, *ends])])
+        works = [functools.partial(run, *span) for span in itertools.pairwise([0, *ends])]
+        given, elsewhere = ([works[0]()], 0.0) if beside is None else beside.run(works)
         outputs = [outputs for _, outputs in given if outputs is not None]
         if len(outputs) < parts:
             return None, elsewhere
         end = time.perf_counter()
-        joined = [np.concatenate(pieces) for pieces in zip(*outputs, strict=True)]
-        answer = codec.encode_output_arrays(state.output_names, joined, request.model.version)
-        state.stages.add("lookup", given[0][0] - start)
+        joined = outputs[0] if parts == 1 else [np.concatenate(pieces) for pieces in zip(*outputs, strict=True)]
+        answer = codec.encode_output_arrays(state.output_names, joined, request.model.version, missing)
+        state.stages.add("lookup", given[0][0] - since)
         state.stages.add("dense", end - given[0][0])
         self.stats.stages.add("encode", time.perf_counter() - end)
+        self.stats.batch.add(request.batch)
         return answer, elsewhere
 
     def samples(self, data: bytes) -> int | None:
@@ -338,7 +358,7 @@ class Direct:
             arrays.insert(0, joined.reshape(end, state.num_dense))
         found = time.perf_counter()
         state.stages.add("lookup", found - start)
-        outputs = run_dense(state, arrays, end)
+        outputs = _run_dense(state, arrays, end)
         if outputs is None:
             return
         start = time.perf_counter()
@@ -356,7 +376,7 @@ def _keys(block: bytes) -> tuple[str, ...]:
         return ()
 
 
-def run_dense(
+def _run_dense(
     state: Predictor, arrays: Sequence[NDArray[Any]], batch: int, *, counted: bool = True
 ) -> list[NDArray[Any]] | None:
     """The dense program's outputs for ``batch`` samples; None when it fails: the ordinary way does so too, and is told.

@@ -35,7 +35,7 @@ class SideBySide:
         Raises:
             Exception: what the first of the works to fail raised, when all of them are over.
         """
-        if not self._started:
+        if len(works) > 1 and not self._started:
             self._start()
         jobs = [_Work(work) for work in works]
         for job in jobs[1:]:

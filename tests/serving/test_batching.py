@@ -307,6 +307,20 @@ def test_requests_that_come_together_wait_for_each_other(monkeypatch: pytest.Mon
     assert len(runs.batches) < 400
 
 
+def test_a_run_that_nobody_measured_says_nothing_of_how_long_one_takes():
+    with ThreadPoolExecutor(1) as pool:
+        batcher = Batcher(list, pool, 1)
+    batcher.goes_away("a")(256, 0.0)
+    assert not batcher.is_known_short("a", 256, 2)
+    batcher.goes_away("a")(256, 1e-3)
+    assert batcher.is_known_short("a", 256, 2)
+    assert not batcher.is_known_short("b", 256, 2)
+    batcher.goes_away("a")(256, 0.0)  # an error, say
+    batcher.goes_away("a")(0, 5.0)  # it did not come about
+    assert batcher.is_known_short("a", 256, 1)
+    assert (batcher.state.runs, batcher.state.samples, batcher.state.running) == (3, 3 * 256, 0)
+
+
 def test_without_a_delay_nothing_waits():
     async def scenario(batcher: Batcher, runs: Runs) -> None:
         runs.gate.set()

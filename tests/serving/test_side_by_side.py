@@ -67,6 +67,7 @@ def test_an_error_is_raised_when_all_works_are_over() -> None:
 def test_threads_come_when_needed_and_go_when_closed() -> None:
     before = set(threading.enumerate())
     three = SideBySide(3)
+    assert three.run([lambda: 1]) == ([1], 0.0)
     assert not own_threads(before)
     three.run([int, int])
     threads = own_threads(before)

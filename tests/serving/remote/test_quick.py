@@ -14,12 +14,18 @@ import pytest
 import torch
 
 from recinfer.errors import DeadlineError, RecinferError, UnavailableError
+from recinfer.inference.predictor import load
 from recinfer.serving import codec
+from recinfer.serving.client import InferenceClient
+from recinfer.serving.direct import DIRECT_BYTES
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.remote.fanout import Fanout
 from recinfer.serving.remote.server import ShardServer
+from recinfer.serving.server import Server
 from recinfer.serving.service import InferenceService
+from recinfer.serving.side_by_side import SideBySide
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.remote.fleet import allowing_default_rows, asking, shard, until, write_shards
 from tests.serving.remote.models import KINDS
 from tests.serving.remote.test_direct import (
@@ -39,7 +45,13 @@ Alone = tuple[InferenceService, Fanout, list[ShardServer]]
 
 
 def later(
-    service: InferenceService, call: str, data: bytes, seconds: float = 60.0, *, beside: bool = False
+    service: InferenceService,
+    call: str,
+    data: bytes,
+    seconds: float = 60.0,
+    *,
+    beside: bool = False,
+    parts: SideBySide | None = None,
 ) -> tuple[Any, str]:
     """What is told, and the name of the thread that told it; "no" where it has to be asked in the ordinary way."""
     asked = service.away.begin(call, data)
@@ -49,10 +61,11 @@ def later(
     def aside(work: Callable[[], None]) -> None:
         threading.Thread(target=work, name="beside").start() if beside else work()
 
-    def tell(found: Any) -> None:
+    def tell(found: Any, cost: float) -> None:
+        assert (cost > 0) == (call == "Predict" and not isinstance(found, Exception))
         told.put((found, threading.current_thread().name))
 
-    if not service.away.answer_later(asked, time.monotonic() + seconds, tell, aside):
+    if not service.away.answer_later(asked, time.monotonic() + seconds, tell, aside, parts):
         return "no", ""
     found = told.get(timeout=90)
     assert told.empty()
@@ -94,6 +107,131 @@ def test_it_answers_as_the_loop_does(tmp_path: Path, kind: str):
                 assert (thread == "beside") == beside
         fanout = service.registry.get().predictor.lookups._fanout
         assert fanout.calls["sent"] > 0 and set(fanout.calls) == {"sent"}
+        assert all(replica.outstanding == 0 for replica in fanout.pool.everyone())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_a_dense_run_side_by_side_are_the_whole_to_the_bit(tmp_path: Path, kind: str):
+    three = SideBySide(3)
+    with served(make_archive(tmp_path, kind), tmp_path) as service:
+        for batch, longest in ((64, 2), (127, 1), (128, 4), (200, 1), (501, 2)):
+            dense = torch.randn(batch, NUM_DENSE, generator=torch.Generator().manual_seed(batch))
+            data = codec.encode_predict_request(dense, make_request(batch, batch, longest=longest))
+            asked = service.away.begin("Predict", data)
+            assert asked is not None and asked.request.parts(3) == min(3, batch // 64)
+            expected = straight(service, "Predict", data)
+            assert expected is not None
+            for beside in (False, True):
+                assert later(service, "Predict", data, beside=beside, parts=three)[0] == expected
+    three.close()
+
+
+def large(batch: int = 400) -> tuple[torch.Tensor, KeyedJaggedTensor]:
+    """A prediction whose dense part is not run where small ones are without a look at how long it takes."""
+    request = torch.ones(batch, NUM_DENSE), make_request(batch, 3)
+    assert 32 << 10 < len(codec.encode_predict_request(*request)) < DIRECT_BYTES
+    return request
+
+
+@contextmanager
+def ranking(service: InferenceService) -> Iterator[tuple[Server, InferenceClient]]:
+    """A ranker's server, and a client that never tries again."""
+    predictor = service.registry.get().predictor
+    with (
+        Server({"pooled": predictor}, threads=2, shards=predictor.lookups._fanout) as server,
+        InferenceClient(server.target, retries=0, timeout=60) as client,
+    ):
+        yield server, client
+
+
+def test_a_large_prediction_is_handed_over_until_it_is_known_to_be_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    archive = make_archive(tmp_path, "table_wise")
+    expected = load(archive).predict(*large())["output"]
+    with served(archive, tmp_path) as service, ranking(service) as (server, client):
+        away, threads = server.service.away, []
+        finish = away._finish
+
+        def seen(*given: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return finish(*given)
+
+        monkeypatch.setattr(away, "_finish", seen)
+        assert server.batcher is not None
+        stages = service.registry.get().predictor.stages
+        before = {name: state.count for name, state in stages.state().items()}
+        for number in range(1, 6):
+            torch.testing.assert_close(client.predict(*large())["output"], expected)
+            until(lambda: not server.batcher.state.running)
+            state = server.batcher.state
+            assert (state.runs, state.requests, state.samples) == (number, number, 400 * number)
+        if len(threads) == 5:  # none waited to see whether others come
+            assert threads[0].startswith("recinfer-request") and threads[-1].startswith("recinfer-asks-")
+            counts = {name: state.count - before[name] for name, state in stages.state().items()}
+            assert counts["lookup"] == counts["dense"] == 5
+        monkeypatch.setattr(server.batcher, "is_known_short", lambda *_: False)
+        threads.clear()
+        for _ in range(3):
+            torch.testing.assert_close(client.predict(*large())["output"], expected)
+        assert all(name.startswith("recinfer-request") for name in threads)
+        assert server.stats.requests() == {("Predict", "OK"): 8}
+        assert server.stats.batch.state().count == 8
+
+
+def test_a_dense_run_that_fails_is_answered_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with served(make_archive(tmp_path, "table_wise"), tmp_path) as service, ranking(service) as (server, client):
+        predictor = service.registry.get().predictor
+        for _ in range(2):
+            expected = client.predict(*large())["output"]
+
+        def fails(*_: Any) -> Any:
+            raise RuntimeError("no memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(predictor.state._engine), "arrays", fails)
+            # Only this way's run: the ordinary way has its own, and answers.
+            torch.testing.assert_close(client.predict(*large())["output"], expected)
+            patch.setattr(type(predictor.state._engine), "__call__", fails)
+            with pytest.raises(RecinferError):
+                client.predict(*large())
+        torch.testing.assert_close(client.predict(*large())["output"], expected)
+        assert server.batcher is not None
+        until(lambda: not server.batcher.state.running)
+        assert server.batcher.state.requests == 5
+        assert server.stats.requests() == {("Predict", "OK"): 4, ("Predict", "INTERNAL"): 1}
+
+
+def test_a_shard_that_dies_on_the_way_of_a_large_prediction_is_answered_and_counted_once(tmp_path: Path):
+    archive = make_archive(tmp_path, "row_wise")
+    with ExitStack() as stack:
+        one, other = (stack.enter_context(shard(archive, ranks)) for ranks in ((0,), (1, 2)))
+        targets = {0: [one.target], 1: [other.target], 2: [other.target]}
+        fanout = stack.enter_context(asking(write_shards(tmp_path / "s.json", targets)))
+        server, client = stack.enter_context(ranking(service_of(archive, fanout)))
+        client.predict(*large())
+        (lost,) = fanout.pool.replicas(1)
+        assert lost.quick is not None
+        given: list[Any] = []
+
+        def ask() -> None:
+            try:
+                given.append(client.predict(*large()))
+            except Exception as error:
+                given.append(error)
+
+        with held(other) as (asked, _):
+            caller = threading.Thread(target=ask)
+            caller.start()
+            assert asked.wait(60)
+            lost.quick.close()
+            caller.join(60)
+        (found,) = given
+        assert isinstance(found, UnavailableError) and "rank 1 has no living replica" in str(found)
+        assert server.batcher is not None
+        until(lambda: not server.batcher.state.running)
+        assert server.batcher.state.requests == 2
+        assert server.stats.requests() == {("Predict", "OK"): 1, ("Predict", "UNAVAILABLE"): 1}
         assert all(replica.outstanding == 0 for replica in fanout.pool.everyone())
 
 
