@@ -1,6 +1,6 @@
 """The simulation of `recinfer size` beside servers that run here, and how long it takes for a thousand hosts.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.sizing                      # about five minutes on two cores
+    OMP_NUM_THREADS=1 python -m benchmarks.sizing                      # about twenty minutes on two cores
     OMP_NUM_THREADS=1 python -m benchmarks.sizing --costs serving.json # without measuring the costs first
     OMP_NUM_THREADS=1 python -m benchmarks.sizing --hosts 1000         # the simulation of many hosts alone
 
@@ -8,11 +8,12 @@ Costs are measured on one model (26 tables of width 16, one id); the check is ma
 ids, two ranks): on one server, whose small lookups pass by its queue, on one where they may not, and on a ranker with one and with
 two shard servers, all processes and the caller on this machine.
 The caller sends at random times, as many requests at each rate; what it measured is compared with a simulation of the very
-arrivals. What the machine does besides is played back: which cores other programs and the kernel had, and for how long, as the
-kernel noted it during the turn itself; and when cores stood still or were slow, from a turn of the same load beside a recorder
-of that (as root: else it also sees other work), whose sleepers take the cores from who has them, so that nothing is measured
-beside them. Capacity is what four callers get that each wait for their answer. Medians over turns. Left out are those in which
-others used more than 3 % of the machine, or the hypervisor took more than 1 % of it, by the kernel's count, whatever came of them.
+arrivals. What the machine does besides is recorded during the turn and played back: which cores other programs and the kernel
+had, by the kernel's own record; when cores stood still or were slow, and how fast they were beside when the costs were measured,
+by sleepers on each core (as root: else they also see other work), which are simulated as others too. Capacity is what four
+callers get that each wait for their answer. Medians over turns, of which each round has one of each rate. Left out are those in
+which others used more than 3 % of the machine, or the hypervisor took more than 1 % of it, by the kernel's count, whatever came of
+them.
 """
 
 from __future__ import annotations
