@@ -1,17 +1,19 @@
 """The simulation of `recinfer size` beside servers that run here, and how long it takes for a thousand hosts.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.sizing                      # about five minutes on two cores
+    OMP_NUM_THREADS=1 python -m benchmarks.sizing                      # about twenty minutes on two cores
     OMP_NUM_THREADS=1 python -m benchmarks.sizing --costs serving.json # without measuring the costs first
     OMP_NUM_THREADS=1 python -m benchmarks.sizing --hosts 1000         # the simulation of many hosts alone
 
 Costs are measured on one model (26 tables of width 16, one id); the check is made on another (10 tables of width 64, four
 ids, two ranks): on one server, whose small lookups pass by its queue, on one where they may not, and on a ranker with one and with
 two shard servers, all processes and the caller on this machine.
-The caller sends at random times; what it measured is compared with a simulation of the very arrivals. Cores stand still, or are
-slow, for reasons of the machine: before each turn the same load runs once more beside a recorder of that (as root: else it also
-sees other work), and what it noted is played back. Its own sleepers take the cores from who has them, so nothing is measured
-beside them. Capacity is what four callers get that each wait for their answer. Medians over the turns in which others used at
-most 3 % of the machine, or over the quietest one.
+The caller sends at random times, as many requests at each rate; what it measured is compared with a simulation of the very
+arrivals. What the machine does besides is recorded during the turn and played back: which cores other programs and the kernel
+had, by the kernel's own record; when cores stood still or were slow, and how fast they were beside when the costs were measured,
+by sleepers on each core (as root: else they also see other work), which are simulated as others too. Capacity is what four
+callers get that each wait for their answer. Medians over turns, of which each round has one of each rate. Left out are those in
+which others used more than 3 % of the machine, or the hypervisor took more than 1 % of it, by the kernel's count, whatever came of
+them.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import astuple, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -39,13 +42,14 @@ from recinfer.sizing.arrivals import Trace, poisson
 from recinfer.sizing.costs import ServingCosts
 from recinfer.sizing.measure import LOOKUP, lookup_requests, measure_serving, write_sample_archive
 from recinfer.sizing.probe import Load, ServerProcess, closed_loop, open_loop
-from recinfer.sizing.simulate import Deployment, simulate
-from recinfer.sizing.stalls import Stall, StallRecorder
+from recinfer.sizing.simulate import Deployment, Outcome, simulate
+from recinfer.sizing.stalls import Stall, StallRecorder, stalls_of, work_of
+from recinfer.sizing.stints import Stint, StintRecorder, can_record_switches
 from recinfer.sizing.typical import TYPICAL_COSTS
 from recinfer.sizing.workload import Model, Shards, shards_of
 
 _TABLES, _IDS, _WARM_UP = ((50_000, 64),) * 10, 4, 0.1
-_OTHERS = 0.03  # of the machine that others may use in a turn that counts
+_OTHERS, _STOLEN = 0.03, 0.01  # of the machine that others may use, and the hypervisor take, in a turn that counts
 
 
 def check(costs: ServingCosts, options: argparse.Namespace) -> list[dict]:
@@ -94,61 +98,138 @@ def compare(
 ) -> list[dict]:
     """Measured and simulated p50 and p99 at each share of the capacity."""
     closed_loop(server, LOOKUP, requests, 16, 0.5)
-    full = closed_loop(server, LOOKUP, requests, 4, 1.0)
-    capacity = full.answered / full.seconds
+    capacity = statistics.median(
+        full.answered / full.seconds for full in (closed_loop(server, LOOKUP, requests, 4, 1.0) for _ in range(3))
+    )
+    turns = measured(server, requests, capacity, options)
+
+    def simulated(turn: Turn, seed: int) -> Outcome:
+        trace = trace_of(turn.load, batch, model)
+        recorded = {"stalls": turn.stalls, "stints": turn.stints, "speed": speed_of(turn, costs)}
+        return simulate(deployment, trace, model, shards, costs, warm_up=_WARM_UP, seed=seed, **recorded)  # type: ignore[arg-type]
+
     rows = []
-    for share in options.shares:
-        rate = share * capacity
-        loads, beside, stalls_of, others = [], [], [], OtherWork()
-        for turn in range(options.turns):
-            due = poisson(rate, max(int(rate * options.seconds), 100), seed=turn).times
-            with StallRecorder() as recorder:
-                beside_it = open_loop(server, LOOKUP, requests, due.tolist())
-            stalls_of.append(recorded(recorder, beside_it))
-            before = others.seconds()
-            loads.append(open_loop(server, LOOKUP, requests, due.tolist()))
-            beside.append((others.seconds() - before) / loads[-1].seconds / deployment.cores)
-        found: dict[str, list[float]] = {}
-        for turn, load_ in enumerate(loads):
-            if beside[turn] > max(_OTHERS, min(beside)):
-                continue  # somebody else used the machine
-            trace, stalls = trace_of(load_, batch, model), stalls_of[turn]
-            outcome = simulate(deployment, trace, model, shards, costs, warm_up=_WARM_UP, stalls=stalls, seed=turn)
-            found.setdefault("stalled", []).append(_lost(stalls, load_) / deployment.cores)
-            found.setdefault("measured shared", []).append(load_.answered / max(load_.runs, 1))
-            found.setdefault("simulated shared", []).append(outcome.runs)
-            found.setdefault("measured busy", []).append(_busy(load_, deployment.cores))
-            found.setdefault("simulated busy", []).append(outcome.busy["host"])
-            mine = load_.latencies[outcome.counted]
-            for percent in (50, 99):
-                found.setdefault(f"measured p{percent}", []).append(float(np.nanpercentile(mine, percent)) * 1e3)
-                found.setdefault(f"simulated p{percent}", []).append(outcome.percentile(percent) * 1e3)
-        row = {"deployment": name, "batch": batch, "share": share, "rate": rate}
-        row |= {"others": min(beside), "turns": len(found["stalled"])}
-        row |= {key: statistics.median(values) for key, values in found.items()}
-        row |= {f"all {key}": found[key] for key in ("measured p99", "simulated p99")}
+    for share, of_share in turns.items():
+        row = {"deployment": name, "batch": batch, "share": share, "rate": share * capacity}
+        row |= summary([(turn, simulated(turn, seed)) for seed, turn in enumerate(of_share) if turn.counts])
+        row |= {f"all {key}": [getattr(turn, key) for turn in of_share] for key in ("others", "stolen")}
         rows.append(row)
-        r50, r99 = (row[f"simulated p{p}"] / row[f"measured p{p}"] for p in (50, 99))
-        print(
-            f"{name:17} batch {batch:3}, {share:.0%} of {capacity:5.0f}/s: p50 {row['measured p50']:6.2f} ms, simulated "
-            f"{row['simulated p50']:6.2f} ({r50:.2f});  p99 {row['measured p99']:7.2f} ms, simulated "
-            f"{row['simulated p99']:7.2f} ({r99:.2f}), turns {_range(found['measured p99'])} and {_range(found['simulated p99'])}; "
-            f"cores lost {row['stalled']:.1%}, "
-            f"{row['turns']} turns, other work {row['others']:.1%}; requests a run {row['measured shared']:.2f}, "
-            f"{row['simulated shared']:.2f}; caller and its server busy {row['measured busy']:.0%}, all {row['simulated busy']:.0%}",
-            flush=True,
-        )
+        say(row, len(of_share))
     return rows
 
 
-def recorded(recorder: StallRecorder, beside: Load) -> list[Stall]:
-    """What a recorder noted while there was this load, in seconds since its first request."""
-    begin, end = beside.begin + beside.arrivals[0], beside.begin + beside.seconds
-    return [replace(stall, begin=stall.begin - begin) for stall in recorder.stalls if begin - 0.1 < stall.begin < end]
+@dataclass(frozen=True)
+class Turn:
+    """A measured load, and what the machine did besides.
+
+    Attributes:
+        others, stolen: share of the machine that other programs and the kernel's threads had; and that the hypervisor took.
+        stalls, stints: in seconds since the first request; the recorder's own looks are among the stints. None: this system does
+            not tell.
+        work_s: what the recorder's small work took, as in the costs.
+    """
+
+    load: Load
+    others: float
+    stolen: float
+    stalls: list[Stall]
+    stints: list[Stint] | None
+    work_s: float
+
+    @property
+    def counts(self) -> bool:
+        """Whether nobody else disturbed it; nothing of what came of it is asked."""
+        return self.others <= _OTHERS and self.stolen <= _STOLEN
 
 
-def _lost(stalls: Sequence[Stall], load_: Load) -> float:
-    return sum(stall.seconds * stall.lost for stall in stalls) / load_.seconds
+def measured(
+    server: ServerProcess, requests: Sequence[bytes], capacity: float, options: argparse.Namespace
+) -> dict[float, list[Turn]]:
+    """Turns of each share of the capacity. In each round another one is first: what changes on the machine in minutes is of
+    all alike.
+    """
+    shares, tells, cores = options.shares, can_record_switches(), len(os.sched_getaffinity(0))
+    loads: list[tuple[float, Load, float, float, tuple[Stint, ...]]] = []
+    with StallRecorder() as recorder:
+        for at in range(options.turns):
+            for share in (*shares[at % len(shares) :], *shares[: at % len(shares)]):
+                due = poisson(share * capacity, options.each, seed=options.seed + at).times.tolist()
+                stints = StintRecorder(strangers=recorder.pids)
+                before = other_work()
+                with stints if tells else nullcontext():
+                    load_ = open_loop(server, LOOKUP, requests, due)
+                others, stolen = ((now - was) / load_.seconds / cores for now, was in zip(other_work(), before))
+                if tells:  # to the microsecond
+                    had = sum(stint.seconds for stint in stints.stints if stint.pid not in recorder.pids)
+                    others = had / stints.seconds / cores
+                loads.append((share, load_, others, stolen, stints.stints))
+    found: dict[float, list[Turn]] = {share: [] for share in shares}
+    for share, load_, others, stolen, of_others in loads:
+        begin, end = load_.begin + load_.arrivals[0], load_.begin + load_.seconds
+        looks = [[look for look in its if begin - 0.1 < look[0] < end] for its in recorder.looks]
+        stalls = [stall for core, its in enumerate(looks) for stall in stalls_of(core, its)]
+        work_s = statistics.fmean(map(work_of, looks))
+        seen = [replace(stint, begin=stint.begin - begin) for stint in of_others if begin <= stint.begin < end]
+        since = [replace(stall, begin=stall.begin - begin) for stall in stalls]
+        found[share].append(Turn(load_, others, stolen, since, seen if tells else None, work_s))
+    return found
+
+
+def speed_of(turn: Turn, costs: ServingCosts) -> float:
+    """Of the machine, in that round, beside when the costs were measured: it is another one's too, and changes in minutes."""
+    return costs.work_s / turn.work_s if costs.work_s and turn.work_s else 1.0
+
+
+def summary(turns: Sequence[tuple[Turn, Outcome]]) -> dict[str, Any]:
+    """Medians over turns, and each turn's p50 and p99."""
+    found: dict[str, list[float]] = {}
+    for turn, outcome in turns:
+        load_, cores = turn.load, len(os.sched_getaffinity(0))
+        its = {
+            "stalled": sum(stall.seconds * stall.lost for stall in turn.stalls) / load_.seconds / cores,
+            "other work": turn.others,
+            "measured shared": load_.answered / max(load_.runs, 1),
+            "simulated shared": outcome.runs,
+            "work us": turn.work_s * 1e6,
+            "measured busy": _busy(load_, cores),
+            "simulated busy": outcome.busy["host"],
+        }
+        mine = load_.latencies[outcome.counted]
+        for percent in (50, 99):
+            its[f"measured p{percent}"] = float(np.nanpercentile(mine, percent)) * 1e3
+            its[f"simulated p{percent}"] = outcome.percentile(percent) * 1e3
+        its |= {f"us {name}": 1e6 * spent / load_.answered for name, spent in _by_thread(load_).items()}
+        for key, value in its.items():
+            found.setdefault(key, []).append(value)
+    medians: dict[str, Any] = {key: statistics.median(values) for key, values in found.items()}
+    return medians | {f"all {key}": values for key, values in found.items() if " p" in key} | {"turns": len(turns)}
+
+
+def say(row: dict[str, Any], turns: int) -> None:
+    """One line of it."""
+    begin = f"{row['deployment']:17} batch {row['batch']:3}, {row['share']:.0%}, {row['rate']:5.0f}/s: "
+    if not row["turns"]:
+        print(begin + f"others had the machine in all of {turns} turns", flush=True)
+        return
+    for percent in (50, 99):
+        measured, simulated = (row[f"{how} p{percent}"] for how in ("measured", "simulated"))
+        ranges = " and ".join(_range(row[f"all {how} p{percent}"]) for how in ("measured", "simulated"))
+        begin += (
+            f"p{percent} {measured:.2f} ms, simulated {simulated:.2f} ({simulated / measured:.2f}; turns {ranges}); "
+        )
+    print(
+        begin
+        + f"cores lost {row['stalled']:.1%}, others had {row['other work']:.1%}, {row['turns']} turns of {turns}; the "
+        f"recorder's work {row['work us']:.1f} us; requests a "
+        f"run {row['measured shared']:.2f}, {row['simulated shared']:.2f}; caller and its server busy "
+        f"{row['measured busy']:.0%}, all {row['simulated busy']:.0%}",
+        flush=True,
+    )
+
+
+def _by_thread(load_: Load) -> dict[str, float]:
+    sides = {"caller": load_.client, "server": load_.server}
+    return {f"{side} {name}": seconds for side, spent in sides.items() for name, seconds in asdict(spent).items()}
 
 
 def _range(values: Sequence[float]) -> str:
@@ -161,17 +242,16 @@ def _busy(load_: Load, cores: int) -> float:
     return float(spent / load_.seconds / cores)
 
 
-class OtherWork:
-    """CPU seconds on this machine, so far, that neither this process nor one of its children took."""
-
-    def seconds(self) -> float:
-        """From /proc; in hundredths of a second."""
-        tick = os.sysconf("SC_CLK_TCK")
-        user, nice, system, _, _, irq, softirq = (int(x) for x in Path("/proc/stat").read_text().split()[1:8])
-        mine = 0
-        for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
-            mine += sum(int(x) for x in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13])
-        return (user + nice + system + irq + softirq - mine) / tick
+def other_work() -> tuple[float, float]:
+    """CPU seconds on this machine so far that neither this process nor one of its children took, and those that the hypervisor
+    took; from /proc, in hundredths.
+    """
+    tick = os.sysconf("SC_CLK_TCK")
+    user, nice, system, _, _, irq, softirq, steal = (int(x) for x in Path("/proc/stat").read_text().split()[1:9])
+    mine = 0
+    for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
+        mine += sum(int(x) for x in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13])
+    return (user + nice + system + irq + softirq - mine) / tick, steal / tick
 
 
 def trace_of(load_: Load, batch: int, model: Model) -> Trace:
@@ -216,8 +296,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--costs", type=Path, help="measured before; else they are measured now")
     parser.add_argument("--save-costs", type=Path, help="write them here")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each turn")
+    parser.add_argument("--each", type=int, default=3000, help="requests of each turn")
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="of the first turn; the next one's is one more")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.5, 0.7, 0.85])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--only", default="", help="deployments whose name begins so: one, ranker, 'ranker, 1'")

@@ -100,6 +100,12 @@ class Cpu:
         for each in self._cores if core is None else (self._cores[core],):
             each.stall(self._clock.now, seconds)
 
+    def visit(self, seconds: float, core: int) -> None:
+        """A thread of somebody else's wakes up that had this core last, and needs one for so long."""
+        thread = Thread(self)
+        thread.core = self._cores[core]
+        thread.submit(seconds, 0.0, _nothing)
+
     def wake(self, thread: Thread) -> None:
         """A thread has something to do."""
         lock = thread.lock
@@ -193,6 +199,10 @@ class _Core:
     def stalled(self, now: float) -> float:
         """For how long it has stood still so far."""
         return self._stalled + max(min(now, self._stall_end) - self._stall_begin, 0.0)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _length(core: _Core) -> int:

@@ -72,6 +72,7 @@ class FanCosts:
         ask_s, told_s: of such a request, for each shard that it asks: on the thread that took the request, and on the one that
             hears of the answer.
         back_s: of such a request, on the latter, once all have answered.
+        request_s: of each request of a run, more than where the run asks nobody.
     """
 
     run_s: float
@@ -81,6 +82,7 @@ class FanCosts:
     ask_s: float
     told_s: float
     back_s: float
+    request_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,9 @@ class ServingCosts:
         stalls_per_s: how often a core stood still for a moment, or was slow for a while, a second.
         stall_s: for how long: the seconds of each time that it was seen.
         stall_lost: which share of its work a core did not do, each of these times.
+        stints_per_s: how often another program, or the kernel, wanted a core, a second and core; 0 where nobody could see that.
+        stint_s: for how long: seconds of each time, or means of equal parts of them, ascending.
+        work_s: what the recorder's small work took meanwhile: the speed of the cores that all of this was measured at; 0: unknown.
         notes: machine and versions, for people.
         direct: of small requests of servers that hold all tables; None: they go through the queue like all others.
     """
@@ -130,9 +135,14 @@ class ServingCosts:
     stall_lost: tuple[float, ...] = ()
     notes: dict[str, Any] = field(default_factory=dict)
     direct: DirectCosts | None = None
+    stints_per_s: float = 0.0
+    stint_s: tuple[float, ...] = ()
+    work_s: float = 0.0
 
     def __post_init__(self) -> None:
-        figures: dict[str, float] = {"wire_s": self.wire_s, "stalls_per_s": self.stalls_per_s}
+        figures: dict[str, float] = {
+            name: getattr(self, name) for name in ("wire_s", "stalls_per_s", "stints_per_s", "work_s")
+        }
         kinds: dict[str, Any] = {name: getattr(self, name) for name in ("server", "client", "run", "shard", "fan")}
         if self.direct is not None:
             kinds |= {f"direct.{name}": getattr(self.direct, name) for name in ("server", "client", "run")}
@@ -146,6 +156,8 @@ class ServingCosts:
             raise ConfigError("serving costs: spread: expected at least two ascending figures above 0")
         if any(not 0 <= s < math.inf for s in self.stall_s) or (self.stalls_per_s and not self.stall_s):
             raise ConfigError("serving costs: stall_s: expected the seconds of each stall")
+        if any(not 0 <= s < math.inf for s in self.stint_s) or (self.stints_per_s and not self.stint_s):
+            raise ConfigError("serving costs: stint_s: expected the seconds of each stint of others")
         if len(self.stall_lost) != len(self.stall_s) or any(not 0 < lost <= 1 for lost in self.stall_lost):
             raise ConfigError("serving costs: stall_lost: expected a share, above 0 and at most 1, for each of stall_s")
 
@@ -193,6 +205,7 @@ class ServingCosts:
                 server, client = (EndCosts(**direct.pop(name)) for name in ("server", "client"))
                 data["direct"] = DirectCosts(server, client, RunCosts(**direct.pop("run")), **direct)
             data |= {name: tuple(data[name]) for name in ("spread", "stall_s", "stall_lost")}
+            data["stint_s"] = tuple(data.get("stint_s", ()))  # files of before 2026-11-22 do not say
             return cls(**data)
         except (KeyError, TypeError) as error:
             raise ConfigError(

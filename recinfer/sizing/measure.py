@@ -32,7 +32,8 @@ from recinfer.serving.service import InferenceService, Message
 from recinfer.sizing.clock import COLD_S
 from recinfer.sizing.costs import READ, TAKEN, DirectCosts, EndCosts, FanCosts, RunCosts, ServingCosts
 from recinfer.sizing.probe import Load, ServerProcess, closed_loop
-from recinfer.sizing.stalls import StallRecorder, can_record
+from recinfer.sizing.stalls import StallRecorder, can_record, work_of
+from recinfer.sizing.stints import StintRecorder, can_record_switches
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["LOOKUP", "lookup_requests", "measure_serving", "write_sample_archive"]
@@ -43,6 +44,7 @@ _MERGED = 0.95  # runs a request, below which requests count as merged
 _SMALL, _LARGE = 1, 256  # samples a request
 _FEW, _MANY = 16, 32  # requests of a merged run in process; callers that keep a server busy
 _BUSY_LARGE = 8
+_UNMERGED = BatchConfig(max_batch=1, max_delay_us=0)
 _TURNS, _WARM_UP_S = 3, 0.4
 _PARTS = 400
 _RARE, _PAUSE_S = 0, 5e-3  # one caller that waits between two calls
@@ -73,7 +75,8 @@ def measure_serving(*, seconds: float = 1.0, progress: Callable[[str], None] | N
         in_process = _InProcess(predictor, requests)
         bench = _Bench(archive, requests, seconds, say)
         recorder = StallRecorder() if can_record() else None
-        with recorder or nullcontext():
+        others = StintRecorder() if can_record_switches() else None
+        with others or nullcontext(), recorder or nullcontext():
             # Lookups that pass by the queue, and then the queue's costs: those of merged predictions, contexts and rankers.
             if in_process.direct:
                 with ServerProcess(archive) as server:
@@ -83,20 +86,32 @@ def measure_serving(*, seconds: float = 1.0, progress: Callable[[str], None] | N
                     "whole", server, (_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1), (_LARGE, _BUSY_LARGE), (_SMALL, _RARE)
                 )
             # The same without merging: what each request costs that is run by itself while others wait.
-            with ServerProcess(archive, BatchConfig(max_batch=1, max_delay_us=0), direct=False) as server:
+            with ServerProcess(archive, _UNMERGED, direct=False) as server:
                 bench.load("single", server, (_SMALL, _MANY))
             for shards in (1, 2):
                 bench.load_ranker(folder, shards)
     means = {kind: _Means(turns) for kind, turns in bench.loads.items()}
     costs = _fit(means, in_process)
+    if others is not None and others.stints:
+        say(f"{len(others.stints)} stints of other programs and the kernel in {others.seconds:.0f} s")
+        lengths = np.sort([stint.seconds for stint in others.stints])
+        parts = tuple(float(part.mean()) for part in np.array_split(lengths, min(_PARTS, lengths.size)))
+        often = lengths.size / others.seconds / others.cores
+        costs = replace(costs, stints_per_s=often, stint_s=parts)
     if recorder is None:
         return costs
     say(f"{len(recorder.stalls)} stalls of a core in {recorder.seconds:.0f} s")
     found = sorted((stall.seconds * stall.lost, stall.seconds, stall.lost) for stall in recorder.stalls)
     some = [found[i] for i in np.linspace(0, len(found) - 1, min(_PARTS, len(found))).astype(int)]
     often = len(found) / recorder.seconds / recorder.cores
-    lengths, lost = (tuple(each[at] for each in some) for at in (1, 2))
-    return replace(costs, stalls_per_s=often, stall_s=lengths, stall_lost=lost)
+    stall_s, lost = (tuple(each[at] for each in some) for at in (1, 2))
+    return replace(
+        costs,
+        stalls_per_s=often,
+        stall_s=stall_s,
+        stall_lost=lost,
+        work_s=statistics.fmean(map(work_of, recorder.looks)),
+    )
 
 
 Kind = tuple[str, int, int]
@@ -140,9 +155,11 @@ class _Bench:
             listed = {str(rank): [shards[min(rank, num - 1)].target] for rank in (0, 1)}
             path = folder / f"shards-{num}.json"
             path.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}))
-            ranker = stack.enter_context(ServerProcess(self._archive, shards=path))
-            kinds = ((_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1)) if num == 1 else ((_SMALL, 1), (_SMALL, _MANY))
-            self.load(f"ranker of {num}", ranker, *kinds, beside=shards[:1])
+            with ServerProcess(self._archive, shards=path) as ranker:
+                kinds = ((_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1)) if num == 1 else ((_SMALL, 1),)
+                self.load(f"ranker of {num}", ranker, *kinds, beside=shards[:1])
+            with ServerProcess(self._archive, _UNMERGED, shards=path) as ranker:
+                self.load(f"ranker of {num}, single", ranker, (_SMALL, _MANY))
 
 
 class _Means:
@@ -340,7 +357,8 @@ def _fit_remote(
     more_bytes = run.bytes[_LARGE] - run.bytes[_SMALL]
     small, large = loads["ranker of 1's shard", _SMALL, _MANY], loads["ranker of 1's shard", _LARGE, 1]
     one, many, wide = (loads["ranker of 1", *kind] for kind in ((_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1)))
-    two, two_many = loads["ranker of 2", _SMALL, 1], loads["ranker of 2", _SMALL, _MANY]
+    two = loads["ranker of 2", _SMALL, 1]
+    single, two_single = (loads[f"ranker of {num}, single", _SMALL, _MANY] for num in (1, 2))
     op_many = run.op_one + (run.op_few - run.op_one) / (_FEW - 1) * (1 / many.runs - 1)
     saved_s = max(run.op_one - run.direct_one, 0.0) if run.direct else 0.0
     # Its ranker is busy, but a shard sleeps between two runs of that.
@@ -349,10 +367,14 @@ def _fit_remote(
     known = at_once.grpc_byte_s + at_once.io_byte_s
     rest = large.all - run.op_large - (loads["ranker of 1's shard", _SMALL, 1].all - run.op_one)
     shard = RunCosts(base_s, 0.0, max(rest / more_bytes - known, 0.0))
-    # A run: loop's share of each request, and of the run its own, the client's end and asking.
-    of_run = [(m.ours - server.loop_s - whole.request_s) / m.runs - whole.base_s for m in (many, two_many)]
-    call_s = max(of_run[1] - of_run[0] - client.loop_s, 0.0)
-    run_s = max(of_run[0] - client.loop_s - call_s, 0.0)
+    # What a run takes by itself, its own and the client's end and asking, and what each of its requests does: of the same
+    # load merged and not merged, as for a server without shards. Of runs of one, what another shard adds.
+    of_run = single.ours - server.loop_s - whole.request_s
+    if many.runs < _MERGED * single.runs:
+        of_run = (single.ours - many.ours) / (single.runs - many.runs)
+    request_s = max(many.ours - many.runs * of_run - server.loop_s - whole.request_s, 0.0)
+    call_s = max(two_single.ours - single.ours - client.loop_s, 0.0)
+    run_s = max(of_run - whole.base_s - client.loop_s - call_s, 0.0)
     # A lone one: the thread that takes the request wakes up, and one for each answer.
     ask_s = max(two.grpc - one.grpc, 0.0)
     away_s = max(one.grpc - at_once.grpc_s - _woken(at_once, one.cycle - one.grpc) - ask_s, 0.0)
@@ -361,7 +383,7 @@ def _fit_remote(
     back_s = max(one.asks - woken - told_s, 0.0)
     more = (wide.all - one.all) / more_bytes
     known = at_once.grpc_byte_s + at_once.io_byte_s + client.io_byte_s + whole.byte_s
-    return shard, FanCosts(run_s, call_s, max(more - known, 0.0), away_s, ask_s, told_s, back_s)
+    return shard, FanCosts(run_s, call_s, max(more - known, 0.0), away_s, ask_s, told_s, back_s, request_s)
 
 
 def _woken(end: EndCosts, slept: float) -> float:

@@ -131,7 +131,7 @@ class Ranker(Server):
         sent = sum(work.tag.bytes_in for work in works)
         run = costs.run
         seconds = run.base_s + run.request_s * len(works) + run.byte_s * sent
-        half = (costs.fan.run_s + costs.fan.call_s * len(self._shards)) / 2
+        half = (costs.fan.run_s + costs.fan.call_s * len(self._shards) + costs.fan.request_s * len(works)) / 2
         seconds += half
         fan = _Fan(self, works, samples, over, half)
         self.loop.submit(seconds * self.draw(), 0.0, fan.ask)  # a task: it begins behind what waits for the loop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
@@ -19,6 +19,7 @@ from recinfer.sizing.costs import DirectCosts, ServingCosts
 from recinfer.sizing.ranker import Hedging, Ranker
 from recinfer.sizing.servers import Call, Network, Process, Server, Spread
 from recinfer.sizing.stalls import Stall
+from recinfer.sizing.stints import Stint
 from recinfer.sizing.workload import Model, Shards
 
 __all__ = ["Deployment", "Outcome", "Stragglers", "simulate"]
@@ -159,6 +160,8 @@ def simulate(
     deadline_s: float = 10.0,
     warm_up: float = 0.1,
     stalls: Sequence[Stall] | None = None,
+    stints: Sequence[Stint] | None = None,
+    speed: float = 1.0,
     seed: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> Outcome:
@@ -174,10 +177,12 @@ def simulate(
         warm_up: share of the trace, from its start, that figures leave out.
         stalls: of the one host of a co-located deployment, seconds from the trace's start; None: random ones, as often and as
             long as was measured.
+        stints: of others on that host, likewise.
+        speed: of that host, seconds of measured work a second.
         progress: told now and then how many requests were answered.
 
     Raises:
-        ConfigError: ``shards`` is of another number of ranks, or ``stalls`` of another number of hosts or cores.
+        ConfigError: ``shards`` is of another number of ranks, or ``stalls`` or ``stints`` of another number of hosts or cores.
     """
     if len(shards.ranks) != deployment.shards:
         raise ConfigError(f"the plan has {len(shards.ranks)} ranks; expected {deployment.shards}")
@@ -185,7 +190,7 @@ def simulate(
     link = Network() if deployment.co_located else network or Network()
     random = np.random.default_rng(seed)
     world = _World(Clock(), costs, model, shards, random, batching or BatchConfig(), link)
-    one = Cpu(world.clock, deployment.cores) if deployment.co_located else None
+    one = Cpu(world.clock, deployment.cores, speed) if deployment.co_located else None
     doors: list[Server]
     rankers: list[Ranker] = []
     if deployment.rankers:
@@ -199,6 +204,10 @@ def simulate(
         _stall(world, float(trace.times[-1]))
     else:
         _stall_as_recorded(world, one, stalls)
+    if stints is None:
+        _visit(world, float(trace.times[-1]))
+    else:
+        _visit_as_recorded(world, one, stints)
     latencies = np.full(len(trace), np.nan)
     refused = _drive(world, trace, doors, caller, latencies, deadline_s, progress)
     return Outcome(
@@ -222,27 +231,55 @@ def simulate(
 
 def _stall(world: _World, until: float) -> None:
     """Set the moments at which cores stand still."""
-    costs, random = world.costs, world.random
-    if not costs.stalls_per_s:
+    costs = world.costs
+    for cpu, core, at, i in _moments(world, costs.stalls_per_s, len(costs.stall_s), until):
+        _hold_up(world.clock, cpu, at, costs.stall_s[i], costs.stall_lost[i], core)
+
+
+def _visit(world: _World, until: float) -> None:
+    """Set the moments at which other programs, and the kernel, want a core."""
+    costs = world.costs
+    for cpu, core, at, i in _moments(world, costs.stints_per_s, len(costs.stint_s), until):
+        world.clock.at(at, cpu.visit, costs.stint_s[i], core)
+
+
+def _moments(world: _World, per_s: float, kinds: int, until: float) -> Iterator[tuple[Cpu, int, float, int]]:
+    """On which core, when, and which of so many kinds: so often a second on each core of each host."""
+    if not per_s:
         return
+    random = world.random
     for cpu in dict.fromkeys(cpu for cpus in world.cpus.values() for cpu in cpus):
         for core in range(cpu.cores):
-            num = random.poisson(costs.stalls_per_s * until)
-            which = random.integers(len(costs.stall_s), size=num).tolist()
+            num = random.poisson(per_s * until)
+            which = random.integers(kinds, size=num).tolist()
             for at, i in zip((random.random(num) * until).tolist(), which):
-                _hold_up(world.clock, cpu, at, costs.stall_s[i], costs.stall_lost[i], core)
+                yield cpu, core, at, i
+
+
+def _visit_as_recorded(world: _World, one: Cpu | None, stints: Sequence[Stint]) -> None:
+    host = _recorded_on("stints", one, stints)
+    for stint in stints:
+        if stint.begin >= 0:
+            world.clock.at(stint.begin, host.visit, stint.seconds, stint.core)
+
+
+def _recorded_on(what: str, one: Cpu | None, found: Sequence[Stall] | Sequence[Stint]) -> Cpu:
+    """The one host that they are of."""
+    if one is None:
+        raise ConfigError(f"{what}: they are of one host; expected a deployment that is co-located")
+    for each in found:
+        if not 0 <= each.core < one.cores:
+            raise ConfigError(f"{what}: got core {each.core}, expected 0 to {one.cores - 1}")
+    return one
 
 
 def _stall_as_recorded(world: _World, one: Cpu | None, stalls: Sequence[Stall]) -> None:
-    if one is None:
-        raise ConfigError("stalls: they are of one host; expected a deployment that is co-located")
+    host = _recorded_on("stalls", one, stalls)
     for stall in stalls:
-        if not 0 <= stall.core < one.cores:
-            raise ConfigError(f"stalls: got core {stall.core}, expected 0 to {one.cores - 1}")
         end = stall.begin + stall.seconds
         if end > 0:
             begin = max(stall.begin, 0.0)
-            _hold_up(world.clock, one, begin, end - begin, stall.lost, stall.core)
+            _hold_up(world.clock, host, begin, end - begin, stall.lost, stall.core)
 
 
 def _hold_up(clock: Clock, cpu: Cpu, begin: float, seconds: float, lost: float, core: int) -> None:

@@ -14,10 +14,11 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from recinfer.errors import UnavailableError
 
-__all__ = ["Stall", "StallRecorder", "can_record", "stalls_of"]
+__all__ = ["Look", "Stall", "StallRecorder", "can_record", "stalls_of", "work_of"]
 
 _SLEEP_S = 4e-3  # each end of it takes the core from who has it: every half millisecond that was half of a p90
 _LATE_S = 0.3e-3
@@ -26,7 +27,7 @@ _SOME = {f"name {i}": [i, str(i), {"share": i / 7}] for i in range(6)}
 _MOST = 1_000_000
 _WAIT_S = 60.0
 
-_Look = tuple[float, float, float]
+Look = tuple[float, float, float]
 """Of a sleeper that woke up: when it was due, by how much it was late, how long the same work took it."""
 
 
@@ -63,7 +64,7 @@ def can_record() -> bool:
 
 
 class StallRecorder:
-    """Records from entering to leaving its context; takes a hundredth of each core.
+    """Records from entering to leaving its context; takes 4 % of each core: little work, but nothing of it in the caches.
 
     A sleeper is due each 4 ms. Of a stall that it is late for, it knows the end; the begin is taken to be half of that before
     it was due, as it is on average of the long ones. A short one is seen when somebody is due meanwhile: of those of 1 ms a
@@ -73,6 +74,8 @@ class StallRecorder:
     Attributes:
         stalls: what was seen, once it is left, in the order of their begins; sleepers that are less than 0.3 ms late saw none.
         seconds: for how long it recorded; ``cores``: how many.
+        looks: what each core's sleeper saw, for :func:`stalls_of` and :func:`work_of` of a part of it.
+        pids: of the sleepers.
     """
 
     def __init__(self) -> None:
@@ -87,6 +90,8 @@ class StallRecorder:
             # A process each: threads of one would wait for its interpreter, and take that for a stall.
             self._children.append(context.Process(target=_record, args=(core, there), daemon=True))
         self.stalls: tuple[Stall, ...] = ()
+        self.looks: tuple[list[Look], ...] = ()
+        self.pids: tuple[int, ...] = ()
         self.seconds = self._began = 0.0
 
     def __enter__(self) -> StallRecorder:
@@ -94,6 +99,7 @@ class StallRecorder:
             child.start()
         for pipe in self._pipes:
             _hear(pipe)
+        self.pids = tuple(child.pid for child in self._children if child.pid is not None)
         self._began = time.perf_counter()
         return self
 
@@ -104,7 +110,8 @@ class StallRecorder:
                 with suppress(OSError):
                     pipe.send("stop")
             if error is None:
-                found = [stall for core, pipe in enumerate(self._pipes) for stall in stalls_of(core, _hear(pipe))]
+                self.looks = tuple(_hear(pipe) for pipe in self._pipes)
+                found = [stall for core, its in enumerate(self.looks) for stall in stalls_of(core, its)]
                 self.stalls = tuple(sorted(found, key=lambda stall: stall.begin))
         finally:
             for child in self._children:
@@ -114,14 +121,13 @@ class StallRecorder:
                     child.join()
 
 
-def stalls_of(core: int, looks: Sequence[_Look]) -> list[Stall]:
+def stalls_of(core: int, looks: Sequence[Look]) -> list[Stall]:
     """What the sleeper of a core saw: moments at which the core stood still, and then times for which it was slow."""
     half = _SLEEP_S / 2
     found = [Stall(core, due - half, late + half) for due, late, _ in looks if late > _LATE_S]
     if len(looks) < 3:
         return found
-    took = np.array([took for _, _, took in looks])
-    smooth = np.median(np.lib.stride_tricks.sliding_window_view(took, 3), axis=1)
+    smooth = _smooth(looks)
     ratios = smooth / smooth.mean()
     slow = np.flatnonzero(ratios > _SLOW)
     for phase in np.split(slow, np.flatnonzero(np.diff(slow) > 1) + 1) if slow.size else ():
@@ -130,11 +136,28 @@ def stalls_of(core: int, looks: Sequence[_Look]) -> list[Stall]:
     return found
 
 
-def _hear(pipe: Connection) -> list[_Look]:
+def work_of(looks: Sequence[Look]) -> float:
+    """Seconds that the small work took a core while that was not slow, whoever else has the machine below: its usual speed at
+    that time. 0 where nobody looked three times.
+    """
+    if len(looks) < 3:
+        return 0.0
+    smooth = _smooth(looks)
+    return float(smooth[smooth <= _SLOW * smooth.mean()].mean())
+
+
+def _smooth(looks: Sequence[Look]) -> NDArray[np.float64]:
+    """Medians of three: what took long once was broken off."""
+    took = np.array([took for _, _, took in looks])
+    found: NDArray[np.float64] = np.median(np.lib.stride_tricks.sliding_window_view(took, 3), axis=1)
+    return found
+
+
+def _hear(pipe: Connection) -> list[Look]:
     try:
         if not pipe.poll(_WAIT_S):
             raise EOFError
-        found: list[_Look] = pipe.recv()
+        found: list[Look] = pipe.recv()
     except (EOFError, OSError):
         raise UnavailableError("the recorder of stalls did not start or is gone; see stderr") from None
     return found
@@ -148,7 +171,7 @@ def _record(core: int, pipe: Connection) -> None:
     os.sched_setaffinity(0, {core})
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    looks: list[_Look] = []
+    looks: list[Look] = []
     pipe.send([])
     said = select.poll()
     said.register(pipe, select.POLLIN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,16 @@ import pytest
 
 from recinfer.inference.predictor import load
 from recinfer.sizing import probe
-from recinfer.sizing.measure import LOOKUP, _cold, _fit, lookup_requests, measure_serving, write_sample_archive
+from recinfer.sizing.costs import EndCosts, RunCosts
+from recinfer.sizing.measure import (
+    LOOKUP,
+    _cold,
+    _fit,
+    _fit_remote,
+    lookup_requests,
+    measure_serving,
+    write_sample_archive,
+)
 from recinfer.sizing.probe import ServerProcess, closed_loop, open_loop
 from tests.warm import warm_context
 
@@ -97,6 +107,38 @@ def test_costs_are_found_where_no_requests_shared_a_run() -> None:
     costs = _fit(loads, run)
     assert costs.direct is None
     assert 0 < costs.run.base_s < 6e-5  # what it takes in this process
+
+
+def test_what_a_rankers_run_and_its_requests_take_is_of_two_loads() -> None:
+    """A run that merges many says little of one of two: by the sum alone, all would be the run's."""
+
+    def load_of(ours: float, runs: float) -> SimpleNamespace:
+        return SimpleNamespace(ours=ours, runs=runs, grpc=1e-4, asks=1e-4, all=1e-3, cycle=1e-3)
+
+    loop, base, request, client = 50e-6, 100e-6, 30e-6, 40e-6
+    run, call, more = 150e-6, 60e-6, 25e-6
+
+    def ours(runs: float, shards: int = 1) -> float:
+        return loop + request + more + runs * (base + run + shards * (client + call))
+
+    loads: Any = defaultdict(lambda: load_of(1e-3, 1.0))
+    loads["ranker of 1", 1, 32] = load_of(ours(0.2), 0.2)
+    loads["ranker of 1, single", 1, 32] = load_of(ours(1.0), 1.0)
+    loads["ranker of 2, single", 1, 32] = load_of(ours(1.0, 2), 1.0)
+    in_process: Any = SimpleNamespace(
+        bytes={1: 200, 256: 50_000}, direct=True, direct_one=1e-5, op_one=2e-5, op_few=5e-5, op_large=8e-4
+    )
+    end = EndCosts(*[0.0] * 9)
+    _, fan = _fit_remote(
+        loads, in_process, end, replace(end, loop_s=loop), replace(end, loop_s=client), RunCosts(base, request, 0.0)
+    )
+    assert (fan.run_s, fan.call_s, fan.request_s) == pytest.approx((run, call, more))
+    # Nothing shared a run: no second equation, and all that is left is the run's.
+    loads["ranker of 1", 1, 32] = loads["ranker of 1, single", 1, 32]
+    _, fan = _fit_remote(
+        loads, in_process, end, replace(end, loop_s=loop), replace(end, loop_s=client), RunCosts(base, request, 0.0)
+    )
+    assert (fan.run_s, fan.call_s, fan.request_s) == pytest.approx((run + more, call, 0.0))
 
 
 def test_what_sleep_costs_is_a_line_through_two_lengths_of_it() -> None:

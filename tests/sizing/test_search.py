@@ -120,6 +120,7 @@ def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
         COSTS,
         TYPICAL_COSTS,
         replace(COSTS, direct=DirectCosts(COSTS.server, COSTS.client, RunCosts(2e-5, 0.0, 1e-9))),
+        replace(COSTS, stints_per_s=40.0, stint_s=(1e-5, 2e-3), work_s=3e-5),
     ):
         costs.save(tmp_path / "serving.json")
         assert ServingCosts.load(tmp_path / "serving.json") == costs
@@ -130,6 +131,9 @@ def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"format": "recinfer.hardware/2"}, "not serving costs"),
+        ({"stints_per_s": 1.0}, "stint_s"),
+        ({"stints_per_s": 1.0, "stint_s": [-1e-3]}, "stint_s"),
+        ({"work_s": -1.0}, "work_s"),
         ({"wire_s": -1.0}, "wire_s is -1"),
         ({"wire_s": True}, "wire_s is True"),
         ({"spread": [2.0, 1.0]}, "spread"),
@@ -149,6 +153,12 @@ def test_costs_are_read_strictly(change: dict[str, Any], says: str) -> None:
     data = json.loads(COSTS.to_json()) | change
     with pytest.raises(ConfigError, match=says):
         ServingCosts.from_json(json.dumps(data))
+
+
+def test_files_of_before_others_were_recorded_are_read() -> None:
+    data = json.loads(COSTS.to_json())
+    del data["stints_per_s"], data["stint_s"], data["work_s"], data["fan"]["request_s"]
+    assert ServingCosts.from_json(json.dumps(data)) == COSTS
 
 
 def test_costs_that_are_not_there(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from recinfer.errors import ConfigError
 from recinfer.sizing.arrivals import poisson
 from recinfer.sizing.simulate import Deployment, simulate
-from recinfer.sizing.stalls import Stall, StallRecorder, can_record, stalls_of
+from recinfer.sizing.stalls import Stall, StallRecorder, can_record, stalls_of, work_of
 from recinfer.sizing.workload import shards_of
 from tests.sizing.models import COSTS, model_of
 
@@ -40,7 +40,7 @@ def test_a_core_that_somebody_else_keeps_is_seen() -> None:
             thread = threading.Thread(target=keep_a_core)
             thread.start()
             thread.join()
-        assert recorder.cores == len(cores)
+        assert recorder.cores == len(cores) == len(recorder.looks) == len(recorder.pids)
         assert recorder.seconds >= kept[1] - kept[0]
         begins = [stall.begin for stall in recorder.stalls]
         assert begins == sorted(begins)
@@ -91,6 +91,8 @@ def test_a_core_that_needs_longer_for_the_same_is_slow() -> None:
     assert slow.seconds == pytest.approx(0.04)
     assert slow.lost == pytest.approx(1 - 1.1 / 2, abs=0.01)  # beside the mean, of which it is a part
     assert stalls_of(0, looks[:2]) == []
+    assert work_of(looks) == pytest.approx(2e-5)  # neither what took long once nor the slow phase
+    assert work_of(looks[:2]) == 0.0
 
 
 def test_a_slow_core_takes_longer_for_all_that_comes_meanwhile() -> None:
