@@ -378,7 +378,7 @@ CHAPTERS: dict[str, tuple[Callable[[Trial], None], tuple[object, ...]]] = {
     "load": (load, ("--replicas", 1, "--rankers", 1, "--max-rankers", 3, "--queue-depth", 16, "--cool-down", 10)),
     "shards": (
         shard_load,
-        ("--replicas", 1, "--max-replicas", 2, "--rankers", 2, "--queue-depth", 3, "--cool-down", 10),
+        ("--replicas", 1, "--max-replicas", 2, "--rankers", 2, "--queue-depth", 1, "--cool-down", 10),
     ),
     "tls": (guarded, ()),
 }
