@@ -58,8 +58,8 @@ def keep_onnxruntime_quiet() -> None:
 def listen_in_place() -> None:
     """Have gRPC read server sockets on the thread that takes their events; call it before grpc is imported.
 
-    Threads of gRPC's own read them else, and wake that thread for each call, which a server of few callers feels. The switch is one of gRPC's, so it is left alone in versions that it was not tried with, and
-    where the user has set it.
+    Threads of gRPC's own read them else, and wake that thread for each call, which a server of few callers feels. The
+    switch is one of gRPC's, so it is left alone in versions that it was not tried with, and where the user has set it.
     """
     version = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("grpcio"))
     if version is not None and _KNOWN_GRPC[0] <= (int(version[1]), int(version[2])) <= _KNOWN_GRPC[1]:

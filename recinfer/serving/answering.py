@@ -108,10 +108,8 @@ class Answering:
             return None
         aside = beside = None
         if len(data) > _INLINE_BYTES:
-            aside, beside = (
-                functools.partial(asyncio.get_running_loop().run_in_executor, self._pool),
-                self._side_by_side,
-            )
+            aside = functools.partial(asyncio.get_running_loop().run_in_executor, self._pool)
+            beside = self._side_by_side
         with self.batcher.away(call, asked.request.batch):
             return await self._service.away.answer(asked, until, aside, beside)
 

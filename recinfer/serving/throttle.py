@@ -27,8 +27,9 @@ class Throttle:
 
     The formula is client-side throttling of Beyer et al., Site Reliability Engineering (2016), chapter 21: a call is held back
     with probability ``(asked - k * taken - 10) / (asked + 1)``, counted over about the last second. There k is 2, or 1.1 where
-    refusals are dear; with so little alone a server that was down for a moment gets its load back in a minute. Ten a second pass
-    besides, so that a client that asks little is never held back for a chance refusal.
+    refusals are dear; with so little alone a server that was down for a moment gets its load back in a minute, so here k sinks
+    from 2 to 1.05 as up to a twentieth of what is sent is refused, and rises again as that ceases. Ten a second
+    pass besides, so that a client that asks little is never held back for a chance refusal.
 
     Args:
         clock: seconds.
@@ -43,7 +44,8 @@ class Throttle:
         self._at = clock()
 
     def holds_back(self) -> bool:
-        """Whether to leave this call unsent; counts it if so. What is sent has to be :meth:`heard` of."""
+        """Whether to leave this call unsent; counts it if so. What is sent counts once it is :meth:`heard` of; other
+        failures than refusals say nothing of room."""
         if not self._refused:  # as nearly always
             return False
         with self._lock:
