@@ -61,6 +61,7 @@ def _render(options: DeployOptions, output: Output) -> None:
         token_secret=k8s.token_secret,
         cpus=servers.cpus,
         queue_depth=servers.queue_depth,
+        busy_percent=servers.busy_percent,
     )
     files = write_manifests(found, written, out)
     for group in found.groups:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from recinfer.cli.console import JsonOption
+from recinfer.deploy import BUSY_PERCENT
 from recinfer.errors import ConfigError
 
 __all__ = ["Action", "DeployOptions", "ManifestOptions", "RayOptions", "ServerOptions"]
@@ -181,6 +182,12 @@ class ServerOptions:
     queue_depth: Annotated[
         int, typer.Option(min=1, help="Requests that wait in a server (Ray: are in it) above which there is one more.")
     ] = 16
+    busy_percent: Annotated[
+        int,
+        typer.Option(
+            min=1, max=100, help="Of a shard server's time (Kubernetes: of cores too) above which there is one more."
+        ),
+    ] = BUSY_PERCENT
     replicas: Annotated[
         int | None, typer.Option(min=1, help="Shard servers of each group of ranks.", show_default="2")
     ] = None

@@ -76,6 +76,7 @@ def _spec(archive: Path, options: DeployOptions) -> Any:
         shards=_bounds(servers.replicas, ray.min_replicas, servers.max_replicas),
         rankers=_bounds(servers.rankers, ray.min_rankers, servers.max_rankers),
         queue_depth=servers.queue_depth,
+        busy_percent=servers.busy_percent,
         cool_down=ray.cool_down,
         token=env.token() if ray.token_file is None else read_token(ray.token_file),
         insecure=ray.insecure,
@@ -124,7 +125,7 @@ def _table(found: dict[str, Any]) -> Table:
     from rich.table import Table
 
     told = any(server["why"] for server in found["servers"])
-    titles = ["node", "role", "ranks", "address", "state", "restarts", "version", "requests/s", "memory"]
+    titles = ["node", "role", "ranks", "address", "state", "restarts", "version", "requests/s", "load", "busy", "memory"]
     table = Table(*titles, *(["why"] if told else []))
     colors = {"serving": "green", "pending": "red", "starting": "yellow", "draining": "dim"}
     for server in found["servers"]:
@@ -138,6 +139,8 @@ def _table(found: dict[str, Any]) -> Table:
             str(server["restarts"]),
             server["version"] or "-",
             f"{server['rate']:.1f}",
+            f"{server['load']:.1f}",
+            "-" if server["busy"] is None else f"{server['busy']:.0%}",
             mebibytes(server["memory"]) if server["memory"] else "-",
             *([server["why"]] if told else []),
         )

@@ -9,22 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recinfer.deploy import BUSY_PERCENT, check_percent
 from recinfer.deploy.groups import MIB, Footprint, RankGroup, dns_label, shards_json
 from recinfer.deploy.yaml import to_yaml
 from recinfer.errors import ConfigError
 
-__all__ = ["QUEUE_METRIC", "RUNNING_METRIC", "K8sOptions", "manifests", "write_manifests"]
+__all__ = ["BUSY_METRIC", "QUEUE_METRIC", "K8sOptions", "manifests", "write_manifests"]
 
 QUEUE_METRIC = "recinfer_queue_requests"
 """Gauge of a ranker that its HorizontalPodAutoscaler follows: requests that wait for a run."""
-RUNNING_METRIC = "recinfer_shard_running"
-"""Gauge of a shard server that its HorizontalPodAutoscaler follows: requests under way."""
+BUSY_METRIC = "recinfer_shard_busy"
+"""Gauge of a shard server that its HorizontalPodAutoscaler follows: the share of time that it is busy. It has no queue: what
+waits for it is in its sockets, or at the rankers, who ask for many requests at a time."""
 
 _PORT, _METRICS = 50051, 9100
 _USER = 10001
 _STORE, _SHARDS, _SECRETS = "/models", "/etc/recinfer", "/run/secrets/recinfer"
 _DRAIN_S, _UNLISTED_S = 15, 5
-_BUSY_PERCENT = 70  # of the cores asked for; the queue begins to grow above
 _DNS = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,61}[A-Za-z0-9_]?\Z")
 
@@ -44,7 +45,8 @@ class K8sOptions:
         claim: PersistentVolumeClaim with ``<model>/<version>/`` archives.
         token_secret: Secret whose key ``token`` all calls need; None: ``<name>-token``.
         cpus: cores that a container asks for, as Kubernetes writes them.
-        queue_depth: requests waiting in a ranker (under way in a shard server) that one more is started for.
+        queue_depth: requests waiting in a ranker that one more is started for.
+        busy_percent: of the cores asked for, and of a shard server's time, above which one more is started.
     """
 
     namespace: str = "recinfer"
@@ -58,6 +60,7 @@ class K8sOptions:
     token_secret: str | None = None
     cpus: str = "1"
     queue_depth: int = 16
+    busy_percent: int = BUSY_PERCENT
 
     def __post_init__(self) -> None:
         for what in ("namespace", "claim", "name", "token_secret"):
@@ -78,6 +81,7 @@ class K8sOptions:
                 )
         if self.queue_depth < 1:
             raise ConfigError(f"queue depth: got {self.queue_depth}, expected at least 1")
+        check_percent(self.busy_percent)
 
 
 def manifests(found: Footprint, options: K8sOptions) -> dict[str, dict[str, Any]]:
@@ -137,13 +141,13 @@ class _Renderer:
             made[f"{name}-service.yaml"] = self._service(self._shard(group), self._labels(name), headless=True)
             made[f"{name}-disruption.yaml"] = self._disruption(self._shard(group), self._labels(name))
             if (bounds := self._bounds("shard")) is not None:
-                made[f"{name}-scaling.yaml"] = self._scaling("StatefulSet", self._shard(group), bounds, RUNNING_METRIC)
+                made[f"{name}-scaling.yaml"] = self._scaling("StatefulSet", self._shard(group), bounds)
         ranker, labels = f"{self.name}-ranker", self._labels("ranker")
         made["ranker.yaml"] = self._deployment(ranker, labels)
         made["ranker-service.yaml"] = self._service(self.name, labels, headless=False)
         made["ranker-disruption.yaml"] = self._disruption(ranker, labels)
         if (bounds := self._bounds("ranker")) is not None:
-            made["ranker-scaling.yaml"] = self._scaling("Deployment", ranker, bounds, QUEUE_METRIC)
+            made["ranker-scaling.yaml"] = self._scaling("Deployment", ranker, bounds)
         return made
 
     def _bounds(self, role: str) -> tuple[int, int] | None:
@@ -194,9 +198,12 @@ class _Renderer:
             "spec": {"maxUnavailable": 1, "selector": {"matchLabels": labels}},
         }
 
-    def _scaling(self, kind: str, name: str, bounds: tuple[int, int], metric: str) -> dict[str, Any]:
-        average = {"type": "AverageValue", "averageValue": str(self.options.queue_depth)}
-        busy = {"type": "Utilization", "averageUtilization": _BUSY_PERCENT}
+    def _scaling(self, kind: str, name: str, bounds: tuple[int, int]) -> dict[str, Any]:
+        metric, most = QUEUE_METRIC, str(self.options.queue_depth)
+        if kind == "StatefulSet":
+            metric, most = BUSY_METRIC, f"{10 * self.options.busy_percent}m"
+        average = {"type": "AverageValue", "averageValue": most}
+        busy = {"type": "Utilization", "averageUtilization": self.options.busy_percent}
         return {
             "apiVersion": "autoscaling/v2",
             "kind": "HorizontalPodAutoscaler",

@@ -55,6 +55,9 @@ class CoreServer:
         admit: looks at every call as it arrives.
         fast: by method path; for methods with one message in and out, whose messages it gets as they came.
 
+    Attributes:
+        thread_id: native id of the thread that takes events; None before :meth:`start`.
+
     Tasks run on the event loop that :meth:`start` runs on.
     """
 
@@ -74,6 +77,7 @@ class CoreServer:
         self._handed = self._begun = 0
         self._ends, self._all_ended = threading.Event(), False
         self._over: asyncio.Event | None = None
+        self.thread_id: int | None = None
         self.tasks: set[asyncio.Task[None]] = set()
         self.deferred: set[CoreCall] = set()
 
@@ -104,7 +108,9 @@ class CoreServer:
         self._server.start()
         for _ in range(_ASKED_FOR):
             self._ask()
-        threading.Thread(target=self._take_events, name="recinfer-grpc", daemon=True).start()
+        thread = threading.Thread(target=self._take_events, name="recinfer-grpc", daemon=True)
+        thread.start()
+        self.thread_id = thread.native_id
 
     async def stop(self, grace: float | None) -> None:
         """Refuse new calls, let those that run end for up to ``grace`` seconds, cancel the others."""

@@ -115,6 +115,9 @@ def _ranker_metrics(shards: dict[str, Any]) -> Iterator[Metric]:
 
 
 def _shard_metrics(held: dict[str, Any]) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "recinfer_shard_busy", "Share of ten seconds in which its threads had something to do.", value=held["busy"]
+    )
     yield GaugeMetricFamily("recinfer_shard_running", "Requests under way.", value=held["running"])
     yield CounterMetricFamily("recinfer_shard_refused", "Requests refused, too many at a time.", value=held["refused"])
     labels = ["model", "version", "key", "ranks"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from recinfer.deploy.groups import MIB, footprint
-from recinfer.deploy.k8s import QUEUE_METRIC, K8sOptions, manifests, write_manifests
+from recinfer.deploy.k8s import BUSY_METRIC, QUEUE_METRIC, K8sOptions, manifests, write_manifests
 from recinfer.errors import ConfigError
 from recinfer.serving.remote.config import read_shards
 from tests.deploy.example import FOLDER, FOUND, OPTIONS
@@ -96,6 +96,17 @@ def test_names_and_labels_find_each_other():
     assert scaling["spec"]["scaleTargetRef"]["name"] in workloads
     assert scaling["spec"]["metrics"][0]["pods"]["metric"]["name"] == QUEUE_METRIC
     assert "replicas" not in workloads["ctr-ranker"], "the autoscaler's number must survive an apply"
+
+
+def test_shards_are_scaled_by_how_busy_they_are():
+    found = manifests(FOUND, K8sOptions(max_replicas=5, busy_percent=40))
+    (scaling,) = (s for s in of_kind(found, "HorizontalPodAutoscaler") if s["metadata"]["name"] == "ctr-shard-0")
+    pods, cores = scaling["spec"]["metrics"]
+    assert pods["pods"] == {
+        "metric": {"name": BUSY_METRIC},
+        "target": {"type": "AverageValue", "averageValue": "400m"},
+    }
+    assert cores["resource"]["target"]["averageUtilization"] == 40
 
 
 def test_rankers_look_where_the_shards_are(tmp_path: Path):
@@ -187,6 +198,7 @@ def test_files_of_another_plan_are_not_applied_by_chance(tmp_path: Path):
         ({"replicas": 0}, "replicas"),
         ({"rankers": 3, "max_rankers": 2}, "rankers"),
         ({"queue_depth": 0}, "queue depth"),
+        ({"busy_percent": 0}, "busy per cent"),
         ({"claim": "x\ny"}, "claim"),
     ],
 )

@@ -268,6 +268,26 @@ def test_load_has_a_say_between_bounds(store: Path):
         controller.scale(None, 4)
 
 
+@pytest.mark.parametrize(("busy", "outstanding", "wanted"), [(0.95, 1, 2), (0.6, 1, 1), (0.1, 9, 3)])
+def test_shard_servers_grow_when_they_are_busy(store: Path, busy: float, outstanding: int, wanted: int):
+    """Small requests are answered as they are read, and rankers put together what waits: few calls are under way then."""
+    spec = spec_of(store, shards=Bounds(1, 1, 3), queue_depth=4, cool_down=20.0)
+    controller = Controller(spec, LocalEngine({}))
+    controller._members = {
+        "shard-0-0": Member("shard-0-0", 0, Phase.serving, host="h", port=1),
+        "ranker-0": Member("ranker-0", None, Phase.serving, host="h", port=2),
+    }
+    asked = {"replicas": [{"address": "h:1", "outstanding": outstanding}]}
+    controller._probes = {
+        "shard-0-0": control.Probe(True, True, status={"held": {"busy": busy}}),
+        "ranker-0": control.Probe(True, True, status={"shards": asked}),
+    }
+    assert [server["busy"] for server in controller.status()["servers"]] == [busy, None]
+    for second in range(30):
+        controller._follow_load(float(second))
+    assert controller._wanted[0] == wanted
+
+
 def test_it_is_ready_once_every_ranker_was_told_of_every_shard_server(store: Path):
     """A shard server that serves is listed a moment later: whoever asks in between is not told that all is done."""
     spec = spec_of(store, shards=Bounds(2, 2, 2), rankers=Bounds(1, 1, 1))

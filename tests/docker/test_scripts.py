@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from recinfer import env
-from recinfer.deploy.k8s import QUEUE_METRIC, RUNNING_METRIC
+from recinfer.deploy.k8s import BUSY_METRIC, QUEUE_METRIC
 from recinfer.inference.predictor import load
 from recinfer.serving.client import InferenceClient
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
@@ -160,7 +160,7 @@ def test_every_metric_that_is_named_is_one_of_a_running_server(fleet: dict[str, 
                 assert re.search(rf"^{name}\b", found, flags=re.MULTILINE), (role, name)
     # The autoscalers' gauges.
     assert re.search(rf"^{QUEUE_METRIC} [0-9.]+$", by_role["ranker"], flags=re.MULTILINE)
-    assert re.search(rf"^{RUNNING_METRIC} [0-9.]+$", by_role["shard"], flags=re.MULTILINE)
+    assert re.search(rf"^{BUSY_METRIC} [0-9.]+$", by_role["shard"], flags=re.MULTILINE)
 
 
 def test_metrics_need_the_token(fleet: dict[str, Running]):

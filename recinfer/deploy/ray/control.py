@@ -60,7 +60,7 @@ class Controller:
         self._misses: dict[str, int] = {}  # by process
         self._probes: Mapping[str, Probe] = {}
         self._prober = Prober(spec.token, spec.tls)
-        self._followers = {kind: LoadFollower(spec.queue_depth, spec.cool_down) for kind in self._kinds}
+        self._followers = {kind: LoadFollower(1.0, spec.cool_down) for kind in self._kinds}
         self._step = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -102,6 +102,7 @@ class Controller:
                     "version": member.version,
                     "rate": round(member.rate, 1),
                     "load": round(self._load(member), 1),
+                    "busy": None if member.group is None else round(self._busy(member), 2),
                     "memory": member.memory,
                     "pid": member.pid,
                     "why": member.why,
@@ -335,11 +336,21 @@ class Controller:
             bounds = self.spec.bounds(kind)
             serving = [m for m in self._members.values() if m.group == kind and m.phase is Phase.serving]
             if bounds.scales and serving:
-                total = sum(self._load(member) for member in serving)
+                total = sum(self._needed(member) for member in serving)
                 wanted = self._followers[kind].wanted(now, total, self._wanted[kind], bounds)
                 if wanted != self._wanted[kind]:
-                    _log.info("%s: %s: %d, load %.1f", self.spec.name, _kind_name(kind), wanted, total)
+                    _log.info("%s: %s: %d, work for %.1f", self.spec.name, _kind_name(kind), wanted, total)
                     self._wanted[kind] = wanted
+
+    def _needed(self, member: Member) -> float:
+        """How many servers what one does would keep as loaded as they may be: by the requests in it and, of a shard server,
+        by its time. Rankers put together what waits for one, so that few calls are under way to it however full it is."""
+        return max(self._load(member) / self.spec.queue_depth, 100 * self._busy(member) / self.spec.busy_percent)
+
+    def _busy(self, member: Member) -> float:
+        """A shard server's share of time."""
+        held = self._probes.get(member.name, Probe()).status.get("held") or {}
+        return float(held.get("busy", 0.0))
 
     def _load(self, member: Member) -> float:
         """Requests that are in a server at a time: in a ranker as it counts them; at a shard server the calls that rankers

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recinfer.deploy import BUSY_PERCENT, check_percent
 from recinfer.deploy.groups import Footprint, dns_label
 from recinfer.deploy.ray.tls import Tls
 from recinfer.errors import ConfigError
@@ -60,6 +61,7 @@ class Deployment:
         cpus: of each server, for placing alone.
         shards, rankers: how many of each group, and how many rankers.
         queue_depth: requests that are in a server at a time, on average, above which there should be one more.
+        busy_percent: of a shard server's time, above which there should be one more too.
         cool_down: seconds that load must have been low for before there is one less.
         token: bearer token of all servers; None: none.
         insecure: listen beyond this machine without one.
@@ -79,6 +81,7 @@ class Deployment:
     shards: Bounds = Bounds(2, 2, 2)
     rankers: Bounds = Bounds(2, 2, 2)
     queue_depth: int = 16
+    busy_percent: int = BUSY_PERCENT
     cool_down: float = 300.0
     token: str | None = field(default=None, repr=False)
     insecure: bool = False
@@ -89,6 +92,7 @@ class Deployment:
         self.rankers.check("rankers")
         if self.queue_depth < 1:
             raise ConfigError(f"queue depth: got {self.queue_depth}, expected at least 1")
+        check_percent(self.busy_percent)
 
     def need(self, group: int | None) -> Need:
         """Of a server of ``group``, None being the rankers."""

@@ -20,6 +20,8 @@ from recinfer.errors import ArchiveError, InputError, OverloadedError, Unavailab
 from recinfer.inference.stages import Stages
 from recinfer.serving import codec
 from recinfer.serving.address import check_address
+from recinfer.serving.busy import BusyShare, thread_seconds
+from recinfer.serving.core import CoreServer
 from recinfer.serving.door import Door, GrpcServer, grpc_server
 from recinfer.serving.handling import (
     add_standard_services,
@@ -84,6 +86,8 @@ class ShardServer:
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._max_running = max_running
         self._running = self._refused = 0
+        self._pool_seconds, self._counting = 0.0, threading.Lock()
+        self._busy: list[BusyShare] = []
         self.stats, self._stages = RequestStats(), Stages("lookup")
         self._observer = Observer(self.stats)
         self._started = time.monotonic()
@@ -129,6 +133,7 @@ class ShardServer:
             "shards": None,
             "held": {
                 "ranks": list(self.tables.ranks),
+                "busy": max((share.now() for share in self._busy), default=0.0),
                 "running": self._running,
                 "refused": self._refused,
                 "versions": [
@@ -175,11 +180,18 @@ class ShardServer:
         except RuntimeError as error:  # taken since the check
             raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
         await server.start()
+        self._follow_busy(server)
         if self.metrics_port is not None:
             await self._start_metrics(self.metrics_port)
         for name in ("", SERVICE_NAME):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._server = server
+
+    def _follow_busy(self, server: GrpcServer) -> None:
+        # Small requests are answered by gRPC's thread, or by this loop's where grpc.aio serves; long ones by the pool's.
+        reader = server.thread_id if isinstance(server, CoreServer) else None
+        reads = functools.partial(thread_seconds, reader or threading.get_native_id())
+        self._busy = [BusyShare(reads), BusyShare(lambda: self._pool_seconds / self._threads)]
 
     async def _stop(self, grace: float) -> None:
         server, self._server = self._server, None
@@ -231,11 +243,18 @@ class ShardServer:
         try:
             if len(data) <= _INLINE_BYTES:
                 return self.tables.find(data, self._limits)
-            run = functools.partial(self.tables.find, data, self._limits)
-            return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._find_in_pool, data)
         finally:
             self._running -= 1
             self._stages.add("lookup", time.perf_counter() - start)
+
+    def _find_in_pool(self, data: bytes) -> bytes:
+        start = time.perf_counter()
+        try:
+            return self.tables.find(data, self._limits)
+        finally:
+            with self._counting:
+                self._pool_seconds += time.perf_counter() - start
 
     async def _prepare(self, data: bytes) -> bytes:
         request = codec.parse(pb.PrepareRequest, data)

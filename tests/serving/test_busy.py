@@ -1,0 +1,111 @@
+"""How busy a server is: the share of time, and a thread's time from the kernel."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from recinfer.serving.busy import BusyShare, thread_seconds
+from recinfer.serving.loop import run_on_loop
+from recinfer.serving.remote import server as shard_server
+from recinfer.serving.remote.server import ShardServer
+from tests.serving.remote.fleet import shard
+from tests.serving.remote.test_direct import make_archive
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = self.busy = 0.0
+
+    def share(self) -> BusyShare:
+        return BusyShare(lambda: self.busy, lambda: self.now)
+
+    def passes(self, seconds: float, busy: float) -> None:
+        self.now, self.busy = self.now + seconds, self.busy + busy
+
+
+def test_the_share_is_of_the_last_ten_seconds():
+    time = Time()
+    share = time.share()
+    assert share.now() == 0.0, "nothing has passed"
+    time.passes(4.0, 1.0)
+    assert share.now() == pytest.approx(0.25)
+    for _ in range(100):
+        time.passes(1.0, 0.5)
+        share.now()
+    assert share.now() == pytest.approx(0.5), "the first seconds are forgotten"
+    for _ in range(11):
+        time.passes(1.0, 0.0)
+        share.now()
+    assert share.now() == 0.0
+
+
+def test_looks_in_quick_succession_are_not_all_remembered():
+    time = Time()
+    share = time.share()
+    for _ in range(30_000):
+        time.passes(0.001, 0.0003)
+        share.now()
+    assert len(share._looks) < 50 and share.now() == pytest.approx(0.3)
+
+
+def test_who_looks_seldom_has_the_share_since_the_last_look():
+    time = Time()
+    share = time.share()
+    for busy in (6.0, 30.0, 0.0):
+        time.passes(60.0, busy)
+        assert share.now() == pytest.approx(busy / 60)
+
+
+def test_a_share_is_a_share():
+    time = Time()
+    share = time.share()
+    time.passes(1.0, 1.2)
+    assert share.now() == 1.0
+    time.passes(10.0, -5.0)
+    assert share.now() == 0.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's figures are Linux's")
+def test_a_thread_has_its_time_and_one_that_is_not_there_has_none():
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this kernel does not count what threads wait")
+    own = threading.get_native_id()
+    before = thread_seconds(own)
+    for _ in range(1_000):  # the kernel counts at its ticks
+        sum(range(300_000))
+        if thread_seconds(own) > before:
+            break
+    assert thread_seconds(own) > before
+    assert thread_seconds(0) == 0.0
+
+
+def test_a_shard_server_says_how_busy_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both ways of answering are followed: by the thread that reads, and by the pool."""
+    threads: list[int] = []
+    monkeypatch.setattr(shard_server, "thread_seconds", lambda native_id: threads.append(native_id) or 0.0)
+    archive = make_archive(tmp_path, "row_wise")
+    with shard(archive, (0,)) as server:
+        assert server.status()["held"]["busy"] == 0.0
+        names = {thread.native_id: thread.name for thread in threading.enumerate()}
+        assert {names[native_id] for native_id in threads} == {"recinfer-grpc"}
+        monkeypatch.setattr(shard_server, "_INLINE_BYTES", -1)
+        for _ in range(20):
+            asked(server)
+        assert 0.0 < server.status()["held"]["busy"] <= 1.0
+        assert server._pool_seconds > 0.0
+
+
+def asked(server: ShardServer) -> None:
+    """A lookup that fails, which takes time too."""
+
+    async def call() -> None:
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await channel.unary_unary(f"/{shard_server.SERVICE_NAME}/Find")(b"no message")
+
+    run_on_loop(call())
