@@ -125,7 +125,19 @@ def _table(found: dict[str, Any]) -> Table:
     from rich.table import Table
 
     told = any(server["why"] for server in found["servers"])
-    titles = ["node", "role", "ranks", "address", "state", "restarts", "version", "requests/s", "load", "busy", "memory"]
+    titles = [
+        "node",
+        "role",
+        "ranks",
+        "address",
+        "state",
+        "restarts",
+        "version",
+        "requests/s",
+        "load",
+        "busy",
+        "memory",
+    ]
     table = Table(*titles, *(["why"] if told else []))
     colors = {"serving": "green", "pending": "red", "starting": "yellow", "draining": "dim"}
     for server in found["servers"]:

@@ -81,15 +81,15 @@ class Answering:
             if answer is not None:
                 return answer
         if len(data) <= _INLINE_BYTES:
-            self.batcher.admit(len(data))
+            self.batcher.room.admit(len(data))
             # Which model it is for is known once it is decoded; models do not wait for each other.
             one_model = len(self._service.registry.names()) == 1
             work: Call | Message = Message(call, data) if one_model else decode(data)
         elif (large := self._large(call, data)) is not None:
-            self.batcher.admit(len(data))
+            self.batcher.room.admit(len(data))
             work = large
         else:
-            with self.batcher.place(len(data)):
+            with self.batcher.room.place(len(data)):
                 work = await asyncio.get_running_loop().run_in_executor(self._decode_pool, decode, data)
         return await self.batcher.submit(work, deadline.get())
 

@@ -1,7 +1,7 @@
 """Merges waiting requests into runs: a bounded queue, a lane for each kind of run, and no wait for a request alone.
 
 gRPC hands requests over one at a time, each some 100 us of its own work after the last, so what is about to come cannot
-be seen. It is learned instead (``_Pace``): how many requests came together lately, and so how many a run waits for.
+be seen. It is learned instead (recinfer.serving.pace): how many requests came together lately, and so how many a run waits for.
 
 Everything but the runs themselves happens on one event loop; only what :meth:`Batcher.went_straight` and the like share with
 it, as they may be called from gRPC's thread, is guarded by a lock.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -19,21 +18,18 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from recinfer.errors import ConfigError, DeadlineError, OverloadedError
-from recinfer.serving.run_times import SMOOTHING, RunTimes
+from recinfer.errors import ConfigError, DeadlineError
+from recinfer.serving.pace import Pace
+from recinfer.serving.room import Room
+from recinfer.serving.run_times import RunTimes
 
 __all__ = ["BatchConfig", "Batcher", "BatcherState", "Runnable"]
 
 _INLINE_BYTES = 32 << 10
 _INLINE_S = 1e-3
 _GAP_S = 1e-3
-_MARGIN = 1.5
-_MIN_PROBE, _MAX_PROBE = 8, 256
-_HITS_BEFORE_GROWTH, _HITS_AT_FIRST = 8, 2
-_FULL, _TOO_LATE = "its limit", "more than its deadline allows"
-_SAME_WORDS_S = 20e-3
 _RUNS_AWAY = 64  # that wait for other hosts at a time
 
 
@@ -112,57 +108,6 @@ class _One:
 _ONE = _One()
 
 
-class _Said(NamedTuple):
-    """What one that was refused was told, whether for a full queue, and when (``time.monotonic()``)."""
-
-    full: bool | None
-    at: float
-    error: OverloadedError
-
-
-_NOTHING_YET = _Said(None, -math.inf, OverloadedError(""))
-
-
-class _Pace:
-    """How many requests a run waits for: 1 while they come alone, else as many as came together lately, and a few more."""
-
-    def __init__(self) -> None:
-        self.target = 1
-        self._alone = self._hits = 0
-        self._needed = _HITS_AT_FIRST
-        self._until_probe = _MIN_PROBE
-
-    def goes_alone(self) -> bool:
-        """Whether a request that finds nothing waiting is run without a wait; now and then one is not, as a probe."""
-        if self.target > 1:
-            return False
-        self._alone += 1
-        if self._alone < self._until_probe:
-            return True
-        self._alone, self.target = 0, 2
-        return False
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the next request is neither waited with nor a probe."""
-        return self.target == 1 and self._alone + 1 < self._until_probe
-
-    def reached(self) -> None:
-        """As many came as were waited for."""
-        self._hits += 1
-        if self._hits >= self._needed:
-            self._hits = 0
-            self.target += max(1, self.target // 4)
-
-    def missed(self, came: int) -> None:
-        """The wait is over, and only ``came`` requests are there."""
-        self._until_probe = (
-            max(_MIN_PROBE, self._until_probe // 4) if came > 1 else min(_MAX_PROBE, self._until_probe * 2)
-        )
-        self._hits, self.target = 0, max(1, (self.target + came) // 2)
-        self._needed = _HITS_BEFORE_GROWTH if came > 1 else _HITS_AT_FIRST
-
-
 class Batcher:
     """Answers requests through ``run``, several at a time.
 
@@ -174,6 +119,9 @@ class Batcher:
         waited: told the seconds that each request of a run had waited for it.
         run_later: used instead of ``run`` where runs wait for other hosts: takes works, the ``time.monotonic()`` after
             which none of them is waited for, and whether they compute long. Many such runs are under way at a time.
+
+    Attributes:
+        room: for requests that wait.
     """
 
     def __init__(
@@ -191,85 +139,31 @@ class Batcher:
         self._run_later = run_later
         if run_later is not None:
             self._threads = _RUNS_AWAY
+        self.room = Room(self.config.max_queue, self.config.max_queue_bytes, self._threads)
         self._lanes: OrderedDict[Any, deque[_Waiting]] = OrderedDict()
         self._times = RunTimes()
-        self._waiting = self._waiting_elsewhere = self._waiting_bytes = self._running = 0
+        self._running = 0
         self._away = 0  # runs by their callers, on other threads or hosts
         self._loop: asyncio.AbstractEventLoop | None = None
         self._flush_set: asyncio.Handle | None = None
         self._hold: asyncio.TimerHandle | None = None
         self._latest = self._hold_until = 0.0
-        self._pace = _Pace()
-        self._said = _NOTHING_YET
+        self._pace = Pace()
         self._lock = threading.Lock()
-        self._seconds_a_request = 1e-3
-        self._runs = self._requests = self._samples = self._expired = self._refused = self._refused_at_once = 0
+        self._runs = self._requests = self._samples = self._expired = 0
 
     @property
     def state(self) -> BatcherState:
         """Figures of this moment."""
         return BatcherState(
-            self._waiting + self._waiting_elsewhere,
+            self.room.waiting,
             self._running + self._away,
             self._runs,
             self._requests,
             self._samples,
             self._expired,
-            self._refused + self._refused_at_once,
+            self.room.refusals,
         )
-
-    def admit(self, num_bytes: int) -> None:
-        """Raises OverloadedError when the queue is full; cheap, so called before a message is decoded."""
-        config, waiting = self.config, self._waiting + self._waiting_elsewhere
-        if waiting < config.max_queue and self._waiting_bytes + num_bytes <= config.max_queue_bytes:
-            return
-        if not waiting:  # a single message longer than the queue: its own limit is the message's
-            return
-        raise self._refusal(_FULL)
-
-    def refused(self, deadline: float) -> OverloadedError | None:
-        """What a short request is told that would not be taken now (see :meth:`submit`); it counts as refused. On one thread
-        alone, the one that takes gRPC's events. Those of the same few milliseconds are told the same: to find words for
-        each would be a fifth of what a refusal costs.
-        """
-        waiting = self._waiting + self._waiting_elsewhere
-        if not waiting:
-            return None
-        now, full = time.monotonic(), waiting >= self.config.max_queue
-        if not full and now + _MARGIN * self._expected_wait() <= deadline:
-            return None
-        said = self._said
-        if said.full is not full or now - said.at > _SAME_WORDS_S:
-            said = self._said = _Said(full, now, self._words(_FULL if full else _TOO_LATE))
-        self._refused_at_once += 1
-        return said.error
-
-    def _refusal(self, why: str) -> OverloadedError:
-        with self._lock:
-            self._refused += 1
-        return self._words(why)
-
-    def _words(self, why: str) -> OverloadedError:
-        waiting, seconds = self._waiting + self._waiting_elsewhere, max(0.001, self._expected_wait())
-        return OverloadedError(
-            f"the server has {waiting} requests waiting, {why}; try again in {seconds * 1e3:.0f} ms",
-            retry_after=seconds,
-        )
-
-    def _expected_wait(self) -> float:
-        return (self._waiting + self._waiting_elsewhere) * self._seconds_a_request / self._threads
-
-    @contextmanager
-    def place(self, num_bytes: int) -> Iterator[None]:
-        """A place in the queue while a long message is decoded; raises OverloadedError when there is none."""
-        self.admit(num_bytes)
-        self._waiting_elsewhere += 1
-        self._waiting_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self._waiting_elsewhere -= 1
-            self._waiting_bytes -= num_bytes
 
     def check_deadline(self, deadline: float) -> float:
         """``time.monotonic()``; raises DeadlineError when that is behind ``deadline``."""
@@ -286,7 +180,7 @@ class Batcher:
         It is told to :meth:`went_straight` when it was. Any thread may ask: at worst a request that came meanwhile is not
         waited with.
         """
-        if self._waiting or self._running or self._run_later is not None or num_bytes > _INLINE_BYTES:
+        if self.room.queued or self._running or self._run_later is not None or num_bytes > _INLINE_BYTES:
             return False
         if self.config.max_delay_us and not self._pace.is_alone:
             return False
@@ -309,7 +203,7 @@ class Batcher:
         """Whether a request may be run by its caller, on another thread or other hosts, within :meth:`away`: nothing else is
         there that it could share a run with. Any thread may ask.
         """
-        busy = self._waiting or self._running or self._away
+        busy = self.room.queued or self._running or self._away
         return not busy and (not self.config.max_delay_us or self._pace.is_alone)
 
     @contextmanager
@@ -335,13 +229,13 @@ class Batcher:
                 self._away -= 1
             if samples:
                 self._done(lane, (_One(samples=samples),), time.monotonic() - start, cost)
-            if self._waiting and self._loop is not None:
+            if self.room.queued and self._loop is not None:
                 self._loop.call_soon_threadsafe(self._flush_if_any)
 
         return back
 
     def _flush_if_any(self) -> None:
-        if self._waiting:
+        if self.room.queued:
             self._flush_soon()
 
     def count(self, samples: int) -> None:
@@ -362,24 +256,21 @@ class Batcher:
             DeadlineError: its deadline passed while it waited.
         """
         now = self.check_deadline(deadline)
-        found_idle = not (self._waiting or self._running or self._away)
+        found_idle = not (self.room.queued or self._running or self._away)
         alone = found_idle and (not self.config.max_delay_us or self._goes_alone())
         if alone and self._run_later is not None:
             return await self._straight_later(work, deadline, now)
         if alone and self._is_short(work):
             return self._straight(work)
-        self.admit(work.bytes)
-        if self._waiting and now + _MARGIN * self._expected_wait() > deadline:
-            # Run, it would be answered when nobody waits any more, in the place of one that somebody waits for.
-            raise self._refusal(_TOO_LATE)
+        self.room.admit(work.bytes)
+        self.room.check_wait(now, deadline)
         self._loop = asyncio.get_running_loop()
         entry = _Waiting(work, self._loop.create_future(), deadline, now)
         self._lanes.setdefault(work.lane, deque()).append(entry)
-        self._waiting += 1
-        self._waiting_bytes += work.bytes
+        self.room.enter(work.bytes)
         if alone or not self.config.max_delay_us:
             self._flush_soon()
-        elif self._waiting >= self._pace.target:
+        elif self.room.queued >= self._pace.target:
             if self._flush_set is None and self._running < self._threads:
                 with self._lock:
                     self._pace.reached()
@@ -408,7 +299,7 @@ class Batcher:
         finally:
             self._running -= 1
             self._done(work.lane, [work], time.monotonic() - start, 0.0)
-            if self._waiting:
+            if self.room.queued:
                 self._flush_soon()
         if isinstance(answer, BaseException):
             raise answer
@@ -436,12 +327,12 @@ class Batcher:
         if self._running >= self._threads:  # the end of a run is waited for
             return
         left = min(self._latest + _GAP_S, self._hold_until) - time.monotonic()
-        if self._waiting and left > 0:
+        if self.room.queued and left > 0:
             self._hold_for(left)
             return
         if self._flush_set is None:
             with self._lock:
-                self._pace.missed(self._waiting)
+                self._pace.missed(self.room.queued)
         self._flush()
 
     def _flush_soon(self) -> None:
@@ -456,7 +347,7 @@ class Batcher:
         if self._hold is not None:
             self._hold.cancel()
             self._hold = None
-        while self._waiting and self._running < self._threads:
+        while self.room.queued and self._running < self._threads:
             batch = self._next()
             if batch:
                 self._start(batch)
@@ -472,8 +363,7 @@ class Batcher:
             if batch and (total > self.config.max_batch or not self._times.may_share(key, total)):
                 break
             lane.popleft()
-            self._waiting -= 1
-            self._waiting_bytes -= entry.work.bytes
+            self.room.leave(entry.work.bytes)
             if entry.future.done():
                 continue
             if now >= entry.deadline:
@@ -519,7 +409,7 @@ class Batcher:
                 answers, cost = future.result()
             self._deliver(batch, answers)
             self._done(lane, works, time.monotonic() - start, cost)
-            if self._waiting:
+            if self.room.queued:
                 self._flush_soon()
 
         running.add_done_callback(finished)
@@ -535,7 +425,7 @@ class Batcher:
             answers = away.result() if error is None else [error] * len(works)
         self._deliver(batch, answers)
         self._done(works[0].lane, works, time.monotonic() - start, 0.0)
-        if self._waiting:
+        if self.room.queued:
             self._flush_soon()
 
     def _measured(self, works: Sequence[Any]) -> tuple[Sequence[Any], float]:
@@ -564,14 +454,13 @@ class Batcher:
             self._samples += samples
             if cost:
                 self._times.learn(lane, samples, cost)
-            self._seconds_a_request += SMOOTHING * (seconds / len(works) - self._seconds_a_request)
+        self.room.took(seconds, len(works))
 
     def _forget(self, entry: _Waiting) -> None:
         """A caller went away: free its place, unless its run has begun."""
         lane = self._lanes.get(entry.work.lane)
         if lane is not None and entry in lane:
             lane.remove(entry)
-            self._waiting -= 1
-            self._waiting_bytes -= entry.work.bytes
+            self.room.leave(entry.work.bytes)
             if not lane:
                 del self._lanes[entry.work.lane]

@@ -289,7 +289,7 @@ class Server:
         paths = {f"/{SERVICE_NAME}/Predict": "Predict"}
         if self._shards is not None or not self.service.direct.available:
             paths |= {f"/{SERVICE_NAME}/Lookup": "Lookup", f"/{OPEN_INFERENCE}/ModelInfer": "ModelInfer"}
-        return Door(self._security, self.observer, batcher, paths)
+        return Door(self._security, self.observer, batcher.room, paths)
 
     def _fast(self, answering: Answering) -> dict[str, Fast]:
         """What gRPC's threads may answer."""

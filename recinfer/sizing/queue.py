@@ -9,6 +9,8 @@ from typing import Any
 
 from recinfer.serving import batcher as rules
 from recinfer.serving.batcher import BatchConfig
+from recinfer.serving.pace import Pace
+from recinfer.serving.room import MARGIN
 from recinfer.serving.run_times import SMOOTHING, RunTimes
 from recinfer.sizing.clock import Clock, Cpu, Thread
 
@@ -102,7 +104,7 @@ class Queue:
         self._waiting_elsewhere = 0
         self._running = 0
         self._away_now = 0  # of those that are run by their callers
-        self._pace = rules._Pace()
+        self._pace = Pace()
         self._times = RunTimes()
         self._seconds_a_request = 1e-3
         self._ended: list[Work] = []
@@ -184,7 +186,7 @@ class Queue:
         if not self.admits(work.num_bytes):
             self._refuse(work, "full")
             return
-        if self._waiting and now + rules._MARGIN * self._expected_wait() > work.deadline:
+        if self._waiting and now + MARGIN * self._expected_wait() > work.deadline:
             self._refuse(work, "late")
             return
         self._waiting.append(work)

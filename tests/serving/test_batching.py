@@ -69,6 +69,7 @@ def own_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], thread_time=time.thread_time)
     monkeypatch.setattr("recinfer.serving.batcher.time", clock)
+    monkeypatch.setattr("recinfer.serving.room.time", clock)
     return now
 
 
@@ -114,7 +115,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
             await batcher.submit(Work())
         assert 0 < caught.value.retry_after < 60
         with pytest.raises(OverloadedError):
-            batcher.admit(1)
+            batcher.room.admit(1)
         assert batcher.state.refused == 2
         runs.gate.set()
         await asyncio.gather(first, *waiting)
@@ -127,21 +128,21 @@ def test_those_refused_in_the_same_moment_are_told_the_same(monkeypatch: pytest.
     now = own_clock(monkeypatch)
 
     async def scenario(batcher: Batcher, runs: Runs) -> None:
-        assert batcher.refused(now[0] - 1) is None  # nobody waits
+        assert batcher.room.refused(now[0] - 1) is None  # nobody waits
         first = await busy(batcher)
         waiting = [asyncio.create_task(batcher.submit(Work())) for _ in range(2)]
         await asyncio.sleep(0)
-        assert batcher.refused(now[0] + 60) is None
-        late = batcher.refused(now[0])
+        assert batcher.room.refused(now[0] + 60) is None
+        late = batcher.room.refused(now[0])
         assert late is not None and str(late).startswith("the server has 2 requests waiting, more than its deadline")
         waiting.append(asyncio.create_task(batcher.submit(Work())))
         await asyncio.sleep(0)
-        full = batcher.refused(now[0])  # another reason
+        full = batcher.room.refused(now[0])  # another reason
         assert full is not None and str(full).startswith("the server has 3 requests waiting, its limit; try again in ")
         assert 0 < full.retry_after < 60
-        assert batcher.refused(now[0] + 60) is full
+        assert batcher.room.refused(now[0] + 60) is full
         now[0] += 0.1
-        later = batcher.refused(now[0] + 60)
+        later = batcher.room.refused(now[0] + 60)
         assert later is not full and str(later) == str(full)
         assert batcher.state.refused == 4
         runs.gate.set()
