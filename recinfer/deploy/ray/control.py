@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from recinfer.deploy.ray.engine import Engine
-from recinfer.deploy.ray.load import LoadFollower
+from recinfer.deploy.ray.load import LoadFollower, busy_share, requests_in, servers_needed
 from recinfer.deploy.ray.members import Member, Phase, addresses_by_group, backoff, shards_text, to_remove
 from recinfer.deploy.ray.place import Node, choose_node, taken
 from recinfer.deploy.ray.probe import Probe, Prober
@@ -101,8 +101,8 @@ class Controller:
                     "restarts": member.restarts,
                     "version": member.version,
                     "rate": round(member.rate, 1),
-                    "load": round(self._load(member), 1),
-                    "busy": None if member.group is None else round(self._busy(member), 2),
+                    "load": round(requests_in(member, self._probes), 1),
+                    "busy": None if member.group is None else round(busy_share(member, self._probes), 2),
                     "memory": member.memory,
                     "pid": member.pid,
                     "why": member.why,
@@ -336,28 +336,11 @@ class Controller:
             bounds = self.spec.bounds(kind)
             serving = [m for m in self._members.values() if m.group == kind and m.phase is Phase.serving]
             if bounds.scales and serving:
-                total = sum(self._needed(member) for member in serving)
+                total = sum(servers_needed(member, self._probes, self.spec) for member in serving)
                 wanted = self._followers[kind].wanted(now, total, self._wanted[kind], bounds)
                 if wanted != self._wanted[kind]:
                     _log.info("%s: %s: %d, work for %.1f", self.spec.name, _kind_name(kind), wanted, total)
                     self._wanted[kind] = wanted
-
-    def _needed(self, member: Member) -> float:
-        """How many servers what one does would keep as loaded as they may be: by the requests in it and, of a shard server,
-        by its time. Rankers put together what waits for one, so that few calls are under way to it however full it is."""
-        return max(self._load(member) / self.spec.queue_depth, 100 * self._busy(member) / self.spec.busy_percent)
-
-    def _busy(self, member: Member) -> float:
-        """A shard server's share of time."""
-        held = self._probes.get(member.name, Probe()).status.get("held") or {}
-        return float(held.get("busy", 0.0))
-
-    def _load(self, member: Member) -> float:
-        """Requests that are in a server at a time: in a ranker as it counts them; at a shard server the calls that rankers
-        wait for, since it sees none before it gets to it."""
-        if member.group is None:
-            return self._probes.get(member.name, Probe()).inside
-        return sum(probe.outstanding.get(member.address, 0) for probe in self._probes.values())
 
     # -- small things ------------------------------------------------------------------------------------------------
 

@@ -1,16 +1,39 @@
-"""How many servers the load asks for: the rule that Kubernetes' HorizontalPodAutoscaler has, on a gauge of requests."""
+"""How many servers the load asks for: the rule that Kubernetes' HorizontalPodAutoscaler has, on what servers say of theirs."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 
-from recinfer.deploy.ray.spec import Bounds
+from recinfer.deploy.ray.members import Member
+from recinfer.deploy.ray.probe import Probe
+from recinfer.deploy.ray.spec import Bounds, Deployment
 
-__all__ = ["LoadFollower"]
+__all__ = ["LoadFollower", "busy_share", "requests_in", "servers_needed"]
 
 _WINDOW_S = 10.0
 _TOLERANCE = 0.1
+
+
+def requests_in(member: Member, probes: Mapping[str, Probe]) -> float:
+    """Requests that are in a server at a time: in a ranker as it counts them; at a shard server the calls that rankers wait
+    for, since it sees none before it gets to it. ``probes``: of the last look at all servers, by name."""
+    if member.group is None:
+        return probes.get(member.name, Probe()).inside
+    return sum(probe.outstanding.get(member.address, 0) for probe in probes.values())
+
+
+def busy_share(member: Member, probes: Mapping[str, Probe]) -> float:
+    """Of its time, 0 to 1; of a ranker 0."""
+    held = probes.get(member.name, Probe()).status.get("held") or {}
+    return float(held.get("busy", 0.0))
+
+
+def servers_needed(member: Member, probes: Mapping[str, Probe], spec: Deployment) -> float:
+    """How many servers what one does would keep as loaded as they may be: by the requests in it and, of a shard server, by
+    its time. Rankers put together what waits for one, so that few calls are under way to it however full it is."""
+    return max(requests_in(member, probes) / spec.queue_depth, 100 * busy_share(member, probes) / spec.busy_percent)
 
 
 class LoadFollower:
