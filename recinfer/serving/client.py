@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
 import torch
 from grpc_health.v1 import health_pb2
-from torch import Tensor
 
 from recinfer.errors import InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.inference.together import Outputs
 from recinfer.serving import codec
+from recinfer.serving.answers import (
+    Embeddings,
+    FeatureDescription,
+    ModelDescription,
+    decode_description,
+    decode_embeddings,
+)
 from recinfer.serving.columns import as_dense, as_features, as_raw
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.status import error_of
 from recinfer.serving.throttle import Throttle
 from recinfer.serving.tries import Tries, is_full, pushback
-from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
-
-if TYPE_CHECKING:
-    from recinfer.data.contract import FeatureContract
 
 __all__ = [
     "AsyncInferenceClient",
@@ -42,61 +42,9 @@ __all__ = [
 _SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _CALLS, _CHECK = ("Lookup", "Predict", "GetModel"), "Check"
+_HEALTH_REQUEST = health_pb2.HealthCheckRequest(service=_SERVICE).SerializeToString()
 _POLL_S = 0.05
 _START_WITH = "recinfer serve ARCHIVE --port N"
-
-
-@dataclass(frozen=True)
-class Embeddings:
-    """What a lookup gives.
-
-    Attributes:
-        pooled: one vector a sample and feature, ``[B, sum(dims)]``, in the model's feature order; None when only unpooled
-            features were asked for.
-        sequences: one vector an id, for each unpooled feature.
-        model_version: the version that answered.
-        missing_ranks: ranks of a model on several hosts that did not answer, so that vectors of their rows are zero.
-    """
-
-    pooled: KeyedTensor | None
-    sequences: dict[str, JaggedTensor]
-    model_version: str
-    missing_ranks: tuple[int, ...] = ()
-
-    def keys(self) -> list[str]:
-        """Names of all embeddings, the pooled ones first."""
-        return [*(self.pooled.keys() if self.pooled is not None else ()), *self.sequences]
-
-    def __getitem__(self, key: str) -> Tensor | JaggedTensor:
-        """``[B, D]`` of a pooled feature, or the JaggedTensor of an unpooled one."""
-        return self.sequences[key] if key in self.sequences or self.pooled is None else self.pooled[key]
-
-
-@dataclass(frozen=True)
-class FeatureDescription:
-    """One feature of a served model; ids run from 0 to ``rows - 1``."""
-
-    name: str
-    table: str
-    rows: int
-    dim: int
-    pooled: bool
-
-
-@dataclass(frozen=True)
-class ModelDescription:
-    """What a served model takes and what it is made of.
-
-    ``contract`` makes its inputs of raw rows; None when the archive was exported without one.
-    """
-
-    name: str
-    version: str
-    features: tuple[FeatureDescription, ...]
-    num_dense: int
-    precision: str
-    plan_hash: str
-    contract: FeatureContract | None = None
 
 
 class _Client:
@@ -126,6 +74,9 @@ class _Client:
 
     def _model_request(self) -> bytes:
         return pb.GetModelRequest(model=self.model, version=self.version).SerializeToString()
+
+    def _not_ready(self, seconds: float) -> UnavailableError:
+        return UnavailableError(f"the server at {self.target} is not ready after {seconds:g} s")
 
     def _tries(self, call: str, seconds: float, retries: int | None = None) -> Tries:
         return Tries(self.target, self.retries if retries is None else retries, seconds, self._throttles.get(call))
@@ -180,7 +131,7 @@ class InferenceClient(_Client):
 
     def lookup(self, features: Any, *, timeout: float | None = None) -> Embeddings:
         """Embeddings of some or all features of the model, given in any order."""
-        return _embeddings(self._call("Lookup", self._lookup_request(features), timeout))
+        return decode_embeddings(self._call("Lookup", self._lookup_request(features), timeout))
 
     def predict(self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
         """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples.
@@ -201,17 +152,14 @@ class InferenceClient(_Client):
 
     def get_model(self, *, timeout: float | None = None) -> ModelDescription:
         """What the model takes and is made of."""
-        return _description(self._call("GetModel", self._model_request(), timeout))
+        return decode_description(self._call("GetModel", self._model_request(), timeout))
 
     def is_ready(self, *, timeout: float | None = None) -> bool:
         """Whether the server answers and takes requests."""
-        request = health_pb2.HealthCheckRequest(service=_SERVICE).SerializeToString()
         try:
-            answer = self._call(_CHECK, request, timeout, retries=0)
-            state = codec.parse(health_pb2.HealthCheckResponse, answer).status
+            return _is_serving(self._call(_CHECK, _HEALTH_REQUEST, timeout, retries=0))
         except RecinferError:
             return False
-        return state == health_pb2.HealthCheckResponse.SERVING
 
     def wait_until_ready(self, timeout: float = 30.0) -> None:
         """Return once the server takes requests.
@@ -222,7 +170,7 @@ class InferenceClient(_Client):
         end = time.monotonic() + timeout
         while not self.is_ready(timeout=max(0.1, end - time.monotonic())):
             if time.monotonic() >= end:
-                raise UnavailableError(f"the server at {self.target} is not ready after {timeout:g} s")
+                raise self._not_ready(timeout)
             time.sleep(_POLL_S)
 
     def close(self) -> None:
@@ -282,10 +230,11 @@ class AsyncInferenceClient(_Client):
         else:
             self._channel = grpc.aio.secure_channel(target, credentials, options=options)
         self._methods = {call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in _CALLS}
+        self._methods[_CHECK] = self._channel.unary_unary(f"/{_HEALTH}/{_CHECK}")
 
     async def lookup(self, features: Any, *, timeout: float | None = None) -> Embeddings:
         """As InferenceClient.lookup."""
-        return _embeddings(await self._call("Lookup", self._lookup_request(features), timeout))
+        return decode_embeddings(await self._call("Lookup", self._lookup_request(features), timeout))
 
     async def predict(self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
         """As InferenceClient.predict."""
@@ -298,7 +247,22 @@ class AsyncInferenceClient(_Client):
 
     async def get_model(self, *, timeout: float | None = None) -> ModelDescription:
         """As InferenceClient.get_model."""
-        return _description(await self._call("GetModel", self._model_request(), timeout))
+        return decode_description(await self._call("GetModel", self._model_request(), timeout))
+
+    async def is_ready(self, *, timeout: float | None = None) -> bool:
+        """As InferenceClient.is_ready."""
+        try:
+            return _is_serving(await self._call(_CHECK, _HEALTH_REQUEST, timeout, retries=0))
+        except RecinferError:
+            return False
+
+    async def wait_until_ready(self, timeout: float = 30.0) -> None:
+        """As InferenceClient.wait_until_ready."""
+        end = time.monotonic() + timeout
+        while not await self.is_ready(timeout=max(0.1, end - time.monotonic())):
+            if time.monotonic() >= end:
+                raise self._not_ready(timeout)
+            await asyncio.sleep(_POLL_S)
 
     async def close(self) -> None:
         """Close the channel; calls after it fail."""
@@ -310,9 +274,9 @@ class AsyncInferenceClient(_Client):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _call(self, call: str, request: bytes, timeout: float | None) -> bytes:
+    async def _call(self, call: str, request: bytes, timeout: float | None, *, retries: int | None = None) -> bytes:
         seconds = self.timeout if timeout is None else timeout
-        tries = self._tries(call, seconds)
+        tries = self._tries(call, seconds, retries)
         while True:
             if (wait := tries.held_back()) is None:
                 try:
@@ -326,6 +290,11 @@ class AsyncInferenceClient(_Client):
                     tries.answered()
                     return answer
             await asyncio.sleep(wait)
+
+
+def _is_serving(answer: bytes) -> bool:
+    status = codec.parse(health_pb2.HealthCheckResponse, answer).status
+    return bool(status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def _security(
@@ -358,21 +327,6 @@ def _pem(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"TLS: cannot read {path}: {error.strerror}") from None
-
-
-def _embeddings(answer: bytes) -> Embeddings:
-    return Embeddings(*codec.decode_lookup_answer(answer))
-
-
-def _description(answer: bytes) -> ModelDescription:
-    info = codec.parse(pb.ModelInfo, answer)
-    features = tuple(FeatureDescription(f.name, f.table, f.rows, f.dim, f.pooled) for f in info.features)
-    contract = None
-    if info.feature_contract:
-        from recinfer.data.contract import FeatureContract
-
-        contract = FeatureContract.from_dict(json.loads(info.feature_contract))
-    return ModelDescription(info.name, info.version, features, info.num_dense, info.precision, info.plan_hash, contract)
 
 
 def invoke(

@@ -19,6 +19,7 @@ from recinfer.serving.columns import as_dense, as_features
 from recinfer.serving.loop import run_on_loop
 from recinfer.serving.server import Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.ports import free_port
 from tests.serving.conftest import make_request
 
 USER, HISTORY = [3, 9, 1], [[1, 2], [], [39]]
@@ -105,6 +106,28 @@ def test_both_clients_give_the_predictors_numbers(server: Server, client: Infere
                     await other.get_model()
         with pytest.raises(UnavailableError, match="make a new client"):
             await mine.get_model()
+
+    run_on_loop(ask(), timeout=90)
+
+
+def test_both_clients_wait_for_a_server(server: Server):
+    with InferenceClient(server.target, timeout=60) as client:
+        client.wait_until_ready(60)
+        assert client.is_ready()
+    with (
+        InferenceClient(f"127.0.0.1:{free_port()}") as nobody,
+        pytest.raises(UnavailableError, match=r"not ready after 0\.2 s"),
+    ):
+        nobody.wait_until_ready(0.2)
+
+    async def ask() -> None:
+        async with AsyncInferenceClient(server.target, timeout=60) as mine:
+            await mine.wait_until_ready(60)
+            assert await mine.is_ready()
+        async with AsyncInferenceClient(f"127.0.0.1:{free_port()}") as nobody:
+            assert not await nobody.is_ready(timeout=1)
+            with pytest.raises(UnavailableError, match=r"not ready after 0\.2 s"):
+                await nobody.wait_until_ready(0.2)
 
     run_on_loop(ask(), timeout=90)
 
