@@ -308,9 +308,10 @@ def _fit(loads: dict[Kind, _Means], run: _InProcess) -> ServingCosts:
         grpc_byte_s=max(large_busy.grpc - busy.grpc, 0.0) / more_bytes,
         io_byte_s=max(large_busy.io - busy.io, 0.0) / more_bytes,
     )
-    client = _client(lone, busy, large_busy, more_bytes)
+    timer_s = _on_time(loads) if run.direct else 0.0
+    client = _client(lone, busy, large_busy, more_bytes, timer_s)
     run_costs = RunCosts(max(run_s - run.op_one, 0.0), request_s, byte_s)
-    direct = _fit_direct(loads, run, client) if run.direct else None
+    direct = _fit_direct(loads, run, client, timer_s) if run.direct else None
     shard, shard_end, fan = _fit_remote(loads, run, direct.server if direct else server, server, client, run_costs)
     name, its = ("direct", direct.server) if direct else ("whole", server)
     lone = [loads[name, _SMALL, callers] for callers in _LONE]
@@ -328,7 +329,7 @@ def _fit(loads: dict[Kind, _Means], run: _InProcess) -> ServingCosts:
         wire_s=max(first.usual - on_the_way - woken, 0.0),
         wakes=wakes,
         shard_end=shard_end,
-        caller_s=_on_time(loads) if direct else 0.0,
+        caller_s=timer_s,
         spread=alone.spread,
         stalls_per_s=len(alone.stalls) / alone.seconds,
         stall_s=alone.stalls,
@@ -338,13 +339,27 @@ def _fit(loads: dict[Kind, _Means], run: _InProcess) -> ServingCosts:
     )
 
 
-def _client(lone: Sequence[_Means], busy: _Means, large: _Means, more_bytes: float) -> EndCosts:
-    """The caller's end: what it costs among many, what more when it has slept, and what more with large messages."""
+def _client(
+    lone: Sequence[_Means],
+    busy: _Means,
+    large: _Means,
+    more_bytes: float,
+    timer_s: float,
+    four: _Means | None = None,
+) -> EndCosts:
+    """The caller's end: what it costs among many, what more when it has slept, and what more with large messages.
+
+    Args:
+        timer_s: is no sleep's: callers that pause need a timer for it.
+        four: of so many callers, for sleeps that are shorter than a lone one's.
+    """
     kinds = ("loop", "grpc", "io")
     hot, wide = ({kind: getattr(means, f"client_{kind}") for kind in kinds} for means in (busy, large))
     found: dict[str, Any] = {f"{kind}_s": hot[kind] for kind in kinds}
-    cold = {kind: _cold(lone, f"client_{kind}", hot[kind]) for kind in ("grpc", "io")}
-    cold["loop"] = _curve(_of_two_wakes(lone, "client_loop", hot["loop"], 1.0, 1))
+    short = [] if four is None else [four]
+    cold = {kind: _cold([*short, *lone], f"client_{kind}", hot[kind]) for kind in ("grpc", "io")}
+    points = [(means.cycle - means.client_loop, means.client_loop - hot["loop"]) for means in short]
+    cold["loop"] = _curve([*points, *_of_two_wakes(lone, "client_loop", hot["loop"], 1.0, 1, timer_s)])
     found |= _named(cold)
     return EndCosts(**found, **{f"{kind}_byte_s": max(wide[kind] - hot[kind], 0.0) / more_bytes for kind in kinds})
 
@@ -361,17 +376,20 @@ def _cold(lone: Sequence[_Means], thread: str, hot: float) -> Cold:
     return _curve([(means.cycle - seconds, seconds - hot) for means, seconds in zip(lone, took)])
 
 
-def _of_two_wakes(lone: Sequence[_Means], thread: str, hot: float, share: float, first: int) -> Points:
+def _of_two_wakes(
+    lone: Sequence[_Means], thread: str, hot: float, share: float, first: int, timer_s: float = 0.0
+) -> Points:
     """What a thread takes more than ``hot`` seconds by how long it has slept, where it sleeps twice a call.
 
     Args:
         share: of a call's latency, that is one of the two sleeps; the other one is the rest of the time.
         first: wakes a call of the first load, 1 where nothing is between two of its calls.
+        timer_s: of the other loads, what the second wake takes by itself.
     """
     found: list[tuple[float, float]] = []
     for means in lone:
         seconds, wakes = getattr(means, thread), 2 if found else first
-        extra, asleep = seconds - hot, means.cycle - seconds
+        extra, asleep = seconds - hot - (timer_s if found else 0.0), means.cycle - seconds
         short = max(share * means.latency - seconds / 2, 0.0)
         if found and short <= found[-1][0]:
             found.append((asleep - short, extra - at_sleep(_ascending(found), short)))
@@ -408,10 +426,10 @@ def _named(cold: dict[str, Cold]) -> dict[str, Any]:
     }
 
 
-def _fit_direct(loads: dict[Kind, _Means], run: _InProcess, caller: EndCosts) -> DirectCosts:
+def _fit_direct(loads: dict[Kind, _Means], run: _InProcess, caller: EndCosts, timer_s: float) -> DirectCosts:
     """Of lookups past the queue: runs as in a tight loop; the rest is the call's."""
     alone, busy, large = (loads["direct", *kind] for kind in ((_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1)))
-    lone = [loads["direct", _SMALL, callers] for callers in _LONE]
+    lone, four = [loads["direct", _SMALL, callers] for callers in _LONE], loads["direct", _SMALL, _FOUR]
     more_bytes = run.bytes[_LARGE] - run.bytes[_SMALL]
     run_s = min(run.direct_one, busy.grpc)
     more_run = (run.direct_large - run.op_large) - (run.direct_one - run.op_one)
@@ -420,12 +438,12 @@ def _fit_direct(loads: dict[Kind, _Means], run: _InProcess, caller: EndCosts) ->
         grpc_s=busy.grpc - run_s,
         io_s=busy.io,
         loop_cold_s=0.0,
-        **_named({kind: _cold(lone, kind, getattr(busy, kind)) for kind in ("grpc", "io")}),
+        **_named({kind: _cold([four, *lone], kind, getattr(busy, kind)) for kind in ("grpc", "io")}),
         loop_byte_s=0.0,
         grpc_byte_s=max((large.grpc - alone.grpc) - (run.direct_large - run.direct_one), 0.0) / more_bytes,
         io_byte_s=max(large.io - alone.io, 0.0) / more_bytes,
     )
-    client = _client(lone, busy, busy, more_bytes)
+    client = _client(lone, busy, busy, more_bytes, timer_s, four)
     large_client = {name: getattr(caller, name) for name in ("loop_byte_s", "grpc_byte_s", "io_byte_s")}
     costs = RunCosts(max(run_s - run.op_one, 0.0), 0.0, max(more_run, 0.0) / more_bytes)
     return DirectCosts(server, replace(client, **large_client), costs, max(run.op_one - run_s, 0.0))

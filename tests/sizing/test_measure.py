@@ -178,6 +178,9 @@ def test_of_two_sleeps_a_call_the_known_one_is_taken_off() -> None:
     # Nothing between two calls at first; then two sleeps that are both longer than any that is known.
     found = _of_two_wakes([lone(0.5e-3, 0.0), lone(1e-3, 1e-3)], "loop", 50e-6, 1.0, 1)
     assert np.array(found) == pytest.approx(np.array([(0.5e-3, 100e-6), (1e-3, cost(1e-3))]))
+    # A timer is set for each pause: that is no sleep's.
+    found = _of_two_wakes([lone(0.5e-3, 0.0), lone(1e-3, 1e-3)], "loop", 50e-6, 1.0, 1, 20e-6)
+    assert np.array(found) == pytest.approx(np.array([(0.5e-3, 100e-6), (1e-3, cost(1e-3) - 10e-6)]))
 
 
 def test_lone_costs_of_a_ranker_are_charged_once() -> None:
