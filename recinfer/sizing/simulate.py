@@ -202,7 +202,7 @@ def simulate(
         doors = list(rankers)
     else:
         doors = _whole_servers(world, deployment, one)
-    caller = Process(one, world.spread, costs.client) if one is not None else None
+    caller = Process(one, world.spread, doors[0].client) if one is not None else None
     if stalls is None:
         _stall(world, float(trace.times[-1]))
     else:
