@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +199,11 @@ def summary(turns: Sequence[tuple[Turn, Outcome]]) -> dict[str, Any]:
             its[f"measured p{percent}"] = float(np.nanpercentile(mine, percent)) * 1e3
             its[f"simulated p{percent}"] = outcome.percentile(percent) * 1e3
         its |= {f"us {name}": 1e6 * spent / load_.answered for name, spent in _by_thread(load_).items()}
+        its |= {
+            f"simulated us {side} {name}": 1e6 * spent / load_.answered
+            for side, threads in outcome.spent.items()
+            for name, spent in threads.items()
+        }
         for key, value in its.items():
             found.setdefault(key, []).append(value)
     medians: dict[str, Any] = {key: statistics.median(values) for key, values in found.items()}
@@ -229,7 +234,8 @@ def say(row: dict[str, Any], turns: int) -> None:
 
 def _by_thread(load_: Load) -> dict[str, float]:
     sides = {"caller": load_.client, "server": load_.server}
-    return {f"{side} {name}": seconds for side, spent in sides.items() for name, seconds in asdict(spent).items()}
+    threads = ("loop", "grpc", "asks", "runs", "other", "waited")
+    return {f"{side} {name}": getattr(spent, name) for side, spent in sides.items() for name in threads}
 
 
 def _range(values: Sequence[float]) -> str:
@@ -238,8 +244,7 @@ def _range(values: Sequence[float]) -> str:
 
 def _busy(load_: Load, cores: int) -> float:
     """The share of the machine that the caller and the server it asks had."""
-    spent = sum(sum(astuple(side)) for side in (load_.client, load_.server))
-    return float(spent / load_.seconds / cores)
+    return (load_.client.cpu + load_.server.cpu) / load_.seconds / cores
 
 
 def other_work() -> tuple[float, float]:

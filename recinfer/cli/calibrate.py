@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,6 +51,7 @@ def run(
 def _calls(output: Output, path: Path) -> dict[str, Any]:
     import torch
 
+    from recinfer.sizing.clock import at_sleep
     from recinfer.sizing.measure import measure_serving
 
     torch.set_num_threads(1)
@@ -67,7 +69,8 @@ def _calls(output: Output, path: Path) -> dict[str, Any]:
     for name, end in ends.items():
         row(f"{name}, one behind another", end.loop_s, end.grpc_s, end.io_s)
         row(f"{name}, when it was asleep, more", end.loop_cold_s, end.grpc_cold_s, end.io_cold_s)
-        row(f"{name}, each ms of sleep, more", end.loop_cooling * 1e-3, end.grpc_cooling * 1e-3, end.io_cooling * 1e-3)
+        most = (at_sleep(end.cooled(thread), math.inf) for thread in ("loop", "grpc", "io"))
+        row(f"{name}, when it had slept for milliseconds, at most more", *most)
     row("a run", costs.run.base_s, 0.0, 0.0)
     row("a run, each request more", costs.run.request_s, 0.0, 0.0)
     row("a shard's run", 0.0, costs.shard.base_s, 0.0)

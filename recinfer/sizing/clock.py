@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
 from recinfer.serving.tuning import SWITCH_INTERVAL_S
 
-__all__ = ["COLD_S", "Clock", "Cpu", "Lock", "Thread"]
+__all__ = ["COLD_S", "Clock", "Cpu", "Lock", "Points", "Thread", "at_sleep"]
 
 SLICE_S = 3e-3
 HOT_S = 0.5e-3
@@ -20,6 +20,21 @@ COLD_S = 20e-3  # of sleep, after which nothing of a thread is left in the cache
 SWITCH_S = SWITCH_INTERVAL_S
 
 _Run = Callable[..., object]
+
+Points = Sequence[tuple[float, float]]
+"""What sleep costs: (seconds asleep, seconds), both ascending."""
+
+
+def at_sleep(points: Points, slept: float, begin: float = 0.0) -> float:
+    """Seconds that belong to a sleep: on lines from ``begin``, which is that of no sleep, through the points, and the last
+    one's beyond it: what the caches have lost after some milliseconds they cannot lose again.
+    """
+    before = 0.0
+    for until, seconds in points:
+        if slept < until:
+            return begin + (seconds - begin) * (slept - before) / (until - before)
+        before, begin = until, seconds
+    return begin
 
 
 class Clock:
@@ -63,6 +78,7 @@ class Cpu:
         speed: seconds of work a second.
         slice_s: seconds until the next in line has its turn; Linux has about 3 ms.
         hot_s: seconds after its last turn for which a thread is not moved; Linux has 0.5 ms.
+        wakes: seconds from when a thread is woken until it runs on a core that is free, by how long it had slept.
 
     Attributes:
         busy: core-seconds that threads had.
@@ -71,6 +87,8 @@ class Cpu:
     __slots__ = (
         "_clock",
         "_cores",
+        "_first_wake",
+        "_wakes",
         "busy",
         "cores",
         "hot_s",
@@ -79,10 +97,17 @@ class Cpu:
     )
 
     def __init__(
-        self, clock: Clock, cores: int, speed: float = 1.0, slice_s: float = SLICE_S, hot_s: float = HOT_S
+        self,
+        clock: Clock,
+        cores: int,
+        speed: float = 1.0,
+        slice_s: float = SLICE_S,
+        hot_s: float = HOT_S,
+        wakes: Points = (),
     ) -> None:
         self.cores, self.speed, self.slice_s, self.hot_s = cores, speed, slice_s, hot_s
         self.busy = 0.0
+        self._wakes, self._first_wake = wakes, wakes[0][1] if wakes else 0.0
         self._clock = clock
         self._cores = [_Core() for _ in range(cores)]
 
@@ -103,7 +128,7 @@ class Cpu:
     def visit(self, seconds: float, core: int) -> None:
         """A thread of somebody else's wakes up that had this core last, and needs one for so long."""
         thread = Thread(self)
-        thread.core = self._cores[core]
+        thread.core, thread.prompt = self._cores[core], True
         thread.submit(seconds, 0.0, _nothing)
 
     def wake(self, thread: Thread) -> None:
@@ -122,7 +147,13 @@ class Cpu:
                 last.line.append(thread)
                 return
             last = free
-        self._give(last, thread)
+        if not self._wakes or thread.prompt:
+            self._give(last, thread)
+            return
+        # The core is its own from now on, but has to be woken too.
+        last.running, thread.core = True, last
+        slept = at_sleep(self._wakes, self._clock.now - thread.ran, self._first_wake)
+        self._clock.after(slept / self.speed, self._give, last, thread)
 
     def _give(self, core: _Core, thread: Thread) -> None:
         core.running, core.used = True, 0.0
@@ -244,7 +275,7 @@ class Thread:
     """One thread of a process: jobs in the order in which they came, one at a time, each on the host's processor.
 
     A thread that has nothing to do sleeps, and its caches are others' the longer the more. So the first job after a sleep
-    costs more than one behind another: ``cold`` seconds, and ``cooling`` more for each second of the sleep.
+    costs more than one behind another: ``cold`` seconds, and what ``cooled`` says of the sleep.
 
     Args:
         lock: needed to run; None: none is.
@@ -252,12 +283,28 @@ class Thread:
     Attributes:
         core: that it had last, or has; None: it has never run.
         left: seconds of its first job; ``ran``: when it had a core last.
+        prompt: it needs no time to wake up.
+        spent: seconds of its jobs so far, at speed 1.
     """
 
-    __slots__ = ("_args", "_cooling", "_cpu", "_queue", "_run", "_running", "core", "left", "lock", "ran")
+    __slots__ = (
+        "_args",
+        "_cooled",
+        "_cpu",
+        "_queue",
+        "_run",
+        "_running",
+        "core",
+        "left",
+        "lock",
+        "prompt",
+        "ran",
+        "spent",
+    )
 
-    def __init__(self, cpu: Cpu, cooling: float = 0.0, lock: Lock | None = None) -> None:
-        self._cpu, self._cooling, self.lock = cpu, cooling, lock
+    def __init__(self, cpu: Cpu, cooled: Points = (), lock: Lock | None = None) -> None:
+        self._cpu, self._cooled, self.lock = cpu, cooled, lock
+        self.prompt, self.spent = False, 0.0
         self._queue: deque[tuple[float, _Run, tuple[Any, ...]]] = deque()
         self._running = False
         self._run: _Run | None = None
@@ -277,8 +324,8 @@ class Thread:
             self._queue.append((seconds, run, args))
         else:
             self._running = True
-            if self._cooling:
-                cold += self._cooling * min(self._cpu.now - self.ran, COLD_S)
+            if self._cooled:
+                cold += at_sleep(self._cooled, self._cpu.now - self.ran)
             self.left, self._run, self._args = seconds + cold, run, args
             self._cpu.wake(self)
 
@@ -296,6 +343,7 @@ class Thread:
     def did(self, seconds: float) -> bool:
         """It has run for ``seconds``, which may end its job; whether it has more to do."""
         self.left -= seconds
+        self.spent += seconds
         if self.left > 1e-15:
             return True
         run, args = self._run, self._args

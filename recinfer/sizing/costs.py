@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.errors import ConfigError, NotFoundError
+from recinfer.sizing.clock import COLD_S, Points
 
 __all__ = ["FORMAT", "READ", "TAKEN", "DirectCosts", "EndCosts", "FanCosts", "RunCosts", "ServingCosts"]
 
@@ -28,7 +29,9 @@ class EndCosts:
         loop_s, grpc_s, io_s: seconds a call of either thread when calls come one behind another.
         loop_cold_s, grpc_cold_s, io_cold_s: seconds more when the thread had been asleep for a moment.
         loop_byte_s, grpc_byte_s, io_byte_s: seconds more a byte of request and answer.
-        loop_cooling, grpc_cooling, io_cooling: seconds more for each second that the thread had been asleep.
+        loop_cooling, grpc_cooling, io_cooling: seconds more for each second that the thread had been asleep, up to 20 ms; of files
+            of before 2026-11-22.
+        loop_cooled, grpc_cooled, io_cooled: in their place (seconds asleep, seconds more), ascending; the last holds beyond.
     """
 
     loop_s: float
@@ -43,6 +46,15 @@ class EndCosts:
     loop_cooling: float = 0.0
     grpc_cooling: float = 0.0
     io_cooling: float = 0.0
+    loop_cooled: Points = ()
+    grpc_cooled: Points = ()
+    io_cooled: Points = ()
+
+    def cooled(self, thread: str) -> Points:
+        """What the sleep of its ``"loop"``, ``"grpc"`` or ``"io"`` costs beyond the cold seconds."""
+        points: Points = getattr(self, f"{thread}_cooled")
+        cooling: float = getattr(self, f"{thread}_cooling")
+        return points or (((COLD_S, COLD_S * cooling),) if cooling else ())
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,8 @@ class FanCosts:
             hears of the answer.
         back_s: of such a request, on the latter, once all have answered.
         request_s: of each request of a run, more than where the run asks nobody.
+        asks_cold_s, asks_cooled: of the thread that hears of answers, as in EndCosts; None: as the thread that takes requests has them.
+        grpc_cooled, loop_cooled: of a ranker's other two threads of Python; empty: as a server has them that asks nobody.
     """
 
     run_s: float
@@ -83,6 +97,10 @@ class FanCosts:
     told_s: float
     back_s: float
     request_s: float = 0.0
+    asks_cold_s: float | None = None
+    asks_cooled: Points = ()
+    grpc_cooled: Points = ()
+    loop_cooled: Points = ()
 
 
 @dataclass(frozen=True)
@@ -121,6 +139,10 @@ class ServingCosts:
         work_s: what the recorder's small work took meanwhile: the speed of the cores that all of this was measured at; 0: unknown.
         notes: machine and versions, for people.
         direct: of small requests of servers that hold all tables; None: they go through the queue like all others.
+        wakes: (seconds asleep, seconds from when a thread is woken until it runs on a core that is free), ascending; what is
+            shorter or longer is as the first or the last. Empty: that is in ``wire_s``.
+        shard_end: a shard's end of a call; None: as that of small requests of servers that hold all tables.
+        caller_s: of the caller's loop, for each request that it sends at a time of its own: a timer and a task.
     """
 
     server: EndCosts
@@ -138,17 +160,35 @@ class ServingCosts:
     stints_per_s: float = 0.0
     stint_s: tuple[float, ...] = ()
     work_s: float = 0.0
+    wakes: Points = ()
+    shard_end: EndCosts | None = None
+    caller_s: float = 0.0
 
     def __post_init__(self) -> None:
-        figures: dict[str, float] = {
-            name: getattr(self, name) for name in ("wire_s", "stalls_per_s", "stints_per_s", "work_s")
+        figures: dict[str, Any] = {
+            name: getattr(self, name) for name in ("wire_s", "stalls_per_s", "stints_per_s", "work_s", "caller_s")
         }
+        cooled: dict[str, Points] = {"wakes": self.wakes}
         kinds: dict[str, Any] = {name: getattr(self, name) for name in ("server", "client", "run", "shard", "fan")}
         if self.direct is not None:
             kinds |= {f"direct.{name}": getattr(self.direct, name) for name in ("server", "client", "run")}
             figures["direct.saved_s"] = self.direct.saved_s
+        if self.shard_end is not None:
+            kinds["shard_end"] = self.shard_end
         for name, kind in kinds.items():
-            figures |= {f"{name}.{key}": value for key, value in dataclasses.asdict(kind).items()}
+            for field_ in dataclasses.fields(kind):
+                into = cooled if field_.name.endswith("cooled") else figures
+                into[f"{name}.{field_.name}"] = getattr(kind, field_.name)  # type: ignore[index]
+        if self.fan.asks_cold_s is None:
+            del figures["fan.asks_cold_s"]
+        for name, points in cooled.items():
+            flat = [number for point in points for number in point]
+            if any(not 0 <= number < math.inf for number in flat) or any(
+                not (a < c and b <= d) for (a, b), (c, d) in zip(((0.0, 0.0), *points), points)
+            ):
+                raise ConfigError(
+                    f"serving costs: {name}: expected ascending pairs of seconds, above 0 the first of each"
+                )
         for name, value in figures.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise ConfigError(f"serving costs: {name} is {value!r}; expected seconds, 0 or more")
@@ -199,15 +239,18 @@ class ServingCosts:
                 ("shard", RunCosts),
                 ("fan", FanCosts),
             ):
-                data[name] = kind(**data[name])
+                data[name] = kind(**_with_points(data[name]))
             if data.get("direct") is not None:
                 direct = dict(data["direct"])
-                server, client = (EndCosts(**direct.pop(name)) for name in ("server", "client"))
+                server, client = (EndCosts(**_with_points(direct.pop(name))) for name in ("server", "client"))
                 data["direct"] = DirectCosts(server, client, RunCosts(**direct.pop("run")), **direct)
+            if data.get("shard_end") is not None:
+                data["shard_end"] = EndCosts(**_with_points(data["shard_end"]))
             data |= {name: tuple(data[name]) for name in ("spread", "stall_s", "stall_lost")}
             data["stint_s"] = tuple(data.get("stint_s", ()))  # files of before 2026-11-22 do not say
+            data["wakes"] = _points(data.get("wakes", ()))
             return cls(**data)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"the serving costs are incomplete or have unknown keys: {error!r}; run recinfer calibrate --serving again"
             ) from None
@@ -227,3 +270,12 @@ class ServingCosts:
             ) from None
         except UnicodeDecodeError as error:
             raise ConfigError(f"cannot read the serving costs {str(path)!r}: {error}") from None
+
+
+def _points(found: Any) -> Points:
+    return tuple((asleep + 0.0, seconds + 0.0) for asleep, seconds in found)
+
+
+def _with_points(found: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of one kind of costs: JSON has lists for tuples."""
+    return {name: _points(value) if name.endswith("cooled") else value for name, value in found.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 import tempfile
@@ -29,9 +30,10 @@ from recinfer.serving.batcher import BatchConfig
 from recinfer.serving.limits import Limits
 from recinfer.serving.registry import ModelRegistry
 from recinfer.serving.service import InferenceService, Message
-from recinfer.sizing.clock import COLD_S
+from recinfer.sizing.arrivals import poisson
+from recinfer.sizing.clock import Points, at_sleep
 from recinfer.sizing.costs import READ, TAKEN, DirectCosts, EndCosts, FanCosts, RunCosts, ServingCosts
-from recinfer.sizing.probe import Load, ServerProcess, closed_loop
+from recinfer.sizing.probe import Load, ServerProcess, closed_loop, open_loop
 from recinfer.sizing.stalls import StallRecorder, can_record, work_of
 from recinfer.sizing.stints import StintRecorder, can_record_switches
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
@@ -45,20 +47,27 @@ _SMALL, _LARGE = 1, 256  # samples a request
 _FEW, _MANY = 16, 32  # requests of a merged run in process; callers that keep a server busy
 _BUSY_LARGE = 8
 _UNMERGED = BatchConfig(max_batch=1, max_delay_us=0)
-_TURNS, _WARM_UP_S = 3, 0.4
+_TURNS, _WARM_UP_S = 5, 0.4
 _PARTS = 400
-_RARE, _PAUSE_S = 0, 5e-3  # one caller that waits between two calls
+_SOON, _RARE = -1, 0  # one caller that waits between two calls
+_PAUSES_S = {_SOON: 1e-3, _RARE: 5e-3}  # after 1 ms half of what was in the caches is others', after 5 ms all of it
+_LONE = (1, _SOON, _RARE)
+_FOUR, _ON_TIME = 4, -2  # callers, and one that sends at random moments, at so much of their rate
+_OF_FOUR = 0.7
+_NO_SLEEP_S = 1e-6
+_ASKED = 0.5  # of a lone request's time at a ranker's caller, in which that waits for the shard
+_WAKES = 4  # on the way of a lone call past the queue: of who reads it and who answers it, and the same at the caller's
 _STALL = 3.0  # times the median: a lone call that takes longer was held up
 
 
-def measure_serving(*, seconds: float = 1.0, progress: Callable[[str], None] | None = None) -> ServingCosts:
+def measure_serving(*, seconds: float = 0.6, progress: Callable[[str], None] | None = None) -> ServingCosts:
     """Measure servers of a sample model over loopback: alone and busy, with small and large requests, and with shards.
 
     With one caller every thread sleeps between calls; with many, none does, and what a run costs is shared by those that
     are merged into it. Run it with nothing else running.
 
     Args:
-        seconds: of each of some thirty stretches of load.
+        seconds: of each of some 130 stretches of load.
         progress: told what is done.
 
     Raises:
@@ -76,20 +85,23 @@ def measure_serving(*, seconds: float = 1.0, progress: Callable[[str], None] | N
         bench = _Bench(archive, requests, seconds, say)
         recorder = StallRecorder() if can_record() else None
         others = StintRecorder() if can_record_switches() else None
-        with others or nullcontext(), recorder or nullcontext():
+        with ExitStack() as stack:
             # Lookups that pass by the queue, and then the queue's costs: those of merged predictions, contexts and rankers.
+            lone = tuple((_SMALL, callers) for callers in _LONE)
             if in_process.direct:
-                with ServerProcess(archive) as server:
-                    bench.load("direct", server, (_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1), (_SMALL, _RARE))
-            with ServerProcess(archive, direct=False) as server:
-                bench.load(
-                    "whole", server, (_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1), (_LARGE, _BUSY_LARGE), (_SMALL, _RARE)
-                )
+                server = stack.enter_context(ServerProcess(archive))
+                kinds = ((_SMALL, _MANY), (_LARGE, 1), *lone, (_SMALL, _FOUR), (_SMALL, _ON_TIME))
+                bench.add("direct", server, *kinds)
+            server = stack.enter_context(ServerProcess(archive, direct=False))
+            bench.add("whole", server, (_SMALL, _MANY), (_LARGE, 1), (_LARGE, _BUSY_LARGE), *lone)
             # The same without merging: what each request costs that is run by itself while others wait.
-            with ServerProcess(archive, _UNMERGED, direct=False) as server:
-                bench.load("single", server, (_SMALL, _MANY))
+            server = stack.enter_context(ServerProcess(archive, _UNMERGED, direct=False))
+            bench.add("single", server, (_SMALL, _MANY))
             for shards in (1, 2):
-                bench.load_ranker(folder, shards)
+                bench.add_rankers(stack, folder, shards)
+            bench.warm_up()
+            with others or nullcontext(), recorder or nullcontext():  # not while servers start
+                bench.measure()
     means = {kind: _Means(turns) for kind, turns in bench.loads.items()}
     costs = _fit(means, in_process)
     if others is not None and others.stints:
@@ -125,41 +137,68 @@ class _Bench:
         self, archive: Path, requests: dict[int, list[bytes]], seconds: float, say: Callable[[str], None]
     ) -> None:
         self._archive, self._requests, self._seconds, self._say = archive, requests, seconds, say
+        self._servers: list[tuple[str, ServerProcess, tuple[tuple[int, int], ...], Sequence[ServerProcess]]] = []
         self.loads: dict[Kind, list[Load]] = {}
 
-    def load(
+    def add(
         self, name: str, server: ServerProcess, *kinds: tuple[int, int], beside: Sequence[ServerProcess] = ()
     ) -> None:
-        """Measure ``server`` under each kind of load, three times in turn; ``beside`` are what its own CPU is told of."""
-        for batch, callers in kinds:
-            closed_loop(server, LOOKUP, self._requests[batch], callers or 1, min(_WARM_UP_S, self._seconds))
-        for turn in range(_TURNS):
-            for batch, callers in kinds:
-                self._say(f"{name}, round {turn + 1} of {_TURNS}: requests of {batch}, {callers} at a time")
-                before = [shard.spent() for shard in beside]
-                pause = 0.0 if callers else _PAUSE_S
-                load_ = closed_loop(server, LOOKUP, self._requests[batch], callers or 1, self._seconds, pause)
-                if not load_.answered:
-                    raise UnavailableError("the measured server answered no request; see stderr")
-                self.loads.setdefault((name, batch, callers), []).append(load_)
-                for shard, (spent, runs, handled) in zip(beside, before):
-                    after, runs_after, handled_after = shard.spent()
-                    mine = replace(load_, server=after - spent, runs=runs_after - runs, handled=handled_after - handled)
-                    self.loads.setdefault((f"{name}'s shard", batch, callers), []).append(mine)
+        """Have ``server`` measured under each kind of load; ``beside`` are what its own CPU is told of."""
+        self._servers.append((name, server, kinds, beside))
 
-    def load_ranker(self, folder: Path, num: int) -> None:
-        """A ranker that asks ``num`` shard servers for the two ranks of the archive."""
-        with ExitStack() as stack:
-            ranks = [(0, 1)] if num == 1 else [(0,), (1,)]
-            shards = [stack.enter_context(ServerProcess(self._archive, ranks=mine)) for mine in ranks]
-            listed = {str(rank): [shards[min(rank, num - 1)].target] for rank in (0, 1)}
-            path = folder / f"shards-{num}.json"
-            path.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}))
-            with ServerProcess(self._archive, shards=path) as ranker:
-                kinds = ((_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1)) if num == 1 else ((_SMALL, 1),)
-                self.load(f"ranker of {num}", ranker, *kinds, beside=shards[:1])
-            with ServerProcess(self._archive, _UNMERGED, shards=path) as ranker:
-                self.load(f"ranker of {num}, single", ranker, (_SMALL, _MANY))
+    def warm_up(self) -> None:
+        """A moment of each load."""
+        for _, server, kinds, _ in self._servers:
+            for batch, callers in kinds:
+                warm_up = min(_WARM_UP_S, self._seconds)
+                closed_loop(server, LOOKUP, self._requests[batch], max(callers, 1), warm_up)
+
+    def measure(self) -> None:
+        """Each kind of load of each server in turn, some times: a machine is another one within minutes, and costs are
+        differences of loads.
+        """
+        for turn in range(_TURNS):
+            for name, server, kinds, beside in self._servers:
+                for batch, callers in kinds:
+                    self._say(f"{name}, round {turn + 1} of {_TURNS}: requests of {batch}, {callers} at a time")
+                    self._load(name, server, batch, callers, beside)
+
+    def _load(
+        self, name: str, server: ServerProcess, batch: int, callers: int, beside: Sequence[ServerProcess]
+    ) -> None:
+        before = [shard.spent() for shard in beside]
+        requests, pause = self._requests[batch], _PAUSES_S.get(callers, 0.0)
+        if callers == _ON_TIME:
+            four = self.loads[name, batch, _FOUR][-1]
+            rate = _OF_FOUR * four.answered / four.seconds
+            due = poisson(rate, max(int(rate * self._seconds), 2), seed=len(self.loads)).times.tolist()
+            load_ = open_loop(server, LOOKUP, requests, due)
+        else:
+            load_ = closed_loop(server, LOOKUP, requests, max(callers, 1), self._seconds, pause)
+        if not load_.answered:
+            raise UnavailableError("the measured server answered no request; see stderr")
+        self.loads.setdefault((name, batch, callers), []).append(load_)
+        for shard, (spent, runs, handled) in zip(beside, before):
+            after, runs_after, handled_after = shard.spent()
+            mine = replace(load_, server=after - spent, runs=runs_after - runs, handled=handled_after - handled)
+            self.loads.setdefault((f"{name}'s shard", batch, callers), []).append(mine)
+
+    def add_rankers(self, stack: ExitStack, folder: Path, num: int) -> None:
+        """Rankers that ask ``num`` shard servers for the two ranks of the archive."""
+        ranks = [(0, 1)] if num == 1 else [(0,), (1,)]
+        shards = [stack.enter_context(ServerProcess(self._archive, ranks=mine)) for mine in ranks]
+        listed = {str(rank): [shards[min(rank, num - 1)].target] for rank in (0, 1)}
+        path = folder / f"shards-{num}.json"
+        path.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}))
+        lone = tuple((_SMALL, callers) for callers in _LONE)
+        ranker = stack.enter_context(ServerProcess(self._archive, shards=path))
+        kinds = ((_SMALL, _MANY), (_LARGE, 1), *lone) if num == 1 else ((_SMALL, 1),)
+        self.add(f"ranker of {num}", ranker, *kinds, beside=shards[:1])
+        if num == 1:  # lone ones by way of its event loop: what that costs once it has slept
+            ranker = stack.enter_context(ServerProcess(self._archive, shards=path, direct=False))
+            self.add("ranker of 1, queued", ranker, *lone)
+        ranker = stack.enter_context(ServerProcess(self._archive, _UNMERGED, shards=path))
+        self.add(f"ranker of {num}, single", ranker, (_SMALL, _MANY))
 
 
 class _Means:
@@ -188,6 +227,7 @@ class _Means:
         self.stalls = tuple(float(s) for s in all_of[usual.size :] - np.median(all_of))
         self.seconds = sum(t.seconds for t in turns)
         self.usual = float(usual.mean())
+        self.wake = median(lambda t: (t.client.waited + t.server.waited) / max(t.client.turns + t.server.turns, 1.0))
 
 
 class _InProcess:
@@ -244,7 +284,7 @@ def _fit(loads: dict[Kind, _Means], run: _InProcess) -> ServingCosts:
     alone, busy = loads["whole", _SMALL, 1], loads["whole", _SMALL, _MANY]
     large_alone, large_busy = loads["whole", _LARGE, 1], loads["whole", _LARGE, _BUSY_LARGE]
     more_bytes = run.bytes[_LARGE] - run.bytes[_SMALL]
-    rare = loads["whole", _SMALL, _RARE]
+    lone = [loads["whole", _SMALL, callers] for callers in _LONE]
 
     # Of many requests one more in a run takes what it takes in a tight loop; what a run takes by itself, with the visits of
     # the loop that it slows down, follows from the same load merged and not merged: two equations.
@@ -257,8 +297,8 @@ def _fit(loads: dict[Kind, _Means], run: _InProcess) -> ServingCosts:
     run_s = max(run_s, run.one - request_s, 0.0)
     loop_s = max(busy.ours - busy.runs * run_s - request_s, 0.0)
     byte_s = max((large_alone.run - run.op_large) - (run_s + request_s - run.op_one), 0.0) / more_bytes
-    cold = {"loop": _cold(alone, rare, "ours", loop_s + run_s + request_s)}
-    cold |= {kind: _cold(alone, rare, kind, getattr(busy, kind)) for kind in ("grpc", "io")}
+    cold = {"loop": _cold(lone, "ours", loop_s + run_s + request_s)}
+    cold |= {kind: _cold(lone, kind, getattr(busy, kind)) for kind in ("grpc", "io")}
     server = EndCosts(
         loop_s=loop_s,
         grpc_s=busy.grpc,
@@ -268,20 +308,28 @@ def _fit(loads: dict[Kind, _Means], run: _InProcess) -> ServingCosts:
         grpc_byte_s=max(large_busy.grpc - busy.grpc, 0.0) / more_bytes,
         io_byte_s=max(large_busy.io - busy.io, 0.0) / more_bytes,
     )
-    client = _client(alone, busy, rare, large_busy, more_bytes)
+    timer_s = _on_time(loads) if run.direct else 0.0
+    client = _client(lone, busy, large_busy, more_bytes, timer_s)
     run_costs = RunCosts(max(run_s - run.op_one, 0.0), request_s, byte_s)
-    direct = _fit_direct(loads, run, client) if run.direct else None
-    shard, fan = _fit_remote(loads, run, direct.server if direct else server, server, client, run_costs)
-    lone, its = (loads["direct", _SMALL, 1], direct.server) if direct else (alone, server)
-    ends = lone.all + lone.client_loop + lone.client_grpc + lone.client_io
-    on_the_way = ends - (1 - TAKEN) * its.grpc_s - (1 - READ) * (lone.io + lone.client_io)
+    direct = _fit_direct(loads, run, client, timer_s) if run.direct else None
+    shard, shard_end, fan = _fit_remote(loads, run, direct.server if direct else server, server, client, run_costs)
+    name, its = ("direct", direct.server) if direct else ("whole", server)
+    lone = [loads[name, _SMALL, callers] for callers in _LONE]
+    first = lone[0]
+    ends = first.all + first.client_loop + first.client_grpc + first.client_io
+    on_the_way = ends - (1 - TAKEN) * its.grpc_s - (1 - READ) * (first.io + first.client_io)
+    wakes = _ascending([(means.cycle - means.grpc, means.wake) for means in lone if means.wake])
+    woken = (_WAKES if direct else _WAKES + 1) * at_sleep(wakes[:1], math.inf)
     return ServingCosts(
         server=server,
         client=client,
         run=run_costs,
         shard=shard,
         fan=fan,
-        wire_s=max(lone.usual - on_the_way, 0.0),
+        wire_s=max(first.usual - on_the_way - woken, 0.0),
+        wakes=wakes,
+        shard_end=shard_end,
+        caller_s=timer_s,
         spread=alone.spread,
         stalls_per_s=len(alone.stalls) / alone.seconds,
         stall_s=alone.stalls,
@@ -291,39 +339,97 @@ def _fit(loads: dict[Kind, _Means], run: _InProcess) -> ServingCosts:
     )
 
 
-def _client(alone: _Means, busy: _Means, rare: _Means, large: _Means, more_bytes: float) -> EndCosts:
-    """The caller's end: what it costs among many, what more when it has slept, and what more with large messages."""
+def _client(
+    lone: Sequence[_Means],
+    busy: _Means,
+    large: _Means,
+    more_bytes: float,
+    timer_s: float,
+    four: _Means | None = None,
+) -> EndCosts:
+    """The caller's end: what it costs among many, what more when it has slept, and what more with large messages.
+
+    Args:
+        timer_s: is no sleep's: callers that pause need a timer for it.
+        four: of so many callers, for sleeps that are shorter than a lone one's.
+    """
     kinds = ("loop", "grpc", "io")
     hot, wide = ({kind: getattr(means, f"client_{kind}") for kind in kinds} for means in (busy, large))
-    found = {f"{kind}_s": hot[kind] for kind in kinds}
-    found |= _named({kind: _cold(alone, rare, f"client_{kind}", hot[kind]) for kind in kinds})
+    found: dict[str, Any] = {f"{kind}_s": hot[kind] for kind in kinds}
+    short = [] if four is None else [four]
+    cold = {kind: _cold([*short, *lone], f"client_{kind}", hot[kind]) for kind in ("grpc", "io")}
+    points = [(means.cycle - means.client_loop, means.client_loop - hot["loop"]) for means in short]
+    cold["loop"] = _curve([*points, *_of_two_wakes(lone, "client_loop", hot["loop"], 1.0, 1, timer_s)])
+    found |= _named(cold)
     return EndCosts(**found, **{f"{kind}_byte_s": max(wide[kind] - hot[kind], 0.0) / more_bytes for kind in kinds})
 
 
-def _cold(alone: _Means, rare: _Means, thread: str, hot: float) -> tuple[float, float]:
-    """What a thread takes more than ``hot`` seconds once it has slept, and how much of it for each second of the sleep: a
-    line through what it took after two lengths of sleep.
+Cold = tuple[float, Points]
+"""What a thread takes more once it has slept for a moment, and beyond that by how long it has slept."""
+
+
+def _cold(lone: Sequence[_Means], thread: str, hot: float) -> Cold:
+    """What a thread takes more than ``hot`` seconds once it has slept: of a lone caller's loads, from which it sleeps once a
+    call.
     """
-    first, second = getattr(alone, thread), getattr(rare, thread)
-    slept = max(alone.cycle - first, 0.0), min(max(rare.cycle - second, 0.0), COLD_S)
-    if slept[1] <= slept[0]:
-        return max(first - hot, 0.0), 0.0
-    cooling = max(second - first, 0.0) / (slept[1] - slept[0])
-    cold = first - hot - cooling * slept[0]
-    return (cold, cooling) if cold >= 0 else (0.0, max(second - hot, 0.0) / slept[1])
+    took = [getattr(means, thread) for means in lone]
+    return _curve([(means.cycle - seconds, seconds - hot) for means, seconds in zip(lone, took)])
 
 
-def _named(cold: dict[str, tuple[float, float]]) -> dict[str, float]:
+def _of_two_wakes(
+    lone: Sequence[_Means], thread: str, hot: float, share: float, first: int, timer_s: float = 0.0
+) -> Points:
+    """What a thread takes more than ``hot`` seconds by how long it has slept, where it sleeps twice a call.
+
+    Args:
+        share: of a call's latency, that is one of the two sleeps; the other one is the rest of the time.
+        first: wakes a call of the first load, 1 where nothing is between two of its calls.
+        timer_s: of the other loads, what the second wake takes by itself.
+    """
+    found: list[tuple[float, float]] = []
+    for means in lone:
+        seconds, wakes = getattr(means, thread), 2 if found else first
+        extra, asleep = seconds - hot - (timer_s if found else 0.0), means.cycle - seconds
+        short = max(share * means.latency - seconds / 2, 0.0)
+        if found and short <= found[-1][0]:
+            found.append((asleep - short, extra - at_sleep(_ascending(found), short)))
+        else:  # as far as is known the two are alike
+            found.append((asleep / wakes, extra / wakes))
+    return found
+
+
+def _ascending(found: Points) -> Points:
+    """The points without what noise has made of them: nobody slept less than no time, and no longer sleep costs less."""
+    points: list[tuple[float, float]] = []
+    for slept, seconds in sorted(found):
+        most = points[-1][1] if points else 0.0
+        if slept > (points[-1][0] if points else 0.0):
+            points.append((slept, max(seconds, most)))
+    return tuple(points)
+
+
+def _curve(found: Points) -> Cold:
+    """The line through the first two points says what the shortest sleep costs."""
+    points = _ascending(found)
+    if not points:
+        return 0.0, ()
+    (asleep, first), (then, second) = points[0], points[min(1, len(points) - 1)]
+    slope = (second - first) / (then - asleep) if then > asleep else 0.0
+    cold = max(first - slope * asleep, 0.0)
+    return cold, tuple((slept, seconds - cold) for slept, seconds in points)
+
+
+def _named(cold: dict[str, Cold]) -> dict[str, Any]:
     """As EndCosts calls them, by thread."""
     return {f"{kind}_cold_s": found[0] for kind, found in cold.items()} | {
-        f"{kind}_cooling": found[1] for kind, found in cold.items()
+        f"{kind}_cooled": found[1] for kind, found in cold.items()
     }
 
 
-def _fit_direct(loads: dict[Kind, _Means], run: _InProcess, caller: EndCosts) -> DirectCosts:
+def _fit_direct(loads: dict[Kind, _Means], run: _InProcess, caller: EndCosts, timer_s: float) -> DirectCosts:
     """Of lookups past the queue: runs as in a tight loop; the rest is the call's."""
-    kinds = ((_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1), (_SMALL, _RARE))
-    alone, busy, large, rare = (loads["direct", *kind] for kind in kinds)
+    alone, busy, large = (loads["direct", *kind] for kind in ((_SMALL, 1), (_SMALL, _MANY), (_LARGE, 1)))
+    lone, four = [loads["direct", _SMALL, callers] for callers in _LONE], loads["direct", _SMALL, _FOUR]
     more_bytes = run.bytes[_LARGE] - run.bytes[_SMALL]
     run_s = min(run.direct_one, busy.grpc)
     more_run = (run.direct_large - run.op_large) - (run.direct_one - run.op_one)
@@ -332,15 +438,23 @@ def _fit_direct(loads: dict[Kind, _Means], run: _InProcess, caller: EndCosts) ->
         grpc_s=busy.grpc - run_s,
         io_s=busy.io,
         loop_cold_s=0.0,
-        **_named({kind: _cold(alone, rare, kind, getattr(busy, kind)) for kind in ("grpc", "io")}),
+        **_named({kind: _cold([four, *lone], kind, getattr(busy, kind)) for kind in ("grpc", "io")}),
         loop_byte_s=0.0,
         grpc_byte_s=max((large.grpc - alone.grpc) - (run.direct_large - run.direct_one), 0.0) / more_bytes,
         io_byte_s=max(large.io - alone.io, 0.0) / more_bytes,
     )
-    client = _client(alone, busy, rare, busy, more_bytes)
+    client = _client(lone, busy, busy, more_bytes, timer_s, four)
     large_client = {name: getattr(caller, name) for name in ("loop_byte_s", "grpc_byte_s", "io_byte_s")}
     costs = RunCosts(max(run_s - run.op_one, 0.0), 0.0, max(more_run, 0.0) / more_bytes)
     return DirectCosts(server, replace(client, **large_client), costs, max(run.op_one - run_s, 0.0))
+
+
+def _on_time(loads: dict[Kind, _Means]) -> float:
+    """What a caller's loop takes more for a request that it sends at a moment of its own, a timer and a task, than for one
+    that it sends when another one is answered: of loads in which it sleeps about as often and as long.
+    """
+    four, on_time = (loads["direct", _SMALL, callers] for callers in (_FOUR, _ON_TIME))
+    return max(on_time.client_loop - four.client_loop, 0.0)
 
 
 def _fit_remote(
@@ -350,7 +464,7 @@ def _fit_remote(
     server: EndCosts,
     client: EndCosts,
     whole: RunCosts,
-) -> tuple[RunCosts, FanCosts]:
+) -> tuple[RunCosts, EndCosts, FanCosts]:
     """Of shard servers and rankers: what is left when the ends of the calls and the run are taken off. Of many callers'
     requests, which share runs, what a run of a ranker takes; of lone ones, what one takes that passes by the queue.
     """
@@ -367,6 +481,10 @@ def _fit_remote(
     known = at_once.grpc_byte_s + at_once.io_byte_s
     rest = large.all - run.op_large - (loads["ranker of 1's shard", _SMALL, 1].all - run.op_one)
     shard = RunCosts(base_s, 0.0, max(rest / more_bytes - known, 0.0))
+    # It does another thing than a server that holds all tables does, so what sleep costs it is another thing too.
+    lone_shard = [loads["ranker of 1's shard", _SMALL, callers] for callers in _LONE]
+    hot = {"grpc": at_once.grpc_s + base_s + max(run.op_one - saved_s, 0.0), "io": at_once.io_s}
+    shard_end = replace(at_once, **_named({kind: _cold(lone_shard, kind, hot[kind]) for kind in hot}))
     # What a run takes by itself, its own and the client's end and asking, and what each of its requests does: of the same
     # load merged and not merged, as for a server without shards. Of runs of one, what another shard adds.
     of_run = single.ours - server.loop_s - whole.request_s
@@ -375,25 +493,54 @@ def _fit_remote(
     request_s = max(many.ours - many.runs * of_run - server.loop_s - whole.request_s, 0.0)
     call_s = max(two_single.ours - single.ours - client.loop_s, 0.0)
     run_s = max(of_run - whole.base_s - client.loop_s - call_s, 0.0)
-    # A lone one: the thread that takes the request wakes up, and one for each answer.
+    # Lone ones: the thread that takes the request wakes up, and one for each answer. How long ago other threads of the
+    # interpreter ran counts too, so that each of them has what it takes by its own sleep.
+    lone = [loads["ranker of 1", _SMALL, callers] for callers in _LONE]
     ask_s = max(two.grpc - one.grpc, 0.0)
-    away_s = max(one.grpc - at_once.grpc_s - _woken(at_once, one.cycle - one.grpc) - ask_s, 0.0)
-    woken = _woken(at_once, one.cycle - one.asks)
-    told_s = max(two.asks - one.asks - woken, 0.0)
-    back_s = max(one.asks - woken - told_s, 0.0)
+    woken = _woken(at_once, one.cycle - one.grpc)
+    away_s = max(one.grpc - at_once.grpc_s - woken - ask_s, 0.0)
+    quick_s = at_once.grpc_s + at_once.grpc_cold_s + away_s + ask_s
+    grpc_cooled = _all_of(_curve(_of_two_wakes(lone, "grpc", quick_s, _ASKED, 2)))
+    asks_s, asks_cooled = _cold(lone, "asks", 0.0)
+    told_s = min(max(two.asks - one.asks, 0.0), asks_s)
+    queued = [loads["ranker of 1, queued", _SMALL, callers] for callers in _LONE]
+    queued_s = server.loop_s + server.loop_cold_s + whole.request_s + request_s + of_run + client.loop_cold_s
     more = (wide.all - one.all) / more_bytes
     known = at_once.grpc_byte_s + at_once.io_byte_s + client.io_byte_s + whole.byte_s
-    return shard, FanCosts(run_s, call_s, max(more - known, 0.0), away_s, ask_s, told_s, back_s, request_s)
+    return (
+        shard,
+        shard_end,
+        FanCosts(
+            run_s,
+            call_s,
+            max(more - known, 0.0),
+            away_s,
+            ask_s,
+            told_s,
+            asks_s - told_s,
+            request_s,
+            asks_cold_s=0.0,
+            asks_cooled=asks_cooled,
+            grpc_cooled=grpc_cooled,
+            loop_cooled=_all_of(_curve(_of_two_wakes(queued, "ours", queued_s, _ASKED, 2))),
+        ),
+    )
+
+
+def _all_of(cold: Cold) -> Points:
+    """What sleep costs where what the shortest costs is not charged elsewhere."""
+    least, points = cold
+    return ((_NO_SLEEP_S, least), *((slept, least + seconds) for slept, seconds in points if slept > _NO_SLEEP_S))
 
 
 def _woken(end: EndCosts, slept: float) -> float:
     """What the thread that takes gRPC's events takes more after so many seconds of sleep."""
-    return end.grpc_cold_s + end.grpc_cooling * min(max(slept, 0.0), COLD_S)
+    return end.grpc_cold_s + at_sleep(end.cooled("grpc"), max(slept, 0.0))
 
 
 def _told(loads: dict[Kind, _Means], run: _InProcess) -> dict[str, Any]:
     """What was measured, microseconds a request, for people."""
-    names = ("latency", "cycle", "loop", "grpc", "asks", "run", "io", "client_loop", "client_grpc", "client_io")
+    names = ("latency", "cycle", "loop", "grpc", "asks", "run", "io", "client_loop", "client_grpc", "client_io", "wake")
     found: dict[str, Any] = {
         f"{name}, batch {batch}, {callers} callers": {each: round(getattr(means, each) * 1e6, 1) for each in names}
         | {"runs": round(means.runs, 3)}

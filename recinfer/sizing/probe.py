@@ -48,6 +48,8 @@ class Spent:
         asks: of the threads that take the events of calls that it makes without the loop.
         runs: of the threads for what is too long for these.
         other: of all its other threads, most of it gRPC's own.
+        waited: seconds that its threads waited for a core, having something to do; no CPU. 0 where the kernel does not tell.
+        turns: how often they got one; no seconds.
     """
 
     loop: float
@@ -55,6 +57,13 @@ class Spent:
     asks: float
     runs: float
     other: float
+    waited: float = 0.0
+    turns: float = 0.0
+
+    @property
+    def cpu(self) -> float:
+        """Of all its threads."""
+        return self.loop + self.grpc + self.asks + self.runs + self.other
 
     def __sub__(self, before: Spent) -> Spent:
         return Spent(*(after - was for after, was in zip(astuple(self), astuple(before))))
@@ -101,7 +110,17 @@ def spent_here() -> Spent:
             if thread.name.startswith(name) and thread.ident is not None:
                 of[at] += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
     loop, grpc, asks, *runs = of
-    return Spent(loop, grpc, asks, sum(runs), time.process_time() - sum(of))
+    return Spent(loop, grpc, asks, sum(runs), time.process_time() - sum(of), *_waited())
+
+
+def _waited() -> tuple[float, float]:
+    """Seconds that threads of this process waited for a core, and how often they got one, as Linux counts both."""
+    nanoseconds = turns = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError):  # a thread that has ended; a kernel that does not count
+            _, waited, had = path.read_text().split()
+            nanoseconds, turns = nanoseconds + int(waited), turns + int(had)
+    return nanoseconds / 1e9, float(turns)
 
 
 class ServerProcess:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from recinfer.serving import batcher as rules
 from recinfer.serving import direct as plain
 from recinfer.serving.batcher import BatchConfig
-from recinfer.sizing.clock import Clock, Cpu, Lock, Thread
+from recinfer.sizing.clock import Clock, Cpu, Lock, Points, Thread, at_sleep
 from recinfer.sizing.costs import READ, TAKEN, DirectCosts, EndCosts, RunCosts, ServingCosts
 from recinfer.sizing.queue import Queue, Work
 
@@ -22,6 +22,7 @@ __all__ = ["Call", "Network", "Process", "Server", "Spread", "is_small"]
 _DRAWS = 1 << 14
 _LEAST_RATIO = 0.1
 _BACK_STEPS = 2  # of the loop: the task of grpc.aio's that made the call goes on, and then who waits for that
+_CALLER_WAKES = 2  # for an answer: who reads it, and the loop
 _AT_ONCE_BYTES = 64 << 10  # of an answer that leave with the call that sends it; the rest is gRPC's own threads'
 
 
@@ -58,7 +59,7 @@ class Process:
     makes itself, and one for what gRPC does below them. The first three run Python, one at a time.
 
     Args:
-        end: of its calls: what sleep costs its threads; ``loop``: that of its loop, where that is another one's.
+        end: of its calls: what sleep costs its threads. ``cooled``: that by thread, where it is another one's.
 
     Attributes:
         draw: how much longer than on average its next job takes.
@@ -66,12 +67,18 @@ class Process:
 
     __slots__ = ("asks", "cpu", "draw", "grpc", "io", "loop")
 
-    def __init__(self, cpu: Cpu, spread: Spread, end: EndCosts, loop: float | None = None) -> None:
+    def __init__(self, cpu: Cpu, spread: Spread, end: EndCosts, cooled: Mapping[str, Points] | None = None) -> None:
         self.cpu, self.draw = cpu, spread.next
-        lock = Lock()
-        self.loop = Thread(cpu, end.loop_cooling if loop is None else loop, lock)
-        self.grpc, self.asks = (Thread(cpu, end.grpc_cooling, lock) for _ in range(2))
-        self.io = Thread(cpu, end.io_cooling)
+        lock, grpc = Lock(), end.cooled("grpc")
+        its = {"loop": end.cooled("loop"), "grpc": grpc, "asks": grpc} | dict(cooled or {})
+        self.loop, self.grpc, self.asks = (Thread(cpu, its[name], lock) for name in ("loop", "grpc", "asks"))
+        self.io = Thread(cpu, end.cooled("io"))
+
+    @property
+    def spent(self) -> dict[str, float]:
+        """Seconds that its threads have had a core so far, by the names of recinfer.sizing.probe.Spent."""
+        threads = {"loop": self.loop, "grpc": self.grpc, "asks": self.asks, "other": self.io}
+        return {name: thread.spent / self.cpu.speed for name, thread in threads.items()}
 
 
 class Server(Process):
@@ -83,6 +90,7 @@ class Server(Process):
         queued: False: it has no queue, and every call is a run of its own, as a shard server has it.
         small: of requests that may be answered at once, on the thread that takes gRPC's events; None: none are.
         predicts: a small one is answered at once only while nothing waits for a run.
+        cooled: what sleep costs its threads, where that is not as in other servers.
     """
 
     __slots__ = (
@@ -112,8 +120,10 @@ class Server(Process):
         queued: bool = True,
         small: DirectCosts | None = None,
         predicts: bool = False,
+        cooled: Mapping[str, Points] | None = None,
     ) -> None:
-        super().__init__(cpu, spread, small.server if small else costs.server, costs.server.loop_cooling)
+        loop = {"loop": costs.server.cooled("loop")}
+        super().__init__(cpu, spread, small.server if small else costs.server, loop | dict(cooled or {}))
         self._small, self._predicts, self._queued = small, predicts, queued
         self.clock, self._costs, self._lookup = clock, costs, lookup
         self._run_costs = run or costs.run
@@ -253,6 +263,7 @@ class Call:
         refused: why there is none; empty when there is one.
         late: seconds that the answer is on its way besides.
         end: what the server's end of it costs; ``small``: it passes by the queue.
+        timer_s: what its sender's loop does to send it at that moment.
         quick: the caller's event loop has nothing to do with it; ``begin`` is called at the end of a job that has sent it.
     """
 
@@ -273,6 +284,7 @@ class Call:
         "server",
         "small",
         "tag",
+        "timer_s",
     )
 
     def __init__(
@@ -294,6 +306,7 @@ class Call:
         self.refused = ""
         self.late = 0.0
         self.quick = False
+        self.timer_s = 0.0
         self.end, self.small = costs.server, False
         self._client = server.client
 
@@ -307,7 +320,7 @@ class Call:
             self.server.clock.after(end.loop_s / 2 + end.loop_byte_s * self.bytes_in, self._on_wire)
             return
         ratio = self.caller.draw()
-        seconds = (end.loop_s / 2 + end.loop_byte_s * self.bytes_in) * ratio
+        seconds = (end.loop_s / 2 + end.loop_byte_s * self.bytes_in + self.timer_s) * ratio
         self.caller.loop.submit(seconds, end.loop_cold_s * ratio, self._on_wire)
 
     def _on_wire(self) -> None:
@@ -319,7 +332,8 @@ class Call:
         end = self._client
         if self.caller is None:
             hot = end.loop_s / 2 + end.grpc_s + end.io_s + (end.loop_byte_s + end.grpc_byte_s + end.io_byte_s) * out
-            self.server.clock.after(hot + end.loop_cold_s + end.grpc_cold_s + end.io_cold_s, self.over, self)
+            wakes = _CALLER_WAKES * at_sleep(self._costs.wakes[:1], math.inf)
+            self.server.clock.after(hot + wakes + end.loop_cold_s + end.grpc_cold_s + end.io_cold_s, self.over, self)
             return
         ratio = self.caller.draw()
         seconds = (end.io_s * READ + end.io_byte_s * out) * ratio
@@ -331,7 +345,9 @@ class Call:
         ratio = caller.draw()
         caller.io.submit(end.io_s * (1 - READ) * ratio, 0.0, _nothing)
         if self.quick:
-            cold = 0.0 if self._costs.direct is None else self._costs.direct.server.grpc_cold_s
+            cold = self._costs.fan.asks_cold_s
+            if cold is None:
+                cold = 0.0 if self._costs.direct is None else self._costs.direct.server.grpc_cold_s
             caller.asks.submit(self._costs.fan.told_s * ratio, cold * ratio, self.over, self)
             return
         if not end.grpc_s:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 
 import numpy as np
@@ -92,6 +92,7 @@ class Outcome:
         busy: share of the cores in use, by kind of host.
         calls, hedged, hedges_won: of rankers to shards.
         runs: requests a run, on average, where callers come in.
+        spent: CPU seconds by process (``"caller"``, ``"server"``: those that callers ask, ``"shard"``) and thread.
         events: simulated.
         seconds: that the simulation took.
     """
@@ -106,6 +107,7 @@ class Outcome:
     hedged: int
     hedges_won: int
     runs: float
+    spent: dict[str, dict[str, float]]
     events: int
     seconds: float
 
@@ -190,16 +192,17 @@ def simulate(
     link = Network() if deployment.co_located else network or Network()
     random = np.random.default_rng(seed)
     world = _World(Clock(), costs, model, shards, random, batching or BatchConfig(), link)
-    one = Cpu(world.clock, deployment.cores, speed) if deployment.co_located else None
+    one = Cpu(world.clock, deployment.cores, speed, wakes=costs.wakes) if deployment.co_located else None
     doors: list[Server]
     rankers: list[Ranker] = []
+    replicas: list[list[Server]] = []
     if deployment.rankers:
         replicas = _shard_servers(world, deployment, one)
         rankers = _rankers(world, deployment, one, replicas, stragglers or Stragglers(), hedging or Hedging())
         doors = list(rankers)
     else:
         doors = _whole_servers(world, deployment, one)
-    caller = Process(one, world.spread, costs.client) if one is not None else None
+    caller = Process(one, world.spread, doors[0].client) if one is not None else None
     if stalls is None:
         _stall(world, float(trace.times[-1]))
     else:
@@ -224,9 +227,22 @@ def simulate(
         hedged=sum(r.hedged for r in rankers),
         hedges_won=sum(r.hedges_won for r in rankers),
         runs=sum(d.queue.requests for d in doors) / max(sum(d.queue.runs for d in doors), 1),
+        spent={
+            "caller": _spent([caller] if caller else []),
+            "server": _spent(doors),
+            "shard": _spent([server for servers in replicas for server in servers]),
+        },
         events=world.clock.events,
         seconds=time.perf_counter() - begin,
     )
+
+
+def _spent(processes: Sequence[Process]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for process in processes:
+        for name, seconds in process.spent.items():
+            found[name] = found.get(name, 0.0) + seconds
+    return found
 
 
 def _stall(world: _World, until: float) -> None:
@@ -290,7 +306,7 @@ def _hold_up(clock: Clock, cpu: Cpu, begin: float, seconds: float, lost: float, 
 
 
 def _host(world: _World, deployment: Deployment, one: Cpu | None, kind: str) -> Cpu:
-    cpu = one or Cpu(world.clock, deployment.cores)
+    cpu = one or Cpu(world.clock, deployment.cores, wakes=world.costs.wakes)
     known = world.cpus.setdefault("host" if one is not None else kind, [])
     if cpu not in known[-1:]:
         known.append(cpu)
@@ -325,6 +341,7 @@ def _whole_servers(world: _World, deployment: Deployment, one: Cpu | None) -> li
 def _shard_servers(world: _World, deployment: Deployment, one: Cpu | None) -> list[list[Server]]:
     found = []
     small = world.costs.direct or DirectCosts(world.costs.server, world.costs.client, world.costs.shard)
+    small = replace(small, server=world.costs.shard_end or small.server)
     for shard in world.shards.ranks:
         servers = []
         for _ in range(deployment.replicas):
@@ -427,6 +444,7 @@ def _drive(
             i,
             clock.now + deadline_s,
         )
+        call.timer_s = world.costs.caller_s
         call.begin()
 
     clock.at(times[0], come, 0)

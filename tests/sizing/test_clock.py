@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from recinfer.sizing.clock import COLD_S, SWITCH_S, Clock, Cpu, Lock, Thread
+from recinfer.sizing.clock import SWITCH_S, Clock, Cpu, Lock, Thread, at_sleep
 
 JOBS, WARM_UP = 60_000, 5_000
 TOLERANCE = 0.08  # of a mean wait over 55,000 dependent jobs at these loads; seeds are fixed
@@ -127,13 +127,44 @@ def test_a_sleeping_thread_costs_more_to_wake() -> None:
 
 def test_the_longer_a_thread_slept_the_more_it_costs_to_wake() -> None:
     clock = Clock()
-    thread = Thread(Cpu(clock, 1), cooling=0.1)
+    thread = Thread(Cpu(clock, 1), cooled=((0.01, 0.0005), (0.02, 0.002)))
     ends: list[float] = []
     for at in (0.0, 1.0, 1.01):
         clock.at(at, lambda: thread.submit(0.001, 0.001, lambda: ends.append(clock.now)))
     clock.run()
-    assert ends[1] - 1.0 == pytest.approx(0.002 + 0.1 * COLD_S)
-    assert ends[2] - 1.01 == pytest.approx(0.002 + 0.1 * (1.01 - ends[1]))
+    assert ends[1] - 1.0 == pytest.approx(0.002 + 0.002)
+    assert ends[2] - 1.01 == pytest.approx(0.002 + 0.0005 * (1.01 - ends[1]) / 0.01)
+    assert thread.spent == pytest.approx(0.004 + 0.004 + ends[2] - 1.01)
+
+
+def test_what_sleep_costs_is_on_lines_between_points_and_no_more_beyond_the_last() -> None:
+    points = ((0.001, 1.0), (0.003, 2.0))
+    found = [at_sleep(points, slept) for slept in (0.0, 0.0005, 0.001, 0.002, 0.003, 7.0, math.inf)]
+    assert found == pytest.approx([0.0, 0.5, 1.0, 1.5, 2.0, 2.0, 2.0])
+    assert at_sleep(points, 0.0005, 0.5) == pytest.approx(0.75)
+    assert at_sleep((), 1.0) == 0.0
+
+
+def test_a_thread_that_is_woken_runs_a_moment_later() -> None:
+    clock = Clock()
+    cpu = Cpu(clock, 2, wakes=((0.001, 0.0001), (0.002, 0.0003)))
+    thread, ends = Thread(cpu), []
+    for at in (0.0, 0.0012, 0.0028, 1.0):  # it sleeps for ever, 0.9 ms, 1.5 ms and long
+        clock.at(at, lambda: thread.submit(0.0, 0.0, lambda: ends.append(clock.now)))
+    clock.at(2.0, cpu.visit, 0.001, 0)  # others are not woken by us: it is known when they had the core
+    clock.run()
+    assert ends == pytest.approx([0.0003, 0.0013, 0.003, 1.0003])
+    assert clock.now == pytest.approx(2.001)
+    assert cpu.busy == pytest.approx(0.001), "a core that wakes up is not busy"
+
+
+def test_who_waited_in_line_for_a_core_is_awake() -> None:
+    clock = Clock()
+    cpu, ends = Cpu(clock, 1, wakes=((0.001, 0.0001),)), []
+    for _ in range(2):
+        Thread(cpu).submit(0.001, 0.0, lambda: ends.append(clock.now))
+    clock.run()
+    assert ends == pytest.approx([0.0011, 0.0021])
 
 
 def test_a_step_of_a_loop_goes_behind_what_waits_for_it() -> None:

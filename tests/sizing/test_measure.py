@@ -14,12 +14,15 @@ import pytest
 
 from recinfer.inference.predictor import load
 from recinfer.sizing import probe
+from recinfer.sizing.clock import at_sleep
 from recinfer.sizing.costs import EndCosts, RunCosts
 from recinfer.sizing.measure import (
     LOOKUP,
     _cold,
     _fit,
     _fit_remote,
+    _of_two_wakes,
+    _on_time,
     lookup_requests,
     measure_serving,
     write_sample_archive,
@@ -89,7 +92,7 @@ def test_all_of_it() -> None:
 def test_costs_are_found_where_no_requests_shared_a_run() -> None:
     def load_of(runs: float) -> SimpleNamespace:
         ends = ("loop", "grpc", "asks", "run", "io", "client_loop", "client_grpc", "client_io")
-        times = dict.fromkeys((*ends, "ours", "all", "cycle", "latency", "usual"), 1e-4)
+        times = dict.fromkeys((*ends, "ours", "all", "cycle", "latency", "usual", "wake"), 1e-4)
         return SimpleNamespace(**times, runs=runs, spread=(0.9, 1.1), stalls=(), seconds=1.0)
 
     loads: Any = defaultdict(lambda: load_of(1.0))  # a short or slow measurement: as many runs as requests
@@ -113,7 +116,7 @@ def test_what_a_rankers_run_and_its_requests_take_is_of_two_loads() -> None:
     """A run that merges many says little of one of two: by the sum alone, all would be the run's."""
 
     def load_of(ours: float, runs: float) -> SimpleNamespace:
-        return SimpleNamespace(ours=ours, runs=runs, grpc=1e-4, asks=1e-4, all=1e-3, cycle=1e-3)
+        return SimpleNamespace(ours=ours, runs=runs, grpc=1e-4, asks=1e-4, io=1e-4, all=1e-3, cycle=1e-3, latency=1e-3)
 
     loop, base, request, client = 50e-6, 100e-6, 30e-6, 40e-6
     run, call, more = 150e-6, 60e-6, 25e-6
@@ -128,28 +131,90 @@ def test_what_a_rankers_run_and_its_requests_take_is_of_two_loads() -> None:
     in_process: Any = SimpleNamespace(
         bytes={1: 200, 256: 50_000}, direct=True, direct_one=1e-5, op_one=2e-5, op_few=5e-5, op_large=8e-4
     )
-    end = EndCosts(*[0.0] * 9)
-    _, fan = _fit_remote(
+    end = EndCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    _, _, fan = _fit_remote(
         loads, in_process, end, replace(end, loop_s=loop), replace(end, loop_s=client), RunCosts(base, request, 0.0)
     )
     assert (fan.run_s, fan.call_s, fan.request_s) == pytest.approx((run, call, more))
     # Nothing shared a run: no second equation, and all that is left is the run's.
     loads["ranker of 1", 1, 32] = loads["ranker of 1, single", 1, 32]
-    _, fan = _fit_remote(
+    _, _, fan = _fit_remote(
         loads, in_process, end, replace(end, loop_s=loop), replace(end, loop_s=client), RunCosts(base, request, 0.0)
     )
     assert (fan.run_s, fan.call_s, fan.request_s) == pytest.approx((run + more, call, 0.0))
 
 
-def test_what_sleep_costs_is_a_line_through_two_lengths_of_it() -> None:
-    def means(loop: float, cycle: float) -> Any:
-        return SimpleNamespace(loop=loop, cycle=cycle)
+def means(loop: float, cycle: float, latency: float = 0.0) -> Any:
+    return SimpleNamespace(loop=loop, cycle=cycle, latency=latency)
 
-    # Hot 100 us; 30 us more once it slept, and 50 us more for each ms: after 1 and 6 ms.
-    cold, cooling = _cold(means(180e-6, 1.18e-3), means(430e-6, 6.43e-3), "loop", 100e-6)
-    assert (cold, cooling) == pytest.approx((30e-6, 0.05))
-    # The line would begin below nothing: then all of it is the sleep's.
-    cold, cooling = _cold(means(110e-6, 1.11e-3), means(700e-6, 6.7e-3), "loop", 100e-6)
-    assert (cold, cooling) == pytest.approx((0.0, 0.1))
-    # Nothing slept longer: what the first took more.
-    assert _cold(means(180e-6, 2e-3), means(170e-6, 1e-3), "loop", 100e-6) == pytest.approx((80e-6, 0.0))
+
+def test_what_sleep_costs_is_measured_at_three_lengths_of_it() -> None:
+    # Hot 100 us; after 1, 2 and 6 ms of sleep 80, 130 and 150 us more: so 30 as soon as it sleeps.
+    lone = [means(180e-6, 1.18e-3), means(230e-6, 2.23e-3), means(250e-6, 6.25e-3)]
+    cold, points = _cold(lone, "loop", 100e-6)
+    assert cold == pytest.approx(30e-6)
+    assert np.array(points) == pytest.approx(np.array([(1e-3, 50e-6), (2e-3, 100e-6), (6e-3, 120e-6)]))
+    # The line would begin below nothing: then it begins there.
+    cold, points = _cold([means(110e-6, 1.11e-3), means(700e-6, 2.7e-3)], "loop", 100e-6)
+    assert cold == 0.0
+    assert np.array(points) == pytest.approx(np.array([(1e-3, 10e-6), (2e-3, 600e-6)]))
+    # Noise: a longer sleep costs no less, a call that was cheaper than a hot one costs nothing more, no sleep is no point.
+    cold, points = _cold([means(90e-6, 1.09e-3), means(150e-6, 2.15e-3), means(140e-6, 3.14e-3)], "loop", 100e-6)
+    assert np.array(points) == pytest.approx(np.array([(1e-3, 0.0), (2e-3, 50e-6), (3e-3, 50e-6)]))
+    assert _cold([means(1e-3, 1e-3)], "loop", 0.0) == (0.0, ())
+
+
+def test_of_two_sleeps_a_call_the_known_one_is_taken_off() -> None:
+    def cost(slept: float) -> float:
+        return float(np.interp(slept, [0.0, 0.5e-3, 2e-3, 6e-3], [0.0, 100e-6, 250e-6, 300e-6]))
+
+    def lone(pause: float, wait: float) -> Any:
+        """It sleeps ``wait`` within a call and ``pause`` between two."""
+        loop = 50e-6 + cost(pause) + (cost(wait) if wait else 0.0)
+        return means(loop, pause + wait + loop, wait + loop / 2)
+
+    found = _of_two_wakes([lone(0.5e-3, 0.5e-3), lone(2e-3, 0.4e-3), lone(6e-3, 2e-3)], "loop", 50e-6, 1.0, 2)
+    assert np.array(found) == pytest.approx(np.array([(0.5e-3, 100e-6), (2e-3, 250e-6), (6e-3, 300e-6)]))
+    # Nothing between two calls at first; then two sleeps that are both longer than any that is known.
+    found = _of_two_wakes([lone(0.5e-3, 0.0), lone(1e-3, 1e-3)], "loop", 50e-6, 1.0, 1)
+    assert np.array(found) == pytest.approx(np.array([(0.5e-3, 100e-6), (1e-3, cost(1e-3))]))
+    # A timer is set for each pause: that is no sleep's.
+    found = _of_two_wakes([lone(0.5e-3, 0.0), lone(1e-3, 1e-3)], "loop", 50e-6, 1.0, 1, 20e-6)
+    assert np.array(found) == pytest.approx(np.array([(0.5e-3, 100e-6), (1e-3, cost(1e-3) - 10e-6)]))
+
+
+def test_lone_costs_of_a_ranker_are_charged_once() -> None:
+    """What its threads took of lone requests is their costs and what that sleep costs, whatever the rest is of."""
+
+    def load_of(grpc: float, asks: float, cycle: float = 1e-3) -> SimpleNamespace:
+        same = dict.fromkeys(("ours", "io", "all", "client_loop"), 1e-4)
+        return SimpleNamespace(**same, runs=1.0, grpc=grpc, asks=asks, cycle=cycle, latency=1e-3)
+
+    loads: Any = defaultdict(lambda: load_of(1e-4, 1e-4))
+    for callers, cycle in ((1, 1.2e-3), (-1, 2.4e-3), (0, 7e-3)):
+        loads["ranker of 1", 1, callers] = load_of(300e-6 + 0.01 * cycle, 200e-6 + 0.02 * cycle, cycle)
+        loads["ranker of 1's shard", 1, callers] = load_of(150e-6 + 0.03 * cycle, 0.0, cycle)
+    loads["ranker of 2", 1, 1] = load_of(380e-6 + 0.01 * 1.2e-3, 260e-6 + 0.02 * 1.2e-3)
+    in_process: Any = SimpleNamespace(
+        bytes={1: 200, 256: 50_000}, direct=True, direct_one=2e-5, op_one=2e-5, op_few=5e-5, op_large=8e-4
+    )
+    end = EndCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    at_once = replace(end, grpc_s=90e-6, io_s=20e-6)
+    shard, shard_end, fan = _fit_remote(loads, in_process, at_once, end, end, RunCosts(1e-5, 1e-5, 0.0))
+    assert fan.ask_s == pytest.approx(80e-6)
+    assert fan.told_s == pytest.approx(60e-6)
+    for cycle in (1.2e-3, 2.4e-3, 7e-3):
+        took = 200e-6 + 0.02 * cycle
+        assert fan.told_s + fan.back_s + at_sleep(fan.asks_cooled, cycle - took) == pytest.approx(took)
+        took = 150e-6 + 0.03 * cycle
+        hot = shard_end.grpc_s + shard.base_s + in_process.op_one
+        assert hot + shard_end.grpc_cold_s + at_sleep(shard_end.grpc_cooled, cycle - took) == pytest.approx(took)
+
+
+def test_a_caller_that_sends_on_time_takes_more() -> None:
+    loads: Any = {
+        ("direct", 1, callers): SimpleNamespace(client_loop=took) for callers, took in ((4, 1e-4), (-2, 1.4e-4))
+    }
+    assert _on_time(loads) == pytest.approx(4e-5)
+    loads["direct", 1, -2].client_loop = 0.9e-4
+    assert _on_time(loads) == 0.0

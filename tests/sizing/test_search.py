@@ -115,12 +115,20 @@ def test_progress_is_told() -> None:
 # -- costs ------------------------------------------------------------------------------------------------------------
 
 
+POINTS = ((1e-3, 1e-5), (5e-3, 3e-5))
+
+
 def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
     for costs in (
         COSTS,
         TYPICAL_COSTS,
         replace(COSTS, direct=DirectCosts(COSTS.server, COSTS.client, RunCosts(2e-5, 0.0, 1e-9))),
         replace(COSTS, stints_per_s=40.0, stint_s=(1e-5, 2e-3), work_s=3e-5),
+        replace(
+            COSTS, wakes=POINTS, caller_s=2e-5, shard_end=COSTS.server, server=replace(COSTS.server, loop_cooled=POINTS)
+        ),
+        replace(COSTS, fan=replace(COSTS.fan, asks_cold_s=1e-5, asks_cooled=POINTS, grpc_cooled=POINTS)),
+        replace(COSTS, direct=DirectCosts(replace(COSTS.server, io_cooled=POINTS), COSTS.client, COSTS.run)),
     ):
         costs.save(tmp_path / "serving.json")
         assert ServingCosts.load(tmp_path / "serving.json") == costs
@@ -140,6 +148,12 @@ def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
         ({"stalls_per_s": 1.0}, "stall_s"),
         ({"stall_lost": [1.0]}, "stall_lost"),
         ({"stalls_per_s": 1.0, "stall_s": [0.01], "stall_lost": [1.5]}, "stall_lost"),
+        ({"wakes": [[0.0, 1e-5]]}, "wakes: expected ascending pairs"),
+        ({"wakes": [[1e-3, -1e-5]]}, "wakes"),
+        ({"wakes": [[1e-3]]}, "incomplete"),
+        ({"wakes": [["1", 1e-5]]}, "incomplete"),
+        ({"server": asdict(replace(COSTS.server, io_cooled=POINTS[::-1]))}, r"server\.io_cooled"),
+        ({"fan": asdict(replace(COSTS.fan, asks_cold_s=-1.0))}, r"fan\.asks_cold_s is -1"),
         ({"surplus": 1}, "unknown keys"),
         ({"server": {"loop_s": 1.0}}, "incomplete"),
         ({"direct": {"run": {}}}, "incomplete"),
@@ -159,6 +173,20 @@ def test_files_of_before_others_were_recorded_are_read() -> None:
     data = json.loads(COSTS.to_json())
     del data["stints_per_s"], data["stint_s"], data["work_s"], data["fan"]["request_s"]
     assert ServingCosts.from_json(json.dumps(data)) == COSTS
+
+
+def test_files_that_say_what_each_second_of_sleep_costs_are_read() -> None:
+    data = json.loads(COSTS.to_json())
+    del data["wakes"], data["caller_s"], data["shard_end"]
+    for name in ("asks_cold_s", "asks_cooled", "grpc_cooled", "loop_cooled"):
+        del data["fan"][name]
+    for name in ("loop_cooled", "grpc_cooled", "io_cooled"):
+        del data["server"][name], data["client"][name]
+    data["server"]["io_cooling"] = 0.05
+    server = ServingCosts.from_json(json.dumps(data)).server
+    assert server.cooled("io") == ((20e-3, pytest.approx(1e-3)),)
+    assert server.cooled("loop") == ()
+    assert replace(server, io_cooled=POINTS).cooled("io") == POINTS
 
 
 def test_costs_that_are_not_there(tmp_path: Path) -> None:

@@ -71,6 +71,38 @@ def test_a_lone_small_request_needs_no_loop_of_its_ranker(plans: dict[int, Shard
     assert outcome.runs == pytest.approx(1.0, rel=0.05)
 
 
+def test_what_threads_and_timers_take_is_in_a_lone_request(plans: dict[int, Shards]) -> None:
+    trace = poisson(5.0, 300, ids_per_sample=MODEL.ids_per_sample, seed=5)
+    together = replace(SHARDED, co_located=True)
+
+    def with_(**change: object) -> Outcome:
+        return simulate(together, trace, MODEL, plans[2], replace(DIRECT, **change))  # type: ignore[arg-type]
+
+    before = with_()
+    # The caller; who reads and who takes the request at ranker and shard; who reads the answer and who hears of it, twice.
+    woken = with_(wakes=((1e-3, 5e-5),))
+    assert woken.percentile(50) - before.percentile(50) == pytest.approx(9 * 5e-5, rel=0.15)
+    assert woken.spent["server"]["grpc"] == pytest.approx(
+        before.spent["server"]["grpc"], rel=0.01
+    )  # it does nothing yet
+    timed = with_(caller_s=1e-4)
+    assert timed.percentile(50) - before.percentile(50) == pytest.approx(1e-4, rel=0.3)
+    assert timed.spent["caller"]["loop"] - before.spent["caller"]["loop"] == pytest.approx(300 * 1e-4, rel=0.1)
+    # A ranker's threads and a shard's cool down by lines of their own, and a caller by that of the calls that it makes.
+    line = ((1e-3, 2e-4),)
+    assert DIRECT.direct is not None
+    caller = with_(direct=replace(DIRECT.direct, client=replace(COSTS.client, loop_cooled=line)))
+    more = caller.spent["caller"]["loop"] - before.spent["caller"]["loop"]
+    assert 1.5 * 2e-4 < more / 300 < 2.1 * 2e-4
+    warm, cooled = (with_(fan=replace(COSTS.fan, asks_cold_s=0.0, asks_cooled=points)) for points in ((), line))
+    assert cooled.spent["server"]["asks"] - warm.spent["server"]["asks"] == pytest.approx(300 * 2e-4, rel=0.2)
+    assert warm.spent["server"]["asks"] < before.spent["server"]["asks"]
+    assert cooled.spent["server"]["grpc"] == pytest.approx(before.spent["server"]["grpc"], rel=0.05)
+    shards = with_(shard_end=replace(COSTS.server, io_cooled=line))
+    assert shards.spent["shard"]["other"] - before.spent["shard"]["other"] == pytest.approx(2 * 300 * 2e-4, rel=0.2)
+    assert shards.spent["server"]["other"] == pytest.approx(before.spent["server"]["other"], rel=0.05)
+
+
 @pytest.mark.parametrize("deployment", [WHOLE, SHARDED])
 @pytest.mark.parametrize("qps", [50.0, 2000.0, 50_000.0])
 def test_every_request_is_answered_or_refused_once(
