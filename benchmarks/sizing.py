@@ -40,8 +40,9 @@ from recinfer.archive.reader import open_archive
 from recinfer.inference.predictor import load
 from recinfer.sizing.arrivals import Trace, poisson
 from recinfer.sizing.costs import ServingCosts
-from recinfer.sizing.measure import LOOKUP, lookup_requests, measure_serving, write_sample_archive
+from recinfer.sizing.measure import measure_serving
 from recinfer.sizing.probe import Load, ServerProcess, closed_loop, open_loop
+from recinfer.sizing.sample import LOOKUP, lookup_requests, write_sample_archive
 from recinfer.sizing.simulate import Deployment, Outcome, simulate
 from recinfer.sizing.stalls import Stall, StallRecorder, stalls_of, work_of
 from recinfer.sizing.stints import Stint, StintRecorder, can_record_switches

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recinfer.sizing.arrivals import read_trace
-from recinfer.sizing.measure import write_sample_archive
+from recinfer.sizing.sample import write_sample_archive
 from tests.e2e.commands import run, run_json
 from tests.sizing.models import COSTS
 

@@ -16,18 +16,10 @@ from recinfer.inference.predictor import load
 from recinfer.sizing import probe
 from recinfer.sizing.clock import at_sleep
 from recinfer.sizing.costs import EndCosts, RunCosts
-from recinfer.sizing.measure import (
-    LOOKUP,
-    _cold,
-    _fit,
-    _fit_remote,
-    _of_two_wakes,
-    _on_time,
-    lookup_requests,
-    measure_serving,
-    write_sample_archive,
-)
+from recinfer.sizing.fit import _cold, _fit_remote, _of_two_wakes, _on_time, fit_serving
+from recinfer.sizing.measure import measure_serving
 from recinfer.sizing.probe import ServerProcess, closed_loop, open_loop
+from recinfer.sizing.sample import LOOKUP, lookup_requests, write_sample_archive
 from tests.warm import warm_context
 
 
@@ -107,7 +99,7 @@ def test_costs_are_found_where_no_requests_shared_a_run() -> None:
         "op_large": 8e-4,
     }
     run: Any = SimpleNamespace(bytes={1: 200, 256: 50_000}, direct=False, **times)
-    costs = _fit(loads, run)
+    costs = fit_serving(loads, run)
     assert costs.direct is None
     assert 0 < costs.run.base_s < 6e-5  # what it takes in this process
 
