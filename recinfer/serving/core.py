@@ -32,6 +32,7 @@ _ASKED_FOR = 8  # calls that gRPC may hand over before the thread turns to it ag
 _PATHS = 1024  # that are remembered; callers may make up any number of them
 _NEVER_S = 1e17
 _TICK_S = 60.0
+_LOOK_S, _IDLE_LOOKS = 0.1, 3  # while the last calls end
 _CANCELLED_S = 3.0  # until calls that were cancelled are given back
 
 Admit = Callable[[str, float, Sequence[tuple[str, Any]]], "Ending | None"]
@@ -80,6 +81,7 @@ class CoreServer:
         self.thread_id: int | None = None
         self.tasks: set[asyncio.Task[None]] = set()
         self.deferred: set[CoreCall] = set()
+        self.open: set[CoreCall] = set()
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """See grpc.aio.Server."""
@@ -119,8 +121,7 @@ class CoreServer:
         self._ends.set()
         self._server.shutdown(self._events, self._shut)
         if grace:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), grace)
+            await self._wait_for_calls(self._over, grace)
         if not self._over.is_set():
             self._server.cancel_all_calls()
             for call in tuple(self.deferred):
@@ -135,6 +136,17 @@ class CoreServer:
             task.cancel()
         if self.tasks:
             await asyncio.wait(tuple(self.tasks))
+
+    async def _wait_for_calls(self, over: asyncio.Event, seconds: float) -> None:
+        """Until all calls have ended, or those that are left are none of ours: now and then gRPC keeps one that came just as
+        the server began to stop, gives it to nobody, and waits for its end as long as it may.
+        """
+        until, idle = time.monotonic() + seconds, 0
+        while idle < _IDLE_LOOKS and (left := until - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), min(left, _LOOK_S))
+                return
+            idle = 0 if self.open or self._asked else idle + 1
 
     @property
     def coming(self) -> int:
@@ -189,6 +201,7 @@ class CoreServer:
             deadline = time.monotonic() + details.deadline - time.time()
         method = self._method(details.method, metadata)
         call = CoreCall(self, event.call, metadata, deadline, method)
+        self.open.add(call)
         path = details.method.decode("utf-8", "replace") if method is None else method.path
         try:
             ending = self._admit(path, deadline, metadata)

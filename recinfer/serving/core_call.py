@@ -62,11 +62,13 @@ class Owner(Protocol):
         loop: where handlers run.
         tasks: of calls that are handed to it.
         deferred: calls whose ends are to come from elsewhere.
+        open: calls that gRPC has not closed yet; changed on gRPC's thread alone.
     """
 
     loop: asyncio.AbstractEventLoop
     tasks: set[asyncio.Task[None]]
     deferred: set[CoreCall]
+    open: set[CoreCall]
 
     def was_handed(self) -> None:
         """A call is on its way to the loop; called on gRPC's thread."""
@@ -159,6 +161,7 @@ class CoreCall:
         self._server.loop.call_soon_threadsafe(self._begin, data)
 
     def _closed(self, event: Any) -> None:
+        self._server.open.discard(self)
         if event.batch_operations[0].cancelled():
             self._server.loop.call_soon_threadsafe(self._leave)
 
@@ -187,9 +190,14 @@ class CoreCall:
             operations.append(_core.SendInitialMetadataOperation((), 0))
         if message is not None:
             operations.append(_core.SendMessageOperation(message, 0))
-        if not self._listens:  # gRPC wants somebody to
-            operations.append(_core.ReceiveCloseOnServerOperation(0))
-        call.start_server_batch(tuple(operations), _nothing)
+        if self._listens:
+            call.start_server_batch(tuple(operations), _nothing)
+            return
+        operations.append(_core.ReceiveCloseOnServerOperation(0))  # gRPC wants somebody to
+        call.start_server_batch(tuple(operations), self._finished)
+
+    def _finished(self, event: Any) -> None:
+        self._server.open.discard(self)
 
     # -- on the loop
 

@@ -268,6 +268,26 @@ def test_it_ends_while_calls_come_are_answered_and_cancelled(grace: float | None
             assert not server.tasks and not server._asked
 
 
+def test_a_stop_does_not_wait_for_a_call_that_grpc_keeps_to_itself():
+    """One that comes in that very moment may be given to nobody (of 600 stops as above it was one)."""
+    with served() as (service, channel, server):
+        waiting = channel.unary_unary("/a.B/Wait").future(b"x", timeout=LONG)
+        assert service.begun.wait(LONG)
+
+        async def never_over() -> bool:
+            calls, server._asked = server._asked, 0
+            over = asyncio.Event()
+            await server._wait_for_calls(over, 0.5)
+            was_open = bool(server.open)
+            service.go_on.set()
+            await server._wait_for_calls(over, LONG)
+            server._asked = calls
+            return was_open and not server.open
+
+        assert run_on_loop(never_over(), timeout=LONG / 2)
+        assert waiting.result(LONG) == b"x"
+
+
 def test_a_server_that_is_never_started_leaves_nothing():
     server = CoreServer([])
     run_on_loop(server.stop(None), timeout=LONG)
