@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from recinfer.inference.predictor import load
-from recinfer.sizing import probe
+from recinfer.sizing import measure, probe
 from recinfer.sizing.clock import at_sleep
 from recinfer.sizing.costs import EndCosts, RunCosts
 from recinfer.sizing.fit import _cold, _fit_remote, _of_two_wakes, _on_time, fit_serving
@@ -58,7 +58,8 @@ def test_a_server_under_both_kinds_of_load(archive: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_of_it() -> None:
+def test_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_TURNS", 2)
     said: list[str] = []
     before = set(multiprocessing.active_children())  # of other tests
     # Costs are differences of means of a tenth of a second: other work on the machine can hide one, not all three times.
