@@ -116,37 +116,27 @@ def _show(found: dict[str, Any], output: Output) -> None:
     before = f", before that {found['previous']}" if found["previous"] else ""
     state = "[green]ready[/green]" if found["ready"] else "[yellow]not ready[/yellow]"
     output.show(f"{found['name']}: {found['model']} {found['version']}{before}; {state}", _table(found))
+    for server in found["servers"]:
+        if server["why"]:
+            output.show(f"{server['name']}: {server['why']}")
     if found["rankers"]:
         output.show(f"requests go to: {', '.join(found['rankers'])}")
     output.finish(found)
 
 
 def _table(found: dict[str, Any]) -> Table:
+    from rich import box
     from rich.table import Table
 
-    told = any(server["why"] for server in found["servers"])
-    titles = [
-        "node",
-        "role",
-        "ranks",
-        "address",
-        "state",
-        "restarts",
-        "version",
-        "requests/s",
-        "load",
-        "busy",
-        "memory",
-    ]
-    table = Table(*titles, *(["why"] if told else []))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # 80 columns are enough
+    for title in ("address", "role", "state", "restarts", "version", "calls/s", "load", "busy", "memory"):
+        table.add_column(title, no_wrap=title in ("address", "role", "state"))
     colors = {"serving": "green", "pending": "red", "starting": "yellow", "draining": "dim"}
     for server in found["servers"]:
         color = colors[server["state"]]
         table.add_row(
-            server["host"] or "-",
-            server["role"],
-            ",".join(map(str, server["ranks"])) or "-",
-            server["address"] or "-",
+            server["address"] or server["host"] or "-",
+            " ".join([server["role"], ",".join(map(str, server["ranks"]))]).rstrip(),
             f"[{color}]{server['state']}[/{color}]",
             str(server["restarts"]),
             server["version"] or "-",
@@ -154,6 +144,5 @@ def _table(found: dict[str, Any]) -> Table:
             f"{server['load']:.1f}",
             "-" if server["busy"] is None else f"{server['busy']:.0%}",
             mebibytes(server["memory"]) if server["memory"] else "-",
-            *([server["why"]] if told else []),
         )
     return table

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from recinfer.inference.results import FeatureSpec
 from recinfer.serving import codec
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
@@ -15,7 +16,7 @@ from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
 
-__all__ = ["Embeddings", "FeatureDescription", "ModelDescription", "decode_description", "decode_embeddings"]
+__all__ = ["Embeddings", "ModelDescription", "decode_description", "decode_embeddings"]
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,6 @@ class Embeddings:
 
 
 @dataclass(frozen=True)
-class FeatureDescription:
-    """One feature of a served model; ids run from 0 to ``rows - 1``."""
-
-    name: str
-    table: str
-    rows: int
-    dim: int
-    pooled: bool
-
-
-@dataclass(frozen=True)
 class ModelDescription:
     """What a served model takes and what it is made of.
 
@@ -64,7 +54,7 @@ class ModelDescription:
 
     name: str
     version: str
-    features: tuple[FeatureDescription, ...]
+    features: tuple[FeatureSpec, ...]
     num_dense: int
     precision: str
     plan_hash: str
@@ -79,7 +69,7 @@ def decode_embeddings(answer: bytes) -> Embeddings:
 def decode_description(answer: bytes) -> ModelDescription:
     """The message of a ModelInfo."""
     info = codec.parse(pb.ModelInfo, answer)
-    features = tuple(FeatureDescription(f.name, f.table, f.rows, f.dim, f.pooled) for f in info.features)
+    features = tuple(FeatureSpec(f.name, f.table, f.rows, f.dim, f.pooled) for f in info.features)
     contract = None
     if info.feature_contract:
         from recinfer.data.contract import FeatureContract

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from recinfer.errors import InputError, RecinferError
+from recinfer.inference.results import FeatureSpec
 from recinfer.serving.client import AsyncInferenceClient, ModelDescription
 from recinfer.serving.loop import run_on_loop
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["LoadResult", "measure_load", "random_requests"]
+__all__ = ["LoadResult", "measure_load", "random_features", "random_requests"]
 
 _WARM_UP_S = 0.3
 
@@ -51,26 +52,29 @@ class LoadResult:
         return float(np.percentile(self.latencies, percent)) if self.latencies.size else float("nan")
 
 
+def random_features(
+    features: Sequence[FeatureSpec], batch: int, ids: int, random: torch.Generator
+) -> KeyedJaggedTensor:
+    """``batch`` samples with ``ids`` ids for each feature, uniform over the rows."""
+    # A feature that several tables read is listed once a table, as feature@table: its ids fit the smallest.
+    rows: dict[str, int] = {}
+    for feature in features:
+        name = feature.name.split("@")[0]
+        rows[name] = min(feature.rows, rows.get(name, feature.rows))
+    values = torch.cat([torch.randint(limit, (batch * ids,), generator=random) for limit in rows.values()])
+    lengths = torch.full((len(rows) * batch,), ids, dtype=torch.int32)
+    return KeyedJaggedTensor.from_parts_unchecked(list(rows), values, lengths, stride=batch)
+
+
 def random_requests(
     model: ModelDescription, batch: int, ids: int, count: int, seed: int = 0
 ) -> list[tuple[Tensor, KeyedJaggedTensor]]:
-    """``count`` requests of ``batch`` samples with ``ids`` ids for each feature, uniform over the rows, and dense columns."""
+    """``count`` requests of ``batch`` samples, see :func:`random_features`, and their dense columns."""
     random = torch.Generator().manual_seed(seed)
-    # A feature that several tables read is listed once a table, as feature@table: its ids fit the smallest.
-    rows: dict[str, int] = {}
-    for feature in model.features:
-        name = feature.name.split("@")[0]
-        rows[name] = min(feature.rows, rows.get(name, feature.rows))
-    lengths = torch.full((len(rows) * batch,), ids, dtype=torch.int32)
     return [
         (
             torch.randn(batch, model.num_dense, generator=random),
-            KeyedJaggedTensor.from_parts_unchecked(
-                list(rows),
-                torch.cat([torch.randint(limit, (batch * ids,), generator=random) for limit in rows.values()]),
-                lengths,
-                stride=batch,
-            ),
+            random_features(model.features, batch, ids, random),
         )
         for _ in range(count)
     ]

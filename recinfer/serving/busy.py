@@ -8,27 +8,34 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["BusyShare", "thread_seconds"]
+__all__ = ["BusyShare", "schedstat", "thread_seconds"]
 
 _WINDOW_S = 10.0
 _LOOKS = 32  # that are remembered of a window
 _NS = 1e9
 
 
+def schedstat(task: Path) -> tuple[float, float, int]:
+    """Of a thread, by its folder below ``/proc/PID/task``: seconds on a core, seconds that it waited for one, and how often it
+    got one, as Linux counts them; zeros where it has ended, or the kernel does not count."""
+    try:
+        on_core, waited, turns = map(int, (task / "schedstat").read_text().split())
+    except (OSError, ValueError):
+        return 0.0, 0.0, 0
+    return on_core / _NS, waited / _NS, turns
+
+
 def thread_seconds(native_id: int) -> float:
     """Seconds since it started in which a thread of this process had something to do: on a core, or waiting for one.
 
-    Time on a core alone would say of a crowded machine that its servers are idle. From Linux's ``/proc/self/task/*/schedstat``;
-    0 where that is not to be had (another system, a sandbox), or the thread has ended.
+    Time on a core alone would say of a crowded machine that its servers are idle. 0 where the
+    kernel does not say (another system, a sandbox), or the thread has ended.
 
     Args:
         native_id: as ``threading.get_native_id()`` gives it.
     """
-    try:
-        on_core, waited, _ = Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()
-    except (OSError, ValueError):
-        return 0.0
-    return (int(on_core) + int(waited)) / _NS
+    on_core, waited, _ = schedstat(Path("/proc/self/task", str(native_id)))
+    return on_core + waited
 
 
 class BusyShare:

@@ -18,7 +18,6 @@ from recinfer.inference.together import Outputs
 from recinfer.serving import codec
 from recinfer.serving.answers import (
     Embeddings,
-    FeatureDescription,
     ModelDescription,
     decode_description,
     decode_embeddings,
@@ -32,7 +31,6 @@ from recinfer.serving.tries import Tries, is_full, pushback
 __all__ = [
     "AsyncInferenceClient",
     "Embeddings",
-    "FeatureDescription",
     "InferenceClient",
     "ModelDescription",
     "credentials_of",

@@ -56,10 +56,11 @@ class CoreServer:
         admit: looks at every call as it arrives.
         fast: by method path; for methods with one message in and out, whose messages it gets as they came.
 
+    Tasks run on the event loop that :meth:`start` runs on.
+
     Attributes:
         thread_id: native id of the thread that takes events; None before :meth:`start`.
-
-    Tasks run on the event loop that :meth:`start` runs on.
+        tasks, deferred, open: see recinfer.serving.core_call.Owner.
     """
 
     def __init__(

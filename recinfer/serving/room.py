@@ -33,7 +33,9 @@ _NOTHING_YET = _Said(None, -math.inf, OverloadedError(""))
 
 
 class Room:
-    """Counts those that wait, on one thread; the other methods say whose they are.
+    """Counts those that wait.
+
+    All of it belongs to the event loop but :meth:`refused`, which is for the thread that takes gRPC's events, and :meth:`took`.
 
     Args:
         most: requests that may wait; ``most_bytes``: of these.

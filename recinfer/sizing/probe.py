@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from recinfer.errors import UnavailableError
 from recinfer.serving.batcher import BatchConfig
+from recinfer.serving.busy import schedstat
 from recinfer.serving.loop import run_on_loop
 
 __all__ = ["Load", "ServerProcess", "Spent", "closed_loop", "open_loop"]
@@ -114,13 +115,9 @@ def spent_here() -> Spent:
 
 
 def _waited() -> tuple[float, float]:
-    """Seconds that threads of this process waited for a core, and how often they got one, as Linux counts both."""
-    nanoseconds = turns = 0
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError, ValueError):  # a thread that has ended; a kernel that does not count
-            _, waited, had = path.read_text().split()
-            nanoseconds, turns = nanoseconds + int(waited), turns + int(had)
-    return nanoseconds / 1e9, float(turns)
+    """Seconds that threads of this process waited for a core, and how often they got one."""
+    found = [schedstat(task) for task in Path("/proc/self/task").glob("*")]
+    return sum(waited for _, waited, _ in found), float(sum(turns for *_, turns in found))
 
 
 class ServerProcess:

@@ -15,7 +15,7 @@ from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from recinfer.serving import codec
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from recinfer.serving.bench import random_features
 
 __all__ = ["LOOKUP", "lookup_requests", "write_sample_archive"]
 
@@ -27,16 +27,8 @@ _FEATURES, _DIM, _ROWS, _DENSE = 26, 16, 20_000, 13
 def lookup_requests(predictor: Predictor, batch: int, ids: int = 1, count: int = 64, seed: int = 0) -> list[bytes]:
     """Serialized LookupRequests of all features, ``ids`` uniform ids a feature and sample."""
     random = torch.Generator().manual_seed(seed)
-    rows: dict[str, int] = {}
-    for feature in predictor.features:
-        name = feature.name.split("@")[0]
-        rows[name] = min(feature.rows, rows.get(name, feature.rows))
-    lengths = torch.full((len(rows) * batch,), ids, dtype=torch.int32)
-    found = []
-    for _ in range(count):
-        values = torch.cat([torch.randint(limit, (batch * ids,), generator=random) for limit in rows.values()])
-        found.append(codec.encode_lookup_request(KeyedJaggedTensor(list(rows), values, lengths=lengths)))
-    return found
+    made = (random_features(predictor.features, batch, ids, random) for _ in range(count))
+    return [codec.encode_lookup_request(features) for features in made]
 
 
 def write_sample_archive(

@@ -158,10 +158,10 @@ BOUNDS = Bounds(2, 1, 6)
 
 
 def follow(loads: list[float], count: int = 2, cool_down: float = 30.0) -> list[int]:
-    """How many there are after each second of a load, the servers being there at once."""
-    follower, counts = LoadFollower(8.0, cool_down), []
+    """How many there are after each second of a load, of which a server bears eight, the servers being there at once."""
+    follower, counts = LoadFollower(cool_down), []
     for second, load in enumerate(loads):
-        count = follower.wanted(float(second), load, count, BOUNDS)
+        count = follower.wanted(float(second), load / 8.0, count, BOUNDS)
         counts.append(count)
     return counts
 

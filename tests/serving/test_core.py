@@ -7,7 +7,7 @@ import functools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ from recinfer.serving import core
 from recinfer.serving.core import CoreServer
 from recinfer.serving.core_call import LATER, CoreCall, Ending, Later
 from recinfer.serving.loop import run_on_loop, start_on_loop
+from tests.serving.remote.fleet import until
 
 LONG = 60.0
 
@@ -266,6 +267,22 @@ def test_it_ends_while_calls_come_are_answered_and_cancelled(grace: float | None
                 future.cancel()
             run_on_loop(server.stop(grace), timeout=LONG)
             assert not server.tasks and not server._asked
+
+
+def test_nothing_is_kept_of_calls_that_are_over():
+    """Answered, failed, refused, unknown, deferred or cancelled: gRPC says of each that it is closed."""
+    with served() as (service, channel, server):
+        run_on_loop(_set(service.go_on))
+        calls = [channel.unary_unary(f"/a.B/{name}") for name in ("Wait", "Echo", "Fail", "Abort", "None")]
+        for turn in range(20):
+            futures = [calls[i % 5].future(b"now" if i % 2 else b"x", timeout=LONG) for i in range(30)]
+            for future in futures[turn::7]:
+                future.cancel()
+            for future in futures:
+                with suppress(grpc.RpcError, grpc.FutureCancelledError):
+                    future.result(LONG)
+        assert list(channel.unary_stream("/a.B/Count")(b"3", timeout=LONG))
+        until(lambda: not server.open)
 
 
 def test_a_stop_does_not_wait_for_a_call_that_grpc_keeps_to_itself():

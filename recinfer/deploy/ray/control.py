@@ -60,7 +60,7 @@ class Controller:
         self._misses: dict[str, int] = {}  # by process
         self._probes: Mapping[str, Probe] = {}
         self._prober = Prober(spec.token, spec.tls)
-        self._followers = {kind: LoadFollower(1.0, spec.cool_down) for kind in self._kinds}
+        self._followers = {kind: LoadFollower(spec.cool_down) for kind in self._kinds}
         self._step = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None

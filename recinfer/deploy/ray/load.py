@@ -37,15 +37,14 @@ def servers_needed(member: Member, probes: Mapping[str, Probe], spec: Deployment
 
 
 class LoadFollower:
-    """Follows the sum of a gauge over the servers of one kind.
+    """Follows how many servers of one kind are needed, as :func:`servers_needed` has it.
 
     Args:
-        target: of the gauge's mean: above it there should be more servers, below it fewer.
         cool_down: seconds; servers go when none of the numbers that were right within it needed them.
     """
 
-    def __init__(self, target: float, cool_down: float) -> None:
-        self._target, self._cool_down = target, cool_down
+    def __init__(self, cool_down: float) -> None:
+        self._cool_down = cool_down
         self._sums: deque[tuple[float, float]] = deque()
         self._wanted: deque[tuple[float, int]] = deque()
         self._since: float | None = None
@@ -55,7 +54,7 @@ class LoadFollower:
 
         Args:
             now: ``time.monotonic()``.
-            total: sum of the gauge. Not its mean, which says too much while servers start and take no load yet.
+            total: sum over the servers. Not their mean, which says too much while servers start and take no load yet.
             count: how many there are, or will be when those that start have.
             bounds: what may be chosen.
         """
@@ -66,7 +65,7 @@ class LoadFollower:
             self._sums.popleft()
         if now - self._since < _WINDOW_S:  # nothing is known yet
             return count
-        needed = sum(value for _, value in self._sums) / len(self._sums) / self._target
+        needed = sum(value for _, value in self._sums) / len(self._sums)
         right = count if abs(needed / count - 1.0) <= _TOLERANCE else math.ceil(needed)
         right = max(bounds.least, min(bounds.most, right, 2 * count))
         self._wanted.append((now, right))
