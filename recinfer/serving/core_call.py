@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-__all__ = ["LATER", "SERVER_PARTS", "CoreCall", "Ending", "Fast", "Later", "Method", "Owner", "binding"]
+__all__ = ["LATER", "SERVER_PARTS", "CoreCall", "Each", "Ending", "Fast", "Later", "Method", "Owner", "binding"]
 
 _log = logging.getLogger("recinfer.serving.server")
 
@@ -50,6 +50,9 @@ class Later(Enum):
 LATER = Later.LATER
 """What a Fast says that has deferred its call, and will end it."""
 
+Each = Callable[[bytes], bytes]
+"""Answers one message of a stream, on gRPC's thread. What it raises ends the stream, so an error of ours is an answer too."""
+
 Fast = Callable[[bytes, float, "CoreCall"], "bytes | Ending | Later | None"]
 """Answers a message at once, on gRPC's thread: takes it, the ``time.monotonic()`` after which nobody waits, and the call.
 None: the call's handler has to answer. LATER: see :meth:`CoreCall.defer`."""
@@ -68,7 +71,7 @@ class Owner(Protocol):
     loop: asyncio.AbstractEventLoop
     tasks: set[asyncio.Task[None]]
     deferred: set[CoreCall]
-    open: set[CoreCall]
+    open: set[Any]
 
     def was_handed(self) -> None:
         """A call is on its way to the loop; called on gRPC's thread."""

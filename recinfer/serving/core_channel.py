@@ -1,4 +1,5 @@
-"""The client's side of recinfer.serving.core: calls of one message in and out, whose ends gRPC's own thread tells.
+"""The client's side of recinfer.serving.core: calls of one message in and out, whose ends gRPC's own thread tells, and what
+streams (recinfer.serving.core_stream) are made of.
 
 A thread waits for the events of all calls of a channel, and whoever asked is called there; no event loop has to wake up.
 What it is made of is what grpcio's own synchronous channel (``grpc/_channel.py``) is made of.
@@ -21,6 +22,9 @@ __all__ = ["Asked", "CoreChannel", "knows_channels"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _STOP_S = 5.0  # until the thread of a channel that is closed has ended
+
+Batches = tuple[tuple[tuple[Any, ...], Callable[[Any], None]], ...]
+"""Operations, and who is told of the event when they are done."""
 
 Asked = Callable[["bytes | None", str, str], None]
 """Told of a call's end, on the channel's thread: the answer or None, the name of the ``grpc.StatusCode``, its details."""
@@ -74,15 +78,40 @@ class CoreChannel:
             _core.ReceiveMessageOperation(0),
             _core.ReceiveStatusOnClientOperation(0),
         )
-        call = self._begin(path, time.time() + deadline - time.monotonic(), operations, functools.partial(_end, done))
+        told = functools.partial(_end, done)
+        call = self._begin(path, time.time() + deadline - time.monotonic(), ((operations, told),))
         return None if call is None else functools.partial(_cancel, call)
 
-    def _begin(self, path: bytes, deadline: float, operations: tuple[Any, ...], told: Any, last: bool = False) -> Any:
+    def open(self, path: bytes, batches: Batches) -> Any:
+        """Begin a call that has no deadline and goes on, see :meth:`go_on`; None: the channel is closed."""
+        return self._begin(path, None, batches)
+
+    def go_on(self, call: Any, operations: tuple[Any, ...], told: Callable[[Any], None]) -> bool:
+        """More operations of a call of :meth:`open`. False: it has ended, and ``told`` is not called."""
+        with self._lock:
+            if self._closes:
+                return False
+            self._under_way += 1
+        begun = False
+        try:
+            begun = bool(call.operate(operations, told))
+        finally:
+            if not begun:  # its thread is still there: a call that has ended was told so, or will be
+                with self._lock:
+                    self._under_way -= 1
+        return begun
+
+    @staticmethod
+    def code_of(status: Any) -> str:
+        """Name of the ``grpc.StatusCode`` of an operation that took a call's status."""
+        return _NAMES.get(status.code(), "UNKNOWN")
+
+    def _begin(self, path: bytes, deadline: float | None, batches: Batches, last: bool = False) -> Any:
         with self._lock:
             if self._closes and not last:
                 return None
-            call = self._channel.integrated_call(0, path, None, deadline, None, None, ((operations, told),), None)
-            self._under_way += 1
+            call = self._channel.integrated_call(0, path, None, deadline, None, None, batches, None)
+            self._under_way += len(batches)
             if self._thread is None:
                 name = f"recinfer-asks-{self._target}"
                 self._thread = threading.Thread(target=self._take_events, name=name, daemon=True)
@@ -99,7 +128,7 @@ class CoreChannel:
         if thread is not None and idle:
             # Nothing may wait for events of a channel that is closed. One more brings the thread back, and is its last.
             operations = (_core.SendInitialMetadataOperation(None, 0), _core.ReceiveStatusOnClientOperation(0))
-            self._begin(b"/", time.time() - 1.0, operations, _nothing, last=True)
+            self._begin(b"/", time.time() - 1.0, ((operations, _nothing),), last=True)
             thread.join(_STOP_S)
         self._channel.close(_core.StatusCode.cancelled, "the connection was closed")
         if thread is not None:
@@ -124,7 +153,7 @@ class CoreChannel:
 
 def _end(done: Asked, event: Any) -> None:
     *_, message, status = event.batch_operations
-    code = _NAMES.get(status.code(), "UNKNOWN")
+    code = CoreChannel.code_of(status)
     done(message.message() if code == "OK" else None, code, status.details() or "")
 
 

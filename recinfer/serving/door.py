@@ -11,7 +11,7 @@ import grpc.aio
 
 from recinfer.errors import OverloadedError
 from recinfer.serving.core import CoreServer, knows_grpcio
-from recinfer.serving.core_call import Ending, Fast
+from recinfer.serving.core_call import Each, Ending, Fast
 from recinfer.serving.observe import Observer
 from recinfer.serving.retry import retry_info
 from recinfer.serving.security import NO_TOKEN, Security, TokenInterceptor
@@ -80,16 +80,22 @@ class Door:
         return ending
 
 
-def grpc_server(door: Door, options: Sequence[tuple[str, Any]], fast: Mapping[str, Fast] | None = None) -> GrpcServer:
+def grpc_server(
+    door: Door,
+    options: Sequence[tuple[str, Any]],
+    fast: Mapping[str, Fast] | None = None,
+    streams: Mapping[str, Each] | None = None,
+) -> GrpcServer:
     """A server whose calls have to pass ``door`` first. Where grpcio is not known well enough it is grpc.aio's: then nothing
-    is refused or answered before it is with its handler.
+    is refused or answered before it is with its handler, and ``streams`` are not there.
 
     Args:
         options: of the server's channels.
         fast: what may be answered at once, by method path.
+        streams: what answers each message of a call that has many, by method path.
     """
     if knows_grpcio():
-        return CoreServer(options, door.admit, fast)
+        return CoreServer(options, door.admit, fast, streams)
     _log.info("grpcio %s is not known; calls take the longer way through grpc.aio", grpc.__version__)
     interceptors = [] if door.security.token is None else [TokenInterceptor(door.security)]
     return grpc.aio.server(interceptors=interceptors, options=options)

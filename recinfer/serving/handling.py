@@ -17,7 +17,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from recinfer.serving.core_call import LATER, CoreCall, Ending, Fast, Later
+from recinfer.serving.core_call import LATER, CoreCall, Each, Ending, Fast, Later
 from recinfer.serving.door import GrpcServer
 from recinfer.serving.ending_health import EndingHealth
 from recinfer.serving.observe import Observer
@@ -35,6 +35,7 @@ __all__ = [
     "generic_handler",
     "handler",
     "in_time",
+    "one_by_one",
     "until_signalled",
 ]
 
@@ -47,6 +48,8 @@ _AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
 deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 Answer = Callable[[bytes], Awaitable[bytes]]
+
+Answered = Callable[[bytes], bytes]
 
 Told = Callable[["bytes | Exception | None"], None]
 """Takes an answer, an error, or None where the method's handler is to answer; once, on any thread."""
@@ -157,6 +160,26 @@ def in_time(call: str, begin: Begin, observer: Observer) -> Fast:
         return found
 
     return fast
+
+
+def one_by_one(call: str, answer: Answered, failed: Callable[[Ending], bytes], observer: Observer) -> Each:
+    """The same for the messages of a stream, each counted as a call of ``call``.
+
+    Args:
+        failed: what a message is answered with that cannot be.
+    """
+
+    def each(data: bytes) -> bytes:
+        start = time.perf_counter()
+        try:
+            found, code = answer(data), "OK"
+        except Exception as error:
+            ending = _ending(call, data, error)
+            found, code = failed(ending), ending.code
+        observer.answered(call, code, time.perf_counter() - start, num_bytes=len(data))
+        return found
+
+    return each
 
 
 def _ending(call: str, data: bytes, error: Exception) -> Ending:

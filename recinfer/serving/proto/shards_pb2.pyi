@@ -39,14 +39,24 @@ class ShardRequest(_message.Message):
     def __init__(self, version: _Optional[str] = ..., batch_size: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[ShardPart, _Mapping]]] = ..., half: _Optional[bool] = ..., stored: _Optional[bool] = ...) -> None: ...
 
 class ShardResponse(_message.Message):
-    __slots__ = ("values", "packed", "fill")
+    __slots__ = ("values", "packed", "failure", "fill")
     VALUES_FIELD_NUMBER: _ClassVar[int]
     PACKED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     FILL_FIELD_NUMBER: _ClassVar[int]
     values: _containers.RepeatedScalarFieldContainer[bytes]
     packed: _containers.RepeatedScalarFieldContainer[bytes]
+    failure: Failure
     fill: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, values: _Optional[_Iterable[bytes]] = ..., packed: _Optional[_Iterable[bytes]] = ..., fill: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, values: _Optional[_Iterable[bytes]] = ..., packed: _Optional[_Iterable[bytes]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., fill: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class PrepareRequest(_message.Message):
     __slots__ = ("version", "folder", "deltas")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from recinfer.errors import InputError
 from recinfer.inference.bags import offsets_of
 from recinfer.serving import codec
+from recinfer.serving.core_call import Ending
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import shards_pb2 as pb
 from recinfer.serving.wire import Buffer, bytes_field, field_head
@@ -25,9 +26,11 @@ __all__ = [
     "Parts",
     "Request",
     "RequestPart",
+    "decode_failure",
     "decode_part",
     "decode_request",
     "decode_response",
+    "encode_failure",
     "encode_part",
     "encode_response",
     "join_request",
@@ -40,6 +43,7 @@ _NO_LENGTHS, _BYTE, _INT = 0, 1, 4
 _PARTS, _VALUES, _PACKED, _FILL = 3, 1, 2, 15
 _ALIGNED = 4
 
+_FAILED = field_head(3, 0)[:1]
 PACKED_HEAD = field_head(_PACKED, 0)[:-1]
 """What stands before the size of packed rows in a ``ShardResponse``."""
 
@@ -163,6 +167,19 @@ def encode_response(values: Sequence[Sequence[NDArray[Any]]]) -> bytes:
         parts += [head, *field]
         at += len(head) + size
     return b"".join(parts)
+
+
+def encode_failure(ending: Ending) -> bytes:
+    """A serialized ``ShardResponse`` that says why there is no answer."""
+    return pb.ShardResponse(failure=pb.Failure(code=ending.code, message=ending.message)).SerializeToString()
+
+
+def decode_failure(data: bytes) -> Ending | None:
+    """The same read back; None: it is an answer."""
+    if data[:1] != _FAILED:
+        return None
+    failure = codec.parse(pb.ShardResponse, data).failure
+    return Ending(failure.code, failure.message)
 
 
 @lru_cache(maxsize=1024)

@@ -24,7 +24,7 @@ from recinfer.serving.security import read_token
 
 __all__ = ["ReplicaPool"]
 
-_LOOK_S, _RESOLVE_S = 0.5, 5.0
+_LOOK_S, _RESOLVE_S, _EXPIRE_S = 0.5, 5.0, 0.05
 _log = logging.getLogger(__name__)
 
 
@@ -52,7 +52,7 @@ class ReplicaPool:
         self._wanted: weakref.WeakValueDictionary[str, VersionSpec] = weakref.WeakValueDictionary()
         self._resolved: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._retiring: set[asyncio.Task[None]] = set()
         self.loop: asyncio.AbstractEventLoop
         run_on_loop(self._start())
@@ -140,12 +140,10 @@ class ReplicaPool:
     async def _start(self) -> None:
         self.loop = asyncio.get_running_loop()
         await self._list()
-        self._task = asyncio.get_running_loop().create_task(self._follow())
+        self._tasks = tuple(self.loop.create_task(each) for each in (self._follow(), self._expire()))
 
     async def _stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        for task in self._retiring:
+        for task in (*self._tasks, *self._retiring):
             task.cancel()
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
 
@@ -163,6 +161,14 @@ class ReplicaPool:
                 _log.error("the shards stay as they were: %s", error)
             except Exception:
                 _log.exception("following %s failed", self._path)
+
+    async def _expire(self) -> None:
+        """End what has waited too long at a replica, where gRPC does not."""
+        while True:
+            await asyncio.sleep(_EXPIRE_S)
+            for replica in self._replicas.values():
+                if replica.quick is not None:
+                    replica.quick.expire()
 
     async def _list(self) -> None:
         """Replicas for what the file and DNS say now; the others are closed."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from recinfer.errors import RecinferError
 from recinfer.serving.remote.fan import Answers, Ask, CallFailed, Fan, Try, choose, hedge_delay
-from recinfer.serving.remote.replica import FIND, Replica
+from recinfer.serving.remote.replica import Replica
 
 if TYPE_CHECKING:
     from recinfer.serving.remote.fanout import Fanout
@@ -82,7 +82,7 @@ class QuickFan:
         assert replica.quick is not None
         told = functools.partial(self._ended, each)
         try:
-            each.cancel = replica.quick.ask(FIND, request, self._of.deadline, replica.metadata, told)
+            each.cancel = replica.quick.ask(request, self._of.deadline, told)
         except Exception as error:  # ours: the other calls go on, and somebody waits for them
             told(None, "INTERNAL", f"it cannot be asked: {error}")
             return

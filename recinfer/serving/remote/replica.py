@@ -18,13 +18,10 @@ from grpc_health.v1 import health_pb2
 
 from recinfer.serving.core_channel import CoreChannel, knows_channels
 from recinfer.serving.proto import shards_pb2 as pb
+from recinfer.serving.remote.asks import FIND, SERVICE_NAME, Asks
 from recinfer.serving.remote.versions import VersionSpec
 
-__all__ = ["FIND", "SERVICE_NAME", "Replica"]
-
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Shards"].full_name
-FIND = f"/{SERVICE_NAME}/Find".encode()
-"""The method that looks up."""
+__all__ = ["Replica"]
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _STATE_S = 5.0
@@ -69,7 +66,7 @@ class Replica:
         versions: those that it has.
         outstanding: requests that it has not answered; ``answers``: how many it has.
         why: what the last failure was, for messages.
-        quick: for ``Find`` without the loop; None where grpcio is not known well enough.
+        quick: asks without the loop; None where grpcio is not known well enough.
     """
 
     def __init__(
@@ -93,7 +90,7 @@ class Replica:
             self._channel = grpc.aio.secure_channel(target, credentials, options=options)
         # What goes over the second connection needs no loop; it is made by the first call. Nor does it need what gRPC does
         # for calls besides: retries, compression, limits of messages' sizes, statistics.
-        self.quick = CoreChannel(target, [*options, _BARE], credentials) if knows_channels() else None
+        self.quick = Asks(CoreChannel(target, [*options, _BARE], credentials), metadata) if knows_channels() else None
         self.metadata, self._wanted, self._changed = metadata, wanted, changed
         self._prepare_seconds = prepare_seconds
         self.find = self._channel.unary_unary(FIND.decode())

@@ -28,6 +28,7 @@ from recinfer.serving.handling import (
     at_once,
     connection_options,
     generic_handler,
+    one_by_one,
     until_signalled,
 )
 from recinfer.serving.limits import Limits
@@ -35,7 +36,8 @@ from recinfer.serving.loop import run_on_loop
 from recinfer.serving.metrics import Status, plain_histogram
 from recinfer.serving.observe import Observer
 from recinfer.serving.proto import shards_pb2 as pb
-from recinfer.serving.remote.replica import SERVICE_NAME
+from recinfer.serving.remote.asks import FIND_EACH, SERVICE_NAME
+from recinfer.serving.remote.messages import encode_failure
 from recinfer.serving.remote.tables import ShardTables
 from recinfer.serving.security import Security
 from recinfer.serving.stats import RequestStats
@@ -155,6 +157,7 @@ class ShardServer:
         server = grpc_server(
             Door(self._security, self._observer),
             fast={f"/{SERVICE_NAME}/Find": at_once("Find", self._find_small, self._observer)},
+            streams={FIND_EACH.decode(): one_by_one("Find", self._find_here, encode_failure, self._observer)},
             options=[
                 ("grpc.max_receive_message_length", self._limits.max_message_bytes),
                 ("grpc.max_send_message_length", -1),
@@ -228,16 +231,24 @@ class ShardServer:
         """On gRPC's thread."""
         if len(data) > _INLINE_BYTES or self._running >= self._max_running:
             return None
+        return self._find_here(data)
+
+    def _find_here(self, data: bytes) -> bytes:
+        """On gRPC's thread too."""
+        self._check_room()
         start = time.perf_counter()
         try:
             return self.tables.find(data, self._limits)
         finally:
             self._stages.add("lookup", time.perf_counter() - start)
 
-    async def _find(self, data: bytes) -> bytes:
+    def _check_room(self) -> None:
         if self._running >= self._max_running:
             self._refused += 1
             raise OverloadedError(f"the shard has {self._running} requests under way, its limit", retry_after=0.01)
+
+    async def _find(self, data: bytes) -> bytes:
+        self._check_room()
         self._running += 1
         start = time.perf_counter()
         try:

@@ -1,0 +1,174 @@
+"""What rankers ask over streams: the answers and errors of calls, and calls wherever a stream will not do."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recinfer.serving.core_channel import CoreChannel
+from recinfer.serving.proto import shards_pb2 as pb
+from recinfer.serving.remote import asks as module
+from recinfer.serving.remote.asks import Asks
+from recinfer.serving.remote.server import ShardServer
+from tests.serving.remote.fleet import shard, until
+from tests.serving.remote.test_direct import make_archive, pytestmark
+
+__all__ = ["pytestmark"]
+
+LONG = 60.0
+End = tuple["bytes | None", str, str]
+
+
+@contextmanager
+def asking(tmp_path: Path, find: Callable[[bytes], bytes] | None = None) -> Iterator[tuple[ShardServer, Asks]]:
+    with shard(make_archive(tmp_path, "row_wise"), (0, 1, 2)) as server:
+        if find is not None:
+            server.tables.find = lambda data, limits: find(data)  # type: ignore[method-assign]
+        asks = Asks(CoreChannel(server.target, ()))
+        try:
+            yield server, asks
+        finally:
+            asks.close()
+
+
+def begin(asks: Asks, question: bytes, seconds: float = LONG) -> tuple[queue.SimpleQueue[End], Any]:
+    ends: queue.SimpleQueue[End] = queue.SimpleQueue()
+    cancel = asks.ask(question, time.monotonic() + seconds, lambda *end: ends.put(end))
+    return ends, cancel
+
+
+def ask(asks: Asks, question: bytes) -> End:
+    return begin(asks, question)[0].get(timeout=LONG)
+
+
+def streaming(asks: Asks) -> None:
+    """Returns once there is a stream."""
+    ask(asks, b"")
+    until(lambda: any(stream.is_open for stream in asks._streams))
+
+
+def test_errors_are_those_of_calls(tmp_path: Path):
+    with asking(tmp_path) as (server, asks):
+        (key,) = server.tables.keys()
+        questions = [
+            b"no message",
+            pb.ShardRequest(version="nobody has it", batch_size=1).SerializeToString(),
+            pb.ShardRequest(version=key, batch_size=0).SerializeToString(),
+            pb.ShardRequest(version=key, batch_size=1, parts=[pb.ShardPart(rank=7)]).SerializeToString(),
+        ]
+        calls = []
+        for question in questions:
+            asks._again = time.monotonic() + LONG  # none opens
+            calls.append(ask(asks, question))
+        assert not asks._streams
+        asks._again = 0.0
+        streaming(asks)
+        assert [ask(asks, question) for question in questions] == calls
+        assert all(stream.is_open for stream in asks._streams), "no error ended it"
+        assert {code for _, code, _ in calls} == {"INVALID_ARGUMENT", "FAILED_PRECONDITION"}
+        counts = server.stats.requests()
+        assert counts["Find", "INVALID_ARGUMENT"] == 2 * 3 + 1 and counts["Find", "FAILED_PRECONDITION"] == 2
+
+
+def test_an_overloaded_shard_says_so(tmp_path: Path):
+    with asking(tmp_path, lambda data: b"") as (server, asks):
+        streaming(asks)
+        server._running = server._max_running
+        assert ask(asks, b"x")[1] == "RESOURCE_EXHAUSTED"
+        assert server.status()["held"]["refused"] == 1
+        server._running = 0
+        assert ask(asks, b"x") == (b"", "OK", "")
+
+
+def test_what_comes_at_once_does_not_wait_in_a_stream(tmp_path: Path):
+    """Calls while streams are busy, further streams up to a bound, and all of them answered."""
+    with asking(tmp_path, lambda data: data * 2) as (_, asks):
+        streaming(asks)
+        for _ in range(20):
+            ends = [begin(asks, bytes([number]))[0] for number in range(12)]
+            for number, end in enumerate(ends):
+                assert end.get(timeout=LONG) == (bytes([number]) * 2, "OK", "")
+        assert 1 < len(asks._streams) <= 4
+
+
+def test_large_questions_are_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    threads: list[str] = []
+
+    def find(data: bytes) -> bytes:
+        threads.append(threading.current_thread().name)
+        return b""
+
+    with asking(tmp_path, find) as (_, asks):
+        streaming(asks)
+        (stream,) = asks._streams
+        monkeypatch.setattr(stream, "ask", lambda *args: pytest.fail("a stream was asked"))
+        assert ask(asks, bytes((32 << 10) + 1)) == (b"", "OK", "")
+        assert threads[-1].startswith("recinfer-shard"), "of the pool: others do not wait behind it"
+
+
+def test_a_server_without_the_method_is_asked_by_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "FIND_EACH", b"/recinfer.v1.Shards/FromTomorrow")
+    with asking(tmp_path, lambda data: data) as (server, asks):
+        assert ask(asks, b"x") == (b"x", "OK", "")
+        (first,) = asks._streams
+        until(lambda: first.is_over)
+        assert [ask(asks, b"x") for _ in range(10)] == [(b"x", "OK", "")] * 10
+        assert first.code == "UNIMPLEMENTED" and not asks._streams
+        assert server.stats.requests() == {("Find", "OK"): 11}
+
+
+def test_nobody_waits_past_a_deadline(tmp_path: Path):
+    go_on = threading.Event()
+
+    def find(data: bytes) -> bytes:
+        assert data != b"wait" or go_on.wait(LONG)
+        return data
+
+    with asking(tmp_path, find) as (_, asks):
+        streaming(asks)
+        ends, _ = begin(asks, b"wait", 0.1)
+        cancelled, cancel = begin(asks, b"wait")
+        cancel()
+        asks.expire()
+        assert ends.empty()
+        until(lambda: asks.expire() or not ends.empty())
+        assert ends.get(timeout=LONG)[:2] == (None, "DEADLINE_EXCEEDED")
+        go_on.set()
+        assert ask(asks, b"x") == (b"x", "OK", "")
+        assert ends.empty()
+        assert cancelled.empty() or cancelled.get()[1] == "CANCELLED"
+
+
+def test_old_streams_are_replaced_without_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with asking(tmp_path, lambda data: data) as (_, asks):
+        streaming(asks)
+        (old,) = asks._streams
+        monkeypatch.setattr(module, "_AGE_S", 0.0)
+        assert ask(asks, b"x") == (b"x", "OK", "")
+        monkeypatch.setattr(module, "_AGE_S", 300.0)
+        until(lambda: old.is_over)
+        assert old.code == "OK" and old not in asks._streams
+        streaming(asks)
+        assert ask(asks, b"x") == (b"x", "OK", "")
+
+
+def test_a_server_that_comes_back_has_streams_again(tmp_path: Path):
+    archive = make_archive(tmp_path, "row_wise")
+    with shard(archive, (0, 1, 2)) as server:
+        asks = Asks(CoreChannel(server.target, [("grpc.initial_reconnect_backoff_ms", 100)]))
+        streaming(asks)
+        port = server.port
+    (lost,) = asks._streams
+    until(lambda: lost.is_over)
+    assert ask(asks, b"")[1] == "UNAVAILABLE"
+    back = ShardServer(server.tables, port=port)
+    with back:
+        until(lambda: ask(asks, b"")[1] == "INVALID_ARGUMENT" and any(s.is_open for s in asks._streams))
+        asks.close()

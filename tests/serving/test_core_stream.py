@@ -1,0 +1,200 @@
+"""Streams of one question after another: answers, what ends them, and that who asked is always told, once."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from recinfer.serving import core
+from recinfer.serving.core import CoreServer
+from recinfer.serving.core_call import Ending
+from recinfer.serving.core_channel import CoreChannel
+from recinfer.serving.core_stream import AskStream, Reply
+from recinfer.serving.loop import run_on_loop
+from tests.ports import free_port
+from tests.serving.remote.fleet import until
+
+LONG = 60.0
+ASK = b"/a.B/Ask"
+
+Ends = "queue.SimpleQueue[tuple[bytes | None, str, str]]"
+
+
+class Answers:
+    """What is asked, and when it is answered."""
+
+    def __init__(self) -> None:
+        self.asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.go_on = threading.Event()
+
+    def each(self, question: bytes) -> bytes:
+        self.asked.put(question)
+        if question == b"fail":
+            raise RuntimeError("a secret")
+        if question == b"wait":
+            assert self.go_on.wait(LONG)
+        return question * 2
+
+
+@contextmanager
+def served(admit: core.Admit | None = None, port: int = 0) -> Iterator[tuple[Answers, CoreServer, CoreChannel]]:
+    answers = Answers()
+
+    async def start() -> tuple[CoreServer, int]:
+        server = CoreServer([], *([admit] if admit else []), streams={ASK.decode(): answers.each})
+        bound = server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+        return server, bound
+
+    server, bound = run_on_loop(start())
+    channel = CoreChannel(f"127.0.0.1:{bound}", ())
+    try:
+        yield answers, server, channel
+    finally:
+        answers.go_on.set()
+        channel.close()
+        run_on_loop(server.stop(0), timeout=LONG)
+
+
+def opened(channel: CoreChannel, path: bytes = ASK) -> AskStream:
+    stream = AskStream(channel, path, (("a", "b"),))
+    until(lambda: stream.is_open or stream.is_over)
+    return stream
+
+
+def into() -> tuple[Ends, Reply]:
+    ends: Ends = queue.SimpleQueue()
+    return ends, lambda *end: ends.put(end)
+
+
+def ask(stream: AskStream, question: bytes) -> tuple[bytes | None, str, str]:
+    ends, reply = into()
+    assert stream.ask(question, time.monotonic() + LONG, reply)
+    return ends.get(timeout=LONG)
+
+
+def test_one_question_after_another():
+    with served() as (_, server, channel):
+        stream = opened(channel)
+        assert stream.is_open
+        for question in (b"x", b"", b"y" * 300_000):
+            assert ask(stream, question) == (question * 2, "OK", "")
+        assert len(server.open) == 1
+        assert stream.close()
+        until(lambda: stream.is_over and not server.open)
+        assert stream.code == "OK"
+        assert not stream.ask(b"x", time.monotonic() + LONG, into()[1])
+
+
+def test_grpcs_own_clients_may_use_it():
+    with served() as (_, _, channel), grpc.insecure_channel(channel._target) as plain:
+        call = plain.stream_stream(ASK.decode())
+        assert list(call(iter([b"1", b"2", b"3"]), timeout=LONG)) == [b"11", b"22", b"33"]
+
+
+def test_what_waits_takes_no_second_question():
+    with served() as (answers, _, channel):
+        stream = opened(channel)
+        ends, reply = into()
+        assert stream.ask(b"wait", time.monotonic() + LONG, reply)
+        assert answers.asked.get(timeout=LONG) == b"wait"
+        assert not stream.ask(b"x", time.monotonic() + LONG, into()[1])
+        assert not stream.close()
+        answers.go_on.set()
+        assert ends.get(timeout=LONG) == (b"waitwait", "OK", "")
+        assert ask(stream, b"x") == (b"xx", "OK", "")
+
+
+@pytest.mark.parametrize("how", ["forget", "expire"])
+def test_an_answer_that_nobody_waits_for_is_nobody_elses(how: str):
+    with served() as (answers, _, channel):
+        stream = opened(channel)
+        ends, reply = into()
+        now = time.monotonic()
+        assert stream.ask(b"wait", now + LONG, reply)
+        stream.expire(now)
+        if how == "forget":
+            stream.forget(reply)
+            stream.expire(now + LONG)
+        else:
+            stream.expire(now + LONG)
+            assert ends.get(timeout=LONG)[:2] == (None, "DEADLINE_EXCEEDED")
+        assert not stream.ask(b"x", now + LONG, into()[1]), "its answer is still to come"
+        answers.go_on.set()
+        until(lambda: not stream._asked)
+        assert ask(stream, b"x") == (b"xx", "OK", "")
+        assert ends.empty()
+
+
+def test_a_failure_ends_the_stream_and_tells_who_asked_no_secret():
+    with served() as (_, server, channel):
+        stream = opened(channel)
+        found = ask(stream, b"fail")
+        assert found[:2] == (None, "UNKNOWN") and "secret" not in found[2]
+        until(lambda: stream.is_over and not server.open)
+        assert ask(opened(channel), b"x") == (b"xx", "OK", "")
+
+
+def test_streams_that_are_not_there_or_not_admitted_end_at_once():
+    with served() as (_, server, channel):
+        assert opened(channel, b"/a.B/Nothing").code == "UNIMPLEMENTED"
+        until(lambda: not server.open)
+    with served(lambda path, deadline, metadata: Ending("UNAUTHENTICATED", "no")) as (_, server, channel):
+        assert opened(channel).code == "UNAUTHENTICATED"
+        until(lambda: not server.open)
+    channel = CoreChannel(f"127.0.0.1:{free_port()}", ())
+    assert opened(channel).code == "UNAVAILABLE"
+    channel.close()
+
+
+@pytest.mark.parametrize("grace", [None, 0.2])
+def test_a_server_that_stops_ends_its_streams(grace: float | None):
+    with served() as (answers, server, channel):
+        idle, busy = opened(channel), opened(channel)
+        ends, reply = into()
+        assert busy.ask(b"wait", time.monotonic() + LONG, reply)
+        assert answers.asked.get(timeout=LONG) == b"wait"
+        threading.Timer(0.1, answers.go_on.set).start()
+        run_on_loop(server.stop(grace), timeout=LONG)
+        assert ends.get(timeout=LONG)[1] in ("OK", "UNAVAILABLE", "CANCELLED")
+        until(lambda: idle.is_over and busy.is_over)
+        assert not server.open
+
+
+def test_a_channel_that_is_closed_tells_who_waits():
+    with served() as (answers, server, channel):
+        opened(channel)
+        busy = opened(channel)
+        ends, reply = into()
+        assert busy.ask(b"wait", time.monotonic() + LONG, reply)
+        assert answers.asked.get(timeout=LONG) == b"wait"
+        channel.close()
+        assert ends.get(timeout=LONG)[:2] == (None, "CANCELLED")
+        assert channel._thread is not None and not channel._thread.is_alive()
+        late = AskStream(channel, ASK, ())
+        assert late.is_over and not late.ask(b"x", time.monotonic() + LONG, into()[1])
+        answers.go_on.set()
+        until(lambda: not server.open)
+
+
+def test_who_asks_while_it_ends_is_told_or_refused():
+    """Never neither, and never both, whatever the moment."""
+    with served() as (_, server, channel):
+        for number in range(60):
+            stream = opened(channel)
+            ends, reply = into()
+            closer = threading.Thread(target=stream.close)
+            closer.start()
+            time.sleep(number * 6e-6)
+            if stream.ask(b"x", time.monotonic() + LONG, reply):
+                assert ends.get(timeout=LONG) == (b"xx", "OK", "")
+            closer.join()
+            stream.close()
+            assert ends.empty()
+        until(lambda: not server.open)
