@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from recinfer.serving.remote.replica import Replica
 if TYPE_CHECKING:
     from recinfer.serving.remote.fanout import Fanout
 
-__all__ = ["Answers", "Ask", "CallFailed", "Fan", "Try", "choose", "hedge_delay"]
+__all__ = ["Answers", "Ask", "CallFailed", "Fan", "Try", "choose", "given", "hedge_delay"]
 
 _FIRST_HEDGE_S = 0.05  # until enough answers were timed
 _LEAST_HEDGE_S = 1e-3
@@ -245,10 +246,15 @@ class Fan:
     # -- what comes back ---------------------------------------------------------------------------------------------
 
     def _call(self, each: Try) -> None:
-        """Ask. gRPC runs a task for each call; a second one of ours would only wait for it."""
+        """Ask, past grpc.aio where it can be: that runs a task for each call."""
         replica = each.replica
         try:
             request, each.count = self._of.message(each.ranks)
+            if replica.quick is not None:
+                each.cancel = replica.quick.ask(request, self._of.deadline, functools.partial(self._hear, each))
+                if each.cancel is None:
+                    self._hear(each, None, "CANCELLED", "the connection was closed")
+                return
             left = max(0.001, self._of.deadline - time.monotonic())
             call = replica.find(request, timeout=left, metadata=replica.metadata)
             each.cancel = call.cancel
@@ -257,6 +263,10 @@ class Fan:
         except Exception as error:  # the channel is closed
             self._stop(each)
             self._fail(error)
+
+    def _hear(self, each: Try, data: bytes | None, code: str, details: str) -> None:
+        """On any thread."""
+        self._loop.call_soon_threadsafe(self.ended, each, functools.partial(given, data, code, details))
 
     def ended(self, each: Try, result: Callable[[], bytes]) -> None:
         """A call is over; ``result`` gives its answer, or raises CallFailed."""
@@ -357,6 +367,13 @@ class Fan:
         if self._fanout.missing == "default_rows":
             where += "; shards.json asks for default rows, but the archive's manifest does not allow them"
         self._fail(UnavailableError(where))
+
+
+def given(data: bytes | None, code: str, details: str) -> bytes:
+    """What a call gave that ended so; raises CallFailed."""
+    if data is None:
+        raise CallFailed(code, details)
+    return data
 
 
 def _result(call: grpc.aio.UnaryUnaryCall[bytes, bytes]) -> bytes:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from recinfer.errors import RecinferError
-from recinfer.serving.remote.fan import Answers, Ask, CallFailed, Fan, Try, choose, hedge_delay
+from recinfer.serving.remote.fan import Answers, Ask, Fan, Try, choose, given, hedge_delay
 from recinfer.serving.remote.replica import Replica
 
 if TYPE_CHECKING:
@@ -142,13 +142,8 @@ class QuickFan:
         self._follows = self._fanout.loop.create_task(self._follow(self._fan))
 
     def _pass_on(self, each: Try, data: bytes | None, code: str, details: str) -> None:
-        def result() -> bytes:
-            if data is None:
-                raise CallFailed(code, details)
-            return data
-
         assert self._fan is not None
-        self._fan.ended(each, result)
+        self._fan.ended(each, functools.partial(given, data, code, details))
 
     async def _follow(self, fan: Fan) -> None:
         error: Exception | None = None

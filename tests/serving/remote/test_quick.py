@@ -282,7 +282,9 @@ def test_a_call_that_cannot_be_made_is_an_error_and_leaves_nothing_behind(
 ):
     with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
         fanout = service.registry.get().predictor.lookups._fanout
-        monkeypatch.setattr(fanout.pool.replicas(2)[0].quick, "_metadata", (("no header", 3),))
+        lost = fanout.pool.replicas(2)[0].quick
+        monkeypatch.setattr(lost, "_streams", ())
+        monkeypatch.setattr(lost, "_metadata", (("no header", 3),))
         found, _ = later(service, "Lookup", codec.encode_lookup_request(make_request(3)))
         assert isinstance(found, RecinferError) and "it cannot be asked" in str(found)
         until(lambda: all(replica.outstanding == 0 for replica in fanout.pool.everyone()))
