@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from recinfer.serving import codec
 from recinfer.serving.client import credentials_of, invoke
 from recinfer.serving.proto import admin_pb2 as pb
+from recinfer.serving.security import authorization
 
 __all__ = ["AdminClient", "LoadedVersion"]
 
@@ -68,7 +69,7 @@ class AdminClient:
         tls_name: str = "",
     ) -> None:
         self.target, self.timeout = target, timeout
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata = authorization(token)
         credentials = credentials_of(tls_ca, tls_cert, tls_key)
         options = [("grpc.ssl_target_name_override", tls_name)] if tls_name else []
         self._channel = (

@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from recinfer.errors import ConfigError
+from recinfer.errors import ConfigError, InputError
 from recinfer.serving.core_call import Ending
 
-__all__ = ["NO_TOKEN", "Security", "TokenInterceptor", "read_token"]
+__all__ = ["NO_TOKEN", "Security", "TokenInterceptor", "authorization", "read_token"]
 
 NO_TOKEN = Ending("UNAUTHENTICATED", "this server needs a token: send 'authorization: Bearer <token>'")
 """What who has not got it is told."""
@@ -50,6 +50,10 @@ class Security:
             raise ConfigError("TLS: got a client authority without a server certificate; mutual TLS needs both")
         if self.token is not None and (len(self.token) < _MIN_TOKEN or not self.token.isascii()):
             raise ConfigError(f"token: got {len(self.token)} characters, expected ASCII of at least {_MIN_TOKEN}")
+        if self.token is not None and not _fits_a_header(self.token):  # no caller could send it
+            raise ConfigError(
+                "token: got several lines, control characters or white space at its ends, expected one line"
+            )
 
     def check_host(self, host: str) -> None:
         """Raises ConfigError when ``host`` is not loopback and nothing says who may call."""
@@ -91,7 +95,8 @@ class Security:
         given = authorization or ""
         if given[: len(_SCHEME)].lower() != _SCHEME:
             return False
-        return hmac.compare_digest(given[len(_SCHEME) :].strip().encode(), self.token.encode())
+        # Bytes that are no text reach us as lone surrogates, which plain UTF-8 would not take.
+        return hmac.compare_digest(given[len(_SCHEME) :].strip().encode(errors="surrogatepass"), self.token.encode())
 
     def admits(self, path: str, metadata: Iterable[tuple[str, Any]]) -> bool:
         """The same for a call of gRPC; health stays open, for those who watch the server."""
@@ -103,6 +108,24 @@ class Security:
 def read_token(path: Path) -> str:
     """The token in a file, without the white space around it; raises ConfigError."""
     return _read(path).decode("ascii", "replace").strip()
+
+
+def authorization(token: str) -> tuple[tuple[str, str], ...]:
+    """The metadata that a call with ``token`` carries, without the white space around it; empty: none.
+
+    Raises:
+        InputError: a token that no header can hold.
+    """
+    plain = token.strip()
+    if not _fits_a_header(plain):
+        raise InputError(
+            f"token: got {len(plain)} characters, some no printable ASCII; expected the server's token alone"
+        )
+    return (("authorization", f"Bearer {plain}"),) if plain else ()
+
+
+def _fits_a_header(text: str) -> bool:
+    return text.isascii() and text.isprintable() and text == text.strip()
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import ssl
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from recinfer.errors import ConfigError, RecinferError
+from recinfer.errors import ConfigError, InputError, RecinferError
 from recinfer.inference.predictor import Predictor
+from recinfer.serving.admin_client import AdminClient
 from recinfer.serving.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.loop import run_on_loop
 from recinfer.serving.proto import inference_pb2 as pb
@@ -69,6 +72,37 @@ def test_what_does_not_hold_together_is_refused(tmp_path: Path):
     (tmp_path / "token").write_text(f"  {TOKEN}\n")
     assert read_token(tmp_path / "token") == TOKEN
     assert TOKEN not in repr(Security(token=TOKEN))
+    for nobody_could_send in (f"{TOKEN}\n", f"{TOKEN}\n{TOKEN}", f"{TOKEN}\0"):
+        with pytest.raises(ConfigError, match="expected one line"):
+            Security(token=nobody_could_send)
+
+
+def test_a_client_sends_the_token_of_a_file_and_never_says_it(predictor: Predictor):
+    with Server({"tiny": predictor}, security=Security(token=TOKEN)) as server:
+        with InferenceClient(server.target, token=f"{TOKEN}\n", timeout=60) as client:
+            assert client.get_model().name == "tiny"
+        for odd in ("\N{LATIN SMALL LETTER E WITH ACUTE}" * 16, f"{TOKEN}\n{TOKEN}"):
+            for client_of in (InferenceClient, AsyncInferenceClient, AdminClient):
+                with pytest.raises(InputError, match=r"token: got \d+ characters") as caught:
+                    client_of(server.target, token=odd)
+                assert odd not in str(caught.value)
+
+
+@pytest.mark.parametrize("header", [b"Bearer \xff\xfe", b"Basic \xc3\xa9", b"Basic \xff", b"Basic /w==", b"Bearer"])
+def test_a_header_that_is_no_token_is_no_error_of_the_servers(secured: Server, header: bytes):
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
+    for port, path in ((secured.http_port, "/v2"), (secured.metrics_port, "/metrics")):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", path, headers={"Authorization": header})
+        assert connection.getresponse().status == 401
+        connection.close()
+
+
+@pytest.fixture(scope="module")
+def secured(predictor: Predictor) -> Iterator[Server]:
+    """All three ports, with a token."""
+    with Server({"tiny": predictor}, http_port=0, metrics_port=0, security=Security(token=TOKEN)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
