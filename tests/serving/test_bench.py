@@ -79,6 +79,14 @@ def test_a_server_that_answers_nothing_is_a_failure(archive: Path):
             assert "InputError" in result.output and "nan" not in result.output.lower()
 
 
+def test_a_picture_that_cannot_be_written_is_found_before_the_measurement(tmp_path: Path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the plot extra)")
+    for picture, words in ((tmp_path / "curve.txt", "cannot write"), (tmp_path / "nowhere" / "curve.png", "no folder")):
+        args = ["bench", "serve", "--target", "127.0.0.1:1", "--plot", str(picture), "--duration", "1000"]
+        result = CliRunner().invoke(app, args)
+        assert result.exit_code == 2 and words in result.output, result.output
+
+
 def test_wrong_arguments():
     with pytest.raises(InputError):
         measure_load("127.0.0.1:1", concurrency=[0])
