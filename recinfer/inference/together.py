@@ -208,7 +208,9 @@ def _broadcast(part: Any, found: Tensor, taken: Sequence[_Taken]) -> None:
     start = 0
     for mine in taken:
         stop = start + mine.features.batch
-        for first, last in part.columns_of(mine.shared) if stop > start else ():
+        if stop == start:
+            continue
+        for first, last in part.columns_of(mine.shared):
             rows[start + 1 : stop, first:last] = rows[start, first:last]
         start = stop
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 from google.protobuf.message import Message
 
+from recinfer.errors import InputError
 from recinfer.serving import codec
 from recinfer.serving.client import credentials_of, invoke
 from recinfer.serving.proto import admin_pb2 as pb
@@ -96,7 +97,10 @@ class AdminClient:
 
     def set_weights(self, model: str, weights: Mapping[str, int]) -> Loaded:
         """Spread requests that name no version: ``{"7": 90, "8": 10}``."""
-        items = [pb.VersionWeight(version=version, weight=weight) for version, weight in weights.items()]
+        try:
+            items = [pb.VersionWeight(version=version, weight=weight) for version, weight in weights.items()]
+        except (TypeError, ValueError):
+            raise InputError(f"weights: got {dict(weights)}, expected whole numbers from 0 to 2^32 - 1") from None
         return self._call("SetWeights", pb.SetWeightsRequest(model=model, weights=items))
 
     def rollback(self, model: str) -> Loaded:

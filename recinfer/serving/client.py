@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import grpc.aio
 import torch
 from grpc_health.v1 import health_pb2
 
-from recinfer.errors import InputError, OverloadedError, RecinferError, UnavailableError
+from recinfer.errors import ConfigError, InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.inference.together import Outputs
 from recinfer.serving import codec
 from recinfer.serving.answers import (
@@ -24,7 +25,7 @@ from recinfer.serving.answers import (
 )
 from recinfer.serving.columns import as_dense, as_features, as_raw
 from recinfer.serving.proto import inference_pb2 as pb
-from recinfer.serving.security import authorization
+from recinfer.serving.security import authorization, load_pem
 from recinfer.serving.status import error_of
 from recinfer.serving.throttle import Throttle
 from recinfer.serving.tries import LONGEST_S, Tries, is_full, pushback
@@ -344,14 +345,14 @@ def credentials_of(ca: Path | None, cert: Path | None, key: Path | None) -> grpc
         if cert is not None:
             raise InputError("TLS: got a certificate without tls_ca, expected the server's authority too")
         return None
-    return grpc.ssl_channel_credentials(_pem(ca), _pem(key) if key else None, _pem(cert) if cert else None)
-
-
-def _pem(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"TLS: cannot read {path}: {error.strerror}") from None
+        # gRPC would say of a wrong file that the server does not answer.
+        load_pem(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cert, key, ca)
+    except ConfigError as error:
+        raise InputError(str(error)) from None
+    return grpc.ssl_channel_credentials(
+        ca.read_bytes(), key.read_bytes() if key else None, cert.read_bytes() if cert else None
+    )
 
 
 def invoke(

@@ -42,6 +42,13 @@ def test_requests_fit_the_model(client: InferenceClient):
     client.predict(dense, kjt)
 
 
+def test_a_weighted_model_gets_weights(others: dict[str, Path]):
+    with Server({name: load(path) for name, path in others.items()}) as server:
+        for model in others:
+            (found,) = measure_load(server.target, model=model, concurrency=[1], duration=0.05, batch=2, ids=3)
+            assert found.latencies.size and found.errors == {}, model
+
+
 def test_the_verb(server: Server, tmp_path: Path):
     picture = tmp_path / "curve.png"
     args = ["bench", "serve", "--target", server.target, "--concurrency", "1,2", "--duration", "0.1", "--json"]

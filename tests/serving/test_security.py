@@ -112,6 +112,24 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return self_signed(tmp_path_factory.mktemp("tls"), ("server", "client", "stranger"), "IP:127.0.0.1")
 
 
+def test_files_that_are_no_certificates_are_named(certificates: Path, tmp_path: Path):
+    """And not told as a port that cannot be bound, or a server that does not answer."""
+    cert, key, other = (certificates / name for name in ("server.pem", "server.key", "client.key"))
+    junk, locked = tmp_path / "junk.pem", tmp_path / "locked.key"
+    junk.write_text("junk")
+    lock = ["openssl", "pkcs8", "-topk8", "-in", str(key), "-out", str(locked), "-passout", "pass:secret"]
+    subprocess.run(lock, check=True, capture_output=True)
+    for wrong in ((junk, key), (cert, junk), (cert, other), (key, cert), (cert, locked)):
+        with pytest.raises(ConfigError, match=f"{wrong[0].name} and .*{wrong[1].name} are no certificate"):
+            Security(tls_cert=wrong[0], tls_key=wrong[1]).credentials()
+        with pytest.raises(InputError, match=f"{wrong[0].name} and .*{wrong[1].name} are no certificate"):
+            InferenceClient("127.0.0.1:1", tls_ca=cert, tls_cert=wrong[0], tls_key=wrong[1])
+    with pytest.raises(ConfigError, match="key holds no certificate of an authority"):
+        Security(tls_cert=cert, tls_key=key, client_ca=other).credentials()
+    with pytest.raises(InputError, match=r"junk\.pem holds no certificate"):
+        InferenceClient("127.0.0.1:1", tls_ca=junk)
+
+
 def credentials(folder: Path, client: str | None = None) -> grpc.ChannelCredentials:
     root = (folder / "server.pem").read_bytes()
     if client is None:
