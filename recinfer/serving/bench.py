@@ -22,6 +22,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 __all__ = ["LoadResult", "measure_load", "random_features", "random_requests"]
 
 _WARM_UP_S = 0.3
+_REQUESTS, _MOST_IDS = 64, 1 << 25  # that are made beforehand: different ones, but not gigabytes of them
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,9 @@ async def _measure(
     arguments: Mapping[str, Any],
 ) -> list[LoadResult]:
     async with AsyncInferenceClient(target, **arguments) as client:
-        requests = random_requests(await client.get_model(), batch, ids, 64, seed)
+        model = await client.get_model()
+        count = max(1, min(_REQUESTS, _MOST_IDS // max(1, batch * ids * len(model.features))))
+        requests = random_requests(model, batch, ids, count, seed)
         results = []
         for callers in concurrency:
             await _run(client, call, requests, callers, min(_WARM_UP_S, duration))

@@ -202,7 +202,7 @@ class InferenceClient(_Client):
 
 
 class AsyncInferenceClient(_Client):
-    """:class:`InferenceClient` for asyncio: the same arguments, and calls that are awaited on one event loop.
+    """:class:`InferenceClient` for asyncio: the same arguments, and calls that are awaited on one event loop, the first one's.
 
     >>> async with AsyncInferenceClient("127.0.0.1:8500") as client:            # doctest: +SKIP
     ...     found = await client.lookup({"user": [3, 4], "clicks": [[1, 2], []]})

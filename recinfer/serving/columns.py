@@ -23,11 +23,11 @@ def as_features(data: Any) -> KeyedJaggedTensor:
     - a mapping of feature name to column,
     - a pandas DataFrame or pyarrow Table, whose columns are the features.
 
-    A column has one entry a sample: an id, a list of ids, or None for no ids. It is a list, a tensor or numpy array
-    ``[B]`` or ``[B, n]``, a pandas Series, or a pyarrow array of integers or of lists of them.
+    A column has one entry a sample: an id, a list of ids, or None (in pandas NA and NaN too) for no ids. It is a list, a
+    tensor or numpy array ``[B]`` or ``[B, n]``, a pandas Series, or a pyarrow array of integers or of lists of them.
 
     Raises:
-        InputError: a column that holds something else, or columns of different length.
+        InputError: a column that holds something else or is there twice, or columns of different length.
 
     >>> as_features({"user": [3, 4], "clicks": [[1, 2], []]}).lengths().tolist()
     [1, 1, 2, 0]
