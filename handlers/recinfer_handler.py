@@ -117,7 +117,8 @@ def _method(row, index, context):
 
 
 def _is_json(index, context):
-    return (context.get_request_header(index, "Content-Type") or "").partition(";")[0].strip() == "application/json"
+    kind = (context.get_request_header(index, "Content-Type") or "").partition(";")[0]
+    return kind.strip().lower() == "application/json"  # names of types have no case
 
 
 def _json_object(body):

@@ -59,6 +59,10 @@ def serve(options: BenchServeOptions) -> None:
 
     output = Output(options.as_json)
     levels = _levels(options.concurrency)
+    if options.plot is not None:
+        from recinfer.sizing.report import check_picture
+
+        check_picture(options.plot)
     if options.client.wait:
         open_client(options.target, options.client).close()
     results = measure_load(

@@ -17,7 +17,7 @@ from recinfer.errors import ConfigError
 if TYPE_CHECKING:
     from recinfer.serving.security import Security
 
-__all__ = ["EXAMPLE", "NAME", "run"]
+__all__ = ["EXAMPLE", "NAME", "run", "security_of"]
 
 NAME = "serve"
 EXAMPLE = "Example: recinfer serve movielens.rqa --port 8500"
@@ -35,7 +35,7 @@ def run(options: ServeOptions) -> None:
     _check_roles(options)
     if ranks is not None:
         env.listen_in_place()
-    security = _security(options.security)
+    security = security_of(options.security, worker=options.worker)
     security.check_host(options.address.host)
     security.credentials()  # a file that is not there is found before any table is read
     output, address, models = Output(options.as_json), options.address, options.models
@@ -58,11 +58,18 @@ def run(options: ServeOptions) -> None:
     serve_models(options, security, output)
 
 
-def _security(options: SecurityOptions) -> Security:
+def security_of(options: SecurityOptions, *, worker: bool = False) -> Security:
+    """How the server is protected; raises ConfigError.
+
+    Args:
+        worker: of a supervisor, which puts its own token into the environment of its workers: one that takes the place of
+            another has the same as the others then, whatever the file says by now.
+    """
     from recinfer.serving.security import Security, read_token
 
+    path, token = options.token_file, env.token()
     return Security(
-        token=env.token() if options.token_file is None else read_token(options.token_file),
+        token=token if path is None or (worker and token is not None) else read_token(path),
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
         client_ca=options.tls_client_ca,

@@ -6,6 +6,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
+from recinfer import env
 from recinfer.cli.console import Output
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ def supervise(
         # The last of two equal options counts.
         return [sys.executable, "-m", "recinfer", *sys.argv[1:], "--worker", "--json", "--port", str(bound)]
 
-    supervisor = Supervisor(command, workers, host, port, tell=output.note, one_first=one_first)
+    environment = None if security.token is None else env.child_environment(RECINFER_TOKEN=security.token)
+    supervisor = Supervisor(
+        command, workers, host, port, tell=output.note, one_first=one_first, environment=environment
+    )
     shown = _Shown(supervisor.status, host, metrics_port, security)
 
     def ready(answer: dict[str, Any]) -> None:

@@ -98,6 +98,8 @@ class Bags:
 
         The other samples' bags of those features are empty; who looks them up writes the first one's vectors there.
         """
+        if not self.batch:  # nothing that the context could go with
+            return self.arranged(self.keys + context.keys)
         lengths_FB = np.zeros((len(self.keys) + len(context.keys), self.batch), np.int64)
         lengths_FB[: len(self.keys)] = self.lengths_FB
         lengths_FB[len(self.keys) :, 0] = context.lengths_FB[:, 0]

@@ -208,6 +208,8 @@ def _broadcast(part: Any, found: Tensor, taken: Sequence[_Taken]) -> None:
     start = 0
     for mine in taken:
         stop = start + mine.features.batch
+        if stop == start:
+            continue
         for first, last in part.columns_of(mine.shared):
             rows[start + 1 : stop, first:last] = rows[start, first:last]
         start = stop

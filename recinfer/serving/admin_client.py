@@ -9,9 +9,11 @@ from pathlib import Path
 import grpc
 from google.protobuf.message import Message
 
+from recinfer.errors import InputError
 from recinfer.serving import codec
 from recinfer.serving.client import credentials_of, invoke
 from recinfer.serving.proto import admin_pb2 as pb
+from recinfer.serving.security import authorization
 
 __all__ = ["AdminClient", "LoadedVersion"]
 
@@ -68,7 +70,7 @@ class AdminClient:
         tls_name: str = "",
     ) -> None:
         self.target, self.timeout = target, timeout
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata = authorization(token)
         credentials = credentials_of(tls_ca, tls_cert, tls_key)
         options = [("grpc.ssl_target_name_override", tls_name)] if tls_name else []
         self._channel = (
@@ -95,7 +97,10 @@ class AdminClient:
 
     def set_weights(self, model: str, weights: Mapping[str, int]) -> Loaded:
         """Spread requests that name no version: ``{"7": 90, "8": 10}``."""
-        items = [pb.VersionWeight(version=version, weight=weight) for version, weight in weights.items()]
+        try:
+            items = [pb.VersionWeight(version=version, weight=weight) for version, weight in weights.items()]
+        except (TypeError, ValueError):
+            raise InputError(f"weights: got {dict(weights)}, expected whole numbers from 0 to 2^32 - 1") from None
         return self._call("SetWeights", pb.SetWeightsRequest(model=model, weights=items))
 
     def rollback(self, model: str) -> Loaded:

@@ -49,7 +49,8 @@ class Embeddings:
 class ModelDescription:
     """What a served model takes and what it is made of.
 
-    ``contract`` makes its inputs of raw rows; None when the archive was exported without one.
+    ``contract`` makes its inputs of raw rows; None when the archive was exported without one. ``needs_weights``: every
+    request brings a weight for each id.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ModelDescription:
     precision: str
     plan_hash: str
     contract: FeatureContract | None = None
+    needs_weights: bool = False
 
 
 def decode_embeddings(answer: bytes) -> Embeddings:
@@ -75,4 +77,6 @@ def decode_description(answer: bytes) -> ModelDescription:
         from recinfer.data.contract import FeatureContract
 
         contract = FeatureContract.from_dict(json.loads(info.feature_contract))
-    return ModelDescription(info.name, info.version, features, info.num_dense, info.precision, info.plan_hash, contract)
+    return ModelDescription(
+        info.name, info.version, features, info.num_dense, info.precision, info.plan_hash, contract, info.needs_weights
+    )

@@ -22,6 +22,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 __all__ = ["LoadResult", "measure_load", "random_features", "random_requests"]
 
 _WARM_UP_S = 0.3
+_REQUESTS, _MOST_IDS = 64, 1 << 25  # that are made beforehand: different ones, but not gigabytes of them
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class LoadResult:
 
 
 def random_features(
-    features: Sequence[FeatureSpec], batch: int, ids: int, random: torch.Generator
+    features: Sequence[FeatureSpec], batch: int, ids: int, random: torch.Generator, *, weighted: bool = False
 ) -> KeyedJaggedTensor:
-    """``batch`` samples with ``ids`` ids for each feature, uniform over the rows."""
+    """``batch`` samples with ``ids`` ids for each feature, uniform over the rows; ``weighted``: each with a weight below 1."""
     # A feature that several tables read is listed once a table, as feature@table: its ids fit the smallest.
     rows: dict[str, int] = {}
     for feature in features:
@@ -63,7 +64,8 @@ def random_features(
         rows[name] = min(feature.rows, rows.get(name, feature.rows))
     values = torch.cat([torch.randint(limit, (batch * ids,), generator=random) for limit in rows.values()])
     lengths = torch.full((len(rows) * batch,), ids, dtype=torch.int32)
-    return KeyedJaggedTensor.from_parts_unchecked(list(rows), values, lengths, stride=batch)
+    weights = torch.rand(len(values), generator=random) if weighted else None
+    return KeyedJaggedTensor.from_parts_unchecked(list(rows), values, lengths, weights=weights, stride=batch)
 
 
 def random_requests(
@@ -74,7 +76,7 @@ def random_requests(
     return [
         (
             torch.randn(batch, model.num_dense, generator=random),
-            random_features(model.features, batch, ids, random),
+            random_features(model.features, batch, ids, random, weighted=model.needs_weights),
         )
         for _ in range(count)
     ]
@@ -120,7 +122,9 @@ async def _measure(
     arguments: Mapping[str, Any],
 ) -> list[LoadResult]:
     async with AsyncInferenceClient(target, **arguments) as client:
-        requests = random_requests(await client.get_model(), batch, ids, 64, seed)
+        model = await client.get_model()
+        count = max(1, min(_REQUESTS, _MOST_IDS // max(1, batch * ids * len(model.features))))
+        requests = random_requests(model, batch, ids, count, seed)
         results = []
         for callers in concurrency:
             await _run(client, call, requests, callers, min(_WARM_UP_S, duration))

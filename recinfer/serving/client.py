@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import grpc.aio
 import torch
 from grpc_health.v1 import health_pb2
 
-from recinfer.errors import InputError, OverloadedError, RecinferError, UnavailableError
+from recinfer.errors import ConfigError, InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.inference.together import Outputs
 from recinfer.serving import codec
 from recinfer.serving.answers import (
@@ -24,9 +25,10 @@ from recinfer.serving.answers import (
 )
 from recinfer.serving.columns import as_dense, as_features, as_raw
 from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.security import authorization, load_pem
 from recinfer.serving.status import error_of
 from recinfer.serving.throttle import Throttle
-from recinfer.serving.tries import Tries, is_full, pushback
+from recinfer.serving.tries import LONGEST_S, Tries, is_full, pushback
 
 __all__ = [
     "AsyncInferenceClient",
@@ -56,7 +58,7 @@ class _Client:
         self.target, self.model, self.version, self.timeout, self.retries = target, model, version, timeout, retries
         # One a call, as a server may have no room for predictions and much for lookups.
         self._throttles = {call: Throttle() for call in ("Lookup", "Predict")} if throttle else {}
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata = authorization(token)
 
     def _lookup_request(self, features: Any) -> bytes:
         return codec.encode_lookup_request(as_features(features), self.model, self.version)
@@ -200,7 +202,7 @@ class InferenceClient(_Client):
 
 
 class AsyncInferenceClient(_Client):
-    """:class:`InferenceClient` for asyncio: the same arguments, and calls that are awaited on one event loop.
+    """:class:`InferenceClient` for asyncio: the same arguments, and calls that are awaited on one event loop, the first one's.
 
     >>> async with AsyncInferenceClient("127.0.0.1:8500") as client:            # doctest: +SKIP
     ...     found = await client.lookup({"user": [3, 4], "clicks": [[1, 2], []]})
@@ -222,13 +224,11 @@ class AsyncInferenceClient(_Client):
         tls_name: str = "",
     ) -> None:
         super().__init__(target, model, version, timeout, retries, throttle, token)
-        credentials, options = _security(tls_ca, tls_cert, tls_key, tls_name)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(target, options=options)
-        else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
-        self._methods = {call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in _CALLS}
-        self._methods[_CHECK] = self._channel.unary_unary(f"/{_HEALTH}/{_CHECK}")
+        self._credentials, self._options = _security(tls_ca, tls_cert, tls_key, tls_name)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._methods: dict[str, Any] = {}
+        self._closed = False
 
     async def lookup(self, features: Any, *, timeout: float | None = None) -> Embeddings:
         """As InferenceClient.lookup."""
@@ -263,8 +263,10 @@ class AsyncInferenceClient(_Client):
             await asyncio.sleep(_POLL_S)
 
     async def close(self) -> None:
-        """Close the channel; calls after it fail."""
-        await self._channel.close()
+        """Close the channel; calls under way and after it fail."""
+        self._closed = True
+        if self._channel is not None:
+            await self._channel.close()
 
     async def __aenter__(self) -> AsyncInferenceClient:
         return self
@@ -278,16 +280,42 @@ class AsyncInferenceClient(_Client):
         while True:
             if (wait := tries.held_back()) is None:
                 try:
-                    answer: bytes = await self._methods[call](request, timeout=tries.left, metadata=self._metadata)
+                    answer: bytes = await self._method(call)(request, timeout=tries.left, metadata=self._metadata)
                 except grpc.RpcError as error:
                     if (wait := tries.failed(error)) is None:
                         raise _translated(error, self.target, seconds, _START_WITH) from None
-                except grpc.aio.UsageError as error:  # a closed channel
-                    raise UnavailableError(f"{self.target}: {error}; make a new client") from None
+                except grpc.aio.UsageError:
+                    raise self._is_closed() from None
+                except asyncio.CancelledError:
+                    task = asyncio.current_task()
+                    if not self._closed or task is None or task.cancelling():
+                        raise
+                    # gRPC's word for a call whose channel is closed; nobody has cancelled the task.
+                    raise self._is_closed() from None
                 else:
                     tries.answered()
                     return answer
             await asyncio.sleep(wait)
+
+    def _method(self, call: str) -> Any:
+        """gRPC's call, on a channel of the event loop that the first call is made on: a client may be made before it runs."""
+        loop = asyncio.get_running_loop()
+        if self._closed:
+            raise self._is_closed()
+        if self._channel is None:
+            self._loop = loop
+            if self._credentials is None:
+                self._channel = grpc.aio.insecure_channel(self.target, options=self._options)
+            else:
+                self._channel = grpc.aio.secure_channel(self.target, self._credentials, options=self._options)
+            self._methods = {call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in _CALLS}
+            self._methods[_CHECK] = self._channel.unary_unary(f"/{_HEALTH}/{_CHECK}")
+        elif loop is not self._loop:
+            raise InputError("this client made its first call on another event loop; make one for each loop")
+        return self._methods[call]
+
+    def _is_closed(self) -> UnavailableError:
+        return UnavailableError(f"{self.target}: the client is closed; make a new client")
 
 
 def _is_serving(answer: bytes) -> bool:
@@ -317,14 +345,14 @@ def credentials_of(ca: Path | None, cert: Path | None, key: Path | None) -> grpc
         if cert is not None:
             raise InputError("TLS: got a certificate without tls_ca, expected the server's authority too")
         return None
-    return grpc.ssl_channel_credentials(_pem(ca), _pem(key) if key else None, _pem(cert) if cert else None)
-
-
-def _pem(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"TLS: cannot read {path}: {error.strerror}") from None
+        # gRPC would say of a wrong file that the server does not answer.
+        load_pem(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cert, key, ca)
+    except ConfigError as error:
+        raise InputError(str(error)) from None
+    return grpc.ssl_channel_credentials(
+        ca.read_bytes(), key.read_bytes() if key else None, cert.read_bytes() if cert else None
+    )
 
 
 def invoke(
@@ -338,7 +366,7 @@ def invoke(
 ) -> bytes:
     """Call ``method`` of a channel to ``target`` and turn what gRPC raises into an error of ours."""
     try:
-        return method(request, timeout=seconds, metadata=metadata)
+        return method(request, timeout=min(seconds, LONGEST_S), metadata=metadata)
     except grpc.RpcError as error:
         raise _translated(error, target, seconds, start_with) from None
     except ValueError as error:  # gRPC's word for a closed channel

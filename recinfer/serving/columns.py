@@ -23,11 +23,11 @@ def as_features(data: Any) -> KeyedJaggedTensor:
     - a mapping of feature name to column,
     - a pandas DataFrame or pyarrow Table, whose columns are the features.
 
-    A column has one entry a sample: an id, a list of ids, or None for no ids. It is a list, a tensor or numpy array
-    ``[B]`` or ``[B, n]``, a pandas Series, or a pyarrow array of integers or of lists of them.
+    A column has one entry a sample: an id, a list of ids, or None (in pandas NA and NaN too) for no ids. It is a list, a
+    tensor or numpy array ``[B]`` or ``[B, n]``, a pandas Series, or a pyarrow array of integers or of lists of them.
 
     Raises:
-        InputError: a column that holds something else, or columns of different length.
+        InputError: a column that holds something else or is there twice, or columns of different length.
 
     >>> as_features({"user": [3, 4], "clicks": [[1, 2], []]}).lengths().tolist()
     [1, 1, 2, 0]
@@ -59,8 +59,9 @@ def as_dense(data: Any) -> Tensor:
     """
     if isinstance(data, Tensor):
         return data
-    if hasattr(data, "column_names"):  # a pyarrow Table
-        data = np.stack([column.to_numpy() for column in data.columns], axis=1) if data.num_columns else []
+    if hasattr(data, "column_names"):  # a pyarrow Table or RecordBatch
+        columns = [column.to_numpy(zero_copy_only=False) for column in data.columns]
+        data = np.stack(columns, axis=1) if columns else []
     try:
         array = np.asarray(data, dtype=np.float32)
     except (TypeError, ValueError):
@@ -89,13 +90,17 @@ def as_raw(rows: Any) -> bytes:
         raise UnavailableError("raw rows need pyarrow; install it with: pip install 'recinfer[arrow]'") from None
     try:
         if isinstance(rows, Mapping):
-            rows = pa.RecordBatch.from_pydict(dict(rows))
-        elif not isinstance(rows, pa.Table | pa.RecordBatch) and hasattr(rows, "columns"):
+            rows = pa.Table.from_pydict(dict(rows))  # which, unlike a RecordBatch, takes columns in chunks
+        elif hasattr(rows, "columns") and hasattr(rows, "iloc"):
             rows = pa.RecordBatch.from_pandas(rows, preserve_index=False)
-        if isinstance(rows, pa.Table):
-            rows = rows.combine_chunks().to_batches()[0] if rows.num_rows else None
+        elif hasattr(rows, "__arrow_c_stream__"):  # a Table, a RecordBatch, or another library's
+            rows = pa.table(rows)
+        if isinstance(rows, pa.Table) and rows.num_rows:
+            rows = rows.combine_chunks().to_batches()[0]
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise InputError(f"rows: {error}") from None
+    if isinstance(rows, pa.Table | pa.RecordBatch) and not rows.num_rows:
+        raise InputError("rows: got none, expected columns of at least one row")
     if not isinstance(rows, pa.RecordBatch):
         raise InputError(f"rows: got {type(rows).__name__}, expected columns of at least one row")
     plain = [column.dictionary_decode() if pa.types.is_dictionary(column.type) else column for column in rows.columns]
@@ -110,12 +115,20 @@ def _columns(data: Any) -> dict[str, Any]:
     if isinstance(data, Mapping):
         return dict(data)
     if hasattr(data, "column_names"):
-        return dict(zip(data.column_names, data.columns))
-    if hasattr(data, "columns") and hasattr(data, "items"):
-        return dict(data.items())
-    raise InputError(
-        f"features: got a {type(data).__name__}, expected a KeyedJaggedTensor, a mapping of columns, a DataFrame or Table"
-    )
+        pairs = list(zip(data.column_names, data.columns))
+    elif hasattr(data, "columns") and hasattr(data, "items"):
+        pairs = list(data.items())
+    else:
+        raise InputError(
+            f"features: got a {type(data).__name__}, expected a KeyedJaggedTensor, a mapping of columns, a DataFrame or Table"
+        )
+    columns = dict(pairs)
+    if len(columns) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise InputError(
+            f"features: got column {max(names, key=names.count)!r} more than once, expected each feature once"
+        )
+    return columns
 
 
 def _jagged(name: str, column: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -125,9 +138,11 @@ def _jagged(name: str, column: Any) -> tuple[np.ndarray, np.ndarray]:
     if hasattr(column, "null_count"):
         return _arrow(name, column)
     if isinstance(column, Tensor):
-        column = column.numpy()
+        column = column.cpu().numpy()
     elif hasattr(column, "to_numpy"):  # a pandas Series
-        column = column.to_numpy()
+        missing = np.asarray(column.isna()) if hasattr(column, "isna") else np.zeros(0, bool)
+        # What pandas has for a missing entry (NA, NaN, None) is no ids, as None is in a list.
+        column = np.where(missing, None, column.to_numpy(dtype=object)) if missing.any() else column.to_numpy()
     if isinstance(column, np.ndarray) and column.dtype != object:
         if column.ndim not in (1, 2):
             raise InputError(f"features[{name!r}]: got shape {list(column.shape)}, expected [batch] or [batch, n]")
@@ -157,8 +172,10 @@ def _bag(entry: Any) -> Any:
 def _arrow(name: str, column: Any) -> tuple[np.ndarray, np.ndarray]:
     import pyarrow as pa
     import pyarrow.compute as pc
+    from pyarrow import types
 
-    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    if not any(is_one(column.type) for is_one in lists):
         lengths = pc.is_valid(column).cast(pa.int32()).to_numpy(zero_copy_only=False)
         return _arrow_ids(name, column.drop_null()), lengths
     lengths = pc.fill_null(pc.list_value_length(column), 0).cast(pa.int32()).to_numpy(zero_copy_only=False)

@@ -22,7 +22,7 @@ _BACKLOG = 512
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
     """Not what callers do wrong: aiohttp would log a traceback for every message that is no HTTP."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError | ConnectionError)
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionError)
 
 
 _log.addFilter(_is_worth_a_line)

@@ -114,8 +114,9 @@ def dtype_of(name: str, datatype: str) -> np.dtype:
 
 def _check_size(name: str, shape: Sequence[int], elements: int) -> None:
     """Raise InputError unless ``shape`` is one of ``elements`` elements."""
-    if not 1 <= len(shape) <= 2 or any(size < 0 for size in shape):
-        raise InputError(f"input {name!r}: got shape {list(shape)[:8]}, expected one or two sizes of 0 or more")
+    # Beside a size of 0 another may be anything, and our own messages count samples in 31 bits.
+    if not 1 <= len(shape) <= 2 or any(not 0 <= size <= _INT32_MAX for size in shape):
+        raise InputError(f"input {name!r}: got shape {list(shape)[:8]}, expected one or two sizes from 0 to 2^31 - 1")
     if math.prod(shape) != elements:
         raise InputError(f"input {name!r}: got {elements} elements, expected those of shape {list(shape)}")
 

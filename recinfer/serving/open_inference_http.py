@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -30,6 +31,7 @@ _log = logging.getLogger(__name__)
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _BODY_S = 30.0  # a body that is not here by then is given up
 _MAX_NAME = 1024
+_DIGITS = re.compile("[0-9]{1,19}")  # int() refuses thousands of them with an error of its own
 
 _Observe = Callable[..., None]
 
@@ -124,7 +126,9 @@ class HttpDoor:
 
     def _authorized(self, request: web.Request) -> bool:
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
-        return kind.lower() == "bearer" and hmac.compare_digest(token.strip().encode(), self._token)
+        # Bytes that are no text are lone surrogates here.
+        given = token.strip().encode(errors="surrogatepass")
+        return kind.lower() == "bearer" and hmac.compare_digest(given, self._token)
 
     async def _live(self, request: web.Request) -> web.Response:
         return web.json_response({"live": True})
@@ -149,6 +153,11 @@ class HttpDoor:
             body = await asyncio.wait_for(request.read(), _BODY_S)
         except TimeoutError:
             raise InputError(f"body: not complete after {_BODY_S:g} s") from None
+        except web.RequestPayloadError as error:
+            why = " ".join(str(error).split())
+            raise InputError(
+                f"body: cannot be read ({why}), expected one as its Content-Encoding and chunks say"
+            ) from None
         name, version = _model_of(request)
         header = request.headers.get(_HEADER_LENGTH)
         read, form = await off_loop(len(body), _read, body, header, name, version)
@@ -170,7 +179,7 @@ def _model_of(request: web.Request) -> tuple[str, str]:
 
 def _read(body: bytes, header: str | None, name: str, version: str) -> tuple[oip.InferRequest, Callable[[str], bool]]:
     """The request, and which of its outputs are wanted as binary."""
-    length = len(body) if header is None else int(header) if header.isascii() and header.isdigit() else -1
+    length = len(body) if header is None else int(header) if _DIGITS.fullmatch(header) else -1
     if not 0 <= length <= len(body):
         raise InputError(
             f"{_HEADER_LENGTH}: got {str(header)[:40]!r}, expected 0 to {len(body)}, the bytes of the body"

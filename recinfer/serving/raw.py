@@ -95,7 +95,7 @@ def _values(pyarrow: Any, name: str, column: Any, separators: Mapping[str, str |
     types = pyarrow.types
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if types.is_list(column.type) or types.is_large_list(column.type):
+    if types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type):
         column = _joined(pyarrow, name, column, separators.get(name))
     kind = column.type
     if types.is_string(kind) or types.is_large_string(kind):
@@ -114,11 +114,14 @@ def _joined(pyarrow: Any, name: str, column: Any, separator: str | None) -> Any:
     compute = __import__("pyarrow.compute").compute
     if separator is None:
         raise InputError(f"raw: column {name!r} holds lists; the feature contract has one value a row there")
-    values = column.flatten()
-    if not pyarrow.types.is_integer(values.type) and not pyarrow.types.is_string(values.type):
+    types, kind = pyarrow.types, column.type.value_type
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    if not (is_text or types.is_integer(kind) or types.is_null(kind)):  # null: lists that are all empty have no other
         raise InputError(f"raw: column {name!r} holds {column.type}; expected lists of text or integers")
+    texts = column.cast(pyarrow.list_(pyarrow.string()))
+    values = texts.flatten()
     if values.null_count:
         raise InputError(f"raw: column {name!r} holds a list with a null in it; leave it out of the list")
-    if pyarrow.types.is_string(values.type) and compute.any(compute.match_substring(values, separator)).as_py():
+    if is_text and compute.any(compute.match_substring(values, separator)).as_py():
         raise InputError(f"raw: column {name!r} holds a value with {separator!r} in it, which separates values here")
-    return compute.binary_join(column.cast(pyarrow.list_(pyarrow.string())), separator)
+    return compute.binary_join(texts, separator)

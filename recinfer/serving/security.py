@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from recinfer.errors import ConfigError
+from recinfer.errors import ConfigError, InputError
 from recinfer.serving.core_call import Ending
 
-__all__ = ["NO_TOKEN", "Security", "TokenInterceptor", "read_token"]
+__all__ = ["NO_TOKEN", "Security", "TokenInterceptor", "authorization", "load_pem", "read_token"]
 
 NO_TOKEN = Ending("UNAUTHENTICATED", "this server needs a token: send 'authorization: Bearer <token>'")
 """What who has not got it is told."""
@@ -50,6 +50,10 @@ class Security:
             raise ConfigError("TLS: got a client authority without a server certificate; mutual TLS needs both")
         if self.token is not None and (len(self.token) < _MIN_TOKEN or not self.token.isascii()):
             raise ConfigError(f"token: got {len(self.token)} characters, expected ASCII of at least {_MIN_TOKEN}")
+        if self.token is not None and not _fits_a_header(self.token):  # no caller could send it
+            raise ConfigError(
+                "token: got several lines, control characters or white space at its ends, expected one line"
+            )
 
     def check_host(self, host: str) -> None:
         """Raises ConfigError when ``host`` is not loopback and nothing says who may call."""
@@ -61,9 +65,10 @@ class Security:
         )
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """For a secure port; None without TLS. Raises ConfigError naming a file that cannot be read."""
+        """For a secure port; None without TLS. Raises ConfigError naming a file that cannot be read, or is not what it should be."""
         if self.tls_cert is None or self.tls_key is None:
             return None
+        self.tls_context()  # gRPC would say of a wrong file that the port cannot be bound
         key, chain = _read(self.tls_key), _read(self.tls_cert)
         authority = None if self.client_ca is None else _read(self.client_ca)
         return grpc.ssl_server_credentials(
@@ -75,13 +80,9 @@ class Security:
         if self.tls_cert is None or self.tls_key is None:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        try:
-            context.load_cert_chain(self.tls_cert, self.tls_key)
-            if self.client_ca is not None:
-                context.load_verify_locations(self.client_ca)
-                context.verify_mode = ssl.CERT_REQUIRED
-        except OSError as error:  # ssl's own errors are among them
-            raise ConfigError(f"TLS: {self.tls_cert}, {self.tls_key}, {self.client_ca}: {error}") from None
+        load_pem(context, self.tls_cert, self.tls_key, self.client_ca)
+        if self.client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
         return context
 
     def allows(self, authorization: str | None) -> bool:
@@ -91,7 +92,8 @@ class Security:
         given = authorization or ""
         if given[: len(_SCHEME)].lower() != _SCHEME:
             return False
-        return hmac.compare_digest(given[len(_SCHEME) :].strip().encode(), self.token.encode())
+        # Bytes that are no text reach us as lone surrogates, which plain UTF-8 would not take.
+        return hmac.compare_digest(given[len(_SCHEME) :].strip().encode(errors="surrogatepass"), self.token.encode())
 
     def admits(self, path: str, metadata: Iterable[tuple[str, Any]]) -> bool:
         """The same for a call of gRPC; health stays open, for those who watch the server."""
@@ -103,6 +105,47 @@ class Security:
 def read_token(path: Path) -> str:
     """The token in a file, without the white space around it; raises ConfigError."""
     return _read(path).decode("ascii", "replace").strip()
+
+
+def load_pem(context: ssl.SSLContext, cert: Path | None, key: Path | None, authority: Path | None) -> None:
+    """Put PEM files into ``context``: a certificate chain with its key, and who is believed; None: there is none.
+
+    Raises:
+        ConfigError: a file that cannot be read or holds something else, a key of another certificate or with a passphrase.
+    """
+    for path in (cert, key, authority):
+        if path is not None:
+            _read(path)  # ssl would not say which it is
+    try:
+        if cert is not None:
+            context.load_cert_chain(cert, key, password="")  # else ssl asks for a passphrase on the terminal
+    except OSError as error:  # ssl's own errors are among them
+        raise ConfigError(
+            f"TLS: {cert} and {key} are no certificate with its key, PEM without a passphrase ({error})"
+        ) from None
+    try:
+        if authority is not None:
+            context.load_verify_locations(authority)
+    except OSError as error:
+        raise ConfigError(f"TLS: {authority} holds no certificate of an authority, PEM ({error})") from None
+
+
+def authorization(token: str) -> tuple[tuple[str, str], ...]:
+    """The metadata that a call with ``token`` carries, without the white space around it; empty: none.
+
+    Raises:
+        InputError: a token that no header can hold.
+    """
+    plain = token.strip()
+    if not _fits_a_header(plain):
+        raise InputError(
+            f"token: got {len(plain)} characters, some no printable ASCII; expected the server's token alone"
+        )
+    return (("authorization", f"Bearer {plain}"),) if plain else ()
+
+
+def _fits_a_header(text: str) -> bool:
+    return text.isascii() and text.isprintable() and text == text.strip()
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):

@@ -237,6 +237,7 @@ class InferenceService:
             precision=predictor.manifest.precision,
             plan_hash=predictor.manifest.plan_hash,
             feature_contract=json.dumps(contract) if contract is not None else "",
+            needs_weights=predictor.intake.needs_weights,
         ).SerializeToString()
 
     def _parse(self, kind: type[codec.M], data: bytes) -> codec.M:

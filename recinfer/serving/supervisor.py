@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
@@ -54,6 +54,7 @@ class _Worker:
         self.process = process
         self.pipe = Pipe(process.stdout, process.stdin, answer)
         self.ready = self.stale = False
+        self.since = 0.0  # time.monotonic() when it was ready
         self.last: Status | None = None
         self.asked: Future[Any] | None = None
 
@@ -83,6 +84,7 @@ class Supervisor:
         tell: gets one line of text for each worker that died or came back.
         one_first: start the others when the first serves, with its models: where what a worker loads depends on when
             it looks (the newest versions of a model store).
+        environment: of the workers; None: this process's.
     """
 
     def __init__(
@@ -95,11 +97,12 @@ class Supervisor:
         grace: float = 10.0,
         tell: Callable[[str], None] = _log.warning,
         one_first: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         if workers < 1:
             raise ConfigError(f"workers: got {workers}, expected at least 1")
         self._command, self._host, self._grace, self._tell = command, host, grace, tell
-        self._one_first = one_first
+        self._one_first, self._environment = one_first, environment
         # Set by signal handlers too, so it is no Event: see recinfer.serving.server.serve.
         self._stopping = False
         self._lock = threading.Lock()
@@ -208,6 +211,7 @@ class Supervisor:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                env=self._environment,
                 start_new_session=True,  # Ctrl-C reaches us alone, and we drain them
             )
             worker = _Worker(process, self._asked)
@@ -234,9 +238,11 @@ class Supervisor:
                 self._failed = f"{why} before it was ready{said}"
                 self.stop()
                 return
+            # Not how long it lived: one that fails after a long load would be started again and again at once.
+            steady = worker.ready and time.monotonic() - worker.since > _STEADY_S
+            pause = 0.0 if steady else min(_MAX_BACKOFF_S, max(_BACKOFF_S, 2 * pause))
             lived = time.monotonic() - started
-            pause = 0.0 if lived > _STEADY_S else min(_MAX_BACKOFF_S, max(_BACKOFF_S, 2 * pause))
-            self._tell(f"{why} after {lived:.1f} s; the others serve, another starts in {pause:g} s")
+            self._tell(f"{why} after {lived:.1f} s{said}; the others serve, another starts in {pause:g} s")
 
     def _paused(self, seconds: float) -> bool:
         """Wait for ``seconds``; whether it ends meanwhile."""
@@ -259,7 +265,7 @@ class Supervisor:
             return f": {answer['error']['message']}" if "error" in answer else ""
         with self._lock:
             worker.stale = self._generation != generation
-            worker.ready = not worker.stale
+            worker.ready, worker.since = not worker.stale, time.monotonic()
         if worker.stale:  # the models were changed while it loaded the old ones
             process.terminate()
             return ""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recinfer.serving import codec
 from recinfer.serving.client import Embeddings, invoke
+from recinfer.serving.security import authorization
 from recinfer.serving.status import error_of
 from recinfer.serving.wire import bytes_field
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
@@ -39,7 +40,7 @@ class TorchServeClient:
 
     def __init__(self, target: str, model: str, *, token: str = "", version: str = "", timeout: float = 10.0) -> None:
         self.target, self.model, self.version, self.timeout = target, model, version, timeout
-        self._metadata = (("protocol", "gRPC"), ("authorization", f"Bearer {token}")) if token else ()
+        self._metadata = (("protocol", "gRPC"), *authorization(token)) if token else ()
         self._channel = grpc.insecure_channel(target, options=[("grpc.max_receive_message_length", -1)])
         self._predictions = self._channel.unary_unary(_PREDICTIONS)
 

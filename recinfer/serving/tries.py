@@ -11,10 +11,12 @@ import grpc
 from recinfer.errors import OverloadedError
 from recinfer.serving.throttle import Throttle
 
-__all__ = ["Tries", "is_full", "pushback"]
+__all__ = ["LONGEST_S", "Tries", "is_full", "pushback"]
 
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.02, 1.0
 _PUSHBACK = "grpc-retry-pushback-ms"
+LONGEST_S = 1e8
+"""What is longer, infinity too, gRPC would take for a deadline that has passed: its clock ends."""
 
 
 class Tries:
@@ -29,7 +31,7 @@ class Tries:
 
     def __init__(self, target: str, retries: int, seconds: float, throttle: Throttle | None) -> None:
         self._target, self._retries, self._throttle = target, retries, throttle
-        self._end, self._tried = time.monotonic() + seconds, 0
+        self._end, self._tried = time.monotonic() + min(seconds, LONGEST_S), 0
 
     @property
     def left(self) -> float:

@@ -77,12 +77,14 @@ def as_data(c: Candidate) -> dict[str, Any]:
 
 
 def check_picture(path: Path) -> None:
-    """Raise ConfigError for a suffix that matplotlib does not write; before anything long is done."""
+    """Raise ConfigError for a suffix that matplotlib does not write, or no folder; before anything long is done."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     known = sorted(FigureCanvasAgg.get_supported_filetypes())
     if path.suffix[1:].lower() not in known:
         raise ConfigError(f"--plot {path}: cannot write {path.suffix!r}; expected one of {', '.join(known)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it first")
 
 
 def picture(curve: Sequence[tuple[float, float, float]], goal: Goal, title: str, path: Path) -> None:

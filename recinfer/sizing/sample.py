@@ -27,7 +27,8 @@ _FEATURES, _DIM, _ROWS, _DENSE = 26, 16, 20_000, 13
 def lookup_requests(predictor: Predictor, batch: int, ids: int = 1, count: int = 64, seed: int = 0) -> list[bytes]:
     """Serialized LookupRequests of all features, ``ids`` uniform ids a feature and sample."""
     random = torch.Generator().manual_seed(seed)
-    made = (random_features(predictor.features, batch, ids, random) for _ in range(count))
+    weighted = predictor.intake.needs_weights
+    made = (random_features(predictor.features, batch, ids, random, weighted=weighted) for _ in range(count))
     return [codec.encode_lookup_request(features) for features in made]
 
 

@@ -42,6 +42,13 @@ def test_requests_fit_the_model(client: InferenceClient):
     client.predict(dense, kjt)
 
 
+def test_a_weighted_model_gets_weights(others: dict[str, Path]):
+    with Server({name: load(path) for name, path in others.items()}) as server:
+        for model in others:
+            (found,) = measure_load(server.target, model=model, concurrency=[1], duration=0.05, batch=2, ids=3)
+            assert found.latencies.size and found.errors == {}, model
+
+
 def test_the_verb(server: Server, tmp_path: Path):
     picture = tmp_path / "curve.png"
     args = ["bench", "serve", "--target", server.target, "--concurrency", "1,2", "--duration", "0.1", "--json"]
@@ -77,6 +84,14 @@ def test_a_server_that_answers_nothing_is_a_failure(archive: Path):
             result = CliRunner().invoke(app, [*args, *more])
             assert result.exit_code == 1, result.output
             assert "InputError" in result.output and "nan" not in result.output.lower()
+
+
+def test_a_picture_that_cannot_be_written_is_found_before_the_measurement(tmp_path: Path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (the plot extra)")
+    for picture, words in ((tmp_path / "curve.txt", "cannot write"), (tmp_path / "nowhere" / "curve.png", "no folder")):
+        args = ["bench", "serve", "--target", "127.0.0.1:1", "--plot", str(picture), "--duration", "1000"]
+        result = CliRunner().invoke(app, args)
+        assert result.exit_code == 2 and words in result.output, result.output
 
 
 def test_wrong_arguments():

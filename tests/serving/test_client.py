@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from recinfer.errors import InputError, NotFoundError, UnavailableError
+from recinfer.errors import InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.predictor import Predictor
+from recinfer.serving.admin_client import AdminClient
 from recinfer.serving.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.columns import as_dense, as_features
 from recinfer.serving.loop import run_on_loop
@@ -48,6 +50,13 @@ def test_pandas_columns():
     check(as_features(pandas.DataFrame({"user": USER, "history": HISTORY})))
     frame = pandas.DataFrame({"a": [1.0, 2.0], "b": [3, 4]})
     assert as_dense(frame).tolist() == [[1, 3], [2, 4]]
+    for missing in (None, float("nan"), pandas.NA):
+        history = pandas.Series([HISTORY[0], missing, HISTORY[2]], dtype=object)
+        check(as_features({"user": pandas.Series(USER), "history": history}))
+    nullable = as_features({"user": pandas.Series([2**60 + 1, None, 3], dtype="Int64")})
+    assert (nullable.values().tolist(), nullable.lengths().tolist()) == ([2**60 + 1, 3], [1, 0, 1])
+    with pytest.raises(InputError, match="'user' more than once"):
+        as_features(pandas.DataFrame([[1, 2]], columns=["user", "user"]))
 
 
 def test_pyarrow_columns():
@@ -56,7 +65,14 @@ def test_pyarrow_columns():
     chunked = pa.chunked_array([[[1, 2]], [None, [39]]], type=pa.list_(pa.int32()))
     check(as_features(pa.table({"user": pa.array(USER, pa.int32()), "history": chunked})))
     assert as_features({"user": pa.array([1, None])}).lengths().tolist() == [1, 0]
-    assert as_dense(pa.table({"a": [1.0, 2.0], "b": [3, 4]})).tolist() == [[1, 3], [2, 4]]
+    for kind in (pa.list_(pa.int64(), 2), pa.list_view(pa.int64())):
+        found = as_features({"pair": pa.array([[0, 0], [1, 2], None, [3, 4]], kind)[1:]})
+        assert (found.values().tolist(), found.lengths().tolist()) == ([1, 2, 3, 4], [2, 0, 2])
+    for of in (pa.table, pa.record_batch):
+        assert as_dense(of({"a": [1.0, 2.0], "b": [3, 4], "c": [True, False]})).tolist() == [[1, 3, 1], [2, 4, 0]]
+        assert as_dense(of({"a": [1.0, None]})).isnan().tolist() == [[False], [True]]
+    with pytest.raises(InputError, match="'user' more than once"):
+        as_features(pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["user", "user"]))
     with pytest.raises(InputError, match="null among ids"):
         as_features({"user": pa.array([[1, None]])})
 
@@ -108,6 +124,48 @@ def test_both_clients_give_the_predictors_numbers(server: Server, client: Infere
             await mine.get_model()
 
     run_on_loop(ask(), timeout=90)
+
+
+def test_a_closed_async_client_ends_its_calls_with_an_error():
+    """Not with a CancelledError, which who awaits would take for its own task's end."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+
+        async def ask() -> None:
+            client = AsyncInferenceClient(f"127.0.0.1:{silent.getsockname()[1]}", timeout=60)
+            call = asyncio.create_task(client.lookup({"user": [1]}))
+            cancelled = asyncio.create_task(client.lookup({"user": [1]}))
+            await asyncio.sleep(0.1)
+            cancelled.cancel()
+            await asyncio.wait([cancelled])
+            assert cancelled.cancelled()
+            await client.close()
+            with pytest.raises(UnavailableError, match="make a new client"):
+                await asyncio.wait_for(call, 30)
+
+        run_on_loop(ask(), timeout=60)
+
+
+def test_an_async_client_may_be_made_before_its_loop(server: Server):
+    client = AsyncInferenceClient(server.target, timeout=60)
+
+    async def ask() -> str:
+        return (await client.get_model()).version
+
+    async def ask_and_close() -> None:
+        assert await ask() == "3"
+        with pytest.raises(InputError, match="one for each loop"):
+            await asyncio.to_thread(asyncio.run, ask())
+        await client.close()
+
+    asyncio.run(ask_and_close())
+
+
+def test_any_timeout_may_be_given(server: Server):
+    for seconds in (float("inf"), 1e12):
+        with InferenceClient(server.target, timeout=seconds) as client:
+            assert client.get_model().version == "3"
+        with AdminClient(server.target, timeout=seconds) as admin, pytest.raises(RecinferError, match="another kind"):
+            admin.list_models()
 
 
 def test_both_clients_wait_for_a_server(server: Server):

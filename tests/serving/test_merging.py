@@ -97,6 +97,16 @@ def written_out(features: KeyedJaggedTensor, context: KeyedJaggedTensor) -> Keye
     return KeyedJaggedTensor(list(parts), values, lengths=torch.cat([n for _, n in parts.values()]))
 
 
+@pytest.mark.parametrize("keys", [["user"], ["history", "user"]])
+def test_a_context_beside_no_candidates(predictor: Predictor, keys: list[str]):
+    rest = [key for key in ROWS if key not in keys]
+    none = KeyedJaggedTensor.from_parts_unchecked(
+        rest, torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int32), stride=0
+    )
+    found = predictor.predict(torch.zeros(0, 3), none, make_request(1, 1, keys)[1])["output"]
+    assert found.shape == (0, 1)
+
+
 def test_context_is_broadcast(predictor: Predictor):
     requests = []
     for seed in range(6):

@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving import codec
+from recinfer.serving.admin_client import AdminClient
 from recinfer.serving.client import InferenceClient
 from recinfer.serving.proto import admin_pb2 as admin_pb
 from recinfer.serving.proto import admin_pb2_grpc
@@ -191,6 +192,12 @@ def test_what_cannot_be_done_is_said(server: Server, admin: Any):
         assert refused(admin.Load, request(model=model, version=version)).code().name == code, (model, version)
     assert "last one" in refused(admin.Unload, admin_pb.UnloadRequest(model="tiny", version="1")).details()
     assert "nothing to go back to" not in refused(admin.Rollback, admin_pb.RollbackRequest(model="no")).details()
+
+
+@pytest.mark.parametrize("weights", [{"1": 0.9}, {"1": -1}, {"1": 2**32}])
+def test_weights_that_are_no_whole_numbers_are_refused(server: Server, weights: dict[str, float]):
+    with AdminClient(server.target) as client, pytest.raises(InputError, match="expected whole numbers"):
+        client.set_weights("tiny", weights)
 
 
 def test_a_model_is_added_and_taken_away(server: Server, admin: Any, predictor: Predictor):

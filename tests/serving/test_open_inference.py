@@ -210,6 +210,13 @@ BAD: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str, str, str]] = {
         "400",
         "expected 1 to 64",
     ),
+    "batch beyond our messages": (
+        {"user": np.zeros((2**31, 0), np.int64)},
+        {"parameters": {"method": "lookup"}},
+        "INVALID_ARGUMENT",
+        "400",
+        "2^31 - 1",
+    ),
     "method": ({"user": ONE}, {"parameters": {"method": "drop"}}, "INVALID_ARGUMENT", "400", "'drop'"),
 }
 
@@ -291,6 +298,8 @@ BODIES: dict[str, tuple[Any, dict[str, str], str]] = {
     "twice": ({"inputs": [{**TENSOR, "data": [1, 2]}] * 2}, {}, "more than once"),
     "header": ({}, {"Inference_Header_Content_Length": "99"}, "Inference-Header-Content-Length"),
     "header text": ({}, {"Inference_Header_Content_Length": "-1"}, "Inference-Header-Content-Length"),
+    "header digits": ({}, {"Inference_Header_Content_Length": "9" * 5000}, "Inference-Header-Content-Length"),
+    "encoding": (b"no gzip", {"Content-Encoding": "gzip"}, "cannot be read"),
     "binary size": ({"inputs": [{**TENSOR, "parameters": {"binary_data_size": 16}}]}, {}, "binary_data_size"),
     "surrogate": (
         b'{"inputs": [{"name": "\\ud800", "datatype": "INT64", "shape": [1], "data": [1]}]}',

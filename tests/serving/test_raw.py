@@ -64,8 +64,21 @@ def test_raw_rows_equal_their_ids(service: InferenceService):
     dense, features = CONTRACT.apply(AS_TEXT)
     expected = service.predict(codec.encode_predict_request(dense, features))
     assert service.predict(pb.PredictRequest(raw=stream(COLUMNS)).SerializeToString()) == expected
-    lists_of_text = COLUMNS | {"history": [["1", "2"], [], ["39"]]}
-    assert service.predict(pb.PredictRequest(raw=stream(lists_of_text)).SerializeToString()) == expected
+    lists_of_text = [["1", "2"], [], ["39"]]
+    text, large = pyarrow.string(), pyarrow.large_string()  # as polars and pandas have it
+    for kind in (pyarrow.list_(text), pyarrow.list_(large), pyarrow.large_list(large)):
+        rows = COLUMNS | {"history": pyarrow.array(lists_of_text, kind)}
+        assert service.predict(pb.PredictRequest(raw=stream(rows)).SerializeToString()) == expected
+
+
+def test_lists_of_one_size_and_lists_that_are_all_empty(service: InferenceService):
+    for lists, texts in (
+        (pyarrow.array([[1, 2], None, [3, 39]], pyarrow.list_(pyarrow.int32(), 2)), ["1|2", None, "3|39"]),
+        (pyarrow.array([[], None, []]), ["", None, ""]),  # a list of nulls, for Arrow
+    ):
+        expected = service.predict(codec.encode_predict_request(*CONTRACT.apply(AS_TEXT | {"history": texts})))
+        rows = stream(COLUMNS | {"history": lists})
+        assert service.predict(pb.PredictRequest(raw=rows).SerializeToString()) == expected
 
 
 def test_both_clients_send_rows(service: InferenceService, predictor: object):
@@ -74,7 +87,8 @@ def test_both_clients_send_rows(service: InferenceService, predictor: object):
     table = pyarrow.table(COLUMNS)
     halves = pyarrow.concat_tables([table.slice(0, 1), table.slice(1)])
     encoded = table.set_column(0, "user", table["user"].dictionary_encode())
-    forms = [COLUMNS, table, halves, encoded, table.to_batches()[0], stream(COLUMNS)]
+    in_chunks = {name: halves[name] for name in COLUMNS}
+    forms = [COLUMNS, table, halves, encoded, table.to_batches()[0], stream(COLUMNS), in_chunks]
     with Server({"tiny": predictor}) as server, InferenceClient(server.target, timeout=60) as client:
         if find_spec("pandas") is not None:
             import pandas
@@ -99,7 +113,9 @@ def test_both_clients_send_rows(service: InferenceService, predictor: object):
         ([1, 2], "got list"),
         ({"a": [1], "b": [1, 2]}, "length"),
         ({"a": [1, "x"]}, "rows: "),
-        (pyarrow.table({"a": []}), "at least one row"),
+        (pyarrow.table({"a": []}), "^rows: got none, expected columns of at least one row"),
+        ({"a": []}, "^rows: got none, expected columns of at least one row"),
+        ({}, "^rows: got none, expected columns of at least one row"),
     ],
 )
 def test_rows_that_are_none_are_refused(rows: object, words: str):

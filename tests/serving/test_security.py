@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import ssl
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from recinfer.errors import ConfigError, RecinferError
+from recinfer.errors import ConfigError, InputError, RecinferError
 from recinfer.inference.predictor import Predictor
+from recinfer.serving.admin_client import AdminClient
 from recinfer.serving.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.loop import run_on_loop
 from recinfer.serving.proto import inference_pb2 as pb
@@ -69,6 +72,37 @@ def test_what_does_not_hold_together_is_refused(tmp_path: Path):
     (tmp_path / "token").write_text(f"  {TOKEN}\n")
     assert read_token(tmp_path / "token") == TOKEN
     assert TOKEN not in repr(Security(token=TOKEN))
+    for nobody_could_send in (f"{TOKEN}\n", f"{TOKEN}\n{TOKEN}", f"{TOKEN}\0"):
+        with pytest.raises(ConfigError, match="expected one line"):
+            Security(token=nobody_could_send)
+
+
+def test_a_client_sends_the_token_of_a_file_and_never_says_it(predictor: Predictor):
+    with Server({"tiny": predictor}, security=Security(token=TOKEN)) as server:
+        with InferenceClient(server.target, token=f"{TOKEN}\n", timeout=60) as client:
+            assert client.get_model().name == "tiny"
+        for odd in ("\N{LATIN SMALL LETTER E WITH ACUTE}" * 16, f"{TOKEN}\n{TOKEN}"):
+            for client_of in (InferenceClient, AsyncInferenceClient, AdminClient):
+                with pytest.raises(InputError, match=r"token: got \d+ characters") as caught:
+                    client_of(server.target, token=odd)
+                assert odd not in str(caught.value)
+
+
+@pytest.mark.parametrize("header", [b"Bearer \xff\xfe", b"Basic \xc3\xa9", b"Basic \xff", b"Basic /w==", b"Bearer"])
+def test_a_header_that_is_no_token_is_no_error_of_the_servers(secured: Server, header: bytes):
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
+    for port, path in ((secured.http_port, "/v2"), (secured.metrics_port, "/metrics")):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", path, headers={"Authorization": header})
+        assert connection.getresponse().status == 401
+        connection.close()
+
+
+@pytest.fixture(scope="module")
+def secured(predictor: Predictor) -> Iterator[Server]:
+    """All three ports, with a token."""
+    with Server({"tiny": predictor}, http_port=0, metrics_port=0, security=Security(token=TOKEN)) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +110,24 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A certificate of its own authority for 127.0.0.1, and one that a client shows."""
     need_openssl()
     return self_signed(tmp_path_factory.mktemp("tls"), ("server", "client", "stranger"), "IP:127.0.0.1")
+
+
+def test_files_that_are_no_certificates_are_named(certificates: Path, tmp_path: Path):
+    """And not told as a port that cannot be bound, or a server that does not answer."""
+    cert, key, other = (certificates / name for name in ("server.pem", "server.key", "client.key"))
+    junk, locked = tmp_path / "junk.pem", tmp_path / "locked.key"
+    junk.write_text("junk")
+    lock = ["openssl", "pkcs8", "-topk8", "-in", str(key), "-out", str(locked), "-passout", "pass:secret"]
+    subprocess.run(lock, check=True, capture_output=True)
+    for wrong in ((junk, key), (cert, junk), (cert, other), (key, cert), (cert, locked)):
+        with pytest.raises(ConfigError, match=f"{wrong[0].name} and .*{wrong[1].name} are no certificate"):
+            Security(tls_cert=wrong[0], tls_key=wrong[1]).credentials()
+        with pytest.raises(InputError, match=f"{wrong[0].name} and .*{wrong[1].name} are no certificate"):
+            InferenceClient("127.0.0.1:1", tls_ca=cert, tls_cert=wrong[0], tls_key=wrong[1])
+    with pytest.raises(ConfigError, match="key holds no certificate of an authority"):
+        Security(tls_cert=cert, tls_key=key, client_ca=other).credentials()
+    with pytest.raises(InputError, match=r"junk\.pem holds no certificate"):
+        InferenceClient("127.0.0.1:1", tls_ca=junk)
 
 
 def credentials(folder: Path, client: str | None = None) -> grpc.ChannelCredentials:

@@ -17,6 +17,9 @@ from typing import Any
 import grpc
 import pytest
 
+from recinfer import env
+from recinfer.cli.serve import security_of
+from recinfer.cli.serve_options import SecurityOptions
 from recinfer.errors import UnavailableError
 from recinfer.serving import codec
 from recinfer.serving.server import SERVICE_NAME
@@ -120,6 +123,60 @@ def test_a_worker_that_cannot_start_ends_the_supervisor_with_its_reason(tmp_path
 
     with pytest.raises(UnavailableError, match=r"exit code 2 before it was ready: .*manifest"):
         Supervisor(command, 2, "127.0.0.1", 0).run()
+
+
+_FAKE = """
+import json, pathlib, sys, time
+sys.stdin.readline()
+served = pathlib.Path(sys.argv[1])
+if served.exists():
+    time.sleep(0.3)
+    sys.exit(print(json.dumps({"error": {"message": "the store has no '1'"}}), flush=True) or 2)
+served.touch()
+print(json.dumps({"port": 1}), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_worker_that_fails_after_a_long_load_is_not_started_at_once_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("recinfer.serving.supervisor._STEADY_S", 0.2)  # less than it takes to fail
+    said: list[str] = []
+    command = [sys.executable, "-c", _FAKE, str(tmp_path / "served")]
+    supervisor = Supervisor(lambda port: command, 1, "127.0.0.1", 0, tell=said.append)
+    ready = threading.Event()
+    thread = threading.Thread(target=supervisor.run, args=(lambda answer: ready.set(),))
+    thread.start()
+    try:
+        assert ready.wait(60)
+        time.sleep(0.3)
+        os.kill(supervisor.pids[0], signal.SIGKILL)
+        until(lambda: len(said) > 3)
+    finally:
+        supervisor.stop()
+        thread.join(60)
+    assert [line.rpartition("starts in ")[2] for line in said[:4]] == ["0 s", "0.1 s", "0.2 s", "0.4 s"]
+    assert "killed by SIGKILL" in said[0] and "exit code 2 after 0." in said[1] and "the store has no '1'" in said[1]
+
+
+def test_workers_have_the_supervisors_token_whatever_its_file_says_by_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    token = "a-token-of-enough-letters"
+    (tmp_path / "token").write_text("another-token-meanwhile")
+    options = SecurityOptions(token_file=tmp_path / "token")
+    monkeypatch.setenv("RECINFER_TOKEN", token)
+    assert security_of(options, worker=True).token == token
+    assert security_of(options).token == "another-token-meanwhile"
+    monkeypatch.delenv("RECINFER_TOKEN")
+    assert security_of(options, worker=True).token == "another-token-meanwhile"
+    tell = (
+        "import json, os; print(json.dumps({'error': {'message': os.environ['RECINFER_TOKEN']}})); raise SystemExit(2)"
+    )
+    command, environment = [sys.executable, "-c", tell], env.child_environment(RECINFER_TOKEN=token)
+    with pytest.raises(UnavailableError, match=token):
+        Supervisor(lambda port: command, 1, "127.0.0.1", 0, environment=environment).run()
 
 
 def test_the_command_drains_all_workers_on_sigterm(archive: Path):

@@ -103,8 +103,9 @@ def test_a_context_as_json(archive: Path, predictor: Predictor):
     def bags(features: Any) -> dict[str, list[list[int]]]:
         return {key: [bag.long().tolist() for bag in value.to_dense()] for key, value in features.to_dict().items()}
 
-    made, told = handler(archive, [{"Content-Type": "application/json"}])
     body = {"dense": dense.tolist(), "features": bags(kjt), "context": bags(context)}
-    (answer,) = made.handle([{"body": body}], told)
     expected = predictor.predict(dense, kjt, context)["output"]
-    torch.testing.assert_close(torch.tensor(json.loads(answer)["outputs"]["output"]), expected, **TOLERANCE)
+    for kind, sent in (("application/json", body), ("Application/JSON; charset=UTF-8", json.dumps(body).encode())):
+        made, told = handler(archive, [{"Content-Type": kind}])
+        (answer,) = made.handle([{"body": sent}], told)
+        torch.testing.assert_close(torch.tensor(json.loads(answer)["outputs"]["output"]), expected, **TOLERANCE)

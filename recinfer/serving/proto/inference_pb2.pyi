@@ -121,7 +121,7 @@ class FeatureInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., table: _Optional[str] = ..., rows: _Optional[int] = ..., dim: _Optional[int] = ..., pooled: _Optional[bool] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "version", "features", "num_dense", "precision", "plan_hash", "feature_contract")
+    __slots__ = ("name", "version", "features", "num_dense", "precision", "plan_hash", "feature_contract", "needs_weights")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class ModelInfo(_message.Message):
     PRECISION_FIELD_NUMBER: _ClassVar[int]
     PLAN_HASH_FIELD_NUMBER: _ClassVar[int]
     FEATURE_CONTRACT_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     features: _containers.RepeatedCompositeFieldContainer[FeatureInfo]
@@ -136,4 +137,5 @@ class ModelInfo(_message.Message):
     precision: str
     plan_hash: str
     feature_contract: str
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Iterable[_Union[FeatureInfo, _Mapping]]] = ..., num_dense: _Optional[int] = ..., precision: _Optional[str] = ..., plan_hash: _Optional[str] = ..., feature_contract: _Optional[str] = ...) -> None: ...
+    needs_weights: bool
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Iterable[_Union[FeatureInfo, _Mapping]]] = ..., num_dense: _Optional[int] = ..., precision: _Optional[str] = ..., plan_hash: _Optional[str] = ..., feature_contract: _Optional[str] = ..., needs_weights: _Optional[bool] = ...) -> None: ...
