@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,15 @@ _log = logging.getLogger(__name__)
 
 def parse_ranks(text: str) -> list[int]:
     """``"0,1"`` or ``"0-3"`` as ranks; raises ConfigError."""
+    from recinfer.archive.manifest_rules import MAX_RANKS
+
     ranks: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise ConfigError(f"ranks: got {text[:80]!r}, expected numbers, as in 0,1 or 0-3")
-        ranks += range(int(first), int(last if dash else first) + 1)
+        found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found is not None else (0, -1)
+        if not first <= last < MAX_RANKS:
+            raise ConfigError(f"ranks: got {text[:80]!r}, expected numbers below {MAX_RANKS}, as in 0,1 or 0-3")
+        ranks += range(first, last + 1)
     return sorted(set(ranks))
 
 

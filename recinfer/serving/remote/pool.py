@@ -48,7 +48,9 @@ class ReplicaPool:
         self._seen = _stamp(path)
         self._read_again = False
         self._replicas: dict[str, Replica] = {}
-        self._by_rank: dict[int, tuple[Replica, ...]] = {}
+        self._listed: dict[int, tuple[Replica, ...]] = {}
+        self._by_rank: dict[int, tuple[Replica, ...]] = {}  # without those that turned out not to have the rank
+        self._lacks: dict[tuple[str, int], str] = {}  # why a replica is not asked for a rank; empty: it is
         self._wanted: weakref.WeakValueDictionary[str, VersionSpec] = weakref.WeakValueDictionary()
         self._resolved: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._changed = asyncio.Event()
@@ -66,8 +68,12 @@ class ReplicaPool:
         self._read_again = True
 
     def replicas(self, rank: int) -> tuple[Replica, ...]:
-        """Those of a rank; none when the file does not list it."""
+        """Those of a rank that may be asked for it; none when the file does not list it."""
         return self._by_rank.get(rank, ())
+
+    def listed(self, rank: int) -> tuple[Replica, ...]:
+        """All that the file lists for a rank, those too whose servers say that they do not have it."""
+        return self._listed.get(rank, ())
 
     def everyone(self) -> list[Replica]:
         """Each replica once."""
@@ -75,7 +81,7 @@ class ReplicaPool:
 
     def addresses(self, rank: int) -> str:
         """A rank's replicas and what is wrong with them, for messages."""
-        found = [f"{replica.target} ({replica.why})" for replica in self.replicas(rank)]
+        found = [f"{replica.target} ({replica.lack_of(rank) or replica.why})" for replica in self.listed(rank)]
         listed = self.config.ranks.get(rank)
         return "; ".join(found) or (f"{', '.join(listed)} (no address)" if listed else "none listed in shards.json")
 
@@ -178,12 +184,32 @@ class ReplicaPool:
                         mine.append(used[target])
             by_rank[rank] = tuple(mine)
         gone = [replica for target, replica in self._replicas.items() if target not in used]
-        self._replicas, self._by_rank = used, by_rank
+        self._replicas, self._listed = used, by_rank
+        self._sort()
         for replica in gone:
             _log.info("shard %s is not listed any more", replica.target)
             task = asyncio.get_running_loop().create_task(replica.retire(self.config.settings.timeout_seconds))
             self._retiring.add(task)  # a loop holds its tasks weakly
             task.add_done_callback(self._retiring.discard)
+
+    def _sort(self) -> None:
+        """Keep of each rank's replicas those that have it, or have not said yet what they have."""
+        lacks = {
+            (replica.target, rank): replica.lack_of(rank) for rank, mine in self._listed.items() for replica in mine
+        }
+        for (target, rank), why in lacks.items():
+            if why and self._lacks.get((target, rank)) != why:
+                _log.warning("shard %s is listed for rank %d, but %s: it is not asked for it", target, rank, why)
+        self._lacks = lacks
+        self._by_rank = {
+            rank: tuple(replica for replica in mine if not lacks[replica.target, rank])
+            for rank, mine in self._listed.items()
+        }
+
+    def _notice(self, replica: Replica) -> None:
+        """A replica has become usable, or is not any more, or has said which ranks it has."""
+        self._sort()
+        self._changed.set()
 
     async def _targets(self, address: str) -> list[tuple[str, str | None]]:
         """Addresses behind ``address``, with the name that TLS is to check."""
@@ -215,7 +241,7 @@ class ReplicaPool:
             metadata=(("authorization", f"Bearer {token}"),) if token else (),
             wanted=self.wanted,
             prepare_seconds=settings.prepare_seconds,
-            changed=self._changed.set,
+            changed=self._notice,
         )
         replica.start()
         return replica

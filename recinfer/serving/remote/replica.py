@@ -62,11 +62,12 @@ class Replica:
         name: in the server's certificate, where it is not the target.
         metadata: of every call.
         wanted: the versions that it should have.
-        changed: called when it has become usable, or is not any more.
+        changed: called with it when it has become usable, or is not any more, and before that when it has said what ranks it
+            has.
 
     Attributes:
         up: it answers, and takes requests.
-        versions: those that it has.
+        versions: those that it has; ``ranks`` likewise, empty while it has not said so.
         outstanding: requests that it has not answered; ``answers``: how many it has.
         why: what the last failure was, for messages.
         quick: for ``Find`` without the loop; None where grpcio is not known well enough.
@@ -81,7 +82,7 @@ class Replica:
         metadata: tuple[tuple[str, str], ...] = (),
         wanted: Callable[[], Iterable[VersionSpec]] = tuple,
         prepare_seconds: float = 600.0,
-        changed: Callable[[], None] = lambda: None,
+        changed: Callable[[Replica], None] = lambda _: None,
     ) -> None:
         self.target = target
         options: list[tuple[str, int | str]] = list(OPTIONS)
@@ -147,6 +148,12 @@ class Replica:
         """Whether it can be asked for ``version``."""
         return self.up and version in self.versions
 
+    def lack_of(self, rank: int) -> str:
+        """What is wrong with asking it for ``rank``: shards.json lists it there, but its server has others. Empty: nothing."""
+        if not self.ranks or rank in self.ranks:
+            return ""
+        return f"its server has ranks {', '.join(map(str, self.ranks))}, not {rank}"
+
     def load(self, now: float) -> tuple[bool, int, int]:
         """The replica where this is least is asked: not put aside, least outstanding, then the faster by factors of two."""
         aside = now < self._out_until or (self._strikes >= _STRIKES and self.outstanding > 0)
@@ -203,7 +210,10 @@ class Replica:
         """Learn which versions it has, and have it prepare those that it lacks; whether it has all now."""
         answer = await self._state(b"", timeout=_STATE_S, metadata=self.metadata)
         state = pb.ShardState.FromString(answer)
-        self.ranks, self.versions = tuple(state.ranks), set(state.versions)
+        self.versions = set(state.versions)
+        if self.ranks != tuple(state.ranks):
+            self.ranks = tuple(state.ranks)
+            self._changed(self)
         whole = True
         tried: set[str] = set()
         # What is wanted may grow while one is prepared; nothing is awaited between the last look at it and "up".
@@ -228,7 +238,7 @@ class Replica:
     def _set_up(self, up: bool) -> None:
         if up != self.up:
             self.up = up
-            self._changed()
+            self._changed(self)
 
     async def _watch(self) -> None:
         """Follow its health for as long as the replica is listed."""
@@ -256,7 +266,7 @@ class Replica:
         whole = await self._sync()
         self._strikes, self._out_until, self._out_seconds = 0, 0.0, _OUT_S
         self._set_up(True)
-        self._changed()
+        self._changed(self)
         if not whole:
             self._check_soon(_MISSING_S)
 

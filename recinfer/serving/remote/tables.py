@@ -46,7 +46,7 @@ except ImportError:  # no compiler was there when recinfer was installed
 __all__ = ["MAX_VERSIONS", "ShardModel", "ShardTables"]
 
 MAX_VERSIONS = 4
-"""Versions that stay mapped: the one in use, the next, the one to go back to, and one a delta is made on."""
+"""Versions of a model that stay mapped: the one in use, the next, the one to go back to, and one a delta is made on."""
 _MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = 8192, 1 << 19  # beyond, FBGEMM's operator is faster than it takes to reach
 _BEYOND = "ids: one is beyond the rows of this rank; ranker and shard must have the same plan"
 _log = logging.getLogger(__name__)
@@ -348,8 +348,10 @@ class ShardTables:
         version = _Version(key, archive, self.ranks, deltas, **self._mapping)
         with self._lock:
             self._versions[key] = version
-            while len(self._versions) > MAX_VERSIONS:
-                gone = next(iter(self._versions))
+            # Other models' versions stay: rankers of a store ask for all of its models.
+            model = archive.manifest.model
+            mine = [name for name, held in self._versions.items() if held.archive.manifest.model == model]
+            for gone in mine[:-MAX_VERSIONS]:
                 del self._versions[gone]
                 _log.info("version %s is not mapped any more: %d others were used later", gone, MAX_VERSIONS)
         return version

@@ -75,6 +75,10 @@ def test_the_command_line(archive: Path, tmp_path: Path):
     assert "got --ranks and --shards" in serve(archive, "--ranks", "0", "--shards", two)
     assert "the archive is cut for 2, its ranks are 0 to 1" in serve(archive, "--ranks", "0,5")
     assert "ranks: got 'x'" in serve(archive, "--ranks", "x")
+    assert "expected numbers below 65536" in serve(
+        archive, "--ranks", "0-99999999999"
+    )  # no list of that length is made
+    assert "expected numbers below 65536" in serve(archive, "--ranks", "3-1")
     assert "it lists ranks 0, 1, 2" in serve(archive, "--shards", three)
     assert "give --shards" in serve(archive, "--missing-shards", "default-rows")
     said = serve(archive, "--shards", two, "--missing-shards", "default-rows")

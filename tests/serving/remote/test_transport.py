@@ -120,6 +120,26 @@ def test_a_name_is_all_its_addresses(tmp_path: Path):
             assert server.target in {replica.target for replica in fanout.pool.replicas(0)}
 
 
+def test_who_does_not_have_a_rank_is_not_asked_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """shards.json lists a server under a rank that it was not started with: a slip of who wrote it."""
+    archive, path, request = make_archive(tmp_path, "row_wise"), tmp_path / "s.json", make_request(6)
+    expected = load(archive).lookup(request)
+    with shard(archive, (0, 1, 2)) as whole, shard(archive, (1, 2), "127.0.0.2") as part:
+        with asking(write_shards(path, {rank: [whole.target, part.target] for rank in range(3)})) as fanout:
+            there = load(archive, lookups=remote_lookups(fanout))
+            for _ in range(20):
+                same(there.lookup(request), expected, exact=False)
+            replicas = {(r["rank"], r["address"]): r for r in fanout.status()["replicas"]}
+            assert [replicas[rank, part.target]["up"] for rank in range(3)] == [False, True, True]
+            assert f"shard {part.target} is listed for rank 0, but its server has ranks 1, 2, not 0" in caplog.text
+            assert replicas[0, part.target]["why"] == "its server has ranks 1, 2, not 0"
+        ranks = {0: [part.target], 1: [whole.target], 2: [whole.target]}
+        lists = write_shards(path, ranks, timeout_seconds=0.1)
+        says = rf"rank 0: {part.target} \(its server has ranks 1, 2, not 0\)"
+        with asking(lists) as fanout, pytest.raises(UnavailableError, match=says):
+            load(archive, lookups=remote_lookups(fanout))
+
+
 def test_equal_replicas_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recinfer.serving.remote.replica._STALE_S", 0.0)  # no figure is young enough to prefer one
     for wait in ("_FIRST_HEDGE_S", "_LEAST_HEDGE_S"):  # and the other one is not asked because a machine stands still

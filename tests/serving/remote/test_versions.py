@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -212,6 +213,18 @@ def test_only_the_store_is_read_and_few_versions_stay(archives: dict[str, Path],
         tables.add(make_archive(tmp_path / str(number), "table_wise", version=str(number), seed=number))
     held = set(tables.keys())
     assert len(held) == MAX_VERSIONS and first not in held
+
+
+def test_models_do_not_push_each_other_out(archives: dict[str, Path], tmp_path: Path):
+    """A shard server of a store of many models holds one version of each, and all of them are asked for."""
+    tables, keys = ShardTables((0,)), []
+    for number in range(MAX_VERSIONS + 2):
+        archive = tmp_path / str(number)
+        shutil.copytree(archives["1"], archive)
+        manifest = archive / "manifest.json"
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "model": f"model-{number}"}))
+        keys.append(tables.add(archive))
+    assert tables.keys() == keys
 
 
 def test_replicas_that_were_up_before_a_version_was_wanted_prepare_it(archives: dict[str, Path], tmp_path: Path):
