@@ -245,7 +245,8 @@ class Replica:
         request = health_pb2.HealthCheckRequest(service=SERVICE_NAME).SerializeToString()
         while True:
             try:
-                call = self._health(request, wait_for_ready=True)
+                # Not wait_for_ready: that would keep to itself why there is no connection.
+                call = self._health(request)
                 async for answer in call:
                     status = health_pb2.HealthCheckResponse.FromString(answer).status
                     if status == health_pb2.HealthCheckResponse.SERVING:

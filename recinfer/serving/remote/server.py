@@ -289,13 +289,14 @@ def serve_shards(
     *,
     metrics_port: int | None = None,
     security: Security | None = None,
+    limits: Limits | None = None,
     grace: float = 10.0,
     on_ready: Callable[[ShardServer], Any] | None = None,
     stop: threading.Event | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain for up to ``grace`` seconds. Call from the main thread."""
     tune_process()
-    server = ShardServer(tables, host, port, metrics_port=metrics_port, security=security)
+    server = ShardServer(tables, host, port, metrics_port=metrics_port, security=security, limits=limits)
 
     def start() -> None:
         server.start()

@@ -122,3 +122,12 @@ def test_parts_that_do_not_fit_are_refused(archive: Path):
     ):
         with pytest.raises(InputError, match=says):
             ask(**wrong)
+
+
+def test_a_shard_server_has_the_limits_that_it_is_given(archive: Path, monkeypatch: pytest.MonkeyPatch):
+    """A ranker with --max-message-mib needs shards with it too: its parts of a request are as long."""
+    taken: list[Limits] = []
+    monkeypatch.setattr("recinfer.serving.remote.server.serve_shards", lambda *_, limits, **__: taken.append(limits))
+    done = CliRunner().invoke(app, ["serve", str(archive), "--ranks", "0", "--max-message-mib", "512"])
+    assert done.exit_code == 0, done.output
+    assert taken == [Limits(max_message_bytes=512 << 20)]

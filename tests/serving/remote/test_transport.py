@@ -21,6 +21,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import EVERYTHING_ROWS, Everything
 from tests.archive.models import make_archive as make_everything
 from tests.archive.models import make_request as make_other
+from tests.ports import free_port
 from tests.serving.remote.fleet import asking, remote, shard, until, write_shards
 from tests.serving.remote.models import KINDS, make_archive, make_request
 
@@ -104,6 +105,12 @@ def test_shards_ask_for_a_token(tmp_path: Path):
             same(
                 load(archive, lookups=remote_lookups(known)).lookup(request), load(archive).lookup(request), exact=True
             )
+
+
+def test_why_there_is_no_connection_is_said(tmp_path: Path):
+    """Nobody there, a name that is none, TLS at one end alone: who starts a ranker has to be told which."""
+    with asking(write_shards(tmp_path / "s.json", {0: [f"127.0.0.1:{free_port()}"]}), ready=False) as fanout:
+        until(lambda: "refused" in fanout.pool.addresses(0), 20.0)
 
 
 def test_a_name_is_all_its_addresses(tmp_path: Path):

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from recinfer.archive.reader import open_archive
 from recinfer.checkpoint import CheckpointReader
+from recinfer.cli.main import app
 from recinfer.errors import InputError, NotFoundError, NotPreparedError
 from recinfer.inference.delta import make_delta
 from recinfer.inference.predictor import Predictor, load
@@ -213,6 +215,30 @@ def test_only_the_store_is_read_and_few_versions_stay(archives: dict[str, Path],
         tables.add(make_archive(tmp_path / str(number), "table_wise", version=str(number), seed=number))
     held = set(tables.keys())
     assert len(held) == MAX_VERSIONS and first not in held
+
+
+@pytest.mark.parametrize("role", [("--ranks", "0"), ("--shards", "s.json")])
+def test_a_version_that_is_still_copied_is_passed_over(
+    archives: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: tuple[str, str]
+):
+    """Who starts meanwhile serves the one before, as a server of whole models does."""
+    shutil.copytree(archives["1"], tmp_path / "store" / MODEL / "1")
+    half = tmp_path / "store" / MODEL / "2"
+    half.mkdir()
+    shutil.copy(archives["2"] / "manifest.json", half)
+    write_shards(tmp_path / "s.json", {rank: ["127.0.0.1:1"] for rank in range(3)})
+    served: list[list[str]] = []
+    monkeypatch.setattr(
+        "recinfer.serving.remote.server.serve_shards",
+        lambda tables, *_, **__: served.append([model.manifest.version for model in tables.models()]),
+    )
+    monkeypatch.setattr(
+        "recinfer.serving.server.serve", lambda registry, **_: served.append(list(registry.versions(MODEL)))
+    )
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["serve", "--model-store", "store", *role, "--port", "0"])
+    assert done.exit_code == 0, done.output
+    assert served == [["1"]]
 
 
 def test_models_do_not_push_each_other_out(archives: dict[str, Path], tmp_path: Path):
