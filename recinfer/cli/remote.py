@@ -150,7 +150,7 @@ def set_serving_when_there(
                 missing = fanout.pool.unreachable(lookups.ranks, lookups.spec.key)
                 if not missing:
                     break
-                where = "; ".join(f"rank {rank}: {fanout.pool.addresses(rank)}" for rank in missing)
+                where = "; ".join(f"rank {rank}: {fanout.pool.addresses(rank, lookups.spec.key)}" for rank in missing)
                 if where != told:
                     told = where
                     output.note(f"not serving yet, waiting for shards: {where}")

@@ -25,6 +25,7 @@ from recinfer.serving.security import read_token
 __all__ = ["ReplicaPool"]
 
 _LOOK_S, _RESOLVE_S = 0.5, 5.0
+_RENEW_S = 20.0  # a third of how long shards keep what is wanted
 _log = logging.getLogger(__name__)
 
 
@@ -79,9 +80,11 @@ class ReplicaPool:
         """Each replica once."""
         return list(self._replicas.values())
 
-    def addresses(self, rank: int) -> str:
-        """A rank's replicas and what is wrong with them, for messages."""
-        found = [f"{replica.target} ({replica.lack_of(rank) or replica.why})" for replica in self.listed(rank)]
+    def addresses(self, rank: int, version: str = "") -> str:
+        """A rank's replicas and what is wrong with them, or with asking them for ``version``, for messages."""
+        found = [
+            f"{replica.target} ({replica.lack_of(rank) or replica.wrong(version)})" for replica in self.listed(rank)
+        ]
         listed = self.config.ranks.get(rank)
         return "; ".join(found) or (f"{', '.join(listed)} (no address)" if listed else "none listed in shards.json")
 
@@ -129,7 +132,7 @@ class ReplicaPool:
                 raise outcome
         missing = self.unreachable(ranks, spec.key)
         if missing:
-            where = "; ".join(f"rank {rank}: {self.addresses(rank)}" for rank in missing)
+            where = "; ".join(f"rank {rank}: {self.addresses(rank, spec.key)}" for rank in missing)
             raise UnavailableError(f"version {spec.key} is not prepared, no replica of some ranks is there: {where}")
 
     async def wait_for(self, ranks: Sequence[int], version: str) -> None:
@@ -156,8 +159,13 @@ class ReplicaPool:
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
 
     async def _follow(self) -> None:
+        renewed = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_S)
+            if time.monotonic() - renewed > _RENEW_S:
+                renewed = time.monotonic()
+                for replica in self.everyone():
+                    replica.renew()
             try:
                 stamp = _stamp(self._path)
                 if self._read_again or stamp != self._seen:

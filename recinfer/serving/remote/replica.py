@@ -116,6 +116,7 @@ class Replica:
         self._told: dict[str, str] = {}
         self._checking = False
         self._check: asyncio.Task[None] | None = None
+        self._renewal: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Connect, and stay connected."""
@@ -138,7 +139,7 @@ class Replica:
             await asyncio.get_running_loop().run_in_executor(None, self.quick.close)
 
     def _stop_watching(self) -> None:
-        for task in (self._task, self._check):
+        for task in (self._task, self._check, self._renewal):
             if task is not None:
                 task.cancel()
 
@@ -153,6 +154,12 @@ class Replica:
         if not self.ranks or rank in self.ranks:
             return ""
         return f"its server has ranks {', '.join(map(str, self.ranks))}, not {rank}"
+
+    def wrong(self, version: str) -> str:
+        """What is wrong with it, or with asking it for ``version``."""
+        if self.up and version not in self.why:
+            return f"it has not prepared version {version}"
+        return self.why
 
     def load(self, now: float) -> tuple[bool, int, int]:
         """The replica where this is least is asked: not put aside, least outstanding, then the faster by factors of two."""
@@ -202,13 +209,32 @@ class Replica:
 
     async def prepare(self, spec: VersionSpec) -> None:
         """Have it map and check a version; raises grpc.aio.AioRpcError."""
-        request = pb.PrepareRequest(version=spec.key, folder=spec.folder, deltas=spec.deltas).SerializeToString()
+        request = pb.PrepareRequest(
+            version=spec.key, folder=spec.folder, deltas=spec.deltas, wanted=[spec.key, *self._keys()]
+        ).SerializeToString()
         answer = await self._prepare(request, timeout=self._prepare_seconds, metadata=self.metadata)
         self.versions = set(pb.ShardState.FromString(answer).versions)
 
+    def _keys(self) -> list[str]:
+        return [spec.key for spec in self._wanted()]
+
+    def renew(self) -> None:
+        """Say again what is wanted, so that its server keeps it, and have it prepare what it lacks nevertheless."""
+        if self.up and (self._renewal is None or self._renewal.done()):
+            self._renewal = asyncio.get_running_loop().create_task(self._renew())
+
+    async def _renew(self) -> None:
+        try:
+            whole = await self._sync()
+        except grpc.aio.AioRpcError:
+            return  # its health, or the next call, says what is wrong
+        if not whole:
+            self._check_soon(_MISSING_S)
+
     async def _sync(self) -> bool:
         """Learn which versions it has, and have it prepare those that it lacks; whether it has all now."""
-        answer = await self._state(b"", timeout=_STATE_S, metadata=self.metadata)
+        request = pb.StateRequest(wanted=self._keys()).SerializeToString()
+        answer = await self._state(request, timeout=_STATE_S, metadata=self.metadata)
         state = pb.ShardState.FromString(answer)
         self.versions = set(state.versions)
         if self.ranks != tuple(state.ranks):

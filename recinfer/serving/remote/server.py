@@ -258,6 +258,7 @@ class ShardServer:
 
     async def _prepare(self, data: bytes) -> bytes:
         request = codec.parse(pb.PrepareRequest, data)
+        self.tables.keep(request.wanted)
 
         def prepare() -> None:
             try:
@@ -269,6 +270,7 @@ class ShardServer:
         return self._here()
 
     async def _state(self, data: bytes) -> bytes:
+        self.tables.keep(codec.parse(pb.StateRequest, data).wanted)
         return self._here()
 
     def _here(self) -> bytes:

@@ -217,6 +217,30 @@ def test_only_the_store_is_read_and_few_versions_stay(archives: dict[str, Path],
     assert len(held) == MAX_VERSIONS and first not in held
 
 
+def test_a_replica_that_restarts_has_what_is_asked_for_of_many_versions(tmp_path: Path):
+    """More versions are loaded than a shard server keeps; requests go to the oldest."""
+    store, count = tmp_path / "store", MAX_VERSIONS + 2
+    for number in range(1, count + 1):
+        archive = make_archive(tmp_path / str(number), "table_wise", version=str(number), seed=number)
+        shutil.copytree(archive, store / MODEL / str(number))
+    with ExitStack() as stack:
+        server = stack.enter_context(shard(store / MODEL / "1", (0, 1, 2), store=store))
+        shards = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})
+        fanout = stack.enter_context(asking(shards))
+        make = remote_lookups(fanout, str(store))
+        there = [load(store / MODEL / str(number), lookups=make) for number in range(1, count + 1)]
+        request = make_request(5)
+        expected = there[0].lookup(request).pooled.values()
+        (replica,) = fanout.pool.replicas(0)
+        server.stop(0.0)
+        until(lambda: not replica.up)
+        again = ShardTables((0, 1, 2), store)
+        again.add(store / MODEL / str(count))
+        stack.enter_context(ShardServer(again, server.host, server.port))
+        until(lambda: replica.up)
+        torch.testing.assert_close(there[0].lookup(request).pooled.values(), expected)
+
+
 @pytest.mark.parametrize("role", [("--ranks", "0"), ("--shards", "s.json")])
 def test_a_version_that_is_still_copied_is_passed_over(
     archives: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: tuple[str, str]
