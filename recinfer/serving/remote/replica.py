@@ -117,6 +117,7 @@ class Replica:
         self._checking = False
         self._check: asyncio.Task[None] | None = None
         self._renewal: asyncio.Task[None] | None = None
+        self._syncing = 0
 
     def start(self) -> None:
         """Connect, and stay connected."""
@@ -220,19 +221,20 @@ class Replica:
 
     def renew(self) -> None:
         """Say again what is wanted, so that its server keeps it, and have it prepare what it lacks nevertheless."""
-        if self.up and (self._renewal is None or self._renewal.done()):
+        if (self.up or self._syncing) and (self._renewal is None or self._renewal.done()):
             self._renewal = asyncio.get_running_loop().create_task(self._renew())
 
     async def _renew(self) -> None:
+        """Also while versions are prepared, which may take longer than they are kept."""
         try:
-            whole = await self._sync()
+            await self._learn()
         except grpc.aio.AioRpcError:
             return  # its health, or the next call, says what is wrong
-        if not whole:
-            self._check_soon(_MISSING_S)
+        if not self._syncing and not self.versions.issuperset(self._keys()):
+            self._check_soon(0.0)
 
-    async def _sync(self) -> bool:
-        """Learn which versions it has, and have it prepare those that it lacks; whether it has all now."""
+    async def _learn(self) -> None:
+        """Say which versions are wanted, and hear which ranks and versions it has."""
         request = pb.StateRequest(wanted=self._keys()).SerializeToString()
         answer = await self._state(request, timeout=_STATE_S, metadata=self.metadata)
         state = pb.ShardState.FromString(answer)
@@ -240,14 +242,22 @@ class Replica:
         if self.ranks != tuple(state.ranks):
             self.ranks = tuple(state.ranks)
             self._changed(self)
-        whole = True
-        tried: set[str] = set()
-        # What is wanted may grow while one is prepared; nothing is awaited between the last look at it and "up".
-        while lacking := [spec for spec in self._wanted() if spec.key not in self.versions | tried]:
-            for spec in lacking:
-                tried.add(spec.key)
-                whole &= await self._prepare_one(spec)
-        return whole
+
+    async def _sync(self) -> bool:
+        """Learn which versions it has, and have it prepare those that it lacks; whether it has all now."""
+        self._syncing += 1
+        try:
+            await self._learn()
+            whole = True
+            tried: set[str] = set()
+            # What is wanted may grow while one is prepared; nothing is awaited between the last look at it and "up".
+            while lacking := [spec for spec in self._wanted() if spec.key not in self.versions | tried]:
+                for spec in lacking:
+                    tried.add(spec.key)
+                    whole &= await self._prepare_one(spec)
+            return whole
+        finally:
+            self._syncing -= 1
 
     async def _prepare_one(self, spec: VersionSpec) -> bool:
         try:

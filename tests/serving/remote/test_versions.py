@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -239,6 +240,31 @@ def test_a_replica_that_restarts_has_what_is_asked_for_of_many_versions(tmp_path
         stack.enter_context(ShardServer(again, server.host, server.port))
         until(lambda: replica.up)
         torch.testing.assert_close(there[0].lookup(request).pooled.values(), expected)
+
+
+def test_what_a_ranker_has_loaded_stays_mapped_for_as_long(
+    archives: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("recinfer.serving.remote.tables._WANTED_S", 2.0)
+    monkeypatch.setattr("recinfer.serving.remote.pool._RENEW_S", 0.0)  # at each look
+    others = [make_archive(tmp_path / str(n), "table_wise", version=str(n), seed=n) for n in range(3, 4 + MAX_VERSIONS)]
+    with shard(archives["1"], (0, 1, 2)) as server:
+        path = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})
+        with asking(path) as fanout:
+            there = load(archives["1"], lookups=remote_lookups(fanout))
+            asked = time.monotonic() + 2.5
+            until(lambda: time.monotonic() > asked)  # what was said at first does not count any more
+            for archive in others:
+                server.tables.add(archive)
+            key = there.lookups.spec.key  # type: ignore[union-attr]
+            held = set(server.tables.keys())
+            assert key in held and len(held) == MAX_VERSIONS + 1
+
+        def is_gone() -> bool:
+            server.tables.add(others[0])
+            return key not in set(server.tables.keys())
+
+        until(is_gone, 20.0)  # nobody wants it any more
 
 
 @pytest.mark.parametrize("role", [("--ranks", "0"), ("--shards", "s.json")])
