@@ -247,11 +247,11 @@ def test_a_server_that_is_back_is_found_soon():
             InferenceClient(f"127.0.0.1:{nobody.getsockname()[1]}", retries=0) as client,
             ThreadPoolExecutor(1) as pool,
         ):
-            end = time.monotonic() + 3.0
+            end = time.monotonic() + 4.0
             while time.monotonic() < end:
                 asked = pool.submit(client.is_ready, timeout=0.1)
                 with suppress(TimeoutError):
                     nobody.accept()[0].close()
                     looks += 1
                 asked.result(30)
-    assert looks >= 5  # three with gRPC's own
+    assert looks >= 5  # three or four with gRPC's own
