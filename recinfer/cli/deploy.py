@@ -30,8 +30,10 @@ def run(options: DeployOptions) -> None:
     recinfer deploy store/ctr/1 --k8s --out manifests
     """
     output, on_ray = Output(options.as_json), options.ray.ray is not None or options.action != Action()
-    if options.k8s.k8s and on_ray:
-        raise ConfigError("--k8s writes files and knows no cluster: leave out the options of Ray, or --k8s")
+    others = options.ray.given()
+    if options.k8s.k8s and (on_ray or others):
+        named = f" ({', '.join(others)})" if others else ""
+        raise ConfigError(f"--k8s writes files and knows no cluster: leave out the options of Ray{named}, or --k8s")
     if on_ray:
         run_ray(options, output)
         return
@@ -66,6 +68,7 @@ def _render(options: DeployOptions, output: Output) -> None:
     files = write_manifests(found, written, out)
     for group in found.groups:
         output.show(f"shard {group.number}: ranks {group.listed}, {mebibytes(group.table_bytes)} of tables")
+    output.show(f"pods read {found.model}/{found.version} of the claim {k8s.claim}")
     output.show(f"[green]wrote[/green] {len(files)} files to {out}; next: kubectl apply -k {out}")
     output.finish(
         {

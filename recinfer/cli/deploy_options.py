@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -97,6 +97,10 @@ class RayOptions:
     wait: Annotated[float, typer.Option(min=0, help="Seconds until all servers must serve.", rich_help_panel=_RAY)] = (
         600.0
     )
+
+    def given(self) -> list[str]:
+        """Those that are not as they are by themselves, as the command line calls them."""
+        return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]
 
 
 @dataclass(frozen=True)

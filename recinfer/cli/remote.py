@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import re
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recinfer.cli.console import Output
-from recinfer.errors import ConfigError
+from recinfer.errors import ArchiveError, ConfigError
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
+    from recinfer.serving.limits import Limits
     from recinfer.serving.remote.fanout import Fanout
+    from recinfer.serving.remote.tables import ShardTables
     from recinfer.serving.security import Security
 
 __all__ = ["parse_ranks", "serve_ranks", "set_serving_when_there", "shard_fanout", "unchecked", "version_in"]
@@ -22,12 +26,15 @@ _log = logging.getLogger(__name__)
 
 def parse_ranks(text: str) -> list[int]:
     """``"0,1"`` or ``"0-3"`` as ranks; raises ConfigError."""
+    from recinfer.archive.manifest_rules import MAX_RANKS
+
     ranks: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise ConfigError(f"ranks: got {text[:80]!r}, expected numbers, as in 0,1 or 0-3")
-        ranks += range(int(first), int(last if dash else first) + 1)
+        found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found is not None else (0, -1)
+        if not first <= last < MAX_RANKS:
+            raise ConfigError(f"ranks: got {text[:80]!r}, expected numbers below {MAX_RANKS}, as in 0,1 or 0-3")
+        ranks += range(first, last + 1)
     return sorted(set(ranks))
 
 
@@ -42,6 +49,7 @@ def serve_ranks(
     port: int,
     metrics_port: int | None,
     security: Security,
+    limits: Limits,
     preload: bool,
     lock: bool,
 ) -> None:
@@ -54,13 +62,16 @@ def serve_ranks(
         raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
     tables = ShardTables(ranks, store, preload=preload, lock=lock)
     paths = list(archives)
-    if store is not None:
+    for path in archives:
+        tables.add(path)
+    if store is not None and not archives:
         known = ModelStore(store)
-        paths += [store / name / known.versions(name)[0] for name in known.models()] if not archives else []
+        paths = [
+            known.newest_that(name, functools.partial(_added, tables, store / name), ArchiveError)
+            for name in known.models()
+        ]
     if deltas and len(paths) != 1:
         raise ConfigError(f"delta: got {len(paths)} archives; a delta goes with one archive")
-    for path in paths:
-        tables.add(path)
     if deltas:
         tables.add(paths[0], deltas)
 
@@ -80,8 +91,13 @@ def serve_ranks(
             }
         )
 
-    serve_shards(tables, host, port, metrics_port=metrics_port, security=security, on_ready=ready)
+    serve_shards(tables, host, port, metrics_port=metrics_port, security=security, limits=limits, on_ready=ready)
     output.note("stopped")
+
+
+def _added(tables: ShardTables, folder: Path, version: str) -> Path:
+    tables.add(folder / version)
+    return folder / version
 
 
 def shard_fanout(path: Path, security: Security, missing: str | None) -> Fanout:
@@ -129,14 +145,14 @@ def set_serving_when_there(
     def check() -> None:
         for predictor in predictors:
             lookups: Any = predictor.lookups
-            lost: list[int] | None = None
+            told = ""
             while True:
                 missing = fanout.pool.unreachable(lookups.ranks, lookups.spec.key)
                 if not missing:
                     break
-                if missing != lost:
-                    lost = missing
-                    where = "; ".join(f"rank {rank}: {fanout.pool.addresses(rank)}" for rank in missing)
+                where = "; ".join(f"rank {rank}: {fanout.pool.addresses(rank, lookups.spec.key)}" for rank in missing)
+                if where != told:
+                    told = where
                     output.note(f"not serving yet, waiting for shards: {where}")
                 if stopped.wait(0.1):
                     return

@@ -9,7 +9,7 @@ from recinfer.cli.console import Output
 from recinfer.cli.declared import takes
 from recinfer.cli.options import Device
 from recinfer.cli.remote import parse_ranks, serve_ranks
-from recinfer.cli.serve_models import serve_models
+from recinfer.cli.serve_models import limits_of, serve_models
 from recinfer.cli.serve_options import SecurityOptions, ServeOptions
 from recinfer.cli.workers import supervise
 from recinfer.errors import ConfigError
@@ -92,6 +92,7 @@ def _serve_ranks(ranks: list[int], options: ServeOptions, security: Security, ou
         port=options.address.port,
         metrics_port=options.address.metrics_port,
         security=security,
+        limits=limits_of(options.limits),
         preload=options.tables.preload,
         lock=options.tables.lock,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
 from recinfer.cli.console import Output
 from recinfer.cli.remote import set_serving_when_there, shard_fanout, unchecked, version_in
 from recinfer.cli.serve_options import BatchOptions, LimitOptions, RoleOptions, ServeOptions, TableOptions
-from recinfer.errors import ConfigError
+from recinfer.errors import ArchiveError, ConfigError
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from recinfer.serving.store import ModelStore, StoreManager
     from recinfer.serving.worker import WorkerLink
 
-__all__ = ["serve_models"]
+__all__ = ["limits_of", "serve_models"]
 
 
 def serve_models(options: ServeOptions, security: Security, output: Output) -> None:
@@ -54,7 +55,7 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
         on_hangup=None if fanout is None else fanout.pool.reload,
         host=address.host,
         port=address.port,
-        limits=_limits(options.limits),
+        limits=limits_of(options.limits),
         http_port=address.http_port,
         batching=_batching(options.batching),
         security=security,
@@ -75,7 +76,8 @@ def _fanout(roles: RoleOptions, security: Security) -> Fanout | None:
     return shard_fanout(roles.shards, security, None if roles.missing_shards is None else roles.missing_shards.name)
 
 
-def _limits(options: LimitOptions) -> Limits:
+def limits_of(options: LimitOptions) -> Limits:
+    """The options as servers take them."""
     from recinfer.serving.limits import Limits
 
     return Limits(
@@ -162,12 +164,13 @@ def _named(options: ServeOptions, fanout: Fanout | None) -> list[ServedModel]:
 def _newest_of_shards(options: ServeOptions, fanout: Fanout, store: ModelStore) -> list[ServedModel]:
     from recinfer.serving.registry import ServedModel
 
-    found, device = [], {"device": options.tables.device.value}
-    for name in store.models():
-        version = store.newest_version(name)
+    device = {"device": options.tables.device.value}
+
+    def opened(name: str, version: str) -> ServedModel:
         predictor = unchecked(store.folder / name / version, fanout, options.models.model_store, device)
-        found.append(ServedModel.of(name, predictor, version))
-    return found
+        return ServedModel.of(name, predictor, version)
+
+    return [store.newest_that(name, functools.partial(opened, name), ArchiveError) for name in store.models()]
 
 
 # --------------------------------------------------------------------------------------------------- from start to stop

@@ -242,8 +242,9 @@ def _show(output: Output, found: list[Candidate], goal: Goal, model: Model) -> N
                 f"the archive has {model.manifest.precision}: export it in {best.precision}, and look at quality"
             )
     else:
-        fastest = min((c.p99_s for c in found if math.isfinite(c.p99_s)), default=math.nan)
-        output.show(f"[bold red]no candidate keeps it[/bold red]; the fastest has a p99 of {fastest * 1e3:.2f} ms")
+        fastest = min((c.p99_s for c in found if math.isfinite(c.p99_s)), default=None)
+        said = "why is in the last column" if fastest is None else f"the fastest has a p99 of {fastest * 1e3:.2f} ms"
+        output.show(f"[bold red]no candidate keeps it[/bold red]; {said}")
 
 
 def _show_what_is_assumed(output: Output, given: CandidateOptions) -> None:

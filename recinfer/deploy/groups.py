@@ -57,7 +57,8 @@ class Footprint:
     """What of an archive runs where.
 
     Attributes:
-        model, version: as the manifest has them.
+        model: as the manifest has it.
+        version: the folder's name where the archive lies at ``<model>/<version>``, as in a store; else the manifest's.
         groups: of ranks, all of them once.
         ranker_bytes: memory of a ranker with one version.
         ranker_limit_bytes: the same with two.
@@ -89,10 +90,10 @@ def footprint(archive: Path, ranks_per_shard: int = 1) -> Footprint:
     for number, first in enumerate(range(0, manifest.world_size, ranks_per_shard)):
         ranks = tuple(range(first, min(first + ranks_per_shard, manifest.world_size)))
         groups.append(RankGroup(number, ranks, sum(sizes[shard_path(rank)] for rank in ranks)))
-    dense = _DENSE_COPIES * _dense_bytes(manifest)
+    dense, where = _DENSE_COPIES * _dense_bytes(manifest), archive.resolve()
     return Footprint(
         manifest.model,
-        manifest.version,
+        where.name if where.parent.name == manifest.model else manifest.version,
         tuple(groups),
         dense + _RANKER_OVERHEAD,
         2 * dense + _RANKER_OVERHEAD + 256 * MIB,

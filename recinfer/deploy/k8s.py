@@ -26,7 +26,10 @@ _PORT, _METRICS = 50051, 9100
 _USER = 10001
 _STORE, _SHARDS, _SECRETS = "/models", "/etc/recinfer", "/run/secrets/recinfer"
 _DRAIN_S, _UNLISTED_S = 15, 5
-_DNS = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")
+_LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_DNS, _SUBDOMAIN = re.compile(rf"{_LABEL}\Z"), re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*\Z")
+_SET_NAME = 52  # a StatefulSet's pods have a label of its name, "-" and a hash of 10
+_CPUS = re.compile(r"(?=.*[1-9])([0-9]+(\.[0-9]{1,3})?|[0-9]+m)\Z")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,61}[A-Za-z0-9_]?\Z")
 
 
@@ -63,14 +66,18 @@ class K8sOptions:
     busy_percent: int = BUSY_PERCENT
 
     def __post_init__(self) -> None:
-        for what in ("namespace", "claim", "name", "token_secret"):
+        for what in ("namespace", "name"):
             value = getattr(self, what)
             if value is not None and not _DNS.match(value):
                 raise ConfigError(f"{what}: got {value[:80]!r}, expected a DNS label: a-z, 0-9 and '-', at most 63")
+        for what in ("claim", "token_secret"):
+            value = getattr(self, what)
+            if value is not None and not _SUBDOMAIN.match(value):
+                raise ConfigError(f"{what}: got {value[:80]!r}, expected a name of a-z, 0-9, '-' and '.'")
         if not self.image or any(c.isspace() for c in self.image):
             raise ConfigError(f"image: got {self.image[:80]!r}, expected one as in registry/recinfer:0.1.0-cpu")
-        if not re.match(r"[0-9]+(\.[0-9]+|m)?\Z", self.cpus):
-            raise ConfigError(f"cpus: got {self.cpus!r}, expected as in 2, 0.5 or 500m")
+        if not _CPUS.match(self.cpus):
+            raise ConfigError(f"cpus: got {self.cpus!r}, expected more than 0, as in 2, 0.5 or 500m")
         for what, least, most in (
             ("replicas", self.replicas, self.max_replicas),
             ("rankers", self.rankers, self.max_rankers),
@@ -120,9 +127,14 @@ class _Renderer:
         self.secret = options.token_secret or f"{self.name}-token"
         self.store = f"{_STORE}/{found.model}"
         self.archive = f"{self.store}/{found.version}"
-        longest = f"{self.name}-shard-{len(found.groups) - 1}-99"
-        if len(longest) > 63:
-            raise ConfigError(f"name: {longest!r} would be longer than 63 characters; give a shorter --name")
+        if not self.name[0].isalpha():
+            raise ConfigError(f"name: got {self.name!r}, expected a letter first, as a Service's has; give --name")
+        longest = f"{self.name}-shard-{len(found.groups) - 1}"
+        if len(longest) > _SET_NAME:
+            raise ConfigError(
+                f"name: {longest!r} would be longer than {_SET_NAME} characters, and pods have labels made of it; "
+                "give a shorter --name"
+            )
         for what, value in (("model", found.model), ("version", found.version)):
             if "/" in value or value in (".", ".."):
                 raise ConfigError(f"{what}: got {value[:80]!r}, expected the name of a folder")

@@ -328,8 +328,12 @@ def _security(
 ) -> tuple[grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
     """A channel's credentials, None without TLS, and its options. Raises InputError."""
     credentials = credentials_of(ca, cert, key)
-    # An answer's size is bounded by the server's limits.
-    options: list[tuple[str, Any]] = [("grpc.max_receive_message_length", -1)]
+    # An answer's size is bounded by the server's limits. A server that is back is found in a second, as rankers find shards.
+    options: list[tuple[str, Any]] = [
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    ]
     if not name:
         return credentials, options
     if credentials is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, RecinferError
 from recinfer.inference.predictor import Predictor, load
@@ -15,6 +15,7 @@ from recinfer.serving.registry import ModelRegistry, ServedModel
 
 __all__ = ["ModelStore", "StoreManager", "restore"]
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -70,20 +71,22 @@ class ModelStore:
             raise NotFoundError(f"delta: the store has no {name[:80]!r} of model {model[:80]!r}; it has {found}")
         return path
 
-    def newest_version(self, model: str) -> str:
-        """The newest version of a model; raises NotFoundError."""
-        versions = self.versions(model)
-        if not versions:
-            raise NotFoundError(f"model: the store has no version of {model[:80]!r}")
-        return versions[0]
-
     def newest(self, model: str) -> ServedModel:
         """The newest version that is sound; a broken one is logged and passed over. Raises ArchiveError, NotFoundError."""
+        return self.newest_that(model, lambda version: ServedModel.of(model, self.open(model, version), version))
+
+    def newest_that(self, model: str, opens: Callable[[str], T], broken: type[RecinferError] = RecinferError) -> T:
+        """What ``opens`` makes of the newest version that it does not raise ``broken`` for; others are logged and passed over.
+
+        Raises:
+            NotFoundError: the store has no version of the model.
+            RecinferError: what was raised for the newest one, when all of them are broken.
+        """
         failed: RecinferError | None = None
         for version in self.versions(model):
             try:
-                return ServedModel.of(model, self.open(model, version), version)
-            except RecinferError as error:
+                return opens(version)
+            except broken as error:
                 _log.error("model store: %s %s is not served: %s", model, version, error)
                 failed = failed or error
         raise failed or NotFoundError(f"model: the store has no version of {model[:80]!r}")

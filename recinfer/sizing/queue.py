@@ -1,4 +1,4 @@
-"""The server's queue in simulated time: the rules of recinfer.serving.batcher, with its own constants and learning."""
+"""The server's queue in simulated time: the rules of recinfer.serving.batcher, with its own room, constants and learning."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from recinfer.errors import OverloadedError
 from recinfer.serving import batcher as rules
 from recinfer.serving.batcher import BatchConfig
 from recinfer.serving.pace import Pace
-from recinfer.serving.room import MARGIN
-from recinfer.serving.run_times import SMOOTHING, RunTimes
+from recinfer.serving.room import Room
+from recinfer.serving.run_times import RunTimes
 from recinfer.sizing.clock import Clock, Cpu, Thread
 
 __all__ = ["Queue", "Work"]
@@ -73,13 +74,11 @@ class Queue:
         "_loop",
         "_lost",
         "_pace",
+        "_room",
         "_running",
-        "_seconds_a_request",
         "_threads",
         "_times",
         "_waiting",
-        "_waiting_bytes",
-        "_waiting_elsewhere",
         "clock",
         "config",
         "refused",
@@ -100,13 +99,11 @@ class Queue:
         self.clock, self.config, self._away = clock, config, away
         self._cpu, self._loop, self._cost, self._threads = cpu, loop, cost, threads
         self._waiting: deque[Work] = deque()
-        self._waiting_bytes = 0.0
-        self._waiting_elsewhere = 0
+        self._room = Room(config.max_queue, config.max_queue_bytes, threads)
         self._running = 0
         self._away_now = 0  # of those that are run by their callers
         self._pace = Pace()
         self._times = RunTimes()
-        self._seconds_a_request = 1e-3
         self._ended: list[Work] = []
         self._flush_set = False
         self._hold = 0  # number of the timer that counts; those set before it do not
@@ -118,21 +115,11 @@ class Queue:
 
     def admits(self, num_bytes: float) -> bool:
         """Whether there is room for a message."""
-        config, waiting = self.config, len(self._waiting) + self._waiting_elsewhere
-        return not waiting or (waiting < config.max_queue and self._waiting_bytes + num_bytes <= config.max_queue_bytes)
-
-    def take_place(self, num_bytes: float) -> bool:
-        """A place for a message that is decoded elsewhere first; False: the queue is full."""
-        if not self.admits(num_bytes):
+        try:
+            self._room.admit(int(num_bytes))
+        except OverloadedError:
             return False
-        self._waiting_elsewhere += 1
-        self._waiting_bytes += num_bytes
         return True
-
-    def leave_place(self, num_bytes: float) -> None:
-        """Give it back."""
-        self._waiting_elsewhere -= 1
-        self._waiting_bytes -= num_bytes
 
     def may_go_straight(self, work: Work) -> bool:
         """Whether a small request may be run by its caller, now: nothing else is there, and it is short."""
@@ -143,7 +130,7 @@ class Queue:
     def went_straight(self, seconds: float) -> None:
         """One was."""
         self._pace.goes_alone()
-        self._learned(1, seconds, seconds)
+        self._learned(1, 1, seconds, seconds)
 
     def may_go_away(self) -> bool:
         """Whether a small request may be run by its caller, within :meth:`begins_away` and :meth:`ends_away`."""
@@ -161,7 +148,7 @@ class Queue:
         self._away_now -= 1
         self.runs += 1
         self.requests += 1
-        self._learned(1, 0.0, self.clock.now - since)
+        self._learned(1, 1, 0.0, self.clock.now - since)
         if self._waiting:
             self._loop.submit(0.0, 0.0, self._flush_if_any)
 
@@ -186,11 +173,13 @@ class Queue:
         if not self.admits(work.num_bytes):
             self._refuse(work, "full")
             return
-        if self._waiting and now + MARGIN * self._expected_wait() > work.deadline:
+        try:
+            self._room.check_wait(now, work.deadline)
+        except OverloadedError:
             self._refuse(work, "late")
             return
         self._waiting.append(work)
-        self._waiting_bytes += work.num_bytes
+        self._room.enter(int(work.num_bytes))
         if alone or not config.max_delay_us:
             self._flush_soon()
         elif len(self._waiting) >= self._pace.target:
@@ -204,9 +193,6 @@ class Queue:
         self.refused += 1
         work.refused = why
         work.answered(work)
-
-    def _expected_wait(self) -> float:
-        return (len(self._waiting) + self._waiting_elsewhere) * self._seconds_a_request / self._threads
 
     # ------------------------------------------------------ waiting for more
 
@@ -273,7 +259,7 @@ class Queue:
             if batch and (total > self.config.max_batch or not self._times.may_share(None, total)):
                 break
             waiting.popleft()
-            self._waiting_bytes -= work.num_bytes
+            self._room.leave(int(work.num_bytes))
             if now >= work.deadline:
                 self._refuse(work, "expired")
                 continue
@@ -323,9 +309,8 @@ class Queue:
     def _learn(self, batch: Sequence[Work], start: float, seconds: float) -> None:
         self.runs += 1
         self.requests += len(batch)
-        wall = self.clock.now - start
-        self._learned(sum(work.counts_as for work in batch), seconds, wall / len(batch))
+        self._learned(len(batch), sum(work.counts_as for work in batch), seconds, self.clock.now - start)
 
-    def _learned(self, samples: int, seconds: float, wall: float) -> None:
+    def _learned(self, requests: int, samples: int, seconds: float, wall: float) -> None:
         self._times.learn(None, samples, seconds)
-        self._seconds_a_request += SMOOTHING * (wall - self._seconds_a_request)
+        self._room.took(wall, requests)

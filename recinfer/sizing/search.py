@@ -139,6 +139,9 @@ class _Search:
         def no(why: str, num_bytes: int = 0) -> Candidate:
             return Candidate(host, precision, None, math.nan, math.nan, {}, math.nan, False, why, num_bytes)
 
+        spare = self.settings.min_replicas
+        if num * spare + (spare if num > 1 else 0) > self.settings.max_hosts:  # not worth a plan
+            return no(f"more than {self.settings.max_hosts} hosts")
         try:
             shards = shards_of(
                 self.model,
@@ -159,7 +162,6 @@ class _Search:
         busy = self.run(one, shards, _PROBE_REQUESTS * 2, rate, self.seed)
         cpu = self._core_seconds(busy, one)
         room = host.cores * _FULLEST
-        spare = self.settings.min_replicas
         if num == 1:
             least = replace(one, replicas=max(spare, math.ceil(self.goal.qps * cpu["servers"] / room)))
         else:
@@ -345,7 +347,8 @@ def _shard_counts(
         return [1]
     least = max(1, math.ceil(total / host.table_bytes))
     most = max(1, settings.max_hosts // max(settings.min_replicas, 1))
-    return [n for n in dict.fromkeys((least, *((least + 1,) if least > 1 else ()), 2 * least, 4 * least)) if n <= most]
+    counts = dict.fromkeys((least, *((least + 1,) if least > 1 else ()), 2 * least, 4 * least))
+    return [n for n in counts if n <= most] or [least]  # too many, which is to be said
 
 
 def latency_curve(

@@ -205,11 +205,8 @@ class Server(Process):
             self.queue.runs += 1
             self.queue.requests += 1
             self.cpu.start(self._cost((work,)), self.loop.submit, 0.0, 0.0, self._answer, work)
-        elif call.bytes_in <= rules._INLINE_BYTES:
-            self.queue.submit(work)
-        elif self.queue.take_place(call.bytes_in):
-            # Decoded on a thread; what that takes is counted with the run.
-            self.queue.leave_place(call.bytes_in)
+        elif call.bytes_in <= rules._INLINE_BYTES or self.queue.admits(call.bytes_in):
+            # A long one is decoded on a thread; what that takes is counted with the run.
             self.queue.submit(work)
         else:
             work.refused = "full"

@@ -60,6 +60,13 @@ def test_a_promise_that_cannot_be_kept_ends_with_one(options: list[object]) -> N
     assert "no candidate keeps it" in out
 
 
+def test_where_nothing_could_be_simulated_the_reason_is_said(options: list[object]) -> None:
+    code, out, _ = run(*options, "--qps", 100, "--p99-ms", 20, "--max-hosts", 1)
+    assert code == 1
+    assert "no candidate keeps it; why is in the last column" in out
+    assert "more than 1 hosts" in out
+
+
 def test_a_trace_gives_rate_and_sizes(options: list[object], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = [{"time": i / 800, "batch": 1 + i % 4, "ids": {"f0": 2 * (1 + i % 4), "f1": 3}} for i in range(400)]

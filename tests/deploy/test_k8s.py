@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from recinfer.cli.main import app
 from recinfer.deploy.groups import MIB, footprint
 from recinfer.deploy.k8s import BUSY_METRIC, QUEUE_METRIC, K8sOptions, manifests, write_manifests
 from recinfer.errors import ConfigError
@@ -200,8 +203,46 @@ def test_files_of_another_plan_are_not_applied_by_chance(tmp_path: Path):
         ({"queue_depth": 0}, "queue depth"),
         ({"busy_percent": 0}, "busy per cent"),
         ({"claim": "x\ny"}, "claim"),
+        ({"claim": "x..y"}, "claim"),
+        ({"token_secret": "-x"}, "token_secret"),
+        ({"cpus": "0m"}, "cpus"),  # of no cores asked for, an autoscaler finds no share
+        ({"cpus": "0.0001"}, "cpus"),
     ],
 )
 def test_wrong_options_are_named(wrong: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         K8sOptions(**wrong)
+
+
+def test_claims_and_secrets_may_have_dots():
+    options = K8sOptions(claim="models.v1", token_secret="ctr.token")
+    for pod in pods(manifests(FOUND, options)):
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes["models"]["persistentVolumeClaim"]["claimName"] == "models.v1"
+        assert volumes["token"]["secret"]["secretName"] == "ctr.token"
+
+
+@pytest.mark.parametrize(("name", "message"), [("2024-ctr", "a letter first"), ("a" * 45, "longer than 52")])
+def test_names_that_the_api_server_takes_and_pods_fail_on(name: str, message: str):
+    """The schema knows neither rule: a Service's name begins with a letter, and pods get labels of their set's name."""
+    with pytest.raises(ConfigError, match=message):
+        manifests(FOUND, K8sOptions(name=name))
+    assert manifests(FOUND, K8sOptions(name="a" * 44))
+
+
+def test_another_version_is_the_folder_that_was_named(archive: Path, tmp_path: Path):
+    """Checkpoints without a version of their own all give archives of version 1: in a store its folder tells them apart."""
+    for version in ("1", "2"):
+        shutil.copytree(archive, tmp_path / "store" / "tiny" / version)
+        found = manifests(footprint(tmp_path / "store" / "tiny" / version), OPTIONS)
+        for pod in pods(found):
+            assert pod["containers"][0]["args"][0] == f"/models/tiny/{version}"
+    assert footprint(archive).version == "3"  # it lies in no store, so what its manifest says
+
+
+def test_options_of_ray_are_not_passed_over(archive: Path, tmp_path: Path):
+    """Who gives --tls-cert believes that there will be TLS."""
+    command = ["deploy", str(archive), "--k8s", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, [*command, "--tls-cert", "cert.pem", "--min-replicas", "1"])
+    assert done.exit_code == 2 and "--min-replicas, --tls-cert" in " ".join(done.output.split())
+    assert not (tmp_path / "out").exists()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -291,3 +293,22 @@ def test_no_retries_when_told(refusing: tuple[Refusing, str]):
     with InferenceClient(target, retries=0, timeout=60) as client, pytest.raises(UnavailableError):
         client.get_model()
     assert handler.calls == 1
+
+
+def test_a_server_that_is_back_is_found_soon():
+    """gRPC's own patience grows to two minutes between two looks: so long a server that is back would have no callers."""
+    looks = 0
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        nobody.settimeout(0.05)
+        with (
+            InferenceClient(f"127.0.0.1:{nobody.getsockname()[1]}", retries=0) as client,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            end = time.monotonic() + 4.0
+            while time.monotonic() < end:
+                asked = pool.submit(client.is_ready, timeout=0.1)
+                with suppress(TimeoutError):
+                    nobody.accept()[0].close()
+                    looks += 1
+                asked.result(30)
+    assert looks >= 5  # three or four with gRPC's own

@@ -59,6 +59,13 @@ def test_too_many_hosts_are_said() -> None:
     assert any("more than 4 hosts" in c.why for c in found)
 
 
+def test_tables_for_more_hosts_than_there_may_be_are_said() -> None:
+    model = model_of(manifest_of(tables=8, rows=1_000_000))  # 288 MB: four hosts, each twice, and rankers
+    asked = Goal(10.0, 1.0), poisson(10.0, 500, ids_per_sample=8), model, COSTS
+    found = search(*asked, hosts=[TINY], precisions=["int8"], settings=Settings(max_hosts=3))
+    assert [c.why for c in found] == ["more than 3 hosts"]
+
+
 def test_tables_that_do_not_fit_one_host_are_sharded() -> None:
     model = model_of(manifest_of(tables=8, rows=1_000_000))  # 288 MB
     goal = Goal(1000.0, 0.02)

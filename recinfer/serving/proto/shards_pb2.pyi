@@ -59,18 +59,22 @@ class Failure(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class PrepareRequest(_message.Message):
-    __slots__ = ("version", "folder", "deltas")
+    __slots__ = ("version", "folder", "deltas", "wanted")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     version: str
     folder: str
     deltas: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., folder: _Optional[str] = ..., deltas: _Optional[_Iterable[str]] = ...) -> None: ...
+    wanted: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., folder: _Optional[str] = ..., deltas: _Optional[_Iterable[str]] = ..., wanted: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StateRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("wanted",)
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    wanted: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, wanted: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ShardState(_message.Message):
     __slots__ = ("ranks", "versions")

@@ -363,7 +363,8 @@ class Fan:
             self.missing = (*self.missing, *ranks)
             self._look()
             return
-        where = "; ".join(f"rank {rank} has no living replica: {self._pool.addresses(rank)}" for rank in ranks)
+        version = self._of.version
+        where = "; ".join(f"rank {rank} has no living replica: {self._pool.addresses(rank, version)}" for rank in ranks)
         if self._fanout.missing == "default_rows":
             where += "; shards.json asks for default rows, but the archive's manifest does not allow them"
         self._fail(UnavailableError(where))

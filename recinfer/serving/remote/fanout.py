@@ -196,12 +196,12 @@ class Fanout:
                 {
                     "rank": rank,
                     "address": replica.target,
-                    "up": replica.up,
+                    "up": replica.up and not replica.lack_of(rank),
                     "outstanding": replica.outstanding,
                     "versions": sorted(replica.versions),
-                    "why": "" if replica.up else replica.why,
+                    "why": replica.lack_of(rank) or ("" if replica.up else replica.why),
                 }
                 for rank in sorted(self.pool.config.ranks)
-                for replica in self.pool.replicas(rank)
+                for replica in self.pool.listed(rank)
             ],
         }

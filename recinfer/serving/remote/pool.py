@@ -25,6 +25,7 @@ from recinfer.serving.security import read_token
 __all__ = ["ReplicaPool"]
 
 _LOOK_S, _RESOLVE_S, _EXPIRE_S = 0.5, 5.0, 0.05
+_RENEW_S = 20.0  # a third of how long shards keep what is wanted
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +49,9 @@ class ReplicaPool:
         self._seen = _stamp(path)
         self._read_again = False
         self._replicas: dict[str, Replica] = {}
-        self._by_rank: dict[int, tuple[Replica, ...]] = {}
+        self._listed: dict[int, tuple[Replica, ...]] = {}
+        self._by_rank: dict[int, tuple[Replica, ...]] = {}  # without those that turned out not to have the rank
+        self._lacks: dict[tuple[str, int], str] = {}  # why a replica is not asked for a rank; empty: it is
         self._wanted: weakref.WeakValueDictionary[str, VersionSpec] = weakref.WeakValueDictionary()
         self._resolved: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._changed = asyncio.Event()
@@ -66,16 +69,22 @@ class ReplicaPool:
         self._read_again = True
 
     def replicas(self, rank: int) -> tuple[Replica, ...]:
-        """Those of a rank; none when the file does not list it."""
+        """Those of a rank that may be asked for it; none when the file does not list it."""
         return self._by_rank.get(rank, ())
+
+    def listed(self, rank: int) -> tuple[Replica, ...]:
+        """All that the file lists for a rank, those too whose servers say that they do not have it."""
+        return self._listed.get(rank, ())
 
     def everyone(self) -> list[Replica]:
         """Each replica once."""
         return list(self._replicas.values())
 
-    def addresses(self, rank: int) -> str:
-        """A rank's replicas and what is wrong with them, for messages."""
-        found = [f"{replica.target} ({replica.why})" for replica in self.replicas(rank)]
+    def addresses(self, rank: int, version: str = "") -> str:
+        """A rank's replicas and what is wrong with them, or with asking them for ``version``, for messages."""
+        found = [
+            f"{replica.target} ({replica.lack_of(rank) or replica.wrong(version)})" for replica in self.listed(rank)
+        ]
         listed = self.config.ranks.get(rank)
         return "; ".join(found) or (f"{', '.join(listed)} (no address)" if listed else "none listed in shards.json")
 
@@ -123,7 +132,7 @@ class ReplicaPool:
                 raise outcome
         missing = self.unreachable(ranks, spec.key)
         if missing:
-            where = "; ".join(f"rank {rank}: {self.addresses(rank)}" for rank in missing)
+            where = "; ".join(f"rank {rank}: {self.addresses(rank, spec.key)}" for rank in missing)
             raise UnavailableError(f"version {spec.key} is not prepared, no replica of some ranks is there: {where}")
 
     async def wait_for(self, ranks: Sequence[int], version: str) -> None:
@@ -148,8 +157,13 @@ class ReplicaPool:
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
 
     async def _follow(self) -> None:
+        renewed = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_S)
+            if time.monotonic() - renewed > _RENEW_S:
+                renewed = time.monotonic()
+                for replica in self.everyone():
+                    replica.renew()
             try:
                 stamp = _stamp(self._path)
                 if self._read_again or stamp != self._seen:
@@ -184,12 +198,32 @@ class ReplicaPool:
                         mine.append(used[target])
             by_rank[rank] = tuple(mine)
         gone = [replica for target, replica in self._replicas.items() if target not in used]
-        self._replicas, self._by_rank = used, by_rank
+        self._replicas, self._listed = used, by_rank
+        self._sort()
         for replica in gone:
             _log.info("shard %s is not listed any more", replica.target)
             task = asyncio.get_running_loop().create_task(replica.retire(self.config.settings.timeout_seconds))
             self._retiring.add(task)  # a loop holds its tasks weakly
             task.add_done_callback(self._retiring.discard)
+
+    def _sort(self) -> None:
+        """Keep of each rank's replicas those that have it, or have not said yet what they have."""
+        lacks = {
+            (replica.target, rank): replica.lack_of(rank) for rank, mine in self._listed.items() for replica in mine
+        }
+        for (target, rank), why in lacks.items():
+            if why and self._lacks.get((target, rank)) != why:
+                _log.warning("shard %s is listed for rank %d, but %s: it is not asked for it", target, rank, why)
+        self._lacks = lacks
+        self._by_rank = {
+            rank: tuple(replica for replica in mine if not lacks[replica.target, rank])
+            for rank, mine in self._listed.items()
+        }
+
+    def _notice(self, replica: Replica) -> None:
+        """A replica has become usable, or is not any more, or has said which ranks it has."""
+        self._sort()
+        self._changed.set()
 
     async def _targets(self, address: str) -> list[tuple[str, str | None]]:
         """Addresses behind ``address``, with the name that TLS is to check."""
@@ -221,7 +255,7 @@ class ReplicaPool:
             metadata=(("authorization", f"Bearer {token}"),) if token else (),
             wanted=self.wanted,
             prepare_seconds=settings.prepare_seconds,
-            changed=self._changed.set,
+            changed=self._notice,
         )
         replica.start()
         return replica

@@ -59,11 +59,12 @@ class Replica:
         name: in the server's certificate, where it is not the target.
         metadata: of every call.
         wanted: the versions that it should have.
-        changed: called when it has become usable, or is not any more.
+        changed: called with it when it has become usable, or is not any more, and before that when it has said what ranks it
+            has.
 
     Attributes:
         up: it answers, and takes requests.
-        versions: those that it has.
+        versions: those that it has; ``ranks`` likewise, empty while it has not said so.
         outstanding: requests that it has not answered; ``answers``: how many it has.
         why: what the last failure was, for messages.
         quick: asks without the loop; None where grpcio is not known well enough.
@@ -78,7 +79,7 @@ class Replica:
         metadata: tuple[tuple[str, str], ...] = (),
         wanted: Callable[[], Iterable[VersionSpec]] = tuple,
         prepare_seconds: float = 600.0,
-        changed: Callable[[], None] = lambda: None,
+        changed: Callable[[Replica], None] = lambda _: None,
     ) -> None:
         self.target = target
         options: list[tuple[str, int | str]] = list(OPTIONS)
@@ -112,6 +113,8 @@ class Replica:
         self._told: dict[str, str] = {}
         self._checking = False
         self._check: asyncio.Task[None] | None = None
+        self._renewal: asyncio.Task[None] | None = None
+        self._syncing = 0
 
     def start(self) -> None:
         """Connect, and stay connected."""
@@ -134,7 +137,7 @@ class Replica:
             await asyncio.get_running_loop().run_in_executor(None, self.quick.close)
 
     def _stop_watching(self) -> None:
-        for task in (self._task, self._check):
+        for task in (self._task, self._check, self._renewal):
             if task is not None:
                 task.cancel()
 
@@ -143,6 +146,18 @@ class Replica:
     def usable(self, version: str) -> bool:
         """Whether it can be asked for ``version``."""
         return self.up and version in self.versions
+
+    def lack_of(self, rank: int) -> str:
+        """What is wrong with asking it for ``rank``: shards.json lists it there, but its server has others. Empty: nothing."""
+        if not self.ranks or rank in self.ranks:
+            return ""
+        return f"its server has ranks {', '.join(map(str, self.ranks))}, not {rank}"
+
+    def wrong(self, version: str) -> str:
+        """What is wrong with it, or with asking it for ``version``."""
+        if self.up and version not in self.why:
+            return f"it has not prepared version {version}"
+        return self.why
 
     def load(self, now: float) -> tuple[bool, int, int]:
         """The replica where this is least is asked: not put aside, least outstanding, then the faster by factors of two."""
@@ -192,23 +207,54 @@ class Replica:
 
     async def prepare(self, spec: VersionSpec) -> None:
         """Have it map and check a version; raises grpc.aio.AioRpcError."""
-        request = pb.PrepareRequest(version=spec.key, folder=spec.folder, deltas=spec.deltas).SerializeToString()
+        request = pb.PrepareRequest(
+            version=spec.key, folder=spec.folder, deltas=spec.deltas, wanted=[spec.key, *self._keys()]
+        ).SerializeToString()
         answer = await self._prepare(request, timeout=self._prepare_seconds, metadata=self.metadata)
         self.versions = set(pb.ShardState.FromString(answer).versions)
 
+    def _keys(self) -> list[str]:
+        return [spec.key for spec in self._wanted()]
+
+    def renew(self) -> None:
+        """Say again what is wanted, so that its server keeps it, and have it prepare what it lacks nevertheless."""
+        if (self.up or self._syncing) and (self._renewal is None or self._renewal.done()):
+            self._renewal = asyncio.get_running_loop().create_task(self._renew())
+
+    async def _renew(self) -> None:
+        """Also while versions are prepared, which may take longer than they are kept."""
+        try:
+            await self._learn()
+        except grpc.aio.AioRpcError:
+            return  # its health, or the next call, says what is wrong
+        if not self._syncing and not self.versions.issuperset(self._keys()):
+            self._check_soon(0.0)
+
+    async def _learn(self) -> None:
+        """Say which versions are wanted, and hear which ranks and versions it has."""
+        request = pb.StateRequest(wanted=self._keys()).SerializeToString()
+        answer = await self._state(request, timeout=_STATE_S, metadata=self.metadata)
+        state = pb.ShardState.FromString(answer)
+        self.versions = set(state.versions)
+        if self.ranks != tuple(state.ranks):
+            self.ranks = tuple(state.ranks)
+            self._changed(self)
+
     async def _sync(self) -> bool:
         """Learn which versions it has, and have it prepare those that it lacks; whether it has all now."""
-        answer = await self._state(b"", timeout=_STATE_S, metadata=self.metadata)
-        state = pb.ShardState.FromString(answer)
-        self.ranks, self.versions = tuple(state.ranks), set(state.versions)
-        whole = True
-        tried: set[str] = set()
-        # What is wanted may grow while one is prepared; nothing is awaited between the last look at it and "up".
-        while lacking := [spec for spec in self._wanted() if spec.key not in self.versions | tried]:
-            for spec in lacking:
-                tried.add(spec.key)
-                whole &= await self._prepare_one(spec)
-        return whole
+        self._syncing += 1
+        try:
+            await self._learn()
+            whole = True
+            tried: set[str] = set()
+            # What is wanted may grow while one is prepared; nothing is awaited between the last look at it and "up".
+            while lacking := [spec for spec in self._wanted() if spec.key not in self.versions | tried]:
+                for spec in lacking:
+                    tried.add(spec.key)
+                    whole &= await self._prepare_one(spec)
+            return whole
+        finally:
+            self._syncing -= 1
 
     async def _prepare_one(self, spec: VersionSpec) -> bool:
         try:
@@ -225,14 +271,15 @@ class Replica:
     def _set_up(self, up: bool) -> None:
         if up != self.up:
             self.up = up
-            self._changed()
+            self._changed(self)
 
     async def _watch(self) -> None:
         """Follow its health for as long as the replica is listed."""
         request = health_pb2.HealthCheckRequest(service=SERVICE_NAME).SerializeToString()
         while True:
             try:
-                call = self._health(request, wait_for_ready=True)
+                # Not wait_for_ready: that would keep to itself why there is no connection.
+                call = self._health(request)
                 async for answer in call:
                     status = health_pb2.HealthCheckResponse.FromString(answer).status
                     if status == health_pb2.HealthCheckResponse.SERVING:
@@ -253,7 +300,7 @@ class Replica:
         whole = await self._sync()
         self._strikes, self._out_until, self._out_seconds = 0, 0.0, _OUT_S
         self._set_up(True)
-        self._changed()
+        self._changed(self)
         if not whole:
             self._check_soon(_MISSING_S)
 

@@ -269,6 +269,7 @@ class ShardServer:
 
     async def _prepare(self, data: bytes) -> bytes:
         request = codec.parse(pb.PrepareRequest, data)
+        self.tables.keep(request.wanted)
 
         def prepare() -> None:
             try:
@@ -280,6 +281,7 @@ class ShardServer:
         return self._here()
 
     async def _state(self, data: bytes) -> bytes:
+        self.tables.keep(codec.parse(pb.StateRequest, data).wanted)
         return self._here()
 
     def _here(self) -> bytes:
@@ -300,13 +302,14 @@ def serve_shards(
     *,
     metrics_port: int | None = None,
     security: Security | None = None,
+    limits: Limits | None = None,
     grace: float = 10.0,
     on_ready: Callable[[ShardServer], Any] | None = None,
     stop: threading.Event | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain for up to ``grace`` seconds. Call from the main thread."""
     tune_process()
-    server = ShardServer(tables, host, port, metrics_port=metrics_port, security=security)
+    server = ShardServer(tables, host, port, metrics_port=metrics_port, security=security, limits=limits)
 
     def start() -> None:
         server.start()

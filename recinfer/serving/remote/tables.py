@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
@@ -46,7 +47,9 @@ except ImportError:  # no compiler was there when recinfer was installed
 __all__ = ["MAX_VERSIONS", "ShardModel", "ShardTables"]
 
 MAX_VERSIONS = 4
-"""Versions that stay mapped: the one in use, the next, the one to go back to, and one a delta is made on."""
+"""Versions of a model that stay mapped: the one in use, the next, the one to go back to, and one a delta is made on. More of
+them where rankers want more: see :meth:`ShardTables.keep`."""
+_WANTED_S = 60.0
 _MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = 8192, 1 << 19  # beyond, FBGEMM's operator is faster than it takes to reach
 _BEYOND = "ids: one is beyond the rows of this rank; ranker and shard must have the same plan"
 _log = logging.getLogger(__name__)
@@ -208,6 +211,7 @@ class ShardTables:
         self._store = store
         self._mapping = {"preload": preload, "lock": lock}
         self._versions: dict[str, _Version] = {}  # the one used last at the end
+        self._wanted: dict[str, float] = {}  # until when (time.monotonic()) somebody wants a version
         self._lock = threading.Lock()
         self._preparing = threading.Lock()
 
@@ -226,6 +230,13 @@ class ShardTables:
         with self._lock:
             versions = list(self._versions.values())
         return [ShardModel(v.key, v.archive.manifest, v.mapped.buffer.numel(), len(v.deltas)) for v in versions]
+
+    def keep(self, keys: Iterable[str]) -> None:
+        """A ranker may ask for these versions: they stay mapped for a minute from now, however many there are."""
+        now = time.monotonic()
+        with self._lock:
+            still = {key: until for key, until in self._wanted.items() if until > now}
+            self._wanted = still | dict.fromkeys(keys, now + _WANTED_S)
 
     def prepare(self, key: str, folder: str, deltas: Sequence[str] = ()) -> None:
         """Map and check a version; nothing happens when it is here.
@@ -348,8 +359,12 @@ class ShardTables:
         version = _Version(key, archive, self.ranks, deltas, **self._mapping)
         with self._lock:
             self._versions[key] = version
-            while len(self._versions) > MAX_VERSIONS:
-                gone = next(iter(self._versions))
+            # Other models' versions stay: rankers of a store ask for all of its models.
+            model, now = archive.manifest.model, time.monotonic()
+            mine = [name for name, held in self._versions.items() if held.archive.manifest.model == model]
+            for gone in mine[:-MAX_VERSIONS]:
+                if self._wanted.get(gone, 0.0) > now:
+                    continue
                 del self._versions[gone]
                 _log.info("version %s is not mapped any more: %d others were used later", gone, MAX_VERSIONS)
         return version

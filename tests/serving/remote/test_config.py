@@ -75,6 +75,10 @@ def test_the_command_line(archive: Path, tmp_path: Path):
     assert "got --ranks and --shards" in serve(archive, "--ranks", "0", "--shards", two)
     assert "the archive is cut for 2, its ranks are 0 to 1" in serve(archive, "--ranks", "0,5")
     assert "ranks: got 'x'" in serve(archive, "--ranks", "x")
+    assert "expected numbers below 65536" in serve(
+        archive, "--ranks", "0-99999999999"
+    )  # no list of that length is made
+    assert "expected numbers below 65536" in serve(archive, "--ranks", "3-1")
     assert "it lists ranks 0, 1, 2" in serve(archive, "--shards", three)
     assert "give --shards" in serve(archive, "--missing-shards", "default-rows")
     said = serve(archive, "--shards", two, "--missing-shards", "default-rows")
@@ -118,3 +122,12 @@ def test_parts_that_do_not_fit_are_refused(archive: Path):
     ):
         with pytest.raises(InputError, match=says):
             ask(**wrong)
+
+
+def test_a_shard_server_has_the_limits_that_it_is_given(archive: Path, monkeypatch: pytest.MonkeyPatch):
+    """A ranker with --max-message-mib needs shards with it too: its parts of a request are as long."""
+    taken: list[Limits] = []
+    monkeypatch.setattr("recinfer.serving.remote.server.serve_shards", lambda *_, limits, **__: taken.append(limits))
+    done = CliRunner().invoke(app, ["serve", str(archive), "--ranks", "0", "--max-message-mib", "512"])
+    assert done.exit_code == 0, done.output
+    assert taken == [Limits(max_message_bytes=512 << 20)]

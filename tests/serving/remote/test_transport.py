@@ -21,6 +21,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import EVERYTHING_ROWS, Everything
 from tests.archive.models import make_archive as make_everything
 from tests.archive.models import make_request as make_other
+from tests.ports import free_port
 from tests.serving.remote.fleet import asking, remote, shard, until, write_shards
 from tests.serving.remote.models import KINDS, make_archive, make_request
 
@@ -106,6 +107,12 @@ def test_shards_ask_for_a_token(tmp_path: Path):
             )
 
 
+def test_why_there_is_no_connection_is_said(tmp_path: Path):
+    """Nobody there, a name that is none, TLS at one end alone: who starts a ranker has to be told which."""
+    with asking(write_shards(tmp_path / "s.json", {0: [f"127.0.0.1:{free_port()}"]}), ready=False) as fanout:
+        until(lambda: "refused" in fanout.pool.addresses(0), 20.0)
+
+
 def test_a_name_is_all_its_addresses(tmp_path: Path):
     archive = make_archive(tmp_path, "table_wise")
     with shard(archive, (0, 1, 2)) as server:
@@ -118,6 +125,26 @@ def test_a_name_is_all_its_addresses(tmp_path: Path):
                 load(archive, lookups=remote_lookups(fanout)).lookup(request), load(archive).lookup(request), exact=True
             )
             assert server.target in {replica.target for replica in fanout.pool.replicas(0)}
+
+
+def test_who_does_not_have_a_rank_is_not_asked_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """shards.json lists a server under a rank that it was not started with: a slip of who wrote it."""
+    archive, path, request = make_archive(tmp_path, "row_wise"), tmp_path / "s.json", make_request(6)
+    expected = load(archive).lookup(request)
+    with shard(archive, (0, 1, 2)) as whole, shard(archive, (1, 2), "127.0.0.2") as part:
+        with asking(write_shards(path, {rank: [whole.target, part.target] for rank in range(3)})) as fanout:
+            there = load(archive, lookups=remote_lookups(fanout))
+            for _ in range(20):
+                same(there.lookup(request), expected, exact=False)
+            replicas = {(r["rank"], r["address"]): r for r in fanout.status()["replicas"]}
+            assert [replicas[rank, part.target]["up"] for rank in range(3)] == [False, True, True]
+            assert f"shard {part.target} is listed for rank 0, but its server has ranks 1, 2, not 0" in caplog.text
+            assert replicas[0, part.target]["why"] == "its server has ranks 1, 2, not 0"
+        ranks = {0: [part.target], 1: [whole.target], 2: [whole.target]}
+        lists = write_shards(path, ranks, timeout_seconds=0.1)
+        says = rf"rank 0: {part.target} \(its server has ranks 1, 2, not 0\)"
+        with asking(lists) as fanout, pytest.raises(UnavailableError, match=says):
+            load(archive, lookups=remote_lookups(fanout))
 
 
 def test_equal_replicas_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from recinfer.archive.reader import open_archive
 from recinfer.checkpoint import CheckpointReader
+from recinfer.cli.main import app
 from recinfer.errors import InputError, NotFoundError, NotPreparedError
 from recinfer.inference.delta import make_delta
 from recinfer.inference.predictor import Predictor, load
@@ -212,6 +216,91 @@ def test_only_the_store_is_read_and_few_versions_stay(archives: dict[str, Path],
         tables.add(make_archive(tmp_path / str(number), "table_wise", version=str(number), seed=number))
     held = set(tables.keys())
     assert len(held) == MAX_VERSIONS and first not in held
+
+
+def test_a_replica_that_restarts_has_what_is_asked_for_of_many_versions(tmp_path: Path):
+    """More versions are loaded than a shard server keeps; requests go to the oldest."""
+    store, count = tmp_path / "store", MAX_VERSIONS + 2
+    for number in range(1, count + 1):
+        archive = make_archive(tmp_path / str(number), "table_wise", version=str(number), seed=number)
+        shutil.copytree(archive, store / MODEL / str(number))
+    with ExitStack() as stack:
+        server = stack.enter_context(shard(store / MODEL / "1", (0, 1, 2), store=store))
+        shards = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})
+        fanout = stack.enter_context(asking(shards))
+        make = remote_lookups(fanout, str(store))
+        there = [load(store / MODEL / str(number), lookups=make) for number in range(1, count + 1)]
+        request = make_request(5)
+        expected = there[0].lookup(request).pooled.values()
+        (replica,) = fanout.pool.replicas(0)
+        server.stop(0.0)
+        until(lambda: not replica.up)
+        again = ShardTables((0, 1, 2), store)
+        again.add(store / MODEL / str(count))
+        stack.enter_context(ShardServer(again, server.host, server.port))
+        until(lambda: replica.up)
+        torch.testing.assert_close(there[0].lookup(request).pooled.values(), expected)
+
+
+def test_what_a_ranker_has_loaded_stays_mapped_for_as_long(
+    archives: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("recinfer.serving.remote.tables._WANTED_S", 2.0)
+    monkeypatch.setattr("recinfer.serving.remote.pool._RENEW_S", 0.0)  # at each look
+    others = [make_archive(tmp_path / str(n), "table_wise", version=str(n), seed=n) for n in range(3, 4 + MAX_VERSIONS)]
+    with shard(archives["1"], (0, 1, 2)) as server:
+        path = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})
+        with asking(path) as fanout:
+            there = load(archives["1"], lookups=remote_lookups(fanout))
+            asked = time.monotonic() + 2.5
+            until(lambda: time.monotonic() > asked)  # what was said at first does not count any more
+            for archive in others:
+                server.tables.add(archive)
+            key = there.lookups.spec.key  # type: ignore[union-attr]
+            held = set(server.tables.keys())
+            assert key in held and len(held) == MAX_VERSIONS + 1
+
+        def is_gone() -> bool:
+            server.tables.add(others[0])
+            return key not in set(server.tables.keys())
+
+        until(is_gone, 20.0)  # nobody wants it any more
+
+
+@pytest.mark.parametrize("role", [("--ranks", "0"), ("--shards", "s.json")])
+def test_a_version_that_is_still_copied_is_passed_over(
+    archives: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: tuple[str, str]
+):
+    """Who starts meanwhile serves the one before, as a server of whole models does."""
+    shutil.copytree(archives["1"], tmp_path / "store" / MODEL / "1")
+    half = tmp_path / "store" / MODEL / "2"
+    half.mkdir()
+    shutil.copy(archives["2"] / "manifest.json", half)
+    write_shards(tmp_path / "s.json", {rank: ["127.0.0.1:1"] for rank in range(3)})
+    served: list[list[str]] = []
+    monkeypatch.setattr(
+        "recinfer.serving.remote.server.serve_shards",
+        lambda tables, *_, **__: served.append([model.manifest.version for model in tables.models()]),
+    )
+    monkeypatch.setattr(
+        "recinfer.serving.server.serve", lambda registry, **_: served.append(list(registry.versions(MODEL)))
+    )
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["serve", "--model-store", "store", *role, "--port", "0"])
+    assert done.exit_code == 0, done.output
+    assert served == [["1"]]
+
+
+def test_models_do_not_push_each_other_out(archives: dict[str, Path], tmp_path: Path):
+    """A shard server of a store of many models holds one version of each, and all of them are asked for."""
+    tables, keys = ShardTables((0,)), []
+    for number in range(MAX_VERSIONS + 2):
+        archive = tmp_path / str(number)
+        shutil.copytree(archives["1"], archive)
+        manifest = archive / "manifest.json"
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "model": f"model-{number}"}))
+        keys.append(tables.add(archive))
+    assert tables.keys() == keys
 
 
 def test_replicas_that_were_up_before_a_version_was_wanted_prepare_it(archives: dict[str, Path], tmp_path: Path):
