@@ -57,7 +57,7 @@ def test_field_numbers_are_the_wire_contract():
         "FeatureInfo": {"name": 1, "table": 2, "rows": 3, "dim": 4, "pooled": 5},
         "ModelInfo": {
             "name": 1, "version": 2, "features": 3, "num_dense": 4, "precision": 5, "plan_hash": 6,
-            "feature_contract": 7,
+            "feature_contract": 7, "needs_weights": 8,
         },
     }  # fmt: skip
     assert pb.DESCRIPTOR.package == "recinfer.v1"

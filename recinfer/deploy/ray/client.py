@@ -74,7 +74,8 @@ def deploy(spec: Deployment) -> None:
         )
     from recinfer.deploy.ray.actor import ControllerActor
 
-    actor = ray.remote(ControllerActor).options(
+    # Ray's types do not know that an actor's methods have a remote().
+    actor: Any = ray.remote(ControllerActor).options(
         name=spec.name,
         namespace=NAMESPACE,
         lifetime="detached",
