@@ -10,18 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from recinfer.serving.core_call import SERVER_PARTS, Each, Owner, binding
-from recinfer.serving.core_channel import CoreChannel
+from recinfer.serving.core_channel import Asked, CoreChannel
 
-__all__ = ["AnswerStream", "AskStream", "Reply"]
+__all__ = ["AnswerStream", "AskStream"]
 
 _log = logging.getLogger("recinfer.serving.server")
-
-Reply = Callable[["bytes | None", str, str], None]
-"""Told what came: a message, or None and the name of a ``grpc.StatusCode`` and its details. Once, on any thread."""
 
 
 class AnswerStream:
@@ -84,7 +81,7 @@ class AskStream:
     def __init__(self, channel: CoreChannel, path: bytes, metadata: Sequence[tuple[str, str]]) -> None:
         self._channel = channel
         self._lock = threading.Lock()
-        self._reply: Reply | None = None
+        self._reply: Asked | None = None
         self._until = 0.0
         self._asked = False  # what was asked last is not answered yet, though maybe nobody waits for it
         self._closes = False
@@ -97,7 +94,7 @@ class AskStream:
         if self._call is None:
             self.is_over, self.code = True, "CANCELLED"
 
-    def ask(self, question: bytes, until: float, reply: Reply) -> bool:
+    def ask(self, question: bytes, until: float, reply: Asked) -> bool:
         """False: it can't be asked now, and ``reply`` is not told anything.
 
         Args:
@@ -113,7 +110,7 @@ class AskStream:
         self.is_open = False
         return self._taken() is None  # somebody else has told who asked
 
-    def forget(self, reply: Reply) -> None:
+    def forget(self, reply: Asked) -> None:
         """Nobody waits any more for what ``reply`` was to be told."""
         with self._lock:
             if self._reply is reply:
@@ -140,7 +137,7 @@ class AskStream:
             self._channel.go_on(self._call, (_core.SendCloseFromClientOperation(0),), _nothing)
         return True
 
-    def _taken(self) -> Reply | None:
+    def _taken(self) -> Asked | None:
         with self._lock:
             reply, self._reply = self._reply, None
             return reply

@@ -14,8 +14,8 @@ import pytest
 from recinfer.serving import core
 from recinfer.serving.core import CoreServer
 from recinfer.serving.core_call import Ending
-from recinfer.serving.core_channel import CoreChannel
-from recinfer.serving.core_stream import AskStream, Reply
+from recinfer.serving.core_channel import Asked, CoreChannel
+from recinfer.serving.core_stream import AskStream
 from recinfer.serving.loop import run_on_loop
 from tests.ports import free_port
 from tests.serving.remote.fleet import until
@@ -68,7 +68,7 @@ def opened(channel: CoreChannel, path: bytes = ASK) -> AskStream:
     return stream
 
 
-def into() -> tuple[Ends, Reply]:
+def into() -> tuple[Ends, Asked]:
     ends: Ends = queue.SimpleQueue()
     return ends, lambda *end: ends.put(end)
 

@@ -62,11 +62,15 @@ def test_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_TURNS", 2)
     said: list[str] = []
     before = set(multiprocessing.active_children())  # of other tests
-    costs = measure_serving(seconds=0.1, progress=said.append)
-    # How much each is, is no test's affair: they are differences of means of a tenth of a second.
-    assert costs.run.base_s + costs.run.request_s > 0
-    assert costs.shard.base_s + (costs.direct or costs).server.grpc_s > 0
-    assert np.mean(costs.spread) == pytest.approx(1.0, rel=0.1)
+    # Costs are differences of means of a tenth of a second: other work on the machine can hide one, not all three times.
+    for _ in range(3):
+        costs = measure_serving(seconds=0.1, progress=said.append)
+        run_s = costs.run.base_s + costs.run.request_s
+        shard_s = costs.shard.base_s + (costs.direct or costs).server.grpc_s  # what a shard's call takes of that thread
+        if min(run_s, shard_s) > 1e-5 and np.mean(costs.spread) == pytest.approx(1.0, rel=0.1):
+            break
+    else:
+        pytest.fail(f"none of three measurements is sane: {costs}")
     told = costs.notes["measured"]
     if costs.direct is not None:  # past the queue, lookups are answered on the thread that takes gRPC's events
         direct, queued = (told[f"{kind}, batch 1, 32 callers"] for kind in ("direct", "whole"))
