@@ -90,7 +90,7 @@ class RecinferHandler:
             return answer
         if is_json:
             form = json_codec.lookup_response if call.kind == "Lookup" else json_codec.predict_response
-            answer = json.dumps(form(answer))
+            answer = json_codec.json_text(form(answer))
         if len(answer) > self._max_answer:
             return InputError(
                 f"request: its answer takes {len(answer)} bytes, expected at most {self._max_answer} "

@@ -11,6 +11,7 @@ be named in both.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -22,7 +23,7 @@ from recinfer.serving import codec
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
-__all__ = ["lookup_request", "lookup_response", "parse_json", "predict_request", "predict_response"]
+__all__ = ["json_text", "lookup_request", "lookup_response", "parse_json", "predict_request", "predict_response"]
 
 _COMMON_KEYS = {"features", "weights", "model", "version"}
 
@@ -39,6 +40,14 @@ def parse_json(body: bytes | str) -> dict[str, Any]:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InputError(f"body: got text that is not JSON ({reason}), expected a JSON object") from None
     return _object("body", value)
+
+
+def json_text(value: Any) -> str:
+    """``value`` as JSON. What is not finite becomes null: JSON has no NaN, and a whole answer is lost to who reads one."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value))
 
 
 def predict_request(body: Mapping[str, Any]) -> bytes:
@@ -85,6 +94,14 @@ def lookup_response(data: bytes) -> dict[str, Any]:
         "sequences": {key: _nested(sequence) for key, sequence in sequences.items()},
         "model_version": version,
     }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _nested(sequence: JaggedTensor) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import re
 import ssl
@@ -21,7 +20,7 @@ from aiohttp import web
 from recinfer.errors import InputError
 from recinfer.serving import open_inference as oip
 from recinfer.serving.http_site import HttpSite
-from recinfer.serving.json_codec import parse_json
+from recinfer.serving.json_codec import json_text, parse_json
 from recinfer.serving.open_inference_grpc import OpenInference, off_loop, raw_array
 from recinfer.serving.status import status_of
 
@@ -244,7 +243,7 @@ def _write(head: dict[str, Any], outputs: list[oip.OutputTensor], is_binary: Cal
         else:
             entry["data"] = np.frombuffer(output.data, oip.dtype_of(output.name, output.datatype)).tolist()
         described.append(entry)
-    text = json.dumps({**head, "outputs": described}).encode()
+    text = json_text({**head, "outputs": described}).encode()
     if not raw:
         return web.Response(body=text, content_type="application/json")
     headers = {_HEADER_LENGTH: str(len(text)), "Content-Type": "application/octet-stream"}

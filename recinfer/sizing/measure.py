@@ -83,8 +83,9 @@ def measure_serving(*, seconds: float = 0.6, progress: Callable[[str], None] | N
             # The same without merging: what each request costs that is run by itself while others wait.
             server = stack.enter_context(ServerProcess(archive, _UNMERGED, direct=False))
             bench.add("single", server, (SMALL, MANY))
-            for shards in (1, 2):
-                bench.add_rankers(stack, folder, shards)
+            for ranks in bench.start_shards(stack):
+                bench.add_rankers(stack, folder, ranks)
+            say("servers start")
             bench.warm_up()
             with others or nullcontext(), recorder or nullcontext():  # not while servers start
                 bench.measure()
@@ -129,7 +130,9 @@ class _Bench:
         self._servers.append((name, server, kinds, beside))
 
     def warm_up(self) -> None:
-        """A moment of each load."""
+        """A moment of each load, once all servers are there."""
+        for _, server, *_ in self._servers:
+            server.wait()
         for _, server, kinds, _ in self._servers:
             for batch, callers in kinds:
                 warm_up = min(_WARM_UP_S, self._seconds)
@@ -165,10 +168,16 @@ class _Bench:
             mine = replace(load_, server=after - spent, runs=runs_after - runs, handled=handled_after - handled)
             self.loads.setdefault((f"{name}'s shard", batch, callers), []).append(mine)
 
-    def add_rankers(self, stack: ExitStack, folder: Path, num: int) -> None:
-        """Rankers that ask ``num`` shard servers for the two ranks of the archive."""
-        ranks = [(0, 1)] if num == 1 else [(0,), (1,)]
-        shards = [stack.enter_context(ServerProcess(self._archive, ranks=mine)) for mine in ranks]
+    def start_shards(self, stack: ExitStack) -> list[list[ServerProcess]]:
+        """One shard server with both ranks of the archive, and one for each of them."""
+        return [
+            [stack.enter_context(ServerProcess(self._archive, ranks=ranks)) for ranks in each]
+            for each in (((0, 1),), ((0,), (1,)))
+        ]
+
+    def add_rankers(self, stack: ExitStack, folder: Path, shards: Sequence[ServerProcess]) -> None:
+        """Rankers that ask these shard servers for the two ranks."""
+        num = len(shards)
         listed = {str(rank): [shards[min(rank, num - 1)].target] for rank in (0, 1)}
         path = folder / f"shards-{num}.json"
         path.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}))

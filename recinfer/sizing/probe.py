@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import multiprocessing
 import threading
@@ -127,6 +128,8 @@ class ServerProcess:
         ranks: it is a shard server of these ranks.
         shards: it is a ranker of this shards.json.
         direct: small requests may pass by its queue, as they do in every server of ours; False: none do.
+
+    It starts as it is entered, and whoever wants something of it waits until it has; so several can start together.
     """
 
     def __init__(
@@ -145,7 +148,6 @@ class ServerProcess:
 
     def __enter__(self) -> ServerProcess:
         self._child.start()
-        self.target = f"127.0.0.1:{self._ask(None)}"
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -156,8 +158,18 @@ class ServerProcess:
             self._child.kill()
             self._child.join()
 
+    @functools.cached_property
+    def target(self) -> str:
+        """``host:port``; see :meth:`wait`."""
+        return f"127.0.0.1:{self._ask(None)}"
+
+    def wait(self) -> None:
+        """Return once it has started; raises UnavailableError where it did not."""
+        _ = self.target
+
     def spent(self) -> tuple[Spent, int, float]:
         """CPU so far, runs of the batcher, and seconds in handlers."""
+        self.wait()
         *of_threads, runs, handled = self._ask("spent")
         return Spent(*of_threads), runs, handled
 

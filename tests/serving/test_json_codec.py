@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -33,6 +35,13 @@ def test_weights_follow_the_ids():
 def test_no_ids_at_all():
     request = pb.LookupRequest.FromString(json_codec.lookup_request({"features": {"a": [[], []]}}))
     assert codec.decode_features(request.features, Limits()).lengths().tolist() == [0, 0]
+
+
+def test_what_is_not_finite_is_null():
+    outputs = torch.tensor([[1.5, float("nan")], [float("inf"), -float("inf")]])
+    text = json_codec.json_text({"outputs": {"score": outputs.tolist()}, "n": [1, "NaN", True, None]})
+    assert json.loads(text) == {"outputs": {"score": [[1.5, None], [None, None]]}, "n": [1, "NaN", True, None]}
+    assert json_codec.json_text({"a": [0.1]}) == '{"a": [0.1]}'
 
 
 @pytest.mark.parametrize(
