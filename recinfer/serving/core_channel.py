@@ -16,18 +16,16 @@ from typing import Any
 
 import grpc
 
+from recinfer.serving.asking import Asked
 from recinfer.serving.core_call import binding
 
-__all__ = ["Asked", "CoreChannel", "knows_channels"]
+__all__ = ["CoreChannel", "knows_channels"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _STOP_S = 5.0  # until the thread of a channel that is closed has ended
 
 Batches = tuple[tuple[tuple[Any, ...], Callable[[Any], None]], ...]
 """Operations, and who is told of the event when they are done."""
-
-Asked = Callable[["bytes | None", str, str], None]
-"""Told of a call's end, on the channel's thread: the answer or None, the name of the ``grpc.StatusCode``, its details."""
 
 
 def knows_channels() -> bool:

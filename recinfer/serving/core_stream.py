@@ -8,13 +8,12 @@ says "send this, and take what comes next". So nothing is sent on before it was 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
+from recinfer.serving.asking import Way
 from recinfer.serving.core_call import SERVER_PARTS, Each, Owner, binding
-from recinfer.serving.core_channel import Asked, CoreChannel
+from recinfer.serving.core_channel import CoreChannel
 
 __all__ = ["AnswerStream", "AskStream"]
 
@@ -64,108 +63,49 @@ class AnswerStream:
         self._server.open.discard(self)
 
 
-class AskStream:
-    """The asker's end. Any thread may use it.
+class AskStream(Way):
+    """The asker's end.
 
     Args:
         channel: it is a call of.
         path: "/package.Service/Method".
         metadata: of the call.
-
-    Attributes:
-        since: ``time.monotonic()`` when it was opened.
-        is_open: the server is there and takes questions.
-        is_over: it has ended, with the status named ``code``.
     """
 
+    lasts_s = 300.0  # servers close connections of half an hour ten minutes later, and what is open on them
+
     def __init__(self, channel: CoreChannel, path: bytes, metadata: Sequence[tuple[str, str]]) -> None:
+        super().__init__()
         self._channel = channel
-        self._lock = threading.Lock()
-        self._reply: Asked | None = None
-        self._until = 0.0
-        self._asked = False  # what was asked last is not answered yet, though maybe nobody waits for it
-        self._closes = False
-        self.since = time.monotonic()
-        self.is_open = self.is_over = False
-        self.code = ""
         head = (_core.SendInitialMetadataOperation(metadata, 0), _core.ReceiveInitialMetadataOperation(0))
         end = (_core.ReceiveStatusOnClientOperation(0),)
-        self._call = channel.open(path, ((head, self._opened), (end, self._ended)))
+        self._call = channel.open(path, ((head, self._begun), (end, self._status)))
         if self._call is None:
-            self.is_over, self.code = True, "CANCELLED"
+            self._ended("CANCELLED", "")
 
-    def ask(self, question: bytes, until: float, reply: Asked) -> bool:
-        """False: it can't be asked now, and ``reply`` is not told anything.
-
-        Args:
-            until: ``time.monotonic()`` after which nobody waits, see :meth:`expire`.
-        """
-        with self._lock:
-            if not self.is_open or self._asked:
-                return False
-            self._asked, self._reply, self._until = True, reply, until
+    def _send(self, question: bytes) -> bool:
         operations = (_core.SendMessageOperation(question, 0), _core.ReceiveMessageOperation(0))
-        if self._channel.go_on(self._call, operations, self._answered):
-            return True
-        self.is_open = False
-        return self._taken() is None  # somebody else has told who asked
+        return self._channel.go_on(self._call, operations, self._received)
 
-    def forget(self, reply: Asked) -> None:
-        """Nobody waits any more for what ``reply`` was to be told."""
-        with self._lock:
-            if self._reply is reply:
-                self._reply = None
-
-    def expire(self, now: float) -> None:
-        """Tell who has waited too long; ``now``: ``time.monotonic()``."""
-        if self._reply is None or now < self._until:
-            return
-        with self._lock:
-            reply = self._reply if now >= self._until else None
-            if reply is not None:
-                self._reply = None
-        if reply is not None:
-            reply(None, "DEADLINE_EXCEEDED", "no answer came in time")
-
-    def close(self) -> bool:
-        """Let it end, unless something is asked; whether it will."""
-        with self._lock:
-            if self._asked:
-                return False
-            closes, self._closes, self.is_open = self._closes, True, False
-        if not (closes or self.is_over):
-            self._channel.go_on(self._call, (_core.SendCloseFromClientOperation(0),), _nothing)
-        return True
-
-    def _taken(self) -> Asked | None:
-        with self._lock:
-            reply, self._reply = self._reply, None
-            return reply
+    def _end(self) -> None:
+        self._channel.go_on(self._call, (_core.SendCloseFromClientOperation(0),), _nothing)
 
     # -- on the channel's thread
 
-    def _opened(self, event: Any) -> None:
-        with self._lock:
-            self.is_open = bool(event.success) and not (self.is_over or self._closes)
+    def _begun(self, event: Any) -> None:
+        if event.success:
+            self._opened()
 
-    def _answered(self, event: Any) -> None:
+    def _received(self, event: Any) -> None:
         message = event.batch_operations[-1].message() if event.success else None
         if message is None:
-            self.is_open = False
-            return  # its end is told too
-        with self._lock:
-            reply, self._reply = self._reply, None
-            self._asked = False
-        if reply is not None:
-            reply(message, "OK", "")
+            self.is_open = False  # its end is told too
+        else:
+            self._answered(message)
 
-    def _ended(self, event: Any) -> None:
+    def _status(self, event: Any) -> None:
         status = event.batch_operations[-1]
-        self.code = CoreChannel.code_of(status)
-        self.is_open, self.is_over = False, True
-        reply = self._taken()
-        if reply is not None:  # to who asked, an end in good order is none either
-            reply(None, "UNAVAILABLE" if self.code == "OK" else self.code, status.details() or "the stream has ended")
+        self._ended(CoreChannel.code_of(status), status.details() or "")
 
 
 def _nothing(event: Any) -> None:

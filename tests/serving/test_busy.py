@@ -85,15 +85,15 @@ def test_a_thread_has_its_time_and_one_that_is_not_there_has_none():
 
 
 def test_a_shard_server_says_how_busy_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Both ways of answering are followed: by the thread that reads, and by the pool."""
+    """All who answer are followed: the threads that read, and the pool."""
     threads: list[int] = []
     monkeypatch.setattr(shard_server, "thread_seconds", lambda native_id: threads.append(native_id) or 0.0)
     archive = make_archive(tmp_path, "row_wise")
     with shard(archive, (0,)) as server:
         assert server.status()["held"]["busy"] == 0.0
         names = {thread.native_id: thread.name for thread in threading.enumerate()}
-        assert {names[native_id] for native_id in threads} == {"recinfer-grpc"}
-        monkeypatch.setattr(shard_server, "_INLINE_BYTES", -1)
+        assert {names[native_id] for native_id in threads} == {"recinfer-grpc", "recinfer-grpc-sockets"}
+        monkeypatch.setattr(shard_server, "SMALL_BYTES", -1)
         for _ in range(20):
             asked(server)
         assert 0.0 < server.status()["held"]["busy"] <= 1.0

@@ -12,9 +12,10 @@ import grpc
 import pytest
 
 from recinfer.serving import core
+from recinfer.serving.asking import Asked
 from recinfer.serving.core import CoreServer
 from recinfer.serving.core_call import Ending
-from recinfer.serving.core_channel import Asked, CoreChannel
+from recinfer.serving.core_channel import CoreChannel
 from recinfer.serving.core_stream import AskStream
 from recinfer.serving.loop import run_on_loop
 from tests.ports import free_port

@@ -77,9 +77,13 @@ class StateRequest(_message.Message):
     def __init__(self, wanted: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ShardState(_message.Message):
-    __slots__ = ("ranks", "versions")
+    __slots__ = ("ranks", "versions", "socket_port", "socket_server")
     RANKS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_PORT_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_SERVER_FIELD_NUMBER: _ClassVar[int]
     ranks: _containers.RepeatedScalarFieldContainer[int]
     versions: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[str]] = ...) -> None: ...
+    socket_port: int
+    socket_server: bytes
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[str]] = ..., socket_port: _Optional[int] = ..., socket_server: _Optional[bytes] = ...) -> None: ...

@@ -1,18 +1,20 @@
-"""What a ranker asks one shard server without the event loop: small questions over streams, the others as calls."""
+"""What a ranker asks one shard server without the event loop: small questions over sockets or streams, the others as calls."""
 
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from recinfer.serving.core_channel import Asked, CoreChannel
+from recinfer.serving.asking import Asked, Way
+from recinfer.serving.core_channel import CoreChannel
 from recinfer.serving.core_stream import AskStream
 from recinfer.serving.proto import shards_pb2 as pb
 from recinfer.serving.remote.messages import decode_failure
 
-__all__ = ["FIND", "FIND_EACH", "SERVICE_NAME", "Asks"]
+__all__ = ["FIND", "FIND_EACH", "SERVICE_NAME", "SMALL_BYTES", "Asks"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Shards"].full_name
 FIND = f"/{SERVICE_NAME}/Find".encode()
@@ -20,17 +22,18 @@ FIND = f"/{SERVICE_NAME}/Find".encode()
 FIND_EACH = f"/{SERVICE_NAME}/FindEach".encode()
 """The same for small requests, of which one follows another."""
 
-_SMALL_BYTES = 32 << 10  # what shard servers answer on the thread that reads: behind a larger one, others would wait
-_MOST_STREAMS = 4
-_AGE_S = 300.0  # servers close connections of half an hour ten minutes later, and what is open on them
-_AGAIN_S, _NOT_KNOWN_S = 0.5, 60.0
+SMALL_BYTES = 32 << 10
+"""Shard servers answer a question of no more on the thread that reads: behind a larger one, others would wait."""
+_MOST_WAYS = 4
+_AGAIN_S, _NOT_KNOWN_S, _NOT_REACHED_S = 0.5, 60.0, 30.0
 
 
 class Asks:
     """Any thread may use it.
 
-    A question goes over a stream that waits for nothing; where there is none it goes as a call, and meanwhile a stream is
-    opened, up to four of them. So nothing waits for a stream, neither at first nor with a server that has none.
+    A question goes over a connection that waits for nothing: a socket of recinfer.serving.remote.sockets where the server has
+    told of one that can be reached, or a stream. Where there is none it goes as a call, and meanwhile one is opened, up to
+    four of them. So nothing waits for one, neither at first nor with a server that has neither.
 
     Args:
         channel: to the server.
@@ -39,9 +42,20 @@ class Asks:
 
     def __init__(self, channel: CoreChannel, metadata: Sequence[tuple[str, str]] = ()) -> None:
         self._channel, self._metadata = channel, tuple(metadata)
-        self._streams: tuple[AskStream, ...] = ()
+        self._ways: tuple[Way, ...] = ()
         self._lock = threading.Lock()  # of changes to them
         self._again = 0.0
+        self._socket: Callable[[], Way] | None = None
+        self._socket_again = 0.0
+
+    def use_socket(self, opened: Callable[[], Way] | None) -> None:
+        """Ask over what ``opened`` gives from now on, where that can be had; None: over streams. Who was asked so before is gone."""
+        with self._lock:
+            self._socket, self._socket_again = opened, 0.0
+            gone = [way for way in self._ways if not isinstance(way, AskStream)]
+            self._ways = tuple(way for way in self._ways if way not in gone)
+        for way in gone:
+            way.close(at_once=True)
 
     def ask(self, question: bytes, until: float, done: Asked) -> Callable[[], None] | None:
         """Ask for a ``ShardRequest``; what is returned cancels it. None: the channel is closed, and ``done`` is not called.
@@ -50,12 +64,12 @@ class Asks:
             until: ``time.monotonic()`` after which nobody waits.
             done: told of its end, at most once: not where it is cancelled.
         """
-        if len(question) <= _SMALL_BYTES:
-            now = time.monotonic()
+        if len(question) <= SMALL_BYTES:
             reply = functools.partial(_reply, done)
-            for stream in self._streams:
-                if now - stream.since < _AGE_S and stream.ask(question, until, reply):
-                    return functools.partial(stream.forget, reply)
+            for way in self._ways:
+                if not way.is_old and way.ask(question, until, reply):
+                    return functools.partial(way.forget, reply)
+            now = time.monotonic()
             if now >= self._again:
                 self._open(now)
         return self._channel.ask(FIND, question, until, self._metadata, done)
@@ -63,30 +77,42 @@ class Asks:
     def expire(self) -> None:
         """Tell those who have waited too long; to be called now and then."""
         now = time.monotonic()
-        for stream in self._streams:
-            stream.expire(now)
+        for way in self._ways:
+            way.expire(now)
 
     def close(self) -> None:
         """See CoreChannel.close."""
+        with self._lock:
+            self._again, ways = math.inf, self._ways
+        for way in ways:
+            way.close(at_once=True)
         self._channel.close()
 
     def _open(self, now: float) -> None:
-        """One more stream, in place of one that has ended or is old; none while one opens, or after one that could not."""
+        """One more, in place of one that has ended or is old; none while one opens, or after one that could not."""
         if not self._lock.acquire(blocking=False):
             return
         try:
-            kept: list[AskStream] = []
-            for stream in self._streams:
-                if stream.is_over:
-                    self._again = now + (_NOT_KNOWN_S if stream.code == "UNIMPLEMENTED" else _AGAIN_S)
-                elif now - stream.since < _AGE_S or not stream.close():
-                    kept.append(stream)
-            opening = any(not (stream.is_open or now - stream.since > _AGE_S) for stream in kept)
-            if not opening and len(kept) < _MOST_STREAMS and now >= self._again:
-                kept.append(AskStream(self._channel, FIND_EACH, self._metadata))
-            self._streams = tuple(kept)
+            kept: list[Way] = []
+            for way in self._ways:
+                if not way.is_over:
+                    if not (way.is_old and way.close()):
+                        kept.append(way)
+                elif isinstance(way, AskStream):
+                    self._again = max(self._again, now + (_NOT_KNOWN_S if way.code == "UNIMPLEMENTED" else _AGAIN_S))
+                else:
+                    self._socket_again = max(self._socket_again, now + (_AGAIN_S if way.was_open else _NOT_REACHED_S))
+            opening = any(not (way.is_open or way.is_old) for way in kept)
+            if not opening and len(kept) < _MOST_WAYS and now >= self._again:
+                kept.append(self._new(now))
+            self._ways = tuple(kept)
         finally:
             self._lock.release()
+
+    def _new(self, now: float) -> Way:
+        if self._socket is not None and now >= self._socket_again:
+            return self._socket()
+        return AskStream(self._channel, FIND_EACH, self._metadata)
 
 
 def _reply(done: Asked, message: bytes | None, code: str, details: str) -> None:

@@ -252,7 +252,7 @@ class ReplicaPool:
             target,
             credentials=credentials_of(*paths),
             name=settings.tls_name or (name if paths[0] is not None else None),
-            metadata=(("authorization", f"Bearer {token}"),) if token else (),
+            token=token,
             wanted=self.wanted,
             prepare_seconds=settings.prepare_seconds,
             changed=self._notice,

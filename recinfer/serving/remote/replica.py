@@ -6,6 +6,7 @@ gRPC resolves, connects, reconnects and keeps connections alive; its health serv
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import threading
@@ -19,6 +20,7 @@ from grpc_health.v1 import health_pb2
 from recinfer.serving.core_channel import CoreChannel, knows_channels
 from recinfer.serving.proto import shards_pb2 as pb
 from recinfer.serving.remote.asks import FIND, SERVICE_NAME, Asks
+from recinfer.serving.remote.sockets import AskSocket
 from recinfer.serving.remote.versions import VersionSpec
 
 __all__ = ["Replica"]
@@ -57,7 +59,7 @@ class Replica:
         target: ``host:port``.
         credentials: TLS; None: none.
         name: in the server's certificate, where it is not the target.
-        metadata: of every call.
+        token: of its server, if it has one.
         wanted: the versions that it should have.
         changed: called with it when it has become usable, or is not any more, and before that when it has said what ranks it
             has.
@@ -76,7 +78,7 @@ class Replica:
         *,
         credentials: grpc.ChannelCredentials | None = None,
         name: str | None = None,
-        metadata: tuple[tuple[str, str], ...] = (),
+        token: str | None = None,
         wanted: Callable[[], Iterable[VersionSpec]] = tuple,
         prepare_seconds: float = 600.0,
         changed: Callable[[Replica], None] = lambda _: None,
@@ -89,10 +91,15 @@ class Replica:
             self._channel = grpc.aio.insecure_channel(target, options=options)
         else:
             self._channel = grpc.aio.secure_channel(target, credentials, options=options)
+        self._encrypts, self._token = credentials is not None, token
+        self._socket = (0, b"")  # port, and who is there
+        self.metadata = (("authorization", f"Bearer {token}"),) if token else ()
         # What goes over the second connection needs no loop; it is made by the first call. Nor does it need what gRPC does
         # for calls besides: retries, compression, limits of messages' sizes, statistics.
-        self.quick = Asks(CoreChannel(target, [*options, _BARE], credentials), metadata) if knows_channels() else None
-        self.metadata, self._wanted, self._changed = metadata, wanted, changed
+        self.quick = (
+            Asks(CoreChannel(target, [*options, _BARE], credentials), self.metadata) if knows_channels() else None
+        )
+        self._wanted, self._changed = wanted, changed
         self._prepare_seconds = prepare_seconds
         self.find = self._channel.unary_unary(FIND.decode())
         self._prepare = self._channel.unary_unary(f"/{SERVICE_NAME}/Prepare")
@@ -236,9 +243,19 @@ class Replica:
         answer = await self._state(request, timeout=_STATE_S, metadata=self.metadata)
         state = pb.ShardState.FromString(answer)
         self.versions = set(state.versions)
+        self._use_socket(state.socket_port, state.socket_server)
         if self.ranks != tuple(state.ranks):
             self.ranks = tuple(state.ranks)
             self._changed(self)
+
+    def _use_socket(self, port: int, server_id: bytes) -> None:
+        """What is small goes past gRPC where its server says that it can, and nobody wants it encrypted."""
+        if self.quick is None or self._encrypts or self._socket == (port, server_id):
+            return
+        self._socket = port, server_id
+        host, _, _ = self.target.rpartition(":")
+        opened = functools.partial(AskSocket, host.strip("[]"), port, server_id, self._token)
+        self.quick.use_socket(opened if port else None)
 
     async def _sync(self) -> bool:
         """Learn which versions it has, and have it prepare those that it lacks; whether it has all now."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import threading
@@ -36,8 +35,9 @@ from recinfer.serving.loop import run_on_loop
 from recinfer.serving.metrics import Status, plain_histogram
 from recinfer.serving.observe import Observer
 from recinfer.serving.proto import shards_pb2 as pb
-from recinfer.serving.remote.asks import FIND_EACH, SERVICE_NAME
+from recinfer.serving.remote.asks import FIND_EACH, SERVICE_NAME, SMALL_BYTES
 from recinfer.serving.remote.messages import encode_failure
+from recinfer.serving.remote.sockets import AnswerSockets
 from recinfer.serving.remote.tables import ShardTables
 from recinfer.serving.security import Security
 from recinfer.serving.stats import RequestStats
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardServer", "serve_shards"]
 
-_INLINE_BYTES = 32 << 10  # as recinfer.serving.server has it, for the same reason
 _MAX_RUNNING = 512
 _STOP_SLACK_S = 5.0
 _NOTICED_S = 0.1  # after which rankers know that this server takes no more requests
@@ -64,6 +63,8 @@ class ShardServer:
         host, port, metrics_port, security, limits: as recinfer.serving.server.Server has them.
         threads: for long requests; None: one a core, at most 4.
         max_running: requests at a time; one more is refused.
+        socket_port: where rankers ask small requests past gRPC (recinfer.serving.remote.sockets); 0: a free one. Rankers find
+            it by themselves, and do without where they cannot reach it. Not listened on with TLS.
     """
 
     def __init__(
@@ -77,12 +78,14 @@ class ShardServer:
         limits: Limits | None = None,
         threads: int | None = None,
         max_running: int = _MAX_RUNNING,
+        socket_port: int = 0,
     ) -> None:
-        if not 0 <= port <= 65535:
-            raise InputError(f"port: got {port}, expected 0 to 65535")
+        for name, number in (("port", port), ("socket port", socket_port)):
+            if not 0 <= number <= 65535:
+                raise InputError(f"{name}: got {number}, expected 0 to 65535")
         self._security = security or Security()
         self._security.check_host(host)
-        self.tables, self.host, self.port = tables, host, port
+        self.tables, self.host, self.port, self.socket_port = tables, host, port, socket_port
         self._limits = limits or Limits()
         self.metrics_port = metrics_port
         self._threads = threads or min(4, os.cpu_count() or 1)
@@ -94,6 +97,7 @@ class ShardServer:
         self._observer = Observer(self.stats)
         self._started = time.monotonic()
         self._server: GrpcServer | None = None
+        self._sockets: AnswerSockets | None = None
         self._metrics: MetricsDoor | None = None
 
     @property
@@ -154,10 +158,11 @@ class ShardServer:
     async def _start(self) -> None:
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="recinfer-shard")
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="recinfer-prepare")
+        each = one_by_one("Find", self._find_here, encode_failure, self._observer)
         server = grpc_server(
             Door(self._security, self._observer),
             fast={f"/{SERVICE_NAME}/Find": at_once("Find", self._find_small, self._observer)},
-            streams={FIND_EACH.decode(): one_by_one("Find", self._find_here, encode_failure, self._observer)},
+            streams={FIND_EACH.decode(): each},
             options=[
                 ("grpc.max_receive_message_length", self._limits.max_message_bytes),
                 ("grpc.max_send_message_length", -1),
@@ -182,6 +187,10 @@ class ShardServer:
                 self.port = server.add_secure_port(self.target, credentials)
         except RuntimeError as error:  # taken since the check
             raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
+        if credentials is None:
+            host, token = self.host, self._security.token
+            self._sockets = AnswerSockets(host, self.socket_port, each, token, SMALL_BYTES)
+            self.socket_port = self._sockets.port
         await server.start()
         self._follow_busy(server)
         if self.metrics_port is not None:
@@ -191,9 +200,16 @@ class ShardServer:
         self._server = server
 
     def _follow_busy(self, server: GrpcServer) -> None:
-        # Small requests are answered by gRPC's thread, or by this loop's where grpc.aio serves; long ones by the pool's.
+        # Small requests are answered by the threads that read sockets: ours, gRPC's, or this loop's where grpc.aio serves. They
+        # share Python's lock, so together they are one. Long requests are the pool's.
         reader = server.thread_id if isinstance(server, CoreServer) else None
-        reads = functools.partial(thread_seconds, reader or threading.get_native_id())
+        readers = [reader or threading.get_native_id()]
+        if self._sockets is not None and self._sockets.thread_id is not None:
+            readers.append(self._sockets.thread_id)
+
+        def reads() -> float:
+            return sum(map(thread_seconds, readers))
+
         self._busy = [BusyShare(reads), BusyShare(lambda: self._pool_seconds / self._threads)]
 
     async def _stop(self, grace: float) -> None:
@@ -206,6 +222,8 @@ class ShardServer:
         await asyncio.sleep(min(grace, _NOTICED_S))
         while self._running and time.monotonic() < end:
             await asyncio.sleep(_NOTICED_S)
+        if self._sockets is not None:
+            self._sockets.close()
         await server.stop(min(grace, _NOTICED_S))
         if self._metrics is not None:
             await self._metrics.stop()
@@ -229,7 +247,7 @@ class ShardServer:
 
     def _find_small(self, data: bytes, until: float) -> bytes | None:
         """On gRPC's thread."""
-        if len(data) > _INLINE_BYTES or self._running >= self._max_running:
+        if len(data) > SMALL_BYTES or self._running >= self._max_running:
             return None
         return self._find_here(data)
 
@@ -252,7 +270,7 @@ class ShardServer:
         self._running += 1
         start = time.perf_counter()
         try:
-            if len(data) <= _INLINE_BYTES:
+            if len(data) <= SMALL_BYTES:
                 return self.tables.find(data, self._limits)
             return await asyncio.get_running_loop().run_in_executor(self._pool, self._find_in_pool, data)
         finally:
@@ -285,7 +303,10 @@ class ShardServer:
         return self._here()
 
     def _here(self) -> bytes:
-        return pb.ShardState(ranks=self.tables.ranks, versions=self.tables.keys()).SerializeToString()
+        state = pb.ShardState(ranks=self.tables.ranks, versions=self.tables.keys())
+        if self._sockets is not None:
+            state.socket_port, state.socket_server = self._sockets.port, self._sockets.server_id
+        return state.SerializeToString()
 
 
 def _descriptors() -> DescriptorPool:
@@ -306,10 +327,13 @@ def serve_shards(
     grace: float = 10.0,
     on_ready: Callable[[ShardServer], Any] | None = None,
     stop: threading.Event | None = None,
+    socket_port: int = 0,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain for up to ``grace`` seconds. Call from the main thread."""
     tune_process()
-    server = ShardServer(tables, host, port, metrics_port=metrics_port, security=security, limits=limits)
+    server = ShardServer(
+        tables, host, port, metrics_port=metrics_port, security=security, limits=limits, socket_port=socket_port
+    )
 
     def start() -> None:
         server.start()

@@ -1,7 +1,8 @@
-"""What rankers ask over streams: the answers and errors of calls, and calls wherever a stream will not do."""
+"""What rankers ask over sockets and streams: the answers and errors of calls, and calls wherever neither will do."""
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 
 from recinfer.serving.core_channel import CoreChannel
+from recinfer.serving.core_stream import AskStream
 from recinfer.serving.proto import shards_pb2 as pb
 from recinfer.serving.remote import asks as module
 from recinfer.serving.remote.asks import Asks
 from recinfer.serving.remote.server import ShardServer
+from recinfer.serving.remote.sockets import AskSocket
+from tests.ports import free_port
 from tests.serving.remote.fleet import shard, until
 from tests.serving.remote.test_direct import make_archive, pytestmark
 
@@ -26,12 +30,27 @@ LONG = 60.0
 End = tuple["bytes | None", str, str]
 
 
+@pytest.fixture(params=["socket", "stream"])
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def use(way: str, asks: Asks, server: ShardServer) -> None:
+    """Have ``asks`` ask over one of the two."""
+    assert server._sockets is not None
+    opened = functools.partial(AskSocket, "127.0.0.1", server.socket_port, server._sockets.server_id, None)
+    asks.use_socket(opened if way == "socket" else None)
+
+
 @contextmanager
-def asking(tmp_path: Path, find: Callable[[bytes], bytes] | None = None) -> Iterator[tuple[ShardServer, Asks]]:
+def asking(
+    tmp_path: Path, find: Callable[[bytes], bytes] | None = None, way: str = "stream"
+) -> Iterator[tuple[ShardServer, Asks]]:
     with shard(make_archive(tmp_path, "row_wise"), (0, 1, 2)) as server:
         if find is not None:
             server.tables.find = lambda data, limits: find(data)  # type: ignore[method-assign]
         asks = Asks(CoreChannel(server.target, ()))
+        use(way, asks, server)
         try:
             yield server, asks
         finally:
@@ -49,13 +68,13 @@ def ask(asks: Asks, question: bytes) -> End:
 
 
 def streaming(asks: Asks) -> None:
-    """Returns once there is a stream."""
+    """Returns once there is a socket or a stream."""
     ask(asks, b"")
-    until(lambda: any(stream.is_open for stream in asks._streams))
+    until(lambda: any(way.is_open for way in asks._ways))
 
 
-def test_errors_are_those_of_calls(tmp_path: Path):
-    with asking(tmp_path) as (server, asks):
+def test_errors_are_those_of_calls(tmp_path: Path, way: str):
+    with asking(tmp_path, way=way) as (server, asks):
         (key,) = server.tables.keys()
         questions = [
             b"no message",
@@ -67,18 +86,18 @@ def test_errors_are_those_of_calls(tmp_path: Path):
         for question in questions:
             asks._again = time.monotonic() + LONG  # none opens
             calls.append(ask(asks, question))
-        assert not asks._streams
+        assert not asks._ways
         asks._again = 0.0
         streaming(asks)
         assert [ask(asks, question) for question in questions] == calls
-        assert all(stream.is_open for stream in asks._streams), "no error ended it"
+        assert all(stream.is_open for stream in asks._ways), "no error ended it"
         assert {code for _, code, _ in calls} == {"INVALID_ARGUMENT", "FAILED_PRECONDITION"}
         counts = server.stats.requests()
         assert counts["Find", "INVALID_ARGUMENT"] == 2 * 3 + 1 and counts["Find", "FAILED_PRECONDITION"] == 2
 
 
-def test_an_overloaded_shard_says_so(tmp_path: Path):
-    with asking(tmp_path, lambda data: b"") as (server, asks):
+def test_an_overloaded_shard_says_so(tmp_path: Path, way: str):
+    with asking(tmp_path, lambda data: b"", way) as (server, asks):
         streaming(asks)
         server._running = server._max_running
         assert ask(asks, b"x")[1] == "RESOURCE_EXHAUSTED"
@@ -87,27 +106,27 @@ def test_an_overloaded_shard_says_so(tmp_path: Path):
         assert ask(asks, b"x") == (b"", "OK", "")
 
 
-def test_what_comes_at_once_does_not_wait_in_a_stream(tmp_path: Path):
-    """Calls while streams are busy, further streams up to a bound, and all of them answered."""
-    with asking(tmp_path, lambda data: data * 2) as (_, asks):
+def test_what_comes_at_once_waits_for_nothing(tmp_path: Path, way: str):
+    """Calls while they are busy, further ones up to a bound, and all questions answered."""
+    with asking(tmp_path, lambda data: data * 2, way) as (_, asks):
         streaming(asks)
         for _ in range(20):
             ends = [begin(asks, bytes([number]))[0] for number in range(12)]
             for number, end in enumerate(ends):
                 assert end.get(timeout=LONG) == (bytes([number]) * 2, "OK", "")
-        assert 1 < len(asks._streams) <= 4
+        assert 1 < len(asks._ways) <= 4
 
 
-def test_large_questions_are_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_large_questions_are_calls(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch):
     threads: list[str] = []
 
     def find(data: bytes) -> bytes:
         threads.append(threading.current_thread().name)
         return b""
 
-    with asking(tmp_path, find) as (_, asks):
+    with asking(tmp_path, find, way) as (_, asks):
         streaming(asks)
-        (stream,) = asks._streams
+        (stream,) = asks._ways
         monkeypatch.setattr(stream, "ask", lambda *args: pytest.fail("a stream was asked"))
         assert ask(asks, bytes((32 << 10) + 1)) == (b"", "OK", "")
         assert threads[-1].startswith("recinfer-shard"), "of the pool: others do not wait behind it"
@@ -117,21 +136,21 @@ def test_a_server_without_the_method_is_asked_by_calls(tmp_path: Path, monkeypat
     monkeypatch.setattr(module, "FIND_EACH", b"/recinfer.v1.Shards/FromTomorrow")
     with asking(tmp_path, lambda data: data) as (server, asks):
         assert ask(asks, b"x") == (b"x", "OK", "")
-        (first,) = asks._streams
+        (first,) = asks._ways
         until(lambda: first.is_over)
         assert [ask(asks, b"x") for _ in range(10)] == [(b"x", "OK", "")] * 10
-        assert first.code == "UNIMPLEMENTED" and not asks._streams
+        assert first.code == "UNIMPLEMENTED" and not asks._ways
         assert server.stats.requests() == {("Find", "OK"): 11}
 
 
-def test_nobody_waits_past_a_deadline(tmp_path: Path):
+def test_nobody_waits_past_a_deadline(tmp_path: Path, way: str):
     go_on = threading.Event()
 
     def find(data: bytes) -> bytes:
         assert data != b"wait" or go_on.wait(LONG)
         return data
 
-    with asking(tmp_path, find) as (_, asks):
+    with asking(tmp_path, find, way) as (_, asks):
         streaming(asks)
         ends, _ = begin(asks, b"wait", 0.1)
         cancelled, cancel = begin(asks, b"wait")
@@ -149,26 +168,47 @@ def test_nobody_waits_past_a_deadline(tmp_path: Path):
 def test_old_streams_are_replaced_without_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with asking(tmp_path, lambda data: data) as (_, asks):
         streaming(asks)
-        (old,) = asks._streams
-        monkeypatch.setattr(module, "_AGE_S", 0.0)
+        (old,) = asks._ways
+        monkeypatch.setattr(AskStream, "lasts_s", 0.0)
         assert ask(asks, b"x") == (b"x", "OK", "")
-        monkeypatch.setattr(module, "_AGE_S", 300.0)
+        monkeypatch.setattr(AskStream, "lasts_s", 300.0)
         until(lambda: old.is_over)
-        assert old.code == "OK" and old not in asks._streams
+        assert old.code == "OK" and old not in asks._ways
         streaming(asks)
         assert ask(asks, b"x") == (b"x", "OK", "")
 
 
-def test_a_server_that_comes_back_has_streams_again(tmp_path: Path):
+def test_a_server_that_comes_back_is_asked_the_same_way_again(tmp_path: Path, way: str):
     archive = make_archive(tmp_path, "row_wise")
     with shard(archive, (0, 1, 2)) as server:
         asks = Asks(CoreChannel(server.target, [("grpc.initial_reconnect_backoff_ms", 100)]))
+        use(way, asks, server)
         streaming(asks)
         port = server.port
-    (lost,) = asks._streams
+    (lost,) = asks._ways
     until(lambda: lost.is_over)
     assert ask(asks, b"")[1] == "UNAVAILABLE"
     back = ShardServer(server.tables, port=port)
     with back:
-        until(lambda: ask(asks, b"")[1] == "INVALID_ARGUMENT" and any(s.is_open for s in asks._streams))
+        use(way, asks, back)
+        until(lambda: ask(asks, b"")[1] == "INVALID_ARGUMENT" and any(s.is_open for s in asks._ways))
+        assert isinstance(asks._ways[-1], AskSocket if way == "socket" else AskStream)
         asks.close()
+        until(lambda: all(s.is_over for s in asks._ways))
+
+
+def test_a_socket_that_cannot_be_reached_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with asking(tmp_path, lambda data: data) as (server, asks):
+        assert server._sockets is not None
+        here = functools.partial(AskSocket, "127.0.0.1", server.socket_port, server._sockets.server_id, None)
+        asks.use_socket(functools.partial(AskSocket, "127.0.0.1", free_port(), server._sockets.server_id, None))
+        assert ask(asks, b"x") == (b"x", "OK", "")
+        (first,) = asks._ways
+        until(lambda: first.is_over)
+        streaming(asks)
+        assert [type(each) for each in asks._ways] == [AskStream]
+        assert ask(asks, b"x") == (b"x", "OK", "")
+        asks.use_socket(here)  # its server has said where it is now
+        monkeypatch.setattr(AskStream, "lasts_s", 0.0)
+        streaming(asks)
+        until(lambda: ask(asks, b"x") == (b"x", "OK", "") and [type(each) for each in asks._ways] == [AskSocket])

@@ -283,7 +283,7 @@ def test_a_call_that_cannot_be_made_is_an_error_and_leaves_nothing_behind(
     with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
         fanout = service.registry.get().predictor.lookups._fanout
         lost = fanout.pool.replicas(2)[0].quick
-        monkeypatch.setattr(lost, "_streams", ())
+        monkeypatch.setattr(lost, "_ways", ())
         monkeypatch.setattr(lost, "_metadata", (("no header", 3),))
         found, _ = later(service, "Lookup", codec.encode_lookup_request(make_request(3)))
         assert isinstance(found, RecinferError) and "it cannot be asked" in str(found)

@@ -1,0 +1,275 @@
+"""The socket beside gRPC's port: who may ask, what ends a connection, and that who asked is always told, once."""
+
+from __future__ import annotations
+
+import queue
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recinfer.errors import UnavailableError
+from recinfer.serving.asking import Asked
+from recinfer.serving.frames import frame
+from recinfer.serving.remote import sockets as module
+from recinfer.serving.remote.sockets import AnswerSockets, AskSocket
+from recinfer.serving.security import Security
+from tests.ports import free_port
+from tests.serving.remote.fleet import asking, shard, until, write_shards
+from tests.serving.remote.test_direct import make_archive, pytestmark
+
+__all__ = ["pytestmark"]
+
+LONG, MOST = 60.0, 1000
+TOKEN = "a-token-of-24-characters"
+
+Ends = "queue.SimpleQueue[tuple[bytes | None, str, str]]"
+
+
+class Answers:
+    """What is asked, and when it is answered."""
+
+    def __init__(self) -> None:
+        self.asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.go_on = threading.Event()
+
+    def each(self, question: bytes) -> bytes:
+        self.asked.put(question)
+        if question == b"fail":
+            raise RuntimeError("a secret")
+        if question == b"wait":
+            assert self.go_on.wait(LONG)
+        return bytes(20 << 20) if question == b"much" else question * 2
+
+
+@contextmanager
+def served(token: str | None = None) -> Iterator[tuple[Answers, AnswerSockets]]:
+    answers = Answers()
+    server = AnswerSockets("127.0.0.1", 0, answers.each, token, MOST)
+    try:
+        yield answers, server
+    finally:
+        answers.go_on.set()
+        server.close()
+
+
+def opened(server: AnswerSockets, token: str | None = None, server_id: bytes | None = None) -> AskSocket:
+    way = AskSocket("127.0.0.1", server.port, server_id or server.server_id, token)
+    until(lambda: way.is_open or way.is_over)
+    return way
+
+
+def into() -> tuple[Ends, Asked]:
+    ends: Ends = queue.SimpleQueue()
+    return ends, lambda *end: ends.put(end)
+
+
+def ask(way: AskSocket, question: bytes) -> tuple[bytes | None, str, str]:
+    ends, reply = into()
+    assert way.ask(question, time.monotonic() + LONG, reply)
+    return ends.get(timeout=LONG)
+
+
+def test_one_question_after_another():
+    with served() as (_, server):
+        way = opened(server)
+        for question in (b"x", b"", b"y" * MOST):
+            assert ask(way, question) == (question * 2, "OK", "")
+        assert len(ask(way, b"much")[0] or b"") == 20 << 20
+        assert way.close()
+        until(lambda: way.is_over and not server._trusted)
+        assert not way.ask(b"x", time.monotonic() + LONG, into()[1])
+
+
+def test_what_waits_takes_no_second_question():
+    with served() as (answers, server):
+        way = opened(server)
+        ends, reply = into()
+        now = time.monotonic()
+        assert way.ask(b"wait", now + LONG, reply)
+        assert answers.asked.get(timeout=LONG) == b"wait"
+        assert not way.ask(b"x", now + LONG, into()[1])
+        assert not way.close()
+        way.expire(now + LONG)
+        assert ends.get(timeout=LONG)[:2] == (None, "DEADLINE_EXCEEDED")
+        assert not way.ask(b"x", now + LONG, into()[1]), "its answer is still to come"
+        answers.go_on.set()
+        until(lambda: not way._asked)
+        assert ask(way, b"x") == (b"xx", "OK", "")
+        assert ends.empty()
+
+
+@pytest.mark.parametrize("token", [None, "another-token-of-the-same", TOKEN])
+def test_a_token_is_proved(token: str | None):
+    with served(TOKEN) as (answers, server):
+        way = opened(server, token)
+        if token == TOKEN:
+            assert ask(way, b"x") == (b"xx", "OK", "")
+        else:
+            until(lambda: way.is_over)
+            assert answers.asked.empty()
+
+
+def test_a_token_is_never_sent():
+    """Somebody who listens in its place, and does not know who it was, is told nothing at all."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        way = AskSocket("127.0.0.1", listener.getsockname()[1], bytes(32), TOKEN)
+        there, _ = listener.accept()
+        with there:
+            there.sendall(frame(module._HELLO + bytes(31) + b"x" + bytes(32)))
+            assert there.recv(100) == b""
+        until(lambda: way.is_over)
+    with served(TOKEN) as (_, server):
+        way = opened(server, TOKEN, bytes(32))
+        assert way.is_over and way.code == "UNAVAILABLE"
+
+
+def test_who_is_not_there_or_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_CONNECT_S", 0.1)
+    assert AskSocket("127.0.0.1", free_port(), bytes(32), None).code in ("", "UNAVAILABLE")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        way = AskSocket("127.0.0.1", listener.getsockname()[1], bytes(32), None)
+        until(lambda: way.is_over)
+        assert way.code == "UNAVAILABLE"
+
+
+def talk(server: AnswerSockets, *data: bytes, token: str | None = None) -> bytes:
+    """What an asker of one's own hears, who proves its token when ``data`` begins with None."""
+    with socket.create_connection(("127.0.0.1", server.port), LONG) as sock:
+        greeting = module._exactly(sock, 4 + len(module._HELLO) + 64)
+        if token is not None:
+            sock.sendall(frame(module._HELLO + module._proof(token, greeting[-64:])))
+        try:
+            for each in data:
+                sock.sendall(each)
+            sock.shutdown(socket.SHUT_WR)
+            found = b""
+            while more := sock.recv(1 << 20):
+                found += more
+            return found
+        except OSError:  # reset
+            return b""
+
+
+def test_a_proof_is_of_one_connection():
+    with served(TOKEN) as (answers, server):
+        assert talk(server, frame(b"x"), token=TOKEN) == frame(b"xx")
+        proofs = [module._proof(TOKEN, server.server_id + bytes(32)), bytes(32), b"", TOKEN.encode()]
+        for proof in proofs:
+            assert talk(server, frame(module._HELLO + proof), frame(b"no")) == b""
+            assert talk(server, frame(proof), frame(b"no")) == b""
+        assert talk(server, frame(b"no")) == b""
+        assert answers.asked.get() == b"x" and answers.asked.empty()
+
+
+def test_a_failure_ends_the_connection_and_tells_no_secret():
+    with served() as (_, server):
+        way = opened(server)
+        found = ask(way, b"fail")
+        assert found[:2] == (None, "UNAVAILABLE") and "secret" not in found[2]
+        assert ask(opened(server), b"x") == (b"xx", "OK", "")
+
+
+def test_junk_and_what_is_too_long_end_a_connection_alone():
+    draw = random.Random(0)
+    with served() as (_, server):
+        way = opened(server)
+        for number in range(300):
+            junk = draw.randbytes(draw.choice([1, 4, 60, 3000]))
+            talk(server, junk, token=None if number % 2 else "")
+        assert talk(server, frame(bytes(MOST + 1)), token="") == b""
+        assert ask(way, b"x") == (b"xx", "OK", "")
+        until(lambda: not server._silent and len(server._trusted) == 1)
+
+
+def test_who_asks_on_and_never_reads_costs_one_answer():
+    with served() as (answers, server), socket.create_connection(("127.0.0.1", server.port), LONG) as sock:
+        greeting = module._exactly(sock, 4 + len(module._HELLO) + 64)
+        sock.sendall(frame(module._HELLO + module._proof(None, greeting[-64:])))
+        sock.sendall(frame(b"much"))
+        until(lambda: not answers.asked.empty())
+        for _ in range(50):
+            sock.sendall(frame(b"much"))
+        time.sleep(0.1)
+        assert answers.asked.qsize() == 1
+        assert ask(opened(server), b"x") == (b"xx", "OK", "")
+
+
+def test_connections_that_say_nothing_make_room_for_others():
+    with served() as (_, server):
+        idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(module._SILENT + 20)]
+        way = opened(server)
+        assert ask(way, b"x") == (b"xx", "OK", "")
+        until(lambda: len(server._silent) <= module._SILENT)
+        for sock in idle:
+            sock.close()
+        until(lambda: not server._silent)
+
+
+def test_a_server_that_stops_tells_who_waits():
+    with served() as (answers, server):
+        idle, busy = opened(server), opened(server)
+        ends, reply = into()
+        assert busy.ask(b"wait", time.monotonic() + LONG, reply)
+        assert answers.asked.get(timeout=LONG) == b"wait"
+        threading.Timer(0.1, answers.go_on.set).start()
+        server.close()
+        assert ends.get(timeout=LONG)[1] in ("OK", "UNAVAILABLE")
+        until(lambda: idle.is_over and busy.is_over)
+
+
+def test_who_asks_while_it_ends_is_told_or_refused():
+    """Never neither, and never both, whatever the moment."""
+    with served() as (_, server):
+        for number in range(60):
+            way = opened(server)
+            ends, reply = into()
+            closer = threading.Thread(target=way.close, kwargs={"at_once": bool(number % 2)})
+            closer.start()
+            time.sleep(number * 6e-6)
+            if way.ask(b"x", time.monotonic() + LONG, reply):
+                assert ends.get(timeout=LONG)[:2] in ((b"xx", "OK"), (None, "UNAVAILABLE"))
+            closer.join()
+            way.close()
+            assert ends.empty()
+        until(lambda: not server._trusted)
+
+
+def test_a_port_that_is_taken_is_named():
+    with served() as (_, server), pytest.raises(UnavailableError, match=f"127.0.0.1:{server.port}"):
+        AnswerSockets("127.0.0.1", server.port, bytes, None, MOST)
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_rankers_find_it(tmp_path: Path, token: str | None):
+    archive, port = make_archive(tmp_path, "row_wise"), free_port()
+    security = Security(token=token)
+    (tmp_path / "token").write_text(TOKEN)
+    settings: dict[str, Any] = {} if token is None else {"token_file": str(tmp_path / "token")}
+    path = write_shards(tmp_path / "shards.json", {rank: [f"127.0.0.1:{port}"] for rank in (0, 1, 2)}, **settings)
+
+    def way(fanout: Any) -> AskSocket:
+        (replica,) = fanout.pool.everyone()
+        until(lambda: replica.up)
+        ends, reply = into()
+        assert replica.quick.ask(b"", time.monotonic() + LONG, reply)
+        assert ends.get(timeout=LONG)[1] == "INVALID_ARGUMENT"
+        until(lambda: any(each.is_open for each in replica.quick._ways))
+        return next(each for each in replica.quick._ways if each.is_open)
+
+    with shard(archive, (0, 1, 2), port=port, security=security) as server, asking(path) as fanout:
+        first = way(fanout)
+        assert isinstance(first, AskSocket)
+        assert ask(first, b"")[1] == "OK"  # a failure is a message here
+        server.stop()
+        until(lambda: first.is_over)
+        with shard(archive, (0, 1, 2), port=port, security=security):
+            until(lambda: fanout.pool.everyone()[0].up)
+            second = way(fanout)
+            assert isinstance(second, AskSocket) and second is not first, "it has another port and another name"
