@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import shutil
@@ -145,8 +146,8 @@ def load_main(archive: str, targets: list[str], callers: int) -> None:
 # ---------------------------------------------------------------- a slow host where there is no netem
 
 
-def relay_main(host: str, target: int, milliseconds: float) -> None:
-    """Take connections for a server at 127.0.0.1; between SIGUSR1 and SIGUSR2 hold back all bytes that it sends."""
+def relay_main(host: str, milliseconds: float, ports: dict[int, int]) -> None:
+    """Take connections to ``ports`` for a server at others of 127.0.0.1; between SIGUSR1 and SIGUSR2 hold back all bytes that it sends."""
     loop = asyncio.new_event_loop()
     delay = 0.0
 
@@ -159,7 +160,7 @@ def relay_main(host: str, target: int, milliseconds: float) -> None:
             loop.call_later(delay if slowed else 0.0, writer.write, data)
         loop.call_later(delay, writer.close)
 
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def connected(target: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             there_reader, there = await asyncio.open_connection("127.0.0.1", target)
         except OSError:  # the server is not there yet
@@ -168,7 +169,8 @@ def relay_main(host: str, target: int, milliseconds: float) -> None:
 
     loop.add_signal_handler(signal.SIGUSR1, set_delay, milliseconds / 1e3)
     loop.add_signal_handler(signal.SIGUSR2, set_delay, 0.0)
-    loop.run_until_complete(asyncio.start_server(connected, host, PORT))
+    for port, target in ports.items():
+        loop.run_until_complete(asyncio.start_server(functools.partial(connected, target), host, port))
     loop.run_forever()
 
 
@@ -255,7 +257,7 @@ def main() -> int:
         load_main(options.load[0], options.load[1:], options.callers)
         return 0
     if options.relay:
-        relay_main(options.relay, PORT + 1, SLOW_MS)
+        relay_main(options.relay, SLOW_MS, {PORT: PORT + 1, PORT + 2: PORT + 2})
         return 0
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         print("needs root, ip and tc", file=sys.stderr)
@@ -292,7 +294,7 @@ def trial(folder: Path, options: argparse.Namespace, stack: ExitStack) -> int:
         hosts.add(name, address)
         if name == "s21" and not netem:
             running["relay"] = hosts.start(name, sys.executable, __file__, "--relay", address)
-            begin(name, "127.0.0.1", "--ranks", name[1], "--port", str(PORT + 1))
+            begin(name, "127.0.0.1", "--ranks", name[1], "--port", str(PORT + 1), "--socket-port", str(PORT + 2))
         else:
             begin(name, address, "--ranks", name[1])
     rankers = [f"{NET}.{100 + n}" for n in range(RANKERS)]

@@ -52,6 +52,7 @@ def serve_ranks(
     limits: Limits,
     preload: bool,
     lock: bool,
+    socket_port: int = 0,
 ) -> None:
     """Run a shard server until it is told to stop."""
     from recinfer.serving.remote.server import ShardServer, serve_shards
@@ -91,7 +92,16 @@ def serve_ranks(
             }
         )
 
-    serve_shards(tables, host, port, metrics_port=metrics_port, security=security, limits=limits, on_ready=ready)
+    serve_shards(
+        tables,
+        host,
+        port,
+        metrics_port=metrics_port,
+        security=security,
+        limits=limits,
+        on_ready=ready,
+        socket_port=socket_port,
+    )
     output.note("stopped")
 
 

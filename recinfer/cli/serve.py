@@ -95,6 +95,7 @@ def _serve_ranks(ranks: list[int], options: ServeOptions, security: Security, ou
         limits=limits_of(options.limits),
         preload=options.tables.preload,
         lock=options.tables.lock,
+        socket_port=options.roles.socket_port,
     )
 
 
@@ -105,6 +106,8 @@ def _check_roles(options: ServeOptions) -> None:
         raise ConfigError(
             "got --ranks and --shards: a shard server has --ranks, a ranker --shards; start one of each kind"
         )
+    if roles.ranks is None and roles.socket_port:
+        raise ConfigError("--socket-port is a shard server's: give --ranks with it")
     if roles.shards is None and roles.missing_shards is not None:
         raise ConfigError("--missing-shards says what a ranker does: give --shards shards.json with it")
     if roles.shards is not None and device is not Device.cpu:

@@ -128,6 +128,14 @@ class RoleOptions:
     ranks: Annotated[
         str | None, typer.Option(help="Be a shard server: map and serve only these ranks, as in 0,1 or 0-3.")
     ] = None
+    socket_port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="TCP port of a shard server where rankers ask past gRPC; 0: a free one, which they find.",
+        ),
+    ] = 0
     shards: Annotated[
         Path | None, typer.Option(help="Be a ranker: look up at the shard servers that this shards.json lists.")
     ] = None

@@ -116,6 +116,11 @@ def test_a_token_is_proved(token: str | None):
             assert answers.asked.empty()
 
 
+def test_a_token_that_nobody_asks_for_is_no_fault():
+    with served() as (_, server):
+        assert ask(opened(server, TOKEN), b"x") == (b"xx", "OK", "")
+
+
 def test_a_token_is_never_sent():
     """Somebody who listens in its place, and does not know who it was, is told nothing at all."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
