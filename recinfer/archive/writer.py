@@ -21,7 +21,6 @@ from torch import Tensor
 from recinfer.archive.layout import Piece, layout_rank, pieces_by_rank
 from recinfer.archive.manifest import FileInfo
 from recinfer.archive.paths import check_path, file_sha256
-from recinfer.checkpoint.folders import exchange as _exchange
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.quant.packing import slice_packed_columns
@@ -293,9 +292,11 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 def _replace(root: Path, target: Path) -> None:
     """Put ``root`` at ``target``. A folder that is there changes places with it, so that a whole one is there always."""
+    from recinfer.checkpoint.folders import exchange  # here: what serves reads this module, and no checkpoints
+
     if not target.exists():
         os.rename(root, target)
-    elif not _exchange(root, target):
+    elif not exchange(root, target):
         _step_aside(root, target)
     sync_folder(target.parent)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from recinfer.distributed.embedding_types import OptimType
 from recinfer.distributed.types import BoundsCheckMode, DataType
 from recinfer.errors import ConfigError
-from recinfer.optim.row_updates import Hyper
+
+if TYPE_CHECKING:
+    from recinfer.optim.row_updates import Hyper
 
 __all__ = ["FusedSettings", "WeightDecayMode", "check_output_dtype", "output_dtype_of"]
 
@@ -131,6 +133,8 @@ class FusedSettings:
 
     def hyper(self, learning_rate: float) -> Hyper:
         """The numbers of the formula, with the rate of this step."""
+        from recinfer.optim.row_updates import Hyper  # here: what serves reads this module, and has no optimizers
+
         return Hyper(
             lr=learning_rate,
             eps=self.eps,

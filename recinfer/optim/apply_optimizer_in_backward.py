@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.optim import Optimizer
 
 __all__ = ["apply_optimizer_in_backward"]
@@ -25,6 +24,9 @@ def apply_optimizer_in_backward(
         params: the parameters.
         optimizer_kwargs: the optimizer's arguments (``{"lr": 0.1}``).
     """
+    # Here: that package compiles eight optimizers as it is imported, half a second of every program that has this module.
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
     # Torch's function does it, and notes class and arguments on the parameters (_optimizer_classes, _optimizer_kwargs),
     # which is where sharding looks.
     _apply_optimizer_in_backward(optimizer_class, params, optimizer_kwargs)

@@ -33,7 +33,7 @@ from recinfer.sizing.loads import (
     Kind,
     Means,
 )
-from recinfer.sizing.probe import Load, ServerProcess, closed_loop, open_loop
+from recinfer.sizing.probe import Load, ServerProcess, closed_loop, open_loop, quick_collections
 from recinfer.sizing.sample import LOOKUP, lookup_requests, write_sample_archive
 from recinfer.sizing.stalls import StallRecorder, can_record, work_of
 from recinfer.sizing.stints import StintRecorder, can_record_switches
@@ -86,6 +86,7 @@ def measure_serving(*, seconds: float = 0.6, progress: Callable[[str], None] | N
             for ranks in bench.start_shards(stack):
                 bench.add_rankers(stack, folder, ranks)
             say("servers start")
+            stack.enter_context(quick_collections())
             bench.warm_up()
             with others or nullcontext(), recorder or nullcontext():  # not while servers start
                 bench.measure()

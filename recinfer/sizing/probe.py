@@ -24,7 +24,7 @@ from recinfer.serving.batcher import BatchConfig
 from recinfer.serving.busy import schedstat
 from recinfer.serving.loop import run_on_loop
 
-__all__ = ["Load", "ServerProcess", "Spent", "closed_loop", "open_loop"]
+__all__ = ["Load", "ServerProcess", "Spent", "closed_loop", "open_loop", "quick_collections"]
 
 _OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 _START_S = 120.0
@@ -252,6 +252,19 @@ async def _ask(call: Any, data: bytes) -> float:
     except grpc.aio.AioRpcError:
         return float("nan")
     return time.perf_counter()
+
+
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """Collections of garbage pass over what is there already: one precedes each load, and would take longer than many do."""
+    frozen = gc.get_freeze_count()
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:  # else what somebody froze before would thaw with it
+            gc.unfreeze()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from recinfer.archive import writer
 from recinfer.archive.check import REQUESTS
 from recinfer.archive.delta import delta_file
 from recinfer.archive.writer import archive_folder
+from recinfer.checkpoint import folders
 from recinfer.errors import ArchiveError, CheckpointError, InputError, UnavailableError
 from recinfer.inference.verify import verify
 from tests.archive.models import Ranker, make_archive, make_plan, save_weights
@@ -38,7 +39,7 @@ def test_overwrite_replaces_it(tmp_path: Path) -> None:
 
 
 def test_overwrite_where_names_cannot_be_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_exchange", lambda root, target: False)
+    monkeypatch.setattr(folders, "exchange", lambda root, target: False)
     make_archive(tmp_path, name="one")
     _, archive = make_archive(tmp_path, name="two", overwrite=True)
     assert archive.manifest.model == "two"
