@@ -85,6 +85,8 @@ class FanCosts:
             hears of the answer.
         back_s: of such a request, on the latter, once all have answered.
         request_s: of each request of a run, more than where the run asks nobody.
+        heard_s: of a run that goes by the loop, for each shard that it asks, on the latter thread too.
+        io_s: of threads of gRPC's own, for each answer; 0: they have nothing to do with it; None: as for the answers that callers get.
         asks_cold_s, asks_cooled: of the thread that hears of answers, as in EndCosts; None: as the thread that takes requests has them.
         grpc_cooled, loop_cooled: of a ranker's other two threads of Python; empty: as a server has them that asks nobody.
     """
@@ -101,6 +103,8 @@ class FanCosts:
     asks_cooled: Points = ()
     grpc_cooled: Points = ()
     loop_cooled: Points = ()
+    heard_s: float = 0.0
+    io_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -179,8 +183,9 @@ class ServingCosts:
             for field_ in dataclasses.fields(kind):
                 into = cooled if field_.name.endswith("cooled") else figures
                 into[f"{name}.{field_.name}"] = getattr(kind, field_.name)  # type: ignore[index]
-        if self.fan.asks_cold_s is None:
-            del figures["fan.asks_cold_s"]
+        for name in ("asks_cold_s", "io_s"):
+            if getattr(self.fan, name) is None:
+                del figures[f"fan.{name}"]
         for name, points in cooled.items():
             flat = [number for point in points for number in point]
             if any(not 0 <= number < math.inf for number in flat) or any(

@@ -20,6 +20,7 @@ __all__ = ["fit_serving"]
 _MERGED = 0.95  # runs a request, below which requests count as merged
 _NO_SLEEP_S = 1e-6
 _ASKED = 0.5  # of a lone request's time at a ranker's caller, in which that waits for the shard
+_PAST_IO = 0.25  # of what threads of gRPC take for an answer: what takes less is not read by them
 _WAKES = 4  # on the way of a lone call past the queue: of who reads it and who answers it, and the same at the caller's
 
 
@@ -227,8 +228,13 @@ def _fit_remote(
     shard = RunCosts(base_s, 0.0, max(rest / more_bytes - known, 0.0))
     # It does another thing than a server that holds all tables does, so what sleep costs it is another thing too.
     lone_shard = [loads["ranker of 1's shard", SMALL, callers] for callers in LONE]
-    hot = {"grpc": at_once.grpc_s + base_s + max(run.op_one - saved_s, 0.0), "io": at_once.io_s}
-    shard_end = replace(at_once, **_named({kind: _cold(lone_shard, kind, hot[kind]) for kind in hot}))
+    # Where it is asked over sockets, gRPC's own threads have nothing to do with it.
+    hot = {
+        "grpc": at_once.grpc_s + base_s + max(run.op_one - saved_s, 0.0),
+        "io": min(at_once.io_s, lone_shard[0].io),
+    }
+    ends = _named({kind: _cold(lone_shard, kind, seconds) for kind, seconds in hot.items()})
+    shard_end = replace(at_once, io_s=hot["io"], **ends)
     # What a run takes by itself, its own and the client's end and asking, and what each of its requests does: of the same
     # load merged and not merged, as for a server without shards. Of runs of one, what another shard adds.
     of_run = single.ours - server.loop_s - whole.request_s
@@ -267,6 +273,8 @@ def _fit_remote(
             asks_cooled=asks_cooled,
             grpc_cooled=grpc_cooled,
             loop_cooled=_all_of(_curve(_of_two_wakes(queued, "ours", queued_s, _ASKED, 2))),
+            heard_s=max(two_single.asks / (2 * two_single.runs), 0.0),
+            io_s=0.0 if two.io - one.io < _PAST_IO * client.io_s else None,
         ),
     )
 

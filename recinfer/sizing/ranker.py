@@ -226,7 +226,7 @@ class _Fan:
             self._answer,
             (shard, hedge),
         )
-        call.quick = self.quick and not hedge
+        call.from_ranker, call.quick = True, self.quick and not hedge
         if ranker._late is not None:
             call.late = ranker._late()
         if hedge:

@@ -262,6 +262,7 @@ class Call:
         end: what the server's end of it costs; ``small``: it passes by the queue.
         timer_s: what its sender's loop does to send it at that moment.
         quick: the caller's event loop has nothing to do with it; ``begin`` is called at the end of a job that has sent it.
+        from_ranker: it is a ranker's, to a shard.
     """
 
     __slots__ = (
@@ -272,6 +273,7 @@ class Call:
         "caller",
         "deadline",
         "end",
+        "from_ranker",
         "late",
         "network",
         "over",
@@ -302,7 +304,7 @@ class Call:
         self.over, self.tag, self.deadline = over, tag, deadline
         self.refused = ""
         self.late = 0.0
-        self.quick = False
+        self.quick = self.from_ranker = False
         self.timer_s = 0.0
         self.end, self.small = costs.server, False
         self._client = server.client
@@ -332,20 +334,30 @@ class Call:
             wakes = _CALLER_WAKES * at_sleep(self._costs.wakes[:1], math.inf)
             self.server.clock.after(hot + wakes + end.loop_cold_s + end.grpc_cold_s + end.io_cold_s, self.over, self)
             return
+        if self.from_ranker and self._costs.fan.io_s == 0.0:
+            self._told(out)
+            return
         ratio = self.caller.draw()
         seconds = (end.io_s * READ + end.io_byte_s * out) * ratio
-        self.caller.io.submit(seconds, end.io_cold_s * ratio, self._told, out)
+        self.caller.io.submit(seconds, end.io_cold_s * ratio, self._read_by_grpc, out)
+
+    def _read_by_grpc(self, out: float) -> None:
+        assert self.caller is not None
+        self.caller.io.submit(self._client.io_s * (1 - READ) * self.caller.draw(), 0.0, _nothing)
+        self._told(out)
 
     def _told(self, out: float) -> None:
-        end, caller = self._client, self.caller
+        end, caller, fan = self._client, self.caller, self._costs.fan
         assert caller is not None
         ratio = caller.draw()
-        caller.io.submit(end.io_s * (1 - READ) * ratio, 0.0, _nothing)
-        if self.quick:
-            cold = self._costs.fan.asks_cold_s
+        if self.from_ranker and (self.quick or fan.heard_s):
+            cold = fan.asks_cold_s
             if cold is None:
                 cold = 0.0 if self._costs.direct is None else self._costs.direct.server.grpc_cold_s
-            caller.asks.submit(self._costs.fan.told_s * ratio, cold * ratio, self.over, self)
+            if self.quick:
+                caller.asks.submit(fan.told_s * ratio, cold * ratio, self.over, self)
+            else:
+                caller.asks.submit(fan.heard_s * ratio, cold * ratio, self._read, out)
             return
         if not end.grpc_s:
             self._read(out)
