@@ -9,6 +9,7 @@ there is TLS there is no such socket.
 from __future__ import annotations
 
 import hmac
+import logging
 import secrets
 import socket
 import threading
@@ -30,6 +31,8 @@ _ID_BYTES = 32
 _SILENT, _CONNECTIONS = 64, 1024  # that may be open: without a proof, and in all
 _CONNECT_S = 3.0
 _MOST_ANSWER = 2**32 - 1
+
+_log = logging.getLogger(__name__)
 
 Each = Callable[[bytes], bytes]
 
@@ -123,7 +126,7 @@ class AskSocket(Way):
         try:
             sock = socket.create_connection(self._address, _CONNECT_S)
         except OSError as error:
-            self._ended("UNAVAILABLE", error.strerror or str(error))
+            self._cannot(error)
             return
         try:
             tune(sock)
@@ -134,13 +137,18 @@ class AskSocket(Way):
             sock.sendall(frame(_HELLO + _proof(self._token, found[-2 * _ID_BYTES :])))
         except OSError as error:
             sock.close()
-            self._ended("UNAVAILABLE", error.strerror or str(error))
+            self._cannot(error)
             return
         self._frames = Frames(sock, _MOST_ANSWER, self._took, self._over)
         if _asks_loop().add(self._frames):
             self._opened()
         if self._closes:
             self._frames.end()
+
+    def _cannot(self, error: OSError) -> None:
+        why = error.strerror or str(error)
+        _log.info("%s:%d is done without: %s", *self._address, why)
+        self._ended("UNAVAILABLE", why)
 
     def _send(self, question: bytes) -> bool:
         assert self._frames is not None
@@ -160,10 +168,14 @@ class AskSocket(Way):
         self._ended("UNAVAILABLE", why)
 
 
-@cache
 def _asks_loop() -> FrameLoop:
     """One thread takes the answers of all servers."""
-    return FrameLoop("recinfer-asks-sockets")
+    with _making:
+        return _one_loop()
+
+
+_making = threading.Lock()
+_one_loop = cache(lambda: FrameLoop("recinfer-asks-sockets"))
 
 
 def _listener(host: str, port: int) -> socket.socket:
