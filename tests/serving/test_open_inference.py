@@ -285,7 +285,9 @@ def test_what_overflows_is_null_in_json(server: Server, predictor: Predictor):
     assert not predictor.predict(dense, kjt)["output"].isfinite().any()
     inputs = [{"name": "dense", "datatype": "FP32", "shape": [1, NUM_DENSE], "data": dense.tolist()}]
     for name, array in jagged(kjt).items():
-        inputs.append({"name": name, "datatype": array.dtype.name.upper(), "shape": [array.size], "data": array.tolist()})
+        inputs.append(
+            {"name": name, "datatype": array.dtype.name.upper(), "shape": [array.size], "data": array.tolist()}
+        )
     code, answer = post(server, json.dumps({"inputs": inputs}).encode())
     assert code == 200, answer
     assert answer["outputs"][0]["data"] == [None]
