@@ -153,8 +153,9 @@ def test_importing_the_command_line_is_light() -> None:
     assert not loaded & {"torch", "numpy", "grpc", "fbgemm_gpu", "onnxruntime"}
 
 
-def test_planning_needs_no_kernels() -> None:
-    loaded = loaded_after("import recinfer.distributed.planner.plan, recinfer.distributed.planner.planners")
+def test_neither_planning_nor_asking_a_server_needs_kernels() -> None:
+    planning = "recinfer.distributed.planner.plan, recinfer.distributed.planner.planners"
+    loaded = loaded_after(f"import {planning}, recinfer.serving.client, recinfer.serving.admin_client")
     assert "fbgemm_gpu" not in loaded
     assert "recinfer.quant" not in loaded
 

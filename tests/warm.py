@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from types import ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["Program", "run_program", "warm_context"]
+__all__ = ["RECINFER", "Program", "run_program", "warm_context"]
 
 # What a process has imported as it begins.
 _PRELOAD = [
@@ -32,6 +32,9 @@ _PRELOAD = [
     "tests.distributed.spawn",
     __name__,
 ]
+
+RECINFER = "import runpy; runpy.run_module('recinfer', run_name='__main__', alter_sys=True)"
+"""What ``python -m recinfer`` runs."""
 
 
 def warm_context() -> Any:
@@ -85,9 +88,15 @@ class Program:
         except BrokenPipeError:  # it reads nothing
             pass
         out = self.stdout.read()
-        self._process.join(timeout)
-        assert self.returncode is not None, "it closed stdout and goes on"
+        self.wait(timeout)
         return out, self._stderr.read()
+
+    def wait(self, timeout: float = 300.0) -> int:
+        """Its returncode, once it has ended."""
+        self._process.join(timeout)
+        code = self.returncode
+        assert code is not None, "it goes on"
+        return code
 
     def close(self) -> None:
         """End it, however it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Annotated
 
@@ -81,6 +82,8 @@ def _root(
 
 def main() -> None:
     """Run the command line; the ``recinfer`` script."""
+    # What a verb loads, torch above all, stays: going through all of it again and again took a seventh of its import.
+    gc.set_threshold(*gc.get_threshold()[:2], 100)
     try:
         with never_lost():
             app()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from recinfer.archive.manifest import Manifest
 from recinfer.errors import NotFoundError
-from recinfer.inference.lookups import Part
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+if TYPE_CHECKING:  # a client has what is here for its answers, and loads no kernels
+    from recinfer.archive.manifest import Manifest
+    from recinfer.inference.lookups import Part
 
 __all__ = ["FeatureSpec", "LookupResult", "feature_specs", "selected", "tensors_of"]
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from recinfer.errors import InputError, UnavailableError
 from recinfer.inference.bags import Bags, Features, bags_of
-from recinfer.inference.lookups import Steps
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a client has what is here for its answers, and loads no kernels
+    from recinfer.inference.lookups import Steps
     from recinfer.inference.predictor import LookupResult, Predictor
 
 __all__ = ["Outputs", "PredictInputs", "lookup_many", "predict_many"]

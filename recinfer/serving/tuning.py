@@ -20,7 +20,8 @@ def tune_process() -> None:
 
     - Threads made from here on are batch threads to the scheduler (Linux): gRPC's own threads, woken five times a
       request, do not push the event loop's thread off its core each time.
-    - What is loaded by now is left out of garbage collection, whose full runs would else stop all requests.
+    - What is loaded by now is left out of garbage collection, whose full runs would else stop all requests; they come as
+      often as Python has them, where the command line had fewer of them while it loaded.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if hasattr(os, "SCHED_BATCH"):
@@ -28,6 +29,7 @@ def tune_process() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], 10)
 
 
 def new_loop() -> asyncio.AbstractEventLoop:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
@@ -18,6 +17,7 @@ from recinfer.errors import CheckpointError, ConfigError, NotFoundError
 from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from tests.distributed.spawn import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -138,19 +138,17 @@ def test_table_types_survive(tmp_path: Path) -> None:
     assert weight.dtype == torch.float16
 
 
-def _save_sharded(rank: int, store: str, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def _save_sharded(rank: int, world_size: int, folder: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Module()
     model.rows = nn.Parameter(distribute_tensor(torch.arange(70.0).view(7, 10), mesh, [Shard(0)]))
     model.columns = nn.Parameter(distribute_tensor(torch.arange(70.0).view(7, 10), mesh, [Shard(1)]))
     save_checkpoint(folder, model)
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_ranks_write_one_checkpoint(tmp_path: Path) -> None:
-    mp.spawn(_save_sharded, (str(tmp_path / "store"), str(tmp_path / "ck")), nprocs=2)
+    run_ranks(2, _save_sharded, str(tmp_path / "ck"))
     reader = CheckpointReader(tmp_path / "ck")
     expected = torch.arange(70.0).view(7, 10)
     for key in ("rows", "columns"):

@@ -6,13 +6,14 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,8 @@ class Running:
     def wait(self) -> None:
         """Until it is healthy."""
         end = time.monotonic() + 240
-        while not self.healthy():
+        # A healthcheck is a process of its own, which takes a core from a server that is not listening yet.
+        while not (_listens(self.port) and self.healthy()):
             assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()
             time.sleep(0.2)
 
@@ -59,6 +61,12 @@ class Running:
         request.add_header("Authorization", f"Bearer {TOKEN}")
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.read().decode()
+
+
+def _listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=60):
+        return True
+    return False
 
 
 def check(port: int) -> subprocess.CompletedProcess[str]:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.commands import run_json
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.warm import RECINFER, run_program
 
 
 def demo(*args: object) -> tuple[dict[str, Any], str]:
     """What ``recinfer demo --json`` printed last, and what it printed for people: a process of its own."""
-    command = [sys.executable, "-m", "recinfer", "demo", "--json", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
+    code, out, err = run_program(RECINFER, "demo", "--json", *args)
+    assert code == 0, err
+    return json.loads(out), err
 
 
 def test_made_up_rows(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ import json
 import math
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +24,7 @@ from recinfer.data.dataset import load_dataset
 from recinfer.data.synthetic import generate_criteo
 from recinfer.distributed.planner import Plan
 from tests.e2e.commands import run, run_json
+from tests.warm import RECINFER, Program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -198,14 +197,12 @@ def test_served_scores_are_as_good_as_the_trained_model(made: Made, target: str)
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_stops_cleanly(made: Made, signal_number: int) -> None:
-    command = [sys.executable, "-m", "recinfer", "serve", str(made.archive), "--port", "0", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout is not None
-    ready = json.loads(process.stdout.readline())
-    found = run_json("lookup", *at(f"127.0.0.1:{ready['port']}"), "--feature", "C1=1")
-    assert found["batch_size"] == 1
-    process.send_signal(signal_number)
-    _, err = process.communicate(timeout=120)
+    with Program(RECINFER, "serve", made.archive, "--port", "0", "--json") as process:
+        ready = json.loads(process.stdout.readline())
+        found = run_json("lookup", *at(f"127.0.0.1:{ready['port']}"), "--feature", "C1=1")
+        assert found["batch_size"] == 1
+        process.send_signal(signal_number)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 0
     assert "stopped" in err
     assert "Traceback" not in err
@@ -213,11 +210,8 @@ def test_a_server_stops_cleanly(made: Made, signal_number: int) -> None:
 
 def test_a_server_keeps_the_limits_it_is_given(made: Made) -> None:
     limits = ["--max-samples", "2", "--max-ids", "5", "--max-features", "3", "--reuse-outputs", "--join-columns"]
-    command = [sys.executable, "-m", "recinfer", "serve", str(made.archive), "--port", "0", "--json", *limits]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout is not None
-    target = f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"
-    try:
+    with Program(RECINFER, "serve", made.archive, "--port", "0", "--json", *limits) as process:
+        target = f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"
         assert run_json("lookup", *at(target), "--feature", "C1=1,2,3;4,5")["batch_size"] == 2
         for feature, said in (
             (["C1=1;2;3"], "batch_size: got 3"),
@@ -227,8 +221,7 @@ def test_a_server_keeps_the_limits_it_is_given(made: Made) -> None:
             given = [word for one in feature for word in ("--feature", one)]
             error = run_json("lookup", *at(target), *given, code=2)["error"]
             assert said in error["message"], error
-    finally:
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         process.communicate(timeout=120)
     assert process.returncode == 0
 

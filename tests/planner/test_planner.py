@@ -5,13 +5,10 @@ from __future__ import annotations
 import io
 import logging
 import math
-import os
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from recinfer.distributed.calibrate import calibrate
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -31,6 +28,7 @@ from recinfer.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from tests.distributed.spawn import run_ranks
 from tests.planner.models import GB, collection, model, sharders, train_planner
 from tests.planner.test_parts import hardware_of
 
@@ -279,8 +277,7 @@ def test_nothing_to_plan_is_said() -> None:
 # ----------------------------------------------------------------------------------------------- one plan for all
 
 
-def _plan_together(rank: int, path: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+def _plan_together(rank: int, world_size: int, path: str) -> None:
     shapes = [(100 + rank, 16), (50, 32)]  # the ranks see different models: only rank 0's counts
     for cap in (GB, 10):
         planner = train_planner(2, topology=Topology(2, "cuda", hbm_cap=cap, ddr_cap=cap))
@@ -289,12 +286,10 @@ def _plan_together(rank: int, path: str) -> None:
         except PlannerError as error:
             text = "error " + str(error)
         Path(path, f"{rank}-{cap}").write_text(text)
-    dist.barrier()  # nobody leaves while another still reads from it
-    os._exit(0)  # gloo's threads sometimes abort the process in an orderly exit, which is not what is tested here
 
 
 def test_rank_0_plans_for_all_and_fails_for_all(tmp_path: Path) -> None:
-    mp.spawn(_plan_together, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    run_ranks(2, _plan_together, str(tmp_path))
     for cap in (GB, 10):
         first, second = ((tmp_path / f"{rank}-{cap}").read_text() for rank in (0, 1))
         assert first == second and first.startswith("error") == (cap == 10)

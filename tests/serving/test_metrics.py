@@ -6,8 +6,6 @@ import base64
 import io
 import json
 import logging
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -29,6 +27,7 @@ from recinfer.serving.server import SERVICE_NAME, Server
 from recinfer.serving.stats import RequestStats
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.conftest import ROWS, make_request
+from tests.warm import run_program
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed (the serve extra)")
@@ -198,10 +197,9 @@ for span in exporter.get_finished_spans():
 def test_spans_have_the_caller_as_their_parent(archive: Path):
     """The real SDK with an exporter in memory, in a process of its own: a provider is set once a process."""
     pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed (the dev extra)")
-    command = [sys.executable, "-c", TRACED, str(archive)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr
-    spans = [json.loads(line) for line in done.stdout.splitlines()]
+    code, out, err = run_program(TRACED, archive)
+    assert code == 0, err
+    spans = [json.loads(line) for line in out.splitlines()]
     # Not by their ends: a refusal is told of when it is sent, and the next request may be there by then.
     model, refused, http = sorted(spans, key=lambda span: (span[0] != "recinfer/GetModel", span[2] == "ERROR"))
     assert model[:3] == ["recinfer/GetModel", "SERVER", "UNSET"]

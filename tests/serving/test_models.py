@@ -6,8 +6,7 @@ import gc
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import threading
 import time
 from collections import Counter
@@ -31,6 +30,7 @@ from recinfer.serving.registry import ModelRegistry, ServedModel
 from recinfer.serving.server import SERVICE_NAME, Server
 from recinfer.serving.store import ModelStore
 from tests.serving.conftest import make_request
+from tests.warm import RECINFER, Program
 
 
 @pytest.fixture
@@ -258,25 +258,14 @@ def test_weights_are_checked(predictor: Predictor):
 
 
 def test_the_command_serves_a_store(store: Path):
-    command = [
-        sys.executable,
-        "-m",
-        "recinfer",
-        "serve",
-        "--model-store",
-        str(store),
-        "--admin",
-        "--port",
-        "0",
-        "--json",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with Program(RECINFER, "serve", "--model-store", store, "--admin", "--port", "0", "--json") as process:
         try:
             port = json.loads(process.stdout.readline())["port"]
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
                 models = admin_pb2_grpc.AdminStub(channel).ListModels(admin_pb.ListModelsRequest(), timeout=60)
             assert weights(models) == {"other": {"1": 1}, "tiny": {"2": 1}}
         finally:
-            process.terminate()
-        assert process.wait(60) == 0
-        assert "tiny 10 is not served" in process.stderr.read()
+            process.send_signal(signal.SIGTERM)
+        _, err = process.communicate()
+        assert process.returncode == 0
+        assert "tiny 10 is not served" in err

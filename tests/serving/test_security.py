@@ -6,7 +6,6 @@ import http.client
 import json
 import ssl
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from recinfer.serving.proto import inference_pb2_grpc
 from recinfer.serving.security import Security, read_token
 from recinfer.serving.server import Server
 from tests.certificates import need_openssl, self_signed
+from tests.warm import RECINFER, run_program
 
 TOKEN = "a-token-of-enough-letters"
 
@@ -199,12 +199,10 @@ def test_every_door_is_as_safe(predictor: Predictor, certificates: Path):
         token = certificates / "token"
         token.write_text(TOKEN + "\n")
         ask_it = ["--target", server.target, "--timeout", "60", "--feature", "user=3,7"]
-        lookup = [sys.executable, "-m", "recinfer", "lookup", *ask_it]
-        secret = ["--token-file", str(token), "--tls-ca", str(ca), "--json"]
-        done = subprocess.run([*lookup, *secret], capture_output=True, text=True, timeout=180, check=False)
-        assert done.returncode == 0, done.stderr
-        assert len(json.loads(done.stdout)["pooled"]["user"][0]) == 8
-        done = subprocess.run(
-            [*lookup, "--tls-ca", "nothing.pem"], capture_output=True, text=True, timeout=180, check=False
-        )
-        assert (done.returncode, "nothing.pem" in done.stderr) == (2, True)
+        lookup = [RECINFER, "lookup", *ask_it]
+        secret = ["--token-file", token, "--tls-ca", ca, "--json"]
+        code, out, err = run_program(*lookup, *secret)
+        assert code == 0, err
+        assert len(json.loads(out)["pooled"]["user"][0]) == 8
+        code, _, err = run_program(*lookup, "--tls-ca", "nothing.pem")
+        assert (code, "nothing.pem" in err) == (2, True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +29,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.ports import free_port
 from tests.serving.conftest import DIM, NUM_DENSE, ROWS, make_request
 from tests.serving.test_workers import until
+from tests.warm import Program, run_program
 
 BATCHES = [1, 2, 33]
 
@@ -288,15 +287,13 @@ def test_signals_stop_the_serving_process(archive: Path, number: signal.Signals)
         "import sys; from recinfer.inference.predictor import load; from recinfer.serving.server import serve\n"
         "serve({'tiny': load(sys.argv[1])}, on_ready=lambda port: print(port, flush=True)); print('stopped', flush=True)"
     )
-    command = [sys.executable, "-c", script, str(archive)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        with InferenceClient(f"127.0.0.1:{int(process.stdout.readline())}", timeout=60) as client:
-            assert client.lookup(one("user", 3)).keys() == ["user"]
-            process.send_signal(number)
-            out, err = process.communicate(timeout=90)
-    finally:
-        process.kill()
+    with (
+        Program(script, archive) as process,
+        InferenceClient(f"127.0.0.1:{int(process.stdout.readline())}", timeout=60) as client,
+    ):
+        assert client.lookup(one("user", 3)).keys() == ["user"]
+        process.send_signal(number)
+        out, err = process.communicate(timeout=90)
     assert (process.returncode, out) == (0, "stopped\n"), err
     assert "Traceback" not in err
 
@@ -317,7 +314,5 @@ def test_a_signal_ends_serving_whatever_lock_this_thread_holds(archive: Path) ->
         "serve({'m': recinfer.load(sys.argv[1])}, on_ready=ready, stop=Interrupted())\n"
         "print('stopped')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, archive], capture_output=True, text=True, timeout=180, check=False
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, "stopped"), done.stderr
+    ended, out, err = run_program(code, archive)
+    assert (ended, out.strip()) == (0, "stopped"), err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,9 @@ def torchserve(
     entries |= {name: pack(path, folder / "store") for name, path in others.items()}
     running = TorchServe(folder / "run", folder / "store")
     try:
-        for entry in entries.values():
-            reply = running.register(entry.name)
-            assert reply.code == 200, (reply, running.output()[-3000:])
+        with ThreadPoolExecutor() as pool:  # a worker's start takes seconds, and not all of them a core's
+            for reply in pool.map(running.register, [entry.name for entry in entries.values()]):
+                assert reply.code == 200, (reply, running.output()[-3000:])
         yield running
     finally:
         running.stop()

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from recinfer import env
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.remote.fanout import Fanout
 from recinfer.serving.remote.lookups import remote_lookups
@@ -22,6 +18,7 @@ from recinfer.serving.remote.pool import ReplicaPool
 from recinfer.serving.remote.server import ShardServer
 from recinfer.serving.remote.tables import ShardTables
 from tests.ports import free_port
+from tests.warm import RECINFER, Program
 
 
 def write_shards(path: Path, ranks: Mapping[int, Sequence[str]], **settings: Any) -> Path:
@@ -75,16 +72,22 @@ def remote(archive: Path, groups: Sequence[Sequence[int]], folder: Path, **setti
         yield load(archive, lookups=remote_lookups(fanout))
 
 
+_LOGGED = """
+import os, sys
+
+log = os.open(sys.argv.pop(1), os.O_WRONLY | os.O_APPEND)
+for number in (1, 2):
+    os.dup2(log, number)
+"""
+
+
 class Process:
     """``recinfer serve`` with some arguments, as a process of its own; its output is kept."""
 
     def __init__(self, *arguments: str | Path, log: Path) -> None:
         self.log = log
-        self._file = log.open("ab")
-        command = [sys.executable, "-m", "recinfer", "serve", *map(str, arguments)]
-        self.process = subprocess.Popen(
-            command, stdout=self._file, stderr=self._file, env=env.child_environment(OMP_NUM_THREADS="1")
-        )
+        log.touch()
+        self.process = Program(_LOGGED + RECINFER, log, "serve", *arguments)
 
     @property
     def said(self) -> str:
@@ -99,11 +102,7 @@ class Process:
 
     def close(self) -> None:
         """End it, however it is."""
-        if self.process.poll() is None:
-            os.kill(self.process.pid, signal.SIGCONT)
-            self.process.kill()
-            self.process.wait(60)
-        self._file.close()
+        self.process.close()
 
 
 def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
