@@ -14,6 +14,7 @@ import torch
 from recinfer.errors import RecinferError
 from recinfer.inference.predictor import load
 from recinfer.serving.client import InferenceClient
+from recinfer.serving.core_stream import AskStream
 from recinfer.serving.remote.lookups import remote_lookups
 from recinfer.serving.security import Security
 from tests.certificates import need_openssl, self_signed
@@ -55,6 +56,9 @@ def test_mutual_tls_and_a_token(archive: Path, certificates: Path, tmp_path: Pat
         fanout = stack.enter_context(asking(write_shards(tmp_path / "shards.json", ranks, **spoken)))
         found = load(archive, lookups=remote_lookups(fanout)).lookup(features).pooled.values()
         assert torch.equal(found, expected)
+        assert all(server._sockets is None for server in shards), "what is to be encrypted goes by gRPC alone"
+        ways = [way for replica in fanout.pool.everyone() if replica.quick is not None for way in replica.quick._ways]
+        assert all(isinstance(way, AskStream) for way in ways)
         for lacking in (("tls_name",), ("tls_cert", "tls_key"), ("tls_ca", "tls_name", "tls_cert", "tls_key")):
             less = {key: value for key, value in spoken.items() if key not in lacking}
             stranger = stack.enter_context(asking(write_shards(tmp_path / "less.json", ranks, **less), ready=False))
