@@ -84,6 +84,7 @@ def test_the_command_line(archive: Path, tmp_path: Path):
     said = serve(archive, "--shards", two, "--missing-shards", "default-rows")
     assert "does not allow default rows" in said and "reshard it with" in said
     assert "a shard server answers rankers alone" in serve(archive, "--ranks", "0", "--workers", 2)
+    assert "give --ranks" in serve(archive, "--socket-port", 5)
     assert "nothing to serve" in serve("--ranks", "0")
 
 

@@ -268,8 +268,13 @@ def test_rankers_find_it(tmp_path: Path, token: str | None):
         until(lambda: any(each.is_open for each in replica.quick._ways))
         return next(each for each in replica.quick._ways if each.is_open)
 
-    with shard(archive, (0, 1, 2), port=port, security=security) as server, asking(path) as fanout:
+    fixed = free_port()
+    with (
+        shard(archive, (0, 1, 2), port=port, security=security, socket_port=fixed) as server,
+        asking(path) as fanout,
+    ):
         first = way(fanout)
+        assert server.socket_port == fixed == first._address[1]
         assert isinstance(first, AskSocket)
         assert ask(first, b"")[1] == "OK"  # a failure is a message here
         server.stop()
