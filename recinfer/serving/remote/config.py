@@ -18,6 +18,7 @@ from recinfer.errors import ArchiveError, ConfigError
 __all__ = ["ShardsConfig", "ShardsSettings", "read_shards"]
 
 FORMAT, VERSION = "recinfer.shards", 1
+_RANK = re.compile("0|[1-9][0-9]{0,8}")
 _ADDRESS = re.compile(r"(dns:///)?(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
 
 
@@ -105,7 +106,7 @@ def _ranks(path: Path, raw: Any) -> dict[int, tuple[str, ...]]:
         raise ConfigError(f"{path}: ranks: expected an object of rank to list of addresses")
     ranks: dict[int, tuple[str, ...]] = {}
     for name, addresses in raw.items():
-        if not name.isdecimal() or str(int(name)) != name:
+        if not _RANK.fullmatch(name):
             raise ConfigError(f"{path}: ranks: got {name[:40]!r}, expected a number from 0")
         if not isinstance(addresses, list) or not addresses:
             raise ConfigError(f"{path}: rank {name}: expected a list of at least one address")

@@ -38,6 +38,8 @@ def test_a_good_file(tmp_path: Path):
         ({"more": 1}, "unknown entries more"),
         ({"ranks": {}}, "expected an object of rank"),
         ({"ranks": {"one": ["a:1"]}}, "got 'one', expected a number"),
+        ({"ranks": {"01": ["a:1"]}}, "got '01', expected a number"),
+        ({"ranks": {"9" * 5000: ["a:1"]}}, "got '9999*', expected a number"),
         ({"ranks": {"0": []}}, "rank 0: expected a list"),
         ({"ranks": {"0": ["a"]}}, "got 'a', expected host:port"),
         ({"ranks": {"0": ["a:99999"]}}, "got 'a:99999', expected host:port"),
