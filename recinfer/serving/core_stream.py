@@ -18,6 +18,8 @@ from recinfer.serving.core_channel import CoreChannel
 __all__ = ["AnswerStream", "AskStream"]
 
 _log = logging.getLogger("recinfer.serving.server")
+_IS_THERE = (("recinfer-asks", "each"),)
+"""Initial metadata with which a server says that it takes questions."""
 
 
 class AnswerStream:
@@ -38,7 +40,7 @@ class AnswerStream:
     def begin(self) -> None:
         """Say that it is there, and take the first question."""
         self._call.start_server_batch((_core.ReceiveCloseOnServerOperation(0),), self._closed)
-        self._call.start_server_batch((_core.SendInitialMetadataOperation((), 0),), _nothing)
+        self._call.start_server_batch((_core.SendInitialMetadataOperation(_IS_THERE, 0),), _nothing)
         self._call.start_server_batch((_core.ReceiveMessageOperation(0),), self._received)
 
     def _received(self, event: Any) -> None:
@@ -93,7 +95,9 @@ class AskStream(Way):
     # -- on the channel's thread
 
     def _begun(self, event: Any) -> None:
-        if event.success:
+        # Where nobody answers this method the status alone comes, after this event as often as not, which is then a success.
+        found = event.batch_operations[-1].initial_metadata() if event.success else ()
+        if any(pair in _IS_THERE for pair in found):
             self._opened()
 
     def _received(self, event: Any) -> None:

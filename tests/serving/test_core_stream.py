@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -140,6 +141,26 @@ def test_a_failure_ends_the_stream_and_tells_who_asked_no_secret():
         assert found[:2] == (None, "UNKNOWN") and "secret" not in found[2]
         until(lambda: stream.is_over and not server.open)
         assert ask(opened(channel), b"x") == (b"xx", "OK", "")
+
+
+def test_a_stream_that_is_not_there_is_never_open(monkeypatch: pytest.MonkeyPatch):
+    """Nor between gRPC's word that the headers have come, which it says though there are none, and the status."""
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    begun, status = AskStream._begun, AskStream._status
+
+    def tell_begun(stream: AskStream, event: Any) -> None:
+        begun(stream, event)
+        events.put(None)
+
+    monkeypatch.setattr(AskStream, "_begun", tell_begun)
+    monkeypatch.setattr(AskStream, "_status", lambda stream, event: events.put(event))
+    with served() as (_, _, channel):
+        stream = AskStream(channel, b"/a.B/Nothing", ())
+        found = [events.get(timeout=LONG), events.get(timeout=LONG)]
+        assert None in found
+        assert not stream.was_open and not stream.ask(b"x", time.monotonic() + LONG, into()[1])
+        status(stream, next(event for event in found if event is not None))
+        assert stream.code == "UNIMPLEMENTED"
 
 
 def test_streams_that_are_not_there_or_not_admitted_end_at_once():
