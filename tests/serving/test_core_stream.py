@@ -13,35 +13,16 @@ import grpc
 import pytest
 
 from recinfer.serving import core
-from recinfer.serving.asking import Asked
 from recinfer.serving.core import CoreServer
 from recinfer.serving.core_call import Ending
 from recinfer.serving.core_channel import CoreChannel
 from recinfer.serving.core_stream import AskStream
 from recinfer.serving.loop import run_on_loop
 from tests.ports import free_port
+from tests.serving.asked import LONG, Answers, ask, into
 from tests.serving.remote.fleet import until
 
-LONG = 60.0
 ASK = b"/a.B/Ask"
-
-Ends = "queue.SimpleQueue[tuple[bytes | None, str, str]]"
-
-
-class Answers:
-    """What is asked, and when it is answered."""
-
-    def __init__(self) -> None:
-        self.asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self.go_on = threading.Event()
-
-    def each(self, question: bytes) -> bytes:
-        self.asked.put(question)
-        if question == b"fail":
-            raise RuntimeError("a secret")
-        if question == b"wait":
-            assert self.go_on.wait(LONG)
-        return question * 2
 
 
 @contextmanager
@@ -70,17 +51,6 @@ def opened(channel: CoreChannel, path: bytes = ASK) -> AskStream:
     return stream
 
 
-def into() -> tuple[Ends, Asked]:
-    ends: Ends = queue.SimpleQueue()
-    return ends, lambda *end: ends.put(end)
-
-
-def ask(stream: AskStream, question: bytes) -> tuple[bytes | None, str, str]:
-    ends, reply = into()
-    assert stream.ask(question, time.monotonic() + LONG, reply)
-    return ends.get(timeout=LONG)
-
-
 def test_one_question_after_another():
     with served() as (_, server, channel):
         stream = opened(channel)
@@ -98,40 +68,6 @@ def test_grpcs_own_clients_may_use_it():
     with served() as (_, _, channel), grpc.insecure_channel(channel._target) as plain:
         call = plain.stream_stream(ASK.decode())
         assert list(call(iter([b"1", b"2", b"3"]), timeout=LONG)) == [b"11", b"22", b"33"]
-
-
-def test_what_waits_takes_no_second_question():
-    with served() as (answers, _, channel):
-        stream = opened(channel)
-        ends, reply = into()
-        assert stream.ask(b"wait", time.monotonic() + LONG, reply)
-        assert answers.asked.get(timeout=LONG) == b"wait"
-        assert not stream.ask(b"x", time.monotonic() + LONG, into()[1])
-        assert not stream.close()
-        answers.go_on.set()
-        assert ends.get(timeout=LONG) == (b"waitwait", "OK", "")
-        assert ask(stream, b"x") == (b"xx", "OK", "")
-
-
-@pytest.mark.parametrize("how", ["forget", "expire"])
-def test_an_answer_that_nobody_waits_for_is_nobody_elses(how: str):
-    with served() as (answers, _, channel):
-        stream = opened(channel)
-        ends, reply = into()
-        now = time.monotonic()
-        assert stream.ask(b"wait", now + LONG, reply)
-        stream.expire(now)
-        if how == "forget":
-            stream.forget(reply)
-            stream.expire(now + LONG)
-        else:
-            stream.expire(now + LONG)
-            assert ends.get(timeout=LONG)[:2] == (None, "DEADLINE_EXCEEDED")
-        assert not stream.ask(b"x", now + LONG, into()[1]), "its answer is still to come"
-        answers.go_on.set()
-        until(lambda: not stream._asked)
-        assert ask(stream, b"x") == (b"xx", "OK", "")
-        assert ends.empty()
 
 
 def test_a_failure_ends_the_stream_and_tells_who_asked_no_secret():
@@ -202,21 +138,4 @@ def test_a_channel_that_is_closed_tells_who_waits():
         late = AskStream(channel, ASK, ())
         assert late.is_over and not late.ask(b"x", time.monotonic() + LONG, into()[1])
         answers.go_on.set()
-        until(lambda: not server.open)
-
-
-def test_who_asks_while_it_ends_is_told_or_refused():
-    """Never neither, and never both, whatever the moment."""
-    with served() as (_, server, channel):
-        for number in range(60):
-            stream = opened(channel)
-            ends, reply = into()
-            closer = threading.Thread(target=stream.close)
-            closer.start()
-            time.sleep(number * 6e-6)
-            if stream.ask(b"x", time.monotonic() + LONG, reply):
-                assert ends.get(timeout=LONG) == (b"xx", "OK", "")
-            closer.join()
-            stream.close()
-            assert ends.empty()
         until(lambda: not server.open)

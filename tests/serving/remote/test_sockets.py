@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import random
 import socket
 import threading
@@ -15,37 +14,19 @@ from typing import Any
 import pytest
 
 from recinfer.errors import UnavailableError
-from recinfer.serving.asking import Asked
 from recinfer.serving.frames import frame
 from recinfer.serving.remote import sockets as module
 from recinfer.serving.remote.sockets import AnswerSockets, AskSocket
 from recinfer.serving.security import Security
 from tests.ports import free_port
+from tests.serving.asked import LONG, MUCH, Answers, ask, into
 from tests.serving.remote.fleet import asking, shard, until, write_shards
 from tests.serving.remote.test_direct import make_archive, pytestmark
 
 __all__ = ["pytestmark"]
 
-LONG, MOST = 60.0, 1000
+MOST = 1000
 TOKEN = "a-token-of-24-characters"
-
-Ends = "queue.SimpleQueue[tuple[bytes | None, str, str]]"
-
-
-class Answers:
-    """What is asked, and when it is answered."""
-
-    def __init__(self) -> None:
-        self.asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self.go_on = threading.Event()
-
-    def each(self, question: bytes) -> bytes:
-        self.asked.put(question)
-        if question == b"fail":
-            raise RuntimeError("a secret")
-        if question == b"wait":
-            assert self.go_on.wait(LONG)
-        return bytes(20 << 20) if question == b"much" else question * 2
 
 
 @contextmanager
@@ -65,44 +46,15 @@ def opened(server: AnswerSockets, token: str | None = None, server_id: bytes | N
     return way
 
 
-def into() -> tuple[Ends, Asked]:
-    ends: Ends = queue.SimpleQueue()
-    return ends, lambda *end: ends.put(end)
-
-
-def ask(way: AskSocket, question: bytes) -> tuple[bytes | None, str, str]:
-    ends, reply = into()
-    assert way.ask(question, time.monotonic() + LONG, reply)
-    return ends.get(timeout=LONG)
-
-
 def test_one_question_after_another():
     with served() as (_, server):
         way = opened(server)
         for question in (b"x", b"", b"y" * MOST):
             assert ask(way, question) == (question * 2, "OK", "")
-        assert len(ask(way, b"much")[0] or b"") == 20 << 20
+        assert len(ask(way, b"much")[0] or b"") == MUCH
         assert way.close()
         until(lambda: way.is_over and not server._trusted)
         assert not way.ask(b"x", time.monotonic() + LONG, into()[1])
-
-
-def test_what_waits_takes_no_second_question():
-    with served() as (answers, server):
-        way = opened(server)
-        ends, reply = into()
-        now = time.monotonic()
-        assert way.ask(b"wait", now + LONG, reply)
-        assert answers.asked.get(timeout=LONG) == b"wait"
-        assert not way.ask(b"x", now + LONG, into()[1])
-        assert not way.close()
-        way.expire(now + LONG)
-        assert ends.get(timeout=LONG)[:2] == (None, "DEADLINE_EXCEEDED")
-        assert not way.ask(b"x", now + LONG, into()[1]), "its answer is still to come"
-        answers.go_on.set()
-        until(lambda: not way._asked)
-        assert ask(way, b"x") == (b"xx", "OK", "")
-        assert ends.empty()
 
 
 @pytest.mark.parametrize("token", [None, "another-token-of-the-same", TOKEN])
@@ -173,14 +125,6 @@ def test_a_proof_is_of_one_connection():
         assert answers.asked.get() == b"x" and answers.asked.empty()
 
 
-def test_a_failure_ends_the_connection_and_tells_no_secret():
-    with served() as (_, server):
-        way = opened(server)
-        found = ask(way, b"fail")
-        assert found[:2] == (None, "UNAVAILABLE") and "secret" not in found[2]
-        assert ask(opened(server), b"x") == (b"xx", "OK", "")
-
-
 def test_junk_and_what_is_too_long_end_a_connection_alone():
     draw = random.Random(0)
     with served() as (_, server):
@@ -227,23 +171,6 @@ def test_a_server_that_stops_tells_who_waits():
         server.close()
         assert ends.get(timeout=LONG)[1] in ("OK", "UNAVAILABLE")
         until(lambda: idle.is_over and busy.is_over)
-
-
-def test_who_asks_while_it_ends_is_told_or_refused():
-    """Never neither, and never both, whatever the moment."""
-    with served() as (_, server):
-        for number in range(60):
-            way = opened(server)
-            ends, reply = into()
-            closer = threading.Thread(target=way.close, kwargs={"at_once": bool(number % 2)})
-            closer.start()
-            time.sleep(number * 6e-6)
-            if way.ask(b"x", time.monotonic() + LONG, reply):
-                assert ends.get(timeout=LONG)[:2] in ((b"xx", "OK"), (None, "UNAVAILABLE"))
-            closer.join()
-            way.close()
-            assert ends.empty()
-        until(lambda: not server._trusted)
 
 
 def test_a_port_that_is_taken_is_named():

@@ -1,0 +1,43 @@
+"""Questions over a way to a server, for the tests of each kind of way."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+from recinfer.serving.asking import Asked, Way
+
+LONG = 60.0
+MUCH = 20 << 20
+
+End = tuple["bytes | None", str, str]
+
+
+class Answers:
+    """What is asked, and when it is answered."""
+
+    def __init__(self) -> None:
+        self.asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.go_on = threading.Event()
+
+    def each(self, question: bytes) -> bytes:
+        self.asked.put(question)
+        if question == b"fail":
+            raise RuntimeError("a secret")
+        if question == b"wait":
+            assert self.go_on.wait(LONG)
+        return bytes(MUCH) if question == b"much" else question * 2
+
+
+def into() -> tuple[queue.SimpleQueue[End], Asked]:
+    """Where an end comes, and what is told of it."""
+    ends: queue.SimpleQueue[End] = queue.SimpleQueue()
+    return ends, lambda *end: ends.put(end)
+
+
+def ask(way: Way, question: bytes) -> End:
+    """Ask and wait."""
+    ends, reply = into()
+    assert way.ask(question, time.monotonic() + LONG, reply)
+    return ends.get(timeout=LONG)
