@@ -14,6 +14,7 @@ from recinfer.serving.batcher import BatchConfig, Batcher
 from recinfer.serving.core_call import LATER, Later
 from recinfer.serving.direct import DIRECT_BYTES, PlainRequest
 from recinfer.serving.handling import Told, deadline
+from recinfer.serving.pace import MOST_AWAY
 from recinfer.serving.service import Call, InferenceService, Message
 from recinfer.serving.side_by_side import SideBySide
 
@@ -33,6 +34,7 @@ class Answering:
         threads: for large requests.
         is_away: the rows are on other hosts.
         coming: how many calls gRPC's thread has given to the loop that are not there yet.
+        busy_s: for how long that thread has had no rest; see recinfer.serving.pace.BUSY_S.
 
     Attributes:
         calls: the names of the calls.
@@ -47,8 +49,10 @@ class Answering:
         *,
         is_away: bool,
         coming: Callable[[], int],
+        busy_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._service, self._batching, self._is_away, self._coming = service, batching, is_away, coming
+        self._busy_s = busy_s
         self._decoders = {"Lookup": service.decode_lookup, "Predict": service.decode_predict}
         self.calls = tuple(self._decoders)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="recinfer-request")
@@ -194,24 +198,27 @@ class Answering:
         return answer
 
     def away_at_once(self, call: str, data: bytes, until: float, defer: Callable[[], Told]) -> Later | None:
-        """The answer to a small request whose rows are on other hosts, while requests come one by one; on gRPC's threads
-        to its end, but for dense runs that are not known to be short. None for others.
+        """The answer to a small request whose rows are on other hosts, while few are under way; on gRPC's threads to its
+        end, but for dense runs that are not known to be short. None for others.
         """
         batcher, away = self.batcher, self._service.away
         batcher.check_deadline(until)
-        if len(data) > DIRECT_BYTES or self._coming() or not batcher.may_go_away():
+        if len(data) > DIRECT_BYTES or self._coming() or not batcher.may_go_away(MOST_AWAY, self._busy_s()):
             return None
         asked = away.begin(call, data)
         if asked is None or not asked.parts:
             return None
         samples, lane = asked.request.batch, (call, asked.request.model.name)
+        most = batcher.most_away(lane, samples, len(asked.parts))
+        if not batcher.may_go_away(most):
+            return None
         aside: Aside = _now
         beside = None
         if asked.predicts and len(data) > _INLINE_BYTES:
             beside = self._side_by_side
             if not batcher.is_known_short(lane, samples, asked.request.parts(beside.threads)):
                 aside = self._pool.submit
-        back, tell = batcher.goes_away(lane), defer()
+        back, tell = batcher.goes_away(lane, alone=most == 1), defer()
 
         def told(found: bytes | Exception | None, cost: float) -> None:
             back(0 if found is None else samples, cost)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from recinfer.errors import ConfigError, DeadlineError
-from recinfer.serving.pace import Pace
+from recinfer.serving.pace import BUSY_S, Crowd, Pace, most_away
 from recinfer.serving.room import Room
 from recinfer.serving.run_times import RunTimes
 
@@ -148,7 +148,7 @@ class Batcher:
         self._flush_set: asyncio.Handle | None = None
         self._hold: asyncio.TimerHandle | None = None
         self._latest = self._hold_until = 0.0
-        self._pace = Pace()
+        self._pace, self._crowd = Pace(), Crowd()
         self._lock = threading.Lock()
         self._runs = self._requests = self._samples = self._expired = 0
 
@@ -199,12 +199,30 @@ class Batcher:
         with self._lock:
             return self._pace.goes_alone()
 
-    def may_go_away(self) -> bool:
-        """Whether a request may be run by its caller, on another thread or other hosts, within :meth:`away`: nothing else is
-        there that it could share a run with. Any thread may ask.
+    def may_go_away(self, most: int = 1, busy_s: float = 0.0) -> bool:
+        """Whether a request may be run by its caller, on another thread or other hosts, within :meth:`away`: no run has
+        begun or is waited for, and fewer than ``most`` are away; with 1, nothing is there that it could share a run with,
+        nor is it to be seen whether something is. Any thread may ask.
+
+        Args:
+            busy_s: for how long the thread that takes requests has had no rest.
         """
-        busy = self.room.queued or self._running or self._away
-        return not busy and (not self.config.max_delay_us or self._pace.is_alone)
+        if self.room.queued or self._running:
+            return False
+        if most == 1:
+            return not self._away and (not self.config.max_delay_us or self._pace.is_alone)
+        now = time.monotonic()
+        if self._crowd.is_there(now):
+            return False
+        if self._away < most and busy_s < BUSY_S:
+            return True
+        with self._lock:
+            self._crowd.too_many(now)
+        return False
+
+    def most_away(self, lane: Any, samples: int, questions: int) -> int:
+        """How many requests like this may be away at a time that ask other hosts so many questions."""
+        return most_away(questions, self._times.expected(lane, samples))
 
     @contextmanager
     def away(self, lane: Any, samples: int) -> Iterator[None]:
@@ -215,13 +233,17 @@ class Batcher:
         finally:
             back(samples, 0.0)
 
-    def goes_away(self, lane: Any) -> Callable[[int, float], None]:
+    def goes_away(self, lane: Any, alone: bool = True) -> Callable[[int, float], None]:
         """A run by its caller on another thread, or that waits for other hosts. Call what is returned when it is over, with
         its samples, 0 where it did not come about, and its own seconds, 0 where nobody measured them. On any thread, both.
+
+        Args:
+            alone: others may not be away meanwhile, so that it is learned whether they would come.
         """
         start = time.monotonic()
         with self._lock:
-            self._pace.goes_alone()
+            if alone:
+                self._pace.goes_alone()
             self._away += 1
 
         def back(samples: int, cost: float) -> None:

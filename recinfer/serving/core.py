@@ -25,6 +25,7 @@ import grpc
 
 from recinfer.serving.core_call import CANCELLED, FAILED, SERVER_PARTS, CoreCall, Each, Ending, Fast, Method, binding
 from recinfer.serving.core_stream import AnswerStream
+from recinfer.serving.pace import REST_S
 
 __all__ = ["Admit", "CoreServer", "knows_grpcio"]
 
@@ -81,6 +82,7 @@ class CoreServer:
         self._server.register_completion_queue(self._events)
         self._asked = 0  # how many times gRPC has been asked for a call and has not given one
         self._handed = self._begun = 0
+        self._rested = time.monotonic()
         self._ends, self._all_ended = threading.Event(), False
         self._over: asyncio.Event | None = None
         self.thread_id: int | None = None
@@ -158,6 +160,11 @@ class CoreServer:
         """Calls that gRPC's thread has handed to the loop, whose handlers have not begun."""
         return self._handed - self._begun
 
+    @property
+    def busy_s(self) -> float:
+        """For how long gRPC's thread has had no rest."""
+        return time.monotonic() - self._rested
+
     def was_handed(self) -> None:
         """See recinfer.serving.core_call.Owner."""
         self._handed += 1
@@ -171,7 +178,10 @@ class CoreServer:
     def _take_events(self) -> None:
         timed_out, poll = _core.CompletionType.queue_timeout, self._events.poll
         while True:
+            begun = time.monotonic()
             event = poll(time.time() + _TICK_S)
+            if (now := time.monotonic()) - begun > REST_S:
+                self._rested = now
             if event.completion_type == timed_out:
                 continue
             ends = False

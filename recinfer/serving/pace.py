@@ -1,11 +1,34 @@
-"""How many requests a run waits for. What is about to come cannot be seen, so it is learned from what came lately."""
+"""How many requests a run waits for, and when they share none. What is about to come cannot be seen: it is learned from what came lately."""
 
 from __future__ import annotations
 
-__all__ = ["Pace"]
+import math
+
+__all__ = ["BUSY_S", "MOST_AWAY", "REST_S", "Crowd", "Pace", "most_away"]
 
 _MIN_PROBE, _MAX_PROBE = 8, 256
 _HITS_BEFORE_GROWTH, _HITS_AT_FIRST = 8, 2
+_SHORTEST_CROWD_S, _LONGEST_CROWD_S = 0.01, 0.32
+
+MOST_AWAY = 8
+"""Requests that may go by themselves at a time; see :func:`most_away`."""
+_QUESTIONS_AWAY, _COMPUTED_AWAY_S = 16, 4e-3
+
+REST_S, BUSY_S = 3e-4, 0.05
+"""gRPC's thread is busy when it has not waited ``REST_S`` seconds for anything for ``BUSY_S``. What comes to it then waits
+where nobody sees it, and refuses nothing; the queue of those that share runs is bounded, and they take less of that thread.
+"""
+
+
+def most_away(questions: int, seconds: float) -> int:
+    """How many requests may go by themselves at a time, each asking other hosts ``questions`` and computing ``seconds`` then.
+
+    Up to some four at a time it is twice as fast as sharing runs, which is more work than they save, and all of it the event
+    loop's. Of more, what the shards are asked counts, and what is computed on the one thread that hears of their answers.
+    docs/decisions.md has the measurements.
+    """
+    most = min(MOST_AWAY, _QUESTIONS_AWAY // max(questions, 1))
+    return max(1, most if most * seconds <= _COMPUTED_AWAY_S else int(_COMPUTED_AWAY_S / seconds))
 
 
 class Pace:
@@ -50,3 +73,25 @@ class Pace:
         )
         self._hits, self.target = 0, max(1, (self.target + came) // 2)
         self._needed = _HITS_BEFORE_GROWTH if came > 1 else _HITS_AT_FIRST
+
+
+class Crowd:
+    """Of requests that go by themselves while few are under way: after there were too many, those of the next moment share
+    runs, as some that do and some that do not hinder each other. A hundredth of a second at first; twice as long each time
+    when soon there were too many again.
+
+    All times are in seconds of one clock.
+    """
+
+    def __init__(self) -> None:
+        self._until, self._lasts = -math.inf, 0.0
+
+    def is_there(self, now: float) -> bool:
+        """A request that comes now is to share a run."""
+        return now < self._until
+
+    def too_many(self, now: float) -> None:
+        """One came that would have been too many."""
+        soon = now - self._until < self._lasts
+        self._lasts = min(2 * self._lasts, _LONGEST_CROWD_S) if soon else _SHORTEST_CROWD_S
+        self._until = now + self._lasts

@@ -185,7 +185,12 @@ class Server:
     async def _start(self) -> None:
         limits = self.service.limits
         answering = self._answering = Answering(
-            self.service, self._batching, self._threads, is_away=self._shards is not None, coming=self._coming
+            self.service,
+            self._batching,
+            self._threads,
+            is_away=self._shards is not None,
+            coming=self._coming,
+            busy_s=self._busy_s,
         )
         fast = self._fast(answering)
         server = grpc_server(
@@ -246,6 +251,9 @@ class Server:
 
     def _coming(self) -> int:
         return 0 if self._core is None else self._core.coming
+
+    def _busy_s(self) -> float:
+        return 0.0 if self._core is None else self._core.busy_s
 
     async def _ask(self, call: str, data: bytes) -> bytes:
         assert self._answering is not None

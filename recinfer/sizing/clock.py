@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
+from recinfer.serving.pace import REST_S
 from recinfer.serving.tuning import SWITCH_INTERVAL_S
 
 __all__ = ["COLD_S", "Clock", "Cpu", "Lock", "Points", "Thread", "at_sleep"]
@@ -284,6 +285,7 @@ class Thread:
         core: that it had last, or has; None: it has never run.
         left: seconds of its first job; ``ran``: when it had a core last.
         prompt: it needs no time to wake up.
+        rested: when it had last slept for a while.
         spent: seconds of its jobs so far, at speed 1.
     """
 
@@ -299,6 +301,7 @@ class Thread:
         "lock",
         "prompt",
         "ran",
+        "rested",
         "spent",
     )
 
@@ -311,7 +314,7 @@ class Thread:
         self._args: tuple[Any, ...] = ()
         self.core: _Core | None = None
         self.left = 0.0
-        self.ran = -math.inf
+        self.ran = self.rested = -math.inf
 
     @property
     def idle(self) -> bool:
@@ -324,8 +327,11 @@ class Thread:
             self._queue.append((seconds, run, args))
         else:
             self._running = True
+            now = self._cpu.now
+            if now - self.ran > REST_S:
+                self.rested = now
             if self._cooled:
-                cold += at_sleep(self._cooled, self._cpu.now - self.ran)
+                cold += at_sleep(self._cooled, now - self.ran)
             self.left, self._run, self._args = seconds + cold, run, args
             self._cpu.wake(self)
 

@@ -10,7 +10,7 @@ from typing import Any
 from recinfer.errors import OverloadedError
 from recinfer.serving import batcher as rules
 from recinfer.serving.batcher import BatchConfig
-from recinfer.serving.pace import Pace
+from recinfer.serving.pace import BUSY_S, Crowd, Pace, most_away
 from recinfer.serving.room import Room
 from recinfer.serving.run_times import RunTimes
 from recinfer.sizing.clock import Clock, Cpu, Thread
@@ -66,6 +66,7 @@ class Queue:
         "_away_now",
         "_cost",
         "_cpu",
+        "_crowd",
         "_ended",
         "_flush_set",
         "_hold",
@@ -102,7 +103,7 @@ class Queue:
         self._room = Room(config.max_queue, config.max_queue_bytes, threads)
         self._running = 0
         self._away_now = 0  # of those that are run by their callers
-        self._pace = Pace()
+        self._pace, self._crowd = Pace(), Crowd()
         self._times = RunTimes()
         self._ended: list[Work] = []
         self._flush_set = False
@@ -132,23 +133,38 @@ class Queue:
         self._pace.goes_alone()
         self._learned(1, 1, seconds, seconds)
 
-    def may_go_away(self) -> bool:
+    def may_go_away(self, most: int = 1, busy_s: float = 0.0) -> bool:
         """Whether a small request may be run by its caller, within :meth:`begins_away` and :meth:`ends_away`."""
-        if self._waiting or self._running or self._away_now:
+        if self._waiting or self._running:
             return False
-        return not self.config.max_delay_us or self._pace.is_alone
+        if most == 1:
+            return not self._away_now and (not self.config.max_delay_us or self._pace.is_alone)
+        now = self.clock.now
+        if self._crowd.is_there(now):
+            return False
+        if self._away_now < most and busy_s < BUSY_S:
+            return True
+        self._crowd.too_many(now)
+        return False
 
-    def begins_away(self) -> None:
-        """A run by its caller that waits for other hosts."""
-        self._pace.goes_alone()
+    def most_away(self, samples: int, questions: int) -> int:
+        """How many such requests may be away at a time."""
+        return most_away(questions, self._times.expected(None, samples))
+
+    def begins_away(self, alone: bool) -> None:
+        """A run by its caller that waits for other hosts; ``alone``: others may not be away meanwhile."""
+        if alone:
+            self._pace.goes_alone()
         self._away_now += 1
 
-    def ends_away(self, since: float) -> None:
-        """It is over; on any thread."""
+    def ends_away(self, since: float, samples: int, seconds: float) -> None:
+        """It is over, having computed so long; on any thread."""
         self._away_now -= 1
         self.runs += 1
         self.requests += 1
-        self._learned(1, 1, 0.0, self.clock.now - since)
+        if seconds:
+            self._times.learn(None, samples, seconds)
+        self._room.took(self.clock.now - since, 1)
         if self._waiting:
             self._loop.submit(0.0, 0.0, self._flush_if_any)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from recinfer.errors import ConfigError
 from recinfer.serving import batcher as rules
 from recinfer.serving.batcher import BatchConfig
+from recinfer.serving.pace import MOST_AWAY
 from recinfer.serving.remote import fanout
 from recinfer.serving.remote.fan import hedge_delay
 from recinfer.sizing.clock import Clock, Cpu, Thread
@@ -112,13 +113,16 @@ class Ranker(Server):
 
     def _begins_at_once(self, work: Work) -> bool:
         """Small requests that come one by one need no event loop: gRPC's threads ask, and answer."""
-        if self._coming or not self.queue.may_go_away():
+        if self._coming or not self.queue.may_go_away(MOST_AWAY, self.clock.now - self.grpc.rested):
             return False
-        self.queue.begins_away()
+        most = self.queue.most_away(work.samples, len(self._shards))
+        if not self.queue.may_go_away(most):
+            return False
+        self.queue.begins_away(alone=most == 1)
         since, call, costs = self.clock.now, work.tag, self._costs.fan
 
         def over() -> None:
-            self.queue.ends_away(since)
+            self.queue.ends_away(since, work.samples, fan.computed_s)
             self._send(call, call.bytes_out)
 
         fan = _Fan(self, [work], work.samples, over, costs.back_s, quick=True)
@@ -178,9 +182,24 @@ class _Fan:
 
     Args:
         quick: gRPC's threads make the calls, and ``over`` is called on one of theirs; else the loop does.
+
+    Attributes:
+        computed_s: seconds of the join and the dense program, once they are over; 0 where there is no dense program.
     """
 
-    __slots__ = ("answered", "asked", "join_s", "over", "quick", "ranker", "samples", "since", "waiting", "works")
+    __slots__ = (
+        "answered",
+        "asked",
+        "computed_s",
+        "join_s",
+        "over",
+        "quick",
+        "ranker",
+        "samples",
+        "since",
+        "waiting",
+        "works",
+    )
 
     def __init__(
         self,
@@ -197,7 +216,7 @@ class _Fan:
         self.asked: list[list[Server]] = [[] for _ in range(shards)]
         self.answered = [False] * shards
         self.waiting = shards
-        self.since = 0.0
+        self.since = self.computed_s = 0.0
 
     def ask(self) -> None:
         """Send every shard its part."""
@@ -269,6 +288,7 @@ class _Fan:
         if model.predicts:
             seconds += model.dense(self.samples)
         seconds *= ranker.draw()
+        self.computed_s = seconds if model.predicts else 0.0
         is_long = sum(work.num_bytes for work in self.works) > rules._INLINE_BYTES
         if is_long and not self.quick:
             ranker.cpu.start(seconds, ranker.loop.submit, 0.0, 0.0, self.over)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from recinfer.inference.lookups import run_later
 from recinfer.inference.predictor import load
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
-from recinfer.serving import codec
+from recinfer.serving import batcher, codec, pace
 from recinfer.serving.client import InferenceClient
 from recinfer.serving.limits import Limits
 from recinfer.serving.loop import run_on_loop
@@ -393,3 +394,45 @@ def test_through_a_server_and_in_its_figures(tmp_path: Path):
             assert server.stats.requests() == {("Lookup", "OK"): 1, ("Predict", "OK"): 1}
             assert predictor.stages.state()["lookup"].count == before + 2
             assert server.stats.batch.state().count == 2
+
+
+@pytest.mark.parametrize("call", ["Lookup", "Predict"])
+def test_a_few_at_a_time_share_no_run(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch):
+    """Nor do they need the event loop; and what many share is the same."""
+    monkeypatch.setattr(batcher, "BUSY_S", 1e9)  # whatever else this machine does
+    monkeypatch.setattr(pace, "_COMPUTED_AWAY_S", 1e9)
+    archive = make_archive(tmp_path, "row_wise")
+    here, dense = load(archive), torch.zeros(2, NUM_DENSE)
+    requests = [make_request(2, seed) for seed in range(6)]
+
+    def asked(client: InferenceClient, number: int) -> Tensor:
+        request = requests[number % len(requests)]
+        if call == "Lookup":
+            return client.lookup(request).pooled.values()
+        return client.predict(dense, request)["output"]
+
+    def expected(request: KeyedJaggedTensor) -> Tensor:
+        return here.lookup(request).pooled.values() if call == "Lookup" else here.predict(dense, request)["output"]
+
+    def ask_all(client: InferenceClient, callers: int, each: int) -> None:
+        with ThreadPoolExecutor(callers) as pool:
+            found = list(pool.map(lambda number: asked(client, number), range(callers * each)))
+        for number, values in enumerate(found):
+            torch.testing.assert_close(values, right[number % len(requests)], rtol=1e-5, atol=1e-6)
+
+    right = [expected(request) for request in requests]
+    with served(archive, tmp_path) as service:
+        predictor = service.registry.get().predictor
+        with (
+            Server({"pooled": predictor}, shards=predictor.lookups._fanout) as server,
+            InferenceClient(server.target, timeout=60) as client,
+        ):
+            assert server.batcher is not None
+            ask_all(client, 4, 20)
+            state = server.batcher.state
+            assert (state.runs, state.requests) == (80, 80)
+            assert server.stats.stages.state()["queue"].count == 0, "none of them waited"
+            ask_all(client, 24, 10)
+            state = server.batcher.state
+            assert state.requests == 320
+            assert server.stats.stages.state()["queue"].count > 0, "of many some do"

@@ -1,0 +1,75 @@
+"""How many requests go by themselves, and when they share runs instead."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+import recinfer.serving.batcher as module
+from recinfer.serving.batcher import Batcher
+from recinfer.serving.pace import BUSY_S, Crowd, most_away
+
+
+@pytest.mark.parametrize(
+    ("questions", "seconds", "most"),
+    [
+        (0, 0.0, 8),
+        (1, 0.0, 8),
+        (2, 0.0, 8),
+        (3, 0.0, 5),
+        (8, 0.0, 2),
+        (64, 0.0, 1),
+        (1, 5e-4, 8),
+        (1, 1.5e-3, 2),
+        (1, 1.0, 1),
+        (8, 1e-3, 2),
+        (8, 3e-3, 1),
+    ],
+)
+def test_as_many_go_by_themselves_as_ask_and_compute_little(questions: int, seconds: float, most: int):
+    assert most_away(questions, seconds) == most
+
+
+def test_a_crowd_lasts_longer_when_it_is_soon_there_again():
+    crowd = Crowd()
+    assert not crowd.is_there(0.0)
+    lasted, now = [], 0.0
+    for _ in range(8):
+        crowd.too_many(now)
+        begun = now
+        while crowd.is_there(now):
+            now += 1e-3
+        lasted.append(round(now - begun, 2))
+    assert lasted == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.32, 0.32]
+    crowd.too_many(now + 1.0)
+    assert crowd.is_there(now + 1.009) and not crowd.is_there(now + 1.011)
+
+
+@pytest.mark.parametrize("why", ["away", "busy"])
+def test_those_that_come_after_too_many_share_runs_for_a_moment(monkeypatch: pytest.MonkeyPatch, why: str):
+    now = [100.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: 0.0))
+    with ThreadPoolExecutor(1) as pool:
+        batcher = Batcher(list, pool, 1)
+    assert batcher.may_go_away(2)
+    backs = [batcher.goes_away("a", alone=False) for _ in range(2 if why == "away" else 1)]
+    assert not batcher.may_go_away()
+    assert batcher.may_go_away(2, 0.9 * BUSY_S) is (why == "busy")
+    assert batcher.may_go_away(2, 1.1 * BUSY_S) is False
+    for back in backs:
+        back(1, 0.0)
+    assert not batcher.may_go_away(2), "it was too many a moment ago"
+    assert batcher.may_go_away(), "what goes alone is not held up"
+    now[0] += 0.011
+    assert batcher.may_go_away(2)
+
+
+def test_how_many_may_be_away_follows_what_they_compute():
+    with ThreadPoolExecutor(1) as pool:
+        batcher = Batcher(list, pool, 1)
+    assert batcher.most_away("a", 4, 1) == 8
+    batcher.goes_away("a", alone=False)(4, 2e-3)
+    assert batcher.most_away("a", 4, 1) == 2
+    assert batcher.most_away("b", 4, 1) == 8
