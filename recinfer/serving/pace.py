@@ -8,11 +8,11 @@ __all__ = ["BUSY_S", "MOST_AWAY", "REST_S", "Crowd", "Pace", "most_away"]
 
 _MIN_PROBE, _MAX_PROBE = 8, 256
 _HITS_BEFORE_GROWTH, _HITS_AT_FIRST = 8, 2
-_SHORTEST_CROWD_S, _LONGEST_CROWD_S = 0.01, 0.32
+_SHORTEST_CROWD_S, _LONGEST_CROWD_S = 0.0025, 0.32
 
-MOST_AWAY = 8
+MOST_AWAY = 16
 """Requests that may go by themselves at a time; see :func:`most_away`."""
-_QUESTIONS_AWAY, _COMPUTED_AWAY_S = 16, 4e-3
+_QUESTIONS_AWAY, _COMPUTED_AWAY_S = 32, 4e-3
 
 REST_S, BUSY_S = 3e-4, 0.05
 """gRPC's thread is busy when it has not waited ``REST_S`` seconds for anything for ``BUSY_S``. What comes to it then waits
@@ -23,11 +23,11 @@ where nobody sees it, and refuses nothing; the queue of those that share runs is
 def most_away(questions: int, seconds: float) -> int:
     """How many requests may go by themselves at a time, each asking other hosts ``questions`` and computing ``seconds`` then.
 
-    Up to some four at a time it is twice as fast as sharing runs, which is more work than they save, and all of it the event
-    loop's. Of more, what the shards are asked counts, and what is computed on the one thread that hears of their answers.
+    Of a few at a time it is twice as fast as sharing runs, which is more work than they save, and all of it the event loop's.
+    Of more, what the shards are asked counts, and what is computed on the one thread that hears of their answers.
     docs/decisions.md has the measurements.
     """
-    most = min(MOST_AWAY, _QUESTIONS_AWAY // max(questions, 1))
+    most = min(MOST_AWAY // 2 if seconds else MOST_AWAY, _QUESTIONS_AWAY // max(questions, 1))
     return max(1, most if most * seconds <= _COMPUTED_AWAY_S else int(_COMPUTED_AWAY_S / seconds))
 
 
@@ -77,7 +77,7 @@ class Pace:
 
 class Crowd:
     """Of requests that go by themselves while few are under way: after there were too many, those of the next moment share
-    runs, as some that do and some that do not hinder each other. A hundredth of a second at first; twice as long each time
+    runs, as some that do and some that do not hinder each other. A few milliseconds at first; twice as long each time
     when soon there were too many again.
 
     All times are in seconds of one clock.

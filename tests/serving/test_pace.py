@@ -15,16 +15,15 @@ from recinfer.serving.pace import BUSY_S, Crowd, most_away
 @pytest.mark.parametrize(
     ("questions", "seconds", "most"),
     [
-        (0, 0.0, 8),
-        (1, 0.0, 8),
-        (2, 0.0, 8),
-        (3, 0.0, 5),
-        (8, 0.0, 2),
+        (0, 0.0, 16),
+        (2, 0.0, 16),
+        (3, 0.0, 10),
+        (8, 0.0, 4),
         (64, 0.0, 1),
         (1, 5e-4, 8),
         (1, 1.5e-3, 2),
         (1, 1.0, 1),
-        (8, 1e-3, 2),
+        (8, 1e-3, 4),
         (8, 3e-3, 1),
     ],
 )
@@ -36,15 +35,15 @@ def test_a_crowd_lasts_longer_when_it_is_soon_there_again():
     crowd = Crowd()
     assert not crowd.is_there(0.0)
     lasted, now = [], 0.0
-    for _ in range(8):
+    for _ in range(9):
         crowd.too_many(now)
         begun = now
         while crowd.is_there(now):
-            now += 1e-3
-        lasted.append(round(now - begun, 2))
-    assert lasted == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.32, 0.32]
+            now += 1e-4
+        lasted.append(round((now - begun) * 400))
+    assert lasted == [1, 2, 4, 8, 16, 32, 64, 128, 128]
     crowd.too_many(now + 1.0)
-    assert crowd.is_there(now + 1.009) and not crowd.is_there(now + 1.011)
+    assert crowd.is_there(now + 1.0024) and not crowd.is_there(now + 1.0026)
 
 
 @pytest.mark.parametrize("why", ["away", "busy"])
@@ -62,14 +61,14 @@ def test_those_that_come_after_too_many_share_runs_for_a_moment(monkeypatch: pyt
         back(1, 0.0)
     assert not batcher.may_go_away(2), "it was too many a moment ago"
     assert batcher.may_go_away(), "what goes alone is not held up"
-    now[0] += 0.011
+    now[0] += 0.0026
     assert batcher.may_go_away(2)
 
 
 def test_how_many_may_be_away_follows_what_they_compute():
     with ThreadPoolExecutor(1) as pool:
         batcher = Batcher(list, pool, 1)
-    assert batcher.most_away("a", 4, 1) == 8
+    assert batcher.most_away("a", 4, 1) == 16
     batcher.goes_away("a", alone=False)(4, 2e-3)
     assert batcher.most_away("a", 4, 1) == 2
-    assert batcher.most_away("b", 4, 1) == 8
+    assert batcher.most_away("b", 4, 1) == 16

@@ -24,7 +24,7 @@ FIND_EACH = f"/{SERVICE_NAME}/FindEach".encode()
 
 SMALL_BYTES = 32 << 10
 """Shard servers answer a question of no more on the thread that reads: behind a larger one, others would wait."""
-_MOST_WAYS = 8
+_MOST_WAYS = 16
 _AGAIN_S, _NOT_KNOWN_S, _NOT_REACHED_S = 0.5, 60.0, 30.0
 
 
@@ -33,7 +33,7 @@ class Asks:
 
     A question goes over a connection that waits for nothing: a socket of recinfer.serving.remote.sockets where the server has
     told of one that can be reached, or a stream. Where there is none it goes as a call, and meanwhile one is opened, up to
-    eight of them. So nothing waits for one, neither at first nor with a server that has neither.
+    sixteen of them. So nothing waits for one, neither at first nor with a server that has neither.
 
     Args:
         channel: to the server.

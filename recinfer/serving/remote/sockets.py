@@ -28,7 +28,7 @@ ANSWER_THREAD = "recinfer-grpc-sockets"
 
 _HELLO = b"recinfer.find.1\n"
 _ID_BYTES = 32
-_SILENT, _CONNECTIONS = 64, 1024  # that may be open: without a proof, and in all
+_SILENT, _CONNECTIONS = 64, 4096  # that may be open: without a proof, and in all
 _CONNECT_S = 3.0
 _MOST_ANSWER = 2**32 - 1
 
