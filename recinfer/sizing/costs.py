@@ -88,7 +88,8 @@ class FanCosts:
         heard_s: of a run that goes by the loop, for each shard that it asks, on the latter thread too.
         io_s: of threads of gRPC's own, for each answer; 0: they have nothing to do with it; None: as for the answers that callers get.
         asks_cold_s, asks_cooled: of the thread that hears of answers, as in EndCosts; None: as the thread that takes requests has them.
-        grpc_cooled, loop_cooled: of a ranker's other two threads of Python; empty: as a server has them that asks nobody.
+        grpc_cooled, loop_cooled, io_cooled: of a ranker's other two threads of Python, and of gRPC's own, which others wake there to
+            send; empty: as a server has them that asks nobody.
     """
 
     run_s: float
@@ -105,6 +106,7 @@ class FanCosts:
     loop_cooled: Points = ()
     heard_s: float = 0.0
     io_s: float | None = None
+    io_cooled: Points = ()
 
 
 @dataclass(frozen=True)

@@ -244,14 +244,16 @@ def _fit_remote(
     call_s = max(two_single.ours - single.ours - client.loop_s, 0.0)
     run_s = max(of_run - whole.base_s - client.loop_s - call_s, 0.0)
     # Lone ones: the thread that takes the request wakes up, and one for each answer. How long ago other threads of the
-    # interpreter ran counts too, so that each of them has what it takes by its own sleep.
-    lone = [loads["ranker of 1", SMALL, callers] for callers in LONE]
+    # interpreter ran counts too, so that each of them has what it takes by its own sleep; of four at a time, by short ones.
+    few = [loads["ranker of 1", SMALL, callers] for callers in (FOUR, *LONE)]
     ask_s = max(two.grpc - one.grpc, 0.0)
     woken = _woken(at_once, one.cycle - one.grpc)
     away_s = max(one.grpc - at_once.grpc_s - woken - ask_s, 0.0)
     quick_s = at_once.grpc_s + at_once.grpc_cold_s + away_s + ask_s
-    grpc_cooled = _all_of(_curve(_of_two_wakes(lone, "grpc", quick_s, _ASKED, 2)))
-    asks_s, asks_cooled = _cold(lone, "asks", 0.0)
+    grpc_cooled = _all_of(_curve(_of_two_wakes(few, "grpc", quick_s, _ASKED, 2)))
+    asks_s, asks_cooled = _cold(few, "asks", 0.0)
+    io_s = 0.0 if two.io - one.io < _PAST_IO * client.io_s else None
+    io_cooled = () if io_s is None else _all_of(_cold(few, "io", at_once.io_s + at_once.io_cold_s))
     told_s = min(max(two.asks - one.asks, 0.0), asks_s)
     queued = [loads["ranker of 1, queued", SMALL, callers] for callers in LONE]
     queued_s = server.loop_s + server.loop_cold_s + whole.request_s + request_s + of_run + client.loop_cold_s
@@ -274,7 +276,8 @@ def _fit_remote(
             grpc_cooled=grpc_cooled,
             loop_cooled=_all_of(_curve(_of_two_wakes(queued, "ours", queued_s, _ASKED, 2))),
             heard_s=max(two_single.asks / (2 * two_single.runs), 0.0),
-            io_s=0.0 if two.io - one.io < _PAST_IO * client.io_s else None,
+            io_s=io_s,
+            io_cooled=io_cooled,
         ),
     )
 

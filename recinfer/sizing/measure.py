@@ -184,7 +184,7 @@ class _Bench:
         path.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}))
         lone = tuple((SMALL, callers) for callers in LONE)
         ranker = stack.enter_context(ServerProcess(self._archive, shards=path))
-        kinds = ((SMALL, MANY), (LARGE, 1), *lone) if num == 1 else ((SMALL, 1),)
+        kinds = ((SMALL, MANY), (LARGE, 1), *lone, (SMALL, FOUR)) if num == 1 else ((SMALL, 1),)
         self.add(f"ranker of {num}", ranker, *kinds, beside=shards[:1])
         if num == 1:  # lone ones by way of its event loop: what that costs once it has slept
             ranker = stack.enter_context(ServerProcess(self._archive, shards=path, direct=False))

@@ -97,7 +97,7 @@ class Ranker(Server):
         late: Callable[[], float] | None = None,
         hedging: Hedging | None = None,
     ) -> None:
-        its = {name: getattr(costs.fan, f"{name}_cooled") for name in ("loop", "grpc", "asks")}
+        its = {name: getattr(costs.fan, f"{name}_cooled") for name in ("loop", "grpc", "asks", "io")}
         cooled = {name: points for name, points in its.items() if points}
         super().__init__(clock, cpu, spread, costs, batching, lambda samples: 0.0, small=costs.direct, cooled=cooled)
         self.queue = Queue(clock, cpu, self.loop, batching, self._cost, rules._RUNS_AWAY, self._run_away)

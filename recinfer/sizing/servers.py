@@ -70,9 +70,9 @@ class Process:
     def __init__(self, cpu: Cpu, spread: Spread, end: EndCosts, cooled: Mapping[str, Points] | None = None) -> None:
         self.cpu, self.draw = cpu, spread.next
         lock, grpc = Lock(), end.cooled("grpc")
-        its = {"loop": end.cooled("loop"), "grpc": grpc, "asks": grpc} | dict(cooled or {})
+        its = {"loop": end.cooled("loop"), "grpc": grpc, "asks": grpc, "io": end.cooled("io")} | dict(cooled or {})
         self.loop, self.grpc, self.asks = (Thread(cpu, its[name], lock) for name in ("loop", "grpc", "asks"))
-        self.io = Thread(cpu, end.cooled("io"))
+        self.io = Thread(cpu, its["io"])
 
     @property
     def spent(self) -> dict[str, float]:

@@ -184,7 +184,7 @@ def test_lone_costs_of_a_ranker_are_charged_once() -> None:
         return SimpleNamespace(**same, runs=1.0, grpc=grpc, asks=asks, cycle=cycle, latency=1e-3)
 
     loads: Any = defaultdict(lambda: load_of(1e-4, 1e-4))
-    for callers, cycle in ((1, 1.2e-3), (-1, 2.4e-3), (0, 7e-3)):
+    for callers, cycle in ((4, 0.5e-3), (1, 1.2e-3), (-1, 2.4e-3), (0, 7e-3)):
         loads["ranker of 1", 1, callers] = load_of(300e-6 + 0.01 * cycle, 200e-6 + 0.02 * cycle, cycle)
         loads["ranker of 1's shard", 1, callers] = load_of(150e-6 + 0.03 * cycle, 0.0, cycle)
     loads["ranker of 2", 1, 1] = load_of(380e-6 + 0.01 * 1.2e-3, 260e-6 + 0.02 * 1.2e-3)
@@ -193,12 +193,14 @@ def test_lone_costs_of_a_ranker_are_charged_once() -> None:
     )
     end = EndCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     at_once = replace(end, grpc_s=90e-6, io_s=20e-6)
-    shard, shard_end, fan = _fit_remote(loads, in_process, at_once, end, end, RunCosts(1e-5, 1e-5, 0.0))
+    client = replace(end, io_s=1e-4)
+    shard, shard_end, fan = _fit_remote(loads, in_process, at_once, end, client, RunCosts(1e-5, 1e-5, 0.0))
     assert fan.ask_s == pytest.approx(80e-6)
     assert fan.told_s == pytest.approx(60e-6)
     for cycle in (1.2e-3, 2.4e-3, 7e-3):
         took = 200e-6 + 0.02 * cycle
         assert fan.told_s + fan.back_s + at_sleep(fan.asks_cooled, cycle - took) == pytest.approx(took)
+        assert at_once.io_s + at_sleep(fan.io_cooled, cycle) == pytest.approx(1e-4)
         took = 150e-6 + 0.03 * cycle
         hot = shard_end.grpc_s + shard.base_s + in_process.op_one
         assert hot + shard_end.grpc_cold_s + at_sleep(shard_end.grpc_cooled, cycle - took) == pytest.approx(took)

@@ -97,6 +97,8 @@ def test_what_threads_and_timers_take_is_in_a_lone_request(plans: dict[int, Shar
     assert cooled.spent["server"]["asks"] - warm.spent["server"]["asks"] == pytest.approx(300 * 2e-4, rel=0.2)
     assert warm.spent["server"]["asks"] < before.spent["server"]["asks"]
     assert cooled.spent["server"]["grpc"] == pytest.approx(before.spent["server"]["grpc"], rel=0.05)
+    quiet, sent = (with_(fan=replace(COSTS.fan, io_s=0.0, io_cooled=points)) for points in ((), line))
+    assert sent.spent["server"]["other"] - quiet.spent["server"]["other"] == pytest.approx(300 * 2e-4, rel=0.2)
     shards = with_(shard_end=replace(COSTS.server, io_cooled=line))
     assert shards.spent["shard"]["other"] - before.spent["shard"]["other"] == pytest.approx(2 * 300 * 2e-4, rel=0.2)
     assert shards.spent["server"]["other"] == pytest.approx(before.spent["server"]["other"], rel=0.05)
