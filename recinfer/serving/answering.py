@@ -49,7 +49,7 @@ class Answering:
         *,
         is_away: bool,
         coming: Callable[[], int],
-        busy_s: Callable[[], float] = lambda: 0.0,
+        busy_s: Callable[[], float],
     ) -> None:
         self._service, self._batching, self._is_away, self._coming = service, batching, is_away, coming
         self._busy_s = busy_s

@@ -202,7 +202,8 @@ class Batcher:
     def may_go_away(self, most: int = 1, busy_s: float = 0.0) -> bool:
         """Whether a request may be run by its caller, on another thread or other hosts, within :meth:`away`: no run has
         begun or is waited for, and fewer than ``most`` are away; with 1, nothing is there that it could share a run with,
-        nor is it to be seen whether something is. Any thread may ask.
+        nor is it to be seen whether something is. Any thread may ask. Where one that asks with more would be too many, those of
+        the next moment may not either: see :class:`recinfer.serving.pace.Crowd`.
 
         Args:
             busy_s: for how long the thread that takes requests has had no rest.

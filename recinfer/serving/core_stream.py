@@ -95,7 +95,7 @@ class AskStream(Way):
     # -- on the channel's thread
 
     def _begun(self, event: Any) -> None:
-        # Where nobody answers this method the status alone comes, after this event as often as not, which is then a success.
+        # Where nobody answers this method a status alone comes. This event is a success then too, and may come before it.
         found = event.batch_operations[-1].initial_metadata() if event.success else ()
         if any(pair in _IS_THERE for pair in found):
             self._opened()

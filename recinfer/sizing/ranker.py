@@ -112,7 +112,7 @@ class Ranker(Server):
         self.calls = self.hedged = self.hedges_won = 0
 
     def _begins_at_once(self, work: Work) -> bool:
-        """Small requests that come one by one need no event loop: gRPC's threads ask, and answer."""
+        """Small requests need no event loop while few are under way: gRPC's threads ask, and answer."""
         if self._coming or not self.queue.may_go_away(MOST_AWAY, self.clock.now - self.grpc.rested):
             return False
         most = self.queue.most_away(work.samples, len(self._shards))
