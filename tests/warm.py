@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+import threading
 from multiprocessing.connection import Connection
 from types import ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["RECINFER", "Program", "run_program", "warm_context"]
+__all__ = ["LONGEST_S", "RECINFER", "Program", "run_program", "warm_context"]
 
 # What a process has imported as it begins.
 _PRELOAD = [
@@ -32,6 +34,9 @@ _PRELOAD = [
     "tests.distributed.spawn",
     __name__,
 ]
+
+LONGEST_S = 200.0
+"""Of one such process: less than what pytest waits for a test."""
 
 RECINFER = "import runpy; runpy.run_module('recinfer', run_name='__main__', alter_sys=True)"
 """What ``python -m recinfer`` runs."""
@@ -80,18 +85,22 @@ class Program:
         if self.returncode is None:
             os.kill(self.pid, number)
 
-    def communicate(self, text: str = "", timeout: float = 300.0) -> tuple[str, str]:
-        """What it printed to stdout and stderr until its end, once it has read ``text`` and the end of stdin."""
+    def communicate(self, text: str = "", timeout: float = LONGEST_S) -> tuple[str, str]:
+        """What it printed to stdout and stderr until its end, once it has read ``text`` and the end of stdin. One that goes on
+        after ``timeout`` seconds is ended, and says in stderr where it was."""
+        late = threading.Timer(timeout, self.send_signal, [signal.SIGABRT])
+        late.start()
         try:
             self.stdin.write(text)
             self.stdin.close()
         except BrokenPipeError:  # it reads nothing
             pass
         out = self.stdout.read()
-        self.wait(timeout)
+        self._process.join()
+        late.cancel()
         return out, self._stderr.read()
 
-    def wait(self, timeout: float = 300.0) -> int:
+    def wait(self, timeout: float = LONGEST_S) -> int:
         """Its returncode, once it has ended."""
         self._process.join(timeout)
         code = self.returncode
@@ -133,6 +142,7 @@ def _main(
     os.environ.clear()
     os.environ.update(env)
     os.chdir(at)
+    faulthandler.enable(sys.stderr)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
 

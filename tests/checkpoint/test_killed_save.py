@@ -29,6 +29,7 @@ for _ in range(int(sys.argv[2])):
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
+        signal.alarm(100)  # should it stand still: then nothing was written
         optimizer = torch.optim.Adagrad(model.parameters())
         for number in itertools.count(last + 1):
             with torch.no_grad():

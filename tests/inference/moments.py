@@ -6,6 +6,7 @@ random moment, and with a random size (DISK) beyond which no file may grow.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from recinfer.modules.embedding_configs import EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 
 ROWS, DIM, CHUNK = 30_000, 32, 1 << 17
+_LONGEST_S = 100.0  # of a trial, which takes less than one
 
 
 def model_on_meta() -> nn.Module:
@@ -88,11 +91,14 @@ def trial(work: Callable[[Path, Path], None], folder: Path, out: Path, how: str,
     ``at``: seconds, or bytes.
     """
     started = time.monotonic()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the child can take it
     child = os.fork()
     if not child:
         code = 1
         try:
+            faulthandler.dump_traceback_later(_LONGEST_S, exit=True)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             if how == "DISK":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (int(at), resource.RLIM_INFINITY))
             work(folder, out)
@@ -101,8 +107,14 @@ def trial(work: Callable[[Path, Path], None], folder: Path, out: Path, how: str,
             code = 130
         except UnavailableError:
             code = 28
+        except BaseException:
+            traceback.print_exc()
         finally:
-            os._exit(code)
+            try:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            finally:  # also where Ctrl-C comes as late as here: nothing of this process may go on beside its parent
+                os._exit(code)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if how in ("INT", "KILL"):
         while (left := started + at - time.monotonic()) > 0:
             ended, status = os.waitpid(child, os.WNOHANG)
