@@ -7,7 +7,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+from recinfer.errors import RecinferError
 from recinfer.serving.asking import Asked, Way
 from recinfer.serving.core_channel import CoreChannel
 from recinfer.serving.core_stream import AskStream
@@ -24,7 +26,7 @@ FIND_EACH = f"/{SERVICE_NAME}/FindEach".encode()
 
 SMALL_BYTES = 32 << 10
 """Shard servers answer a question of no more on the thread that reads: behind a larger one, others would wait."""
-_MOST_WAYS = 16
+_MOST_WAYS = 32
 _AGAIN_S, _NOT_KNOWN_S, _NOT_REACHED_S = 0.5, 60.0, 30.0
 
 
@@ -33,7 +35,7 @@ class Asks:
 
     A question goes over a connection that waits for nothing: a socket of recinfer.serving.remote.sockets where the server has
     told of one that can be reached, or a stream. Where there is none it goes as a call, and meanwhile one is opened, up to
-    sixteen of them. So nothing waits for one, neither at first nor with a server that has neither.
+    thirty-two of them. So nothing waits for one, neither at first nor with a server that has neither.
 
     Args:
         channel: to the server.
@@ -116,7 +118,10 @@ class Asks:
 
 
 def _reply(done: Asked, message: bytes | None, code: str, details: str) -> None:
-    failed = None if message is None else decode_failure(message)
+    failed = None
+    if message is not None:
+        with suppress(RecinferError):  # what is no message is found out by who reads it, as that of a call is
+            failed = decode_failure(message)
     if failed is not None:
         done(None, failed.code, failed.message)
     else:

@@ -18,6 +18,7 @@ from recinfer.serving.core_stream import AskStream
 from recinfer.serving.proto import shards_pb2 as pb
 from recinfer.serving.remote import asks as module
 from recinfer.serving.remote.asks import Asks
+from recinfer.serving.remote.messages import _FAILED
 from recinfer.serving.remote.server import ShardServer
 from recinfer.serving.remote.sockets import AskSocket
 from tests.ports import free_port
@@ -111,10 +112,17 @@ def test_what_comes_at_once_waits_for_nothing(tmp_path: Path, way: str):
     with asking(tmp_path, lambda data: data * 2, way) as (_, asks):
         streaming(asks)
         for _ in range(20):
-            ends = [begin(asks, bytes([number]))[0] for number in range(24)]
+            ends = [begin(asks, bytes([number]))[0] for number in range(48)]  # their answers are no messages
             for number, end in enumerate(ends):
                 assert end.get(timeout=LONG) == (bytes([number]) * 2, "OK", "")
-        assert 1 < len(asks._ways) <= 16
+        assert 1 < len(asks._ways) <= 32
+
+
+def test_an_answer_that_cannot_be_read_is_told_too(tmp_path: Path, way: str):
+    """It begins as a failure does. Who asked finds it out; to be told nothing would be to wait for ever."""
+    with asking(tmp_path, lambda data: _FAILED + b"\xff", way) as (_, asks):
+        streaming(asks)
+        assert ask(asks, b"x") == (_FAILED + b"\xff", "OK", "")
 
 
 def test_large_questions_are_calls(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch):
