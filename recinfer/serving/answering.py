@@ -14,7 +14,7 @@ from recinfer.serving.batcher import BatchConfig, Batcher
 from recinfer.serving.core_call import LATER, Later
 from recinfer.serving.direct import DIRECT_BYTES, PlainRequest
 from recinfer.serving.handling import Told, deadline
-from recinfer.serving.pace import MOST_AWAY
+from recinfer.serving.pace import MOST_AWAY, gains_nothing
 from recinfer.serving.service import Call, InferenceService, Message
 from recinfer.serving.side_by_side import SideBySide
 
@@ -203,14 +203,17 @@ class Answering:
         """
         batcher, away = self.batcher, self._service.away
         batcher.check_deadline(until)
-        if len(data) > DIRECT_BYTES or self._coming() or not batcher.may_go_away(MOST_AWAY, self._busy_s()):
+        mixes = gains_nothing(len(data), call == "Predict")
+        if len(data) > DIRECT_BYTES or (self._coming() and not mixes):
+            return None
+        if not batcher.may_go_away(MOST_AWAY, self._busy_s(), mixes):
             return None
         asked = away.begin(call, data)
         if asked is None or not asked.parts:
             return None
         samples, lane = asked.request.batch, (call, asked.request.model.name)
-        most = batcher.most_away(lane, samples, len(asked.parts))
-        if not batcher.may_go_away(most):
+        most = batcher.most_away(lane, samples, len(asked.parts), len(data))
+        if not batcher.may_go_away(most, mixes=mixes):
             return None
         aside: Aside = _now
         beside = None

@@ -148,7 +148,7 @@ class Batcher:
         self._flush_set: asyncio.Handle | None = None
         self._hold: asyncio.TimerHandle | None = None
         self._latest = self._hold_until = 0.0
-        self._pace, self._crowd = Pace(), Crowd()
+        self._pace, self._crowds = Pace(), (Crowd(), Crowd())
         self._lock = threading.Lock()
         self._runs = self._requests = self._samples = self._expired = 0
 
@@ -199,7 +199,7 @@ class Batcher:
         with self._lock:
             return self._pace.goes_alone()
 
-    def may_go_away(self, most: int = 1, busy_s: float = 0.0) -> bool:
+    def may_go_away(self, most: int = 1, busy_s: float = 0.0, mixes: bool = False) -> bool:
         """Whether a request may be run by its caller, on another thread or other hosts, within :meth:`away`: no run has
         begun or is waited for, and fewer than ``most`` are away; with 1, nothing is there that it could share a run with,
         nor is it to be seen whether something is. Any thread may ask. Where one that asks with more would be too many, those of
@@ -207,23 +207,24 @@ class Batcher:
 
         Args:
             busy_s: for how long the thread that takes requests has had no rest.
+            mixes: others may share runs meanwhile, see recinfer.serving.pace.gains_nothing.
         """
-        if self.room.queued or self._running:
+        if (self.room.queued or self._running) and (most == 1 or not mixes):
             return False
         if most == 1:
             return not self._away and (not self.config.max_delay_us or self._pace.is_alone)
-        now = time.monotonic()
-        if self._crowd.is_there(now):
+        now, crowd = time.monotonic(), self._crowds[mixes]
+        if crowd.is_there(now):
             return False
         if self._away < most and busy_s < BUSY_S:
             return True
         with self._lock:
-            self._crowd.too_many(now)
+            crowd.too_many(now)
         return False
 
-    def most_away(self, lane: Any, samples: int, questions: int) -> int:
+    def most_away(self, lane: Any, samples: int, questions: int, num_bytes: int) -> int:
         """How many requests like this may be away at a time that ask other hosts so many questions."""
-        return most_away(questions, self._times.expected(lane, samples))
+        return most_away(questions, self._times.expected(lane, samples), num_bytes)
 
     @contextmanager
     def away(self, lane: Any, samples: int) -> Iterator[None]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["BUSY_S", "MOST_AWAY", "REST_S", "Crowd", "Pace", "most_away"]
+__all__ = ["BUSY_S", "MOST_AWAY", "REST_S", "Crowd", "Pace", "gains_nothing", "most_away"]
 
 _MIN_PROBE, _MAX_PROBE = 8, 256
 _HITS_BEFORE_GROWTH, _HITS_AT_FIRST = 8, 2
 _SHORTEST_CROWD_S, _LONGEST_CROWD_S = 0.0025, 0.32
 
-MOST_AWAY = 16
+MOST_AWAY = 64
 """Requests that may go by themselves at a time; see :func:`most_away`."""
-_QUESTIONS_AWAY, _COMPUTED_AWAY_S = 32, 4e-3
+_LONG_BYTES = 4 << 10
+_AWAY, _QUESTIONS_AWAY, _COMPUTED_AWAY_S = 16, 32, 4e-3  # of short ones
+_LONG_QUESTIONS_AWAY, _LONG_COMPUTED_AWAY_S = 64, 32e-3
 
 REST_S, BUSY_S = 3e-4, 0.05
 """gRPC's thread is busy when it has not waited ``REST_S`` seconds for anything for ``BUSY_S``. What comes to it then waits
@@ -20,15 +22,26 @@ where nobody sees it, and refuses nothing; the queue of those that share runs is
 """
 
 
-def most_away(questions: int, seconds: float) -> int:
-    """How many requests may go by themselves at a time, each asking other hosts ``questions`` and computing ``seconds`` then.
+def gains_nothing(num_bytes: int, predicts: bool) -> bool:
+    """Whether a request of so many bytes had better never share a run. What is saved by that is the same for each, but for
+    dense runs, and what it costs goes with the bytes.
+    """
+    return num_bytes >= (4 * _LONG_BYTES if predicts else _LONG_BYTES)
+
+
+def most_away(questions: int, seconds: float, num_bytes: int = 0) -> int:
+    """How many requests may go by themselves at a time, each of ``num_bytes``, asking other hosts ``questions`` and computing
+    ``seconds`` then.
 
     Of a few at a time it is twice as fast as sharing runs, which is more work than they save, and all of it the event loop's.
-    Of more, what the shards are asked counts, and what is computed on the one thread that hears of their answers.
-    docs/decisions.md has the measurements.
+    Of more, what the shards are asked counts, and what is computed on the one thread that hears of their answers; less so
+    where sharing costs more. docs/decisions.md has the measurements.
     """
-    most = min(MOST_AWAY // 2 if seconds else MOST_AWAY, _QUESTIONS_AWAY // max(questions, 1))
-    return max(1, most if most * seconds <= _COMPUTED_AWAY_S else int(_COMPUTED_AWAY_S / seconds))
+    long = num_bytes >= _LONG_BYTES
+    most, asked = (MOST_AWAY, _LONG_QUESTIONS_AWAY) if long else (_AWAY, _QUESTIONS_AWAY)
+    computed_s = _LONG_COMPUTED_AWAY_S if long else _COMPUTED_AWAY_S
+    most = min(most // 2 if seconds else most, asked // max(questions, 1))
+    return max(1, most if most * seconds <= computed_s else int(computed_s / seconds))
 
 
 class Pace:

@@ -66,7 +66,7 @@ class Queue:
         "_away_now",
         "_cost",
         "_cpu",
-        "_crowd",
+        "_crowds",
         "_ended",
         "_flush_set",
         "_hold",
@@ -103,7 +103,7 @@ class Queue:
         self._room = Room(config.max_queue, config.max_queue_bytes, threads)
         self._running = 0
         self._away_now = 0  # of those that are run by their callers
-        self._pace, self._crowd = Pace(), Crowd()
+        self._pace, self._crowds = Pace(), (Crowd(), Crowd())
         self._times = RunTimes()
         self._ended: list[Work] = []
         self._flush_set = False
@@ -133,23 +133,24 @@ class Queue:
         self._pace.goes_alone()
         self._learned(1, 1, seconds, seconds)
 
-    def may_go_away(self, most: int = 1, busy_s: float = 0.0) -> bool:
-        """Whether a small request may be run by its caller, within :meth:`begins_away` and :meth:`ends_away`."""
-        if self._waiting or self._running:
+    def may_go_away(self, most: int = 1, busy_s: float = 0.0, mixes: bool = False) -> bool:
+        """Whether a small request may be run by its caller, within :meth:`begins_away` and :meth:`ends_away`; ``mixes``: while
+        others share runs, too."""
+        if (self._waiting or self._running) and (most == 1 or not mixes):
             return False
         if most == 1:
             return not self._away_now and (not self.config.max_delay_us or self._pace.is_alone)
-        now = self.clock.now
-        if self._crowd.is_there(now):
+        now, crowd = self.clock.now, self._crowds[mixes]
+        if crowd.is_there(now):
             return False
         if self._away_now < most and busy_s < BUSY_S:
             return True
-        self._crowd.too_many(now)
+        crowd.too_many(now)
         return False
 
-    def most_away(self, samples: int, questions: int) -> int:
+    def most_away(self, work: Work, questions: int) -> int:
         """How many such requests may be away at a time."""
-        return most_away(questions, self._times.expected(None, samples))
+        return most_away(questions, self._times.expected(None, work.samples), int(work.num_bytes))
 
     def begins_away(self, alone: bool) -> None:
         """A run by its caller that waits for other hosts; ``alone``: others may not be away meanwhile."""

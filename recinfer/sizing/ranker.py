@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from recinfer.errors import ConfigError
 from recinfer.serving import batcher as rules
 from recinfer.serving.batcher import BatchConfig
-from recinfer.serving.pace import MOST_AWAY
+from recinfer.serving.pace import MOST_AWAY, gains_nothing
 from recinfer.serving.remote import fanout
 from recinfer.serving.remote.fan import hedge_delay
 from recinfer.sizing.clock import Clock, Cpu, Thread
@@ -113,10 +113,13 @@ class Ranker(Server):
 
     def _begins_at_once(self, work: Work) -> bool:
         """Small requests need no event loop while few are under way: gRPC's threads ask, and answer."""
-        if self._coming or not self.queue.may_go_away(MOST_AWAY, self.clock.now - self.grpc.rested):
+        mixes = gains_nothing(int(work.num_bytes), self._model.predicts)
+        if self._coming and not mixes:
             return False
-        most = self.queue.most_away(work.samples, len(self._shards))
-        if not self.queue.may_go_away(most):
+        if not self.queue.may_go_away(MOST_AWAY, self.clock.now - self.grpc.rested, mixes):
+            return False
+        most = self.queue.most_away(work, len(self._shards))
+        if not self.queue.may_go_away(most, mixes=mixes):
             return False
         self.queue.begins_away(alone=most == 1)
         since, call, costs = self.clock.now, work.tag, self._costs.fan

@@ -9,7 +9,7 @@ import pytest
 
 import recinfer.serving.batcher as module
 from recinfer.serving.batcher import Batcher
-from recinfer.serving.pace import BUSY_S, Crowd, most_away
+from recinfer.serving.pace import BUSY_S, Crowd, gains_nothing, most_away
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,26 @@ from recinfer.serving.pace import BUSY_S, Crowd, most_away
 )
 def test_as_many_go_by_themselves_as_ask_and_compute_little(questions: int, seconds: float, most: int):
     assert most_away(questions, seconds) == most
+
+
+@pytest.mark.parametrize(
+    ("questions", "seconds", "num_bytes", "most"),
+    [
+        (1, 0.0, 4096, 64),
+        (1, 0.0, 4095, 16),
+        (2, 0.0, 1 << 16, 32),
+        (1, 5e-4, 4096, 32),
+        (1, 1.1e-3, 4096, 29),
+        (100, 0.0, 4096, 1),
+    ],
+)
+def test_more_of_those_that_gain_less_by_sharing(questions: int, seconds: float, num_bytes: int, most: int):
+    assert most_away(questions, seconds, num_bytes) == most
+
+
+def test_dense_runs_are_worth_sharing_for_longer():
+    assert [gains_nothing(size, False) for size in (0, 4095, 4096)] == [False, False, True]
+    assert [gains_nothing(size, True) for size in (4096, 16383, 16384)] == [False, False, True]
 
 
 def test_a_crowd_lasts_longer_when_it_is_soon_there_again():
@@ -65,10 +85,27 @@ def test_those_that_come_after_too_many_share_runs_for_a_moment(monkeypatch: pyt
     assert batcher.may_go_away(2)
 
 
+def test_what_gains_nothing_goes_beside_shared_runs():
+    """A stall that made requests wait once would else make all later ones wait, where they come faster than runs take them."""
+    with ThreadPoolExecutor(1) as pool:
+        batcher = Batcher(list, pool, 1)
+    batcher.room.enter(1)
+    assert not batcher.may_go_away(2)
+    assert not batcher.may_go_away(1, mixes=True), "with one at a time it is better to share than to wait"
+    assert batcher.may_go_away(2, mixes=True)
+    backs = [batcher.goes_away("a", alone=False) for _ in range(2)]
+    assert not batcher.may_go_away(2, mixes=True)
+    for back in backs:
+        back(1, 0.0)
+    assert not batcher.may_go_away(2, mixes=True), "it was too many a moment ago"
+    batcher.room.leave(1)
+    assert batcher.may_go_away(2), "of its own kind there were not"
+
+
 def test_how_many_may_be_away_follows_what_they_compute():
     with ThreadPoolExecutor(1) as pool:
         batcher = Batcher(list, pool, 1)
-    assert batcher.most_away("a", 4, 1) == 16
+    assert batcher.most_away("a", 4, 1, 0) == 16
     batcher.goes_away("a", alone=False)(4, 2e-3)
-    assert batcher.most_away("a", 4, 1) == 2
-    assert batcher.most_away("b", 4, 1) == 16
+    assert batcher.most_away("a", 4, 1, 0) == 2
+    assert batcher.most_away("b", 4, 1, 0) == 16

@@ -396,14 +396,16 @@ def test_through_a_server_and_in_its_figures(tmp_path: Path):
             assert server.stats.batch.state().count == 2
 
 
+@pytest.mark.parametrize("samples", [2, 500], ids=["short", "long"])
 @pytest.mark.parametrize("call", ["Lookup", "Predict"])
-def test_a_few_at_a_time_share_no_run(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch):
-    """Nor do they need the event loop; and what many share is the same."""
+def test_a_few_at_a_time_share_no_run(tmp_path: Path, call: str, samples: int, monkeypatch: pytest.MonkeyPatch):
+    """Nor do they need the event loop; and what many share is the same. Of long ones more than a few do not."""
     monkeypatch.setattr(batcher, "BUSY_S", 1e9)  # whatever else this machine does
-    monkeypatch.setattr(pace, "_COMPUTED_AWAY_S", 1e9)
+    few, kind = (4, "") if samples == 2 else (24, "_LONG")
+    monkeypatch.setattr(pace, f"{kind}_COMPUTED_AWAY_S", 1e9)
     archive = make_archive(tmp_path, "row_wise")
-    here, dense = load(archive), torch.zeros(2, NUM_DENSE)
-    requests = [make_request(2, seed) for seed in range(6)]
+    here, dense = load(archive), torch.zeros(samples, NUM_DENSE)
+    requests = [make_request(samples, seed) for seed in range(6)]
 
     def asked(client: InferenceClient, number: int) -> Tensor:
         request = requests[number % len(requests)]
@@ -428,12 +430,13 @@ def test_a_few_at_a_time_share_no_run(tmp_path: Path, call: str, monkeypatch: py
             InferenceClient(server.target, timeout=60) as client,
         ):
             assert server.batcher is not None
-            ask_all(client, 4, 20)
+            ask_all(client, few, 80 // few + 1)
             state = server.batcher.state
-            assert (state.runs, state.requests) == (80, 80)
+            asked_for = few * (80 // few + 1)
+            assert (state.runs, state.requests) == (asked_for, asked_for)
             assert server.stats.stages.state()["queue"].count == 0, "none of them waited"
-            monkeypatch.setattr(pace, "_QUESTIONS_AWAY", 1)
+            monkeypatch.setattr(pace, f"{kind}_QUESTIONS_AWAY", 1)
             ask_all(client, 24, 10)
             state = server.batcher.state
-            assert state.requests == 320
+            assert state.requests == asked_for + 240
             assert server.stats.stages.state()["queue"].count > 0, "of more than may, some do"
