@@ -156,6 +156,11 @@ class CoreServer:
             idle = 0 if self.open or self._asked else idle + 1
 
     @property
+    def is_stopping(self) -> bool:
+        """See recinfer.serving.core_call.Owner."""
+        return self._ends.is_set()
+
+    @property
     def coming(self) -> int:
         """Calls that gRPC's thread has handed to the loop, whose handlers have not begun."""
         return self._handed - self._begun

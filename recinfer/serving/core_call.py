@@ -35,6 +35,8 @@ class Ending:
     trailing: tuple[tuple[str, str | bytes], ...] = ()
 
 
+_LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
+
 _NO_MESSAGE = Ending("UNIMPLEMENTED", "the method takes exactly one message, and there was none")
 CANCELLED = Ending("CANCELLED", "")
 FAILED = Ending("UNKNOWN", "the server failed; its log has the details")
@@ -66,12 +68,16 @@ class Owner(Protocol):
         tasks: of calls that are handed to it.
         deferred: calls whose ends are to come from elsewhere.
         open: calls that gRPC has not closed yet; changed on gRPC's thread alone.
+        is_stopping: it takes no more calls.
     """
 
     loop: asyncio.AbstractEventLoop
     tasks: set[asyncio.Task[None]]
     deferred: set[CoreCall]
     open: set[Any]
+
+    @property
+    def is_stopping(self) -> bool: ...
 
     def was_handed(self) -> None:
         """A call is on its way to the loop; called on gRPC's thread."""
@@ -188,6 +194,9 @@ class CoreCall:
         call, self._call = self._call, None
         if call is None:
             return
+        if message is not None and len(message) > _LINGERS_BYTES and self._server.is_stopping:
+            self._send_and_linger(call, message)
+            return
         operations = [_core.SendStatusFromServerOperation(trailing, _OK if code is None else code, details, 0)]
         if not self._opened:
             operations.append(_core.SendInitialMetadataOperation((), 0))
@@ -198,6 +207,25 @@ class CoreCall:
             return
         operations.append(_core.ReceiveCloseOnServerOperation(0))  # gRPC wants somebody to
         call.start_server_batch(tuple(operations), self._finished)
+
+    def _send_and_linger(self, call: Any, message: bytes) -> None:
+        """Its end comes a moment after its answer. A server that stops closes a connection when the last call there ends, and
+        what of the answer is still in this host's buffers then is lost as soon as the caller says anything, were it only how
+        much it has read.
+        """
+        if not self._listens:
+            call.start_server_batch((_core.ReceiveCloseOnServerOperation(0),), self._finished)
+        operations = [_core.SendMessageOperation(message, 0)]
+        if not self._opened:
+            operations.append(_core.SendInitialMetadataOperation((), 0))
+        loop = self._server.loop
+
+        def end() -> None:
+            call.start_server_batch((_core.SendStatusFromServerOperation((), _OK, b"", 0),), _nothing)
+
+        call.start_server_batch(
+            tuple(operations), lambda event: loop.call_soon_threadsafe(loop.call_later, _LINGER_S, end)
+        )
 
     def _finished(self, event: Any) -> None:
         self._server.open.discard(self)

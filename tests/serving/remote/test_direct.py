@@ -401,7 +401,7 @@ def test_through_a_server_and_in_its_figures(tmp_path: Path):
 def test_a_few_at_a_time_share_no_run(tmp_path: Path, call: str, samples: int, monkeypatch: pytest.MonkeyPatch):
     """Nor do they need the event loop; and what many share is the same. Of long ones more than a few do not."""
     monkeypatch.setattr(batcher, "BUSY_S", 1e9)  # whatever else this machine does
-    few, kind = (4, "") if samples == 2 else (24, "_LONG")
+    few, kind = (4, "") if samples == 2 else (16, "_LONG")  # three questions each
     monkeypatch.setattr(pace, f"{kind}_COMPUTED_AWAY_S", 1e9)
     archive = make_archive(tmp_path, "row_wise")
     here, dense = load(archive), torch.zeros(samples, NUM_DENSE)
