@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from types import ModuleType, TracebackType
 from typing import Any
@@ -91,13 +92,13 @@ class Program:
         late = threading.Timer(timeout, self.send_signal, [signal.SIGABRT])
         late.start()
         try:
-            self.stdin.write(text)
-            self.stdin.close()
-        except BrokenPipeError:  # it reads nothing
-            pass
-        out = self.stdout.read()
-        self._process.join()
-        late.cancel()
+            with suppress(BrokenPipeError):  # it reads nothing
+                self.stdin.write(text)
+                self.stdin.close()
+            out = self.stdout.read()
+            self._process.join()
+        finally:
+            late.cancel()
         return out, self._stderr.read()
 
     def wait(self, timeout: float = LONGEST_S) -> int:

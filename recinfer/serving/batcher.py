@@ -207,7 +207,7 @@ class Batcher:
 
         Args:
             busy_s: for how long the thread that takes requests has had no rest.
-            mixes: others may share runs meanwhile, see recinfer.serving.pace.gains_nothing.
+            mixes: it may be while others share runs or wait for one too, but with 1; see recinfer.serving.pace.gains_nothing.
         """
         if (self.room.queued or self._running) and (most == 1 or not mixes):
             return False

@@ -18,6 +18,7 @@ import grpc.aio
 __all__ = ["LATER", "SERVER_PARTS", "CoreCall", "Each", "Ending", "Fast", "Later", "Method", "Owner", "binding"]
 
 _log = logging.getLogger("recinfer.serving.server")
+_LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,6 @@ class Ending:
     message: str
     trailing: tuple[tuple[str, str | bytes], ...] = ()
 
-
-_LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
 
 _NO_MESSAGE = Ending("UNIMPLEMENTED", "the method takes exactly one message, and there was none")
 CANCELLED = Ending("CANCELLED", "")
@@ -218,14 +217,16 @@ class CoreCall:
         operations = [_core.SendMessageOperation(message, 0)]
         if not self._opened:
             operations.append(_core.SendInitialMetadataOperation((), 0))
-        loop = self._server.loop
+        loop, deadline = self._server.loop, self._deadline
 
         def end() -> None:
             call.start_server_batch((_core.SendStatusFromServerOperation((), _OK, b"", 0),), _nothing)
 
-        call.start_server_batch(
-            tuple(operations), lambda event: loop.call_soon_threadsafe(loop.call_later, _LINGER_S, end)
-        )
+        def sent(event: Any) -> None:
+            left = (deadline - time.monotonic()) / 2  # nor may it come when nobody waits any more
+            loop.call_soon_threadsafe(loop.call_later, min(_LINGER_S, max(left, 0.0)), end)
+
+        call.start_server_batch(tuple(operations), sent)
 
     def _finished(self, event: Any) -> None:
         self._server.open.discard(self)

@@ -29,7 +29,7 @@ def gains_nothing(num_bytes: int, predicts: bool) -> bool:
     return num_bytes >= (4 * _LONG_BYTES if predicts else _LONG_BYTES)
 
 
-def most_away(questions: int, seconds: float, num_bytes: int = 0) -> int:
+def most_away(questions: int, seconds: float, num_bytes: int) -> int:
     """How many requests may go by themselves at a time, each of ``num_bytes``, asking other hosts ``questions`` and computing
     ``seconds`` then.
 

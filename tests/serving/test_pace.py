@@ -28,7 +28,7 @@ from recinfer.serving.pace import BUSY_S, Crowd, gains_nothing, most_away
     ],
 )
 def test_as_many_go_by_themselves_as_ask_and_compute_little(questions: int, seconds: float, most: int):
-    assert most_away(questions, seconds) == most
+    assert most_away(questions, seconds, 0) == most
 
 
 @pytest.mark.parametrize(
