@@ -12,7 +12,7 @@ from recinfer.inference.lookups import run_later
 from recinfer.serving.away import Aside
 from recinfer.serving.batcher import BatchConfig, Batcher
 from recinfer.serving.core_call import LATER, Later
-from recinfer.serving.direct import DIRECT_BYTES, PlainRequest
+from recinfer.serving.direct import AWAY_BYTES, DIRECT_BYTES, PlainRequest
 from recinfer.serving.handling import Told, deadline
 from recinfer.serving.pace import MOST_AWAY, gains_nothing
 from recinfer.serving.service import Call, InferenceService, Message
@@ -80,7 +80,7 @@ class Answering:
         decode = self._decoders.get(call)
         if decode is None:
             return self._service.get_model(data)
-        if len(data) <= DIRECT_BYTES and not tried:
+        if len(data) <= (AWAY_BYTES if self._is_away else DIRECT_BYTES) and not tried:
             answer = await self._away(call, data) if self._is_away else self.directly(call, data, deadline.get())
             if answer is not None:
                 return answer
@@ -198,13 +198,13 @@ class Answering:
         return answer
 
     def away_at_once(self, call: str, data: bytes, until: float, defer: Callable[[], Told]) -> Later | None:
-        """The answer to a small request whose rows are on other hosts, while few are under way; on gRPC's threads to its
+        """The answer to a request whose rows are on other hosts, while few are under way; on gRPC's threads to its
         end, but for dense runs that are not known to be short. None for others.
         """
         batcher, away = self.batcher, self._service.away
         batcher.check_deadline(until)
         mixes = gains_nothing(len(data), call == "Predict")
-        if len(data) > DIRECT_BYTES or (self._coming() and not mixes):
+        if len(data) > AWAY_BYTES or (self._coming() and not mixes):
             return None
         if not batcher.may_go_away(MOST_AWAY, self._busy_s(), mixes):
             return None

@@ -1,4 +1,4 @@
-"""Small, plain requests of a ranker, answered from their bytes and from what shards answer, without a queue.
+"""Plain requests of a ranker, answered from their bytes and from what shards answer, without a queue.
 
 As recinfer.serving.direct does where the rows are in this process: what is unusual gets None and goes the ordinary way.
 """

@@ -51,8 +51,9 @@ class Later(Enum):
 LATER = Later.LATER
 """What a Fast says that has deferred its call, and will end it."""
 
-Each = Callable[[bytes], bytes]
-"""Answers one message of a stream, on gRPC's thread. What it raises ends the stream, so an error of ours is an answer too."""
+Each = Callable[[bytes, Callable[[bytes], None]], None]
+"""Takes one message of a stream, on gRPC's thread, and what to call with its answer: once, then or later, on any thread. What it
+raises ends the stream, so an error of ours is an answer too."""
 
 Fast = Callable[[bytes, float, "CoreCall"], "bytes | Ending | Later | None"]
 """Answers a message at once, on gRPC's thread: takes it, the ``time.monotonic()`` after which nobody waits, and the call.

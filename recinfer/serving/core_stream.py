@@ -23,7 +23,7 @@ _IS_THERE = (("recinfer-asks", "each"),)
 
 
 class AnswerStream:
-    """The server's end. All of it happens on the thread that takes events.
+    """The server's end. But for answers that come later, all of it happens on the thread that takes events.
 
     Args:
         server: whose it is.
@@ -49,11 +49,12 @@ class AnswerStream:
             self._end(_core.StatusCode.ok)
             return
         try:
-            answer = self._each(question)
+            self._each(question, self._reply)
         except Exception:
             _log.exception("%s failed", self._path)
             self._end(_core.StatusCode.unknown)
-            return
+
+    def _reply(self, answer: bytes) -> None:
         operations = (_core.SendMessageOperation(answer, 0), _core.ReceiveMessageOperation(0))
         self._call.start_server_batch(operations, self._received)
 

@@ -32,10 +32,13 @@ try:
 except ImportError:  # no compiler was there when recinfer was installed
     read_request = None
 
-__all__ = ["DIRECT_BYTES", "Direct", "LookUp", "PlainRequest", "lookup_head"]
+__all__ = ["AWAY_BYTES", "DIRECT_BYTES", "Direct", "LookUp", "PlainRequest", "lookup_head"]
 
 DIRECT_BYTES = 128 << 10
 """Longer requests are not looked at while others wait."""
+AWAY_BYTES = 4 << 20
+"""The same where rows are on other hosts: what is done here then takes Python's lock, on whatever thread, and the ordinary way
+takes it for longer."""
 
 # Of a part of a prediction: fewer samples are sooner run than handed to another thread.
 _LEAST_PART = 64
@@ -46,6 +49,8 @@ _MOST_IDS, _MOST_FLOATS = 8192, 1 << 19
 _MOST_ANSWERED = 1 << 18  # floats of an answer that is written where small requests wait for it
 # What a thread that nobody waits for but the caller may be given.
 _LARGE_BYTES, _LARGE_IDS, _LARGE_FLOATS = 1 << 20, 1 << 16, 1 << 21
+# What goes to other hosts.
+_AWAY_IDS, _AWAY_FLOATS = 1 << 18, 1 << 22
 _MAX_HEADS = 64
 
 
@@ -145,6 +150,11 @@ class Direct:
             min(limits.max_message_bytes, _LARGE_BYTES),
             min(limits.max_ids, _LARGE_IDS),
             min(limits.max_response_bytes // 4, _LARGE_FLOATS),
+        )
+        self._most_away = (
+            min(limits.max_message_bytes, AWAY_BYTES),
+            min(limits.max_ids, _AWAY_IDS),
+            min(limits.max_response_bytes // 4, _AWAY_FLOATS),
         )
 
     def lookup(self, data: bytes) -> tuple[bytes, int] | None:
@@ -292,7 +302,7 @@ class Direct:
         Args:
             large: it may take longer than others should be kept waiting.
         """
-        most_bytes, most_ids, most_floats = self._most_of_large if large else self._most
+        most_bytes, most_ids, most_floats = self._most_away if away else self._most_of_large if large else self._most
         if len(data) > most_bytes or not self.available or (found := read_request(data)) is None:
             return None
         name, version, dense_at, dense_bytes, features, beside = found

@@ -53,15 +53,18 @@ class Frames:
         most: bytes of a message that may come; a longer one ends the connection.
         took: is given each message, on the loop's thread. What it raises ends the connection.
         over: is told why it has ended, on the loop's thread, once.
+
+    Attributes:
+        most: may be changed on the loop's thread.
     """
 
-    __slots__ = ("_frame", "_got", "_head", "_left", "_lock", "_loop", "_most", "_over", "_sock", "_took", "number")
+    __slots__ = ("_frame", "_got", "_head", "_left", "_lock", "_loop", "_over", "_sock", "_took", "most", "number")
 
     def __init__(
         self, sock: socket.socket, most: int, took: Callable[[Frames, bytes], None], over: Callable[[Frames, str], None]
     ) -> None:
         sock.setblocking(False)
-        self._sock, self._most, self._took, self._over = sock, most, took, over
+        self._sock, self.most, self._took, self._over = sock, most, took, over
         self.number = sock.fileno()
         self._lock = threading.Lock()  # of what is sent
         self._left = b""
@@ -132,8 +135,8 @@ class Frames:
             self._head = b""
         while len(data) - at >= _HEAD.size:
             (size,) = _HEAD.unpack_from(data, at)
-            if size > self._most:
-                return f"a message of {size} bytes came, of which {self._most} may"
+            if size > self.most:
+                return f"a message of {size} bytes came, of which {self.most} may"
             at += _HEAD.size
             if len(data) - at < size:
                 self._frame, self._got = bytearray(size), len(data) - at

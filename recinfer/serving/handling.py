@@ -17,7 +17,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from recinfer.serving.core_call import LATER, CoreCall, Each, Ending, Fast, Later
+from recinfer.serving.core_call import LATER, CoreCall, Ending, Fast, Later
 from recinfer.serving.door import GrpcServer
 from recinfer.serving.ending_health import EndingHealth
 from recinfer.serving.observe import Observer
@@ -162,8 +162,8 @@ def in_time(call: str, begin: Begin, observer: Observer) -> Fast:
     return fast
 
 
-def one_by_one(call: str, answer: Answered, failed: Callable[[Ending], bytes], observer: Observer) -> Each:
-    """The same for the messages of a stream, each counted as a call of ``call``.
+def one_by_one(call: str, answer: Answered, failed: Callable[[Ending], bytes], observer: Observer) -> Answered:
+    """The same for the messages of a stream, each counted as a call of ``call``. It raises nothing.
 
     Args:
         failed: what a message is answered with that cannot be.

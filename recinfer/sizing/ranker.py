@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from recinfer.errors import ConfigError
 from recinfer.serving import batcher as rules
+from recinfer.serving import direct as plain
 from recinfer.serving.batcher import BatchConfig
 from recinfer.serving.pace import MOST_AWAY, gains_nothing
 from recinfer.serving.remote import fanout
@@ -111,8 +112,12 @@ class Ranker(Server):
         self.outstanding_at: defaultdict[Server, int] = defaultdict(int)
         self.calls = self.hedged = self.hedges_won = 0
 
+    def _is_small(self, call: Call) -> bool:
+        small_in = call.bytes_in <= min(plain.AWAY_BYTES, 8 * plain._AWAY_IDS)
+        return small_in and call.bytes_out <= 4 * plain._AWAY_FLOATS
+
     def _begins_at_once(self, work: Work) -> bool:
-        """Small requests need no event loop while few are under way: gRPC's threads ask, and answer."""
+        """Requests need no event loop while few are under way: gRPC's threads ask, and answer."""
         mixes = gains_nothing(int(work.num_bytes), self._model.predicts)
         if self._coming and not mixes:
             return False

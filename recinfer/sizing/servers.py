@@ -13,6 +13,7 @@ import numpy as np
 from recinfer.serving import batcher as rules
 from recinfer.serving import direct as plain
 from recinfer.serving.batcher import BatchConfig
+from recinfer.serving.remote.asks import MOST_BYTES
 from recinfer.sizing.clock import Clock, Cpu, Lock, Points, Thread, at_sleep
 from recinfer.sizing.costs import READ, TAKEN, DirectCosts, EndCosts, RunCosts, ServingCosts
 from recinfer.sizing.queue import Queue, Work
@@ -161,7 +162,9 @@ class Server(Process):
         self.io.submit(seconds, end.io_cold_s * ratio, self._arrived, call)
 
     def _is_small(self, call: Call) -> bool:
-        return call.bytes_in <= rules._INLINE_BYTES if not self._queued else is_small(call)
+        if self._queued:
+            return is_small(call)
+        return call.bytes_in <= (MOST_BYTES if call.quick else rules._INLINE_BYTES)
 
     def _arrived(self, call: Call) -> None:
         end, ratio = call.end, self.draw()
@@ -187,6 +190,9 @@ class Server(Process):
         self.queue.runs += 1
         self.queue.requests += 1
         seconds = self._cost_at_once(work)
+        if not self._queued and work.num_bytes > rules._INLINE_BYTES:  # beside the thread that reads
+            self.cpu.start(seconds, self._send, work.tag, work.tag.bytes_out)
+            return True
         self.grpc.next(seconds, self._answer_at_once, work, seconds)
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 
 from recinfer.serving.asking import Asked, Way
 
@@ -21,13 +22,20 @@ class Answers:
         self.asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.go_on = threading.Event()
 
-    def each(self, question: bytes) -> bytes:
+    def each(self, question: bytes, reply: Callable[[bytes], None]) -> None:
         self.asked.put(question)
         if question == b"fail":
             raise RuntimeError("a secret")
         if question == b"wait":
             assert self.go_on.wait(LONG)
-        return bytes(MUCH) if question == b"much" else question * 2
+        if question == b"later":
+            threading.Thread(target=self._later, args=(question, reply)).start()
+        else:
+            reply(bytes(MUCH) if question == b"much" else question * 2)
+
+    def _later(self, question: bytes, reply: Callable[[bytes], None]) -> None:
+        assert self.go_on.wait(LONG)
+        reply(question * 2)
 
 
 def into() -> tuple[queue.SimpleQueue[End], Asked]:

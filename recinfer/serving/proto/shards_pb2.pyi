@@ -77,13 +77,15 @@ class StateRequest(_message.Message):
     def __init__(self, wanted: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ShardState(_message.Message):
-    __slots__ = ("ranks", "versions", "socket_port", "socket_server")
+    __slots__ = ("ranks", "versions", "socket_port", "socket_server", "socket_bytes")
     RANKS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     SOCKET_PORT_FIELD_NUMBER: _ClassVar[int]
     SOCKET_SERVER_FIELD_NUMBER: _ClassVar[int]
+    SOCKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     ranks: _containers.RepeatedScalarFieldContainer[int]
     versions: _containers.RepeatedScalarFieldContainer[str]
     socket_port: int
     socket_server: bytes
-    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[str]] = ..., socket_port: _Optional[int] = ..., socket_server: _Optional[bytes] = ...) -> None: ...
+    socket_bytes: int
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[str]] = ..., socket_port: _Optional[int] = ..., socket_server: _Optional[bytes] = ..., socket_bytes: _Optional[int] = ...) -> None: ...

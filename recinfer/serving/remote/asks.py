@@ -1,4 +1,4 @@
-"""What a ranker asks one shard server without the event loop: small questions over sockets or streams, the others as calls."""
+"""What a ranker asks one shard server without the event loop: over sockets or streams, and what is very long as calls."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from recinfer.serving.core_stream import AskStream
 from recinfer.serving.proto import shards_pb2 as pb
 from recinfer.serving.remote.messages import decode_failure
 
-__all__ = ["FIND", "FIND_EACH", "SERVICE_NAME", "SMALL_BYTES", "Asks"]
+__all__ = ["FIND", "FIND_EACH", "MOST_BYTES", "SERVICE_NAME", "SMALL_BYTES", "Asks"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Shards"].full_name
 FIND = f"/{SERVICE_NAME}/Find".encode()
 """The method that looks up."""
 FIND_EACH = f"/{SERVICE_NAME}/FindEach".encode()
-"""The same for small requests, of which one follows another."""
+"""The same for requests of which one follows another."""
 
 SMALL_BYTES = 32 << 10
 """Shard servers answer a question of no more on the thread that reads: behind a larger one, others would wait."""
+MOST_BYTES = 512 << 10
+"""Of a question that is no call of its own."""
 _MOST_WAYS = 32
 _AGAIN_S, _NOT_KNOWN_S, _NOT_REACHED_S = 0.5, 60.0, 30.0
 
@@ -48,11 +50,17 @@ class Asks:
         self._lock = threading.Lock()  # of changes to them
         self._again = 0.0
         self._socket: Callable[[], Way] | None = None
+        self._most = MOST_BYTES
         self._socket_again = 0.0
 
-    def use_socket(self, opened: Callable[[], Way] | None) -> None:
-        """Ask over what ``opened`` gives from now on, where that can be had; None: over streams. Who was asked so before is gone."""
+    def use_socket(self, opened: Callable[[], Way] | None, most: int = MOST_BYTES) -> None:
+        """Ask over what ``opened`` gives from now on, where that can be had; None: over streams. Who was asked so before is gone.
+
+        Args:
+            most: bytes of a question that goes neither way, but as a call.
+        """
         with self._lock:
+            self._most = min(most, MOST_BYTES)
             self._socket, self._socket_again = opened, 0.0
             gone = [way for way in self._ways if not isinstance(way, AskStream)]
             self._ways = tuple(way for way in self._ways if way not in gone)
@@ -66,7 +74,7 @@ class Asks:
             until: ``time.monotonic()`` after which nobody waits.
             done: told of its end, at most once: not where it is cancelled.
         """
-        if len(question) <= SMALL_BYTES:
+        if len(question) <= self._most:
             reply = functools.partial(_reply, done)
             for way in self._ways:
                 if not way.is_old and way.ask(question, until, reply):

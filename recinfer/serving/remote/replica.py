@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 
 from recinfer.serving.core_channel import CoreChannel, knows_channels
 from recinfer.serving.proto import shards_pb2 as pb
-from recinfer.serving.remote.asks import FIND, SERVICE_NAME, Asks
+from recinfer.serving.remote.asks import FIND, SERVICE_NAME, SMALL_BYTES, Asks
 from recinfer.serving.remote.sockets import AskSocket
 from recinfer.serving.remote.versions import VersionSpec
 
@@ -243,19 +243,19 @@ class Replica:
         answer = await self._state(request, timeout=_STATE_S, metadata=self.metadata)
         state = pb.ShardState.FromString(answer)
         self.versions = set(state.versions)
-        self._use_socket(state.socket_port, state.socket_server)
+        self._use_socket(state.socket_port, state.socket_server, state.socket_bytes or SMALL_BYTES)
         if self.ranks != tuple(state.ranks):
             self.ranks = tuple(state.ranks)
             self._changed(self)
 
-    def _use_socket(self, port: int, server_id: bytes) -> None:
-        """What is small goes past gRPC where its server says that it can, and nobody wants it encrypted."""
+    def _use_socket(self, port: int, server_id: bytes, most: int) -> None:
+        """Questions of up to ``most`` bytes go past gRPC where its server says that it can, and nobody wants it encrypted."""
         if self.quick is None or self._encrypts or self._socket == (port, server_id):
             return
         self._socket = port, server_id
         host, _, _ = self.target.rpartition(":")
         opened = functools.partial(AskSocket, host.strip("[]"), port, server_id, self._token)
-        self.quick.use_socket(opened if port else None)
+        self.quick.use_socket(opened, most) if port else self.quick.use_socket(None)
 
     async def _sync(self) -> bool:
         """Learn which versions it has, and have it prepare those that it lacks; whether it has all now."""

@@ -35,7 +35,7 @@ from recinfer.serving.loop import run_on_loop
 from recinfer.serving.metrics import Status, plain_histogram
 from recinfer.serving.observe import Observer
 from recinfer.serving.proto import shards_pb2 as pb
-from recinfer.serving.remote.asks import FIND_EACH, SERVICE_NAME, SMALL_BYTES
+from recinfer.serving.remote.asks import FIND_EACH, MOST_BYTES, SERVICE_NAME, SMALL_BYTES
 from recinfer.serving.remote.messages import encode_failure
 from recinfer.serving.remote.sockets import AnswerSockets
 from recinfer.serving.remote.tables import ShardTables
@@ -63,7 +63,7 @@ class ShardServer:
         host, port, metrics_port, security, limits: as recinfer.serving.server.Server has them.
         threads: for long requests; None: one a core, at most 4.
         max_running: requests at a time; one more is refused.
-        socket_port: where rankers ask small requests past gRPC (recinfer.serving.remote.sockets); 0: a free one. Rankers find
+        socket_port: where rankers ask past gRPC (recinfer.serving.remote.sockets); 0: a free one. Rankers find
             it by themselves, and do without where they cannot reach it. Not listened on with TLS.
     """
 
@@ -158,7 +158,22 @@ class ShardServer:
     async def _start(self) -> None:
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="recinfer-shard")
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="recinfer-prepare")
-        each = one_by_one("Find", self._find_here, encode_failure, self._observer)
+        here = one_by_one("Find", self._find_here, encode_failure, self._observer)
+        aside = one_by_one("Find", self._find_in_pool, encode_failure, self._observer)
+
+        def answer(data: bytes, reply: Callable[[bytes], None]) -> None:
+            try:
+                reply(aside(data))
+            finally:
+                self._went()
+
+        def each(data: bytes, reply: Callable[[bytes], None]) -> None:
+            if len(data) <= SMALL_BYTES or self._is_full:  # then it is refused here
+                reply(here(data))
+            else:
+                self._came()
+                self._pool.submit(answer, data, reply)
+
         server = grpc_server(
             Door(self._security, self._observer),
             fast={f"/{SERVICE_NAME}/Find": at_once("Find", self._find_small, self._observer)},
@@ -189,7 +204,7 @@ class ShardServer:
             raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
         if credentials is None:
             host, token = self.host, self._security.token
-            self._sockets = AnswerSockets(host, self.socket_port, each, token, SMALL_BYTES)
+            self._sockets = AnswerSockets(host, self.socket_port, each, token, MOST_BYTES)
             self.socket_port = self._sockets.port
         await server.start()
         self._follow_busy(server)
@@ -247,7 +262,7 @@ class ShardServer:
 
     def _find_small(self, data: bytes, until: float) -> bytes | None:
         """On gRPC's thread."""
-        if len(data) > SMALL_BYTES or self._running >= self._max_running:
+        if len(data) > SMALL_BYTES or self._is_full:
             return None
         return self._find_here(data)
 
@@ -260,30 +275,43 @@ class ShardServer:
         finally:
             self._stages.add("lookup", time.perf_counter() - start)
 
+    @property
+    def _is_full(self) -> bool:
+        return self._running >= self._max_running
+
     def _check_room(self) -> None:
-        if self._running >= self._max_running:
+        if self._is_full:
             self._refused += 1
             raise OverloadedError(f"the shard has {self._running} requests under way, its limit", retry_after=0.01)
 
     async def _find(self, data: bytes) -> bytes:
+        if len(data) <= SMALL_BYTES:
+            return self._find_here(data)
         self._check_room()
-        self._running += 1
-        start = time.perf_counter()
+        self._came()
         try:
-            if len(data) <= SMALL_BYTES:
-                return self.tables.find(data, self._limits)
             return await asyncio.get_running_loop().run_in_executor(self._pool, self._find_in_pool, data)
         finally:
-            self._running -= 1
-            self._stages.add("lookup", time.perf_counter() - start)
+            self._went()
 
     def _find_in_pool(self, data: bytes) -> bytes:
         start = time.perf_counter()
         try:
             return self.tables.find(data, self._limits)
         finally:
+            spent = time.perf_counter() - start
+            self._stages.add("lookup", spent)
             with self._counting:
-                self._pool_seconds += time.perf_counter() - start
+                self._pool_seconds += spent
+
+    def _came(self) -> None:
+        """One more is under way."""
+        with self._counting:
+            self._running += 1
+
+    def _went(self) -> None:
+        with self._counting:
+            self._running -= 1
 
     async def _prepare(self, data: bytes) -> bytes:
         request = codec.parse(pb.PrepareRequest, data)
@@ -306,6 +334,7 @@ class ShardServer:
         state = pb.ShardState(ranks=self.tables.ranks, versions=self.tables.keys())
         if self._sockets is not None:
             state.socket_port, state.socket_server = self._sockets.port, self._sockets.server_id
+            state.socket_bytes = MOST_BYTES
         return state.SerializeToString()
 
 

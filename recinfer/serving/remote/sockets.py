@@ -1,4 +1,4 @@
-"""The socket that shard servers have beside gRPC's port, over which rankers ask small questions.
+"""The socket that shard servers have beside gRPC's port, over which rankers ask.
 
 gRPC finds servers, says whether they are well and tells of this socket: its port, and who answers there. Each end of a
 connection begins with one message: the server's says who it is and a number, the asker's proves by an HMAC over both that it
@@ -14,11 +14,11 @@ import secrets
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 from recinfer.errors import UnavailableError
 from recinfer.serving.asking import Way
+from recinfer.serving.core_call import Each
 from recinfer.serving.frames import FrameLoop, Frames, frame, tune
 
 __all__ = ["ANSWER_THREAD", "AnswerSockets", "AskSocket"]
@@ -28,22 +28,21 @@ ANSWER_THREAD = "recinfer-grpc-sockets"
 
 _HELLO = b"recinfer.find.1\n"
 _ID_BYTES = 32
+_PROOF_BYTES = 1024  # that may come from who has not proved anything, more than a proof has
 _SILENT, _CONNECTIONS = 64, 4096  # that may be open: without a proof, and in all
 _CONNECT_S = 3.0
 _MOST_ANSWER = 2**32 - 1
 
 _log = logging.getLogger(__name__)
 
-Each = Callable[[bytes], bytes]
-
 
 class AnswerSockets:
-    """The server's end, with a thread of its own, on which all is answered.
+    """The server's end, with a thread of its own.
 
     Args:
-        each: answers a question.
+        each: answers a question, on that thread.
         token: that askers have; None: anybody may ask.
-        most: bytes of a question.
+        most: bytes of a question. Memory for one is had by who may ask.
 
     Attributes:
         server_id: 32 bytes that no other server has.
@@ -67,6 +66,7 @@ class AnswerSockets:
         # Without proof yet: what each has to send. One that sends nothing has its place until others need it.
         self._silent: OrderedDict[Frames, bytes] = OrderedDict()
         self._trusted: set[Frames] = set()
+        self._asked: set[Frames] = set()  # who waits for an answer
         self._loop = FrameLoop(ANSWER_THREAD)
         self.thread_id = self._loop.thread_id
         self._loop.accept(listener, self._came)
@@ -84,7 +84,7 @@ class AnswerSockets:
         if len(self._silent) >= _SILENT:
             self._silent.popitem(last=False)[0].end()
         tune(sock)
-        frames = Frames(sock, self._most, self._took, self._over)
+        frames = Frames(sock, _PROOF_BYTES, self._took, self._over)
         number = secrets.token_bytes(_ID_BYTES)
         self._silent[frames] = _HELLO + _proof(self._token, self.server_id + number)
         self._loop.add(frames)
@@ -95,12 +95,19 @@ class AnswerSockets:
             proof = self._silent.pop(frames, None)
             if proof is not None and (self._token is None or hmac.compare_digest(message, proof)):
                 self._trusted.add(frames)
+                frames.most = self._most
             else:
                 frames.end()
-        elif frames.is_sending:  # it asks on before it was answered: memory is for one answer
+        elif frames in self._asked or frames.is_sending:  # it asks on before it was answered: memory is for one answer
             frames.end()
         else:
-            frames.send(self._each(message))
+            self._asked.add(frames)
+            self._each(message, partial(self._reply, frames))
+
+    def _reply(self, frames: Frames, answer: bytes) -> None:
+        """On any thread."""
+        self._asked.discard(frames)  # before it is sent, as the next question may come then
+        frames.send(answer)
 
     def _over(self, frames: Frames, why: str) -> None:
         self._trusted.discard(frames)

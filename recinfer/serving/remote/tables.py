@@ -50,7 +50,10 @@ MAX_VERSIONS = 4
 """Versions of a model that stay mapped: the one in use, the next, the one to go back to, and one a delta is made on. More of
 them where rankers want more: see :meth:`ShardTables.keep`."""
 _WANTED_S = 60.0
-_MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = 8192, 1 << 19  # beyond, FBGEMM's operator is faster than it takes to reach
+_MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = (
+    1 << 17,
+    1 << 22,
+)  # beyond, FBGEMM's operator has more to do than it takes to reach
 _BEYOND = "ids: one is beyond the rows of this rank; ranker and shard must have the same plan"
 _log = logging.getLogger(__name__)
 

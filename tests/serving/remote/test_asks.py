@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from recinfer.serving.asking import Way
 from recinfer.serving.core_channel import CoreChannel
 from recinfer.serving.core_stream import AskStream
 from recinfer.serving.proto import shards_pb2 as pb
@@ -125,19 +126,42 @@ def test_an_answer_that_cannot_be_read_is_told_too(tmp_path: Path, way: str):
         assert ask(asks, b"x") == (_FAILED + b"\xff", "OK", "")
 
 
-def test_large_questions_are_calls(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch):
+def test_long_questions_hold_up_nobody_and_very_long_ones_are_calls(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+):
     threads: list[str] = []
 
     def find(data: bytes) -> bytes:
         threads.append(threading.current_thread().name)
-        return b""
+        return data[:1]
 
     with asking(tmp_path, find, way) as (_, asks):
         streaming(asks)
         (stream,) = asks._ways
-        monkeypatch.setattr(stream, "ask", lambda *args: pytest.fail("a stream was asked"))
-        assert ask(asks, bytes((32 << 10) + 1)) == (b"", "OK", "")
-        assert threads[-1].startswith("recinfer-shard"), "of the pool: others do not wait behind it"
+        asked: list[int] = []
+
+        def ask_too(question: bytes, *args: Any) -> bool:
+            asked.append(len(question))
+            return Way.ask(stream, question, *args)
+
+        monkeypatch.setattr(stream, "ask", ask_too)
+        for length in (32 << 10, (32 << 10) + 1, 512 << 10, (512 << 10) + 1):
+            assert ask(asks, bytes(length)) == (b"\0", "OK", "")
+        assert asked == [32 << 10, (32 << 10) + 1, 512 << 10]
+        in_pool = [thread.startswith("recinfer-shard") for thread in threads[-4:]]
+        assert in_pool == [False, True, True, True], "others do not wait behind long ones"
+
+
+def test_servers_of_before_are_asked_long_questions_by_calls(tmp_path: Path):
+    """They end a connection on which one comes, and do not say how long it may be."""
+    with asking(tmp_path, lambda data: data[:1], "socket") as (_, asks):
+        streaming(asks)
+        asks.use_socket(asks._socket, 32 << 10)
+        assert ask(asks, b"x") == (b"x", "OK", "")
+        streaming(asks)
+        ways = asks._ways
+        assert ask(asks, bytes((32 << 10) + 1)) == (b"\0", "OK", "")
+        assert asks._ways == ways
 
 
 def test_a_server_without_the_method_is_asked_by_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -276,6 +276,17 @@ def test_a_ranker_splits_and_joins_as_the_ordinary_way(tmp_path: Path, kind: str
                 )
 
 
+@pytest.mark.parametrize(("samples", "longest"), [(6_000, 1), (9_000, 9), (16_000, 3)])
+def test_thousands_of_samples_are_answered_as_few_are(tmp_path: Path, samples: int, longest: int):
+    """Over sockets, aside of the shards' reading threads, and as calls."""
+    archive = make_archive(tmp_path, "row_wise")
+    with served(archive, tmp_path) as service:
+        for seed in range(3):
+            data = codec.encode_lookup_request(make_request(samples, seed, longest=longest))
+            assert len(data) > 128 << 10
+            assert straight(service, "Lookup", data) == ordinary(service, "Lookup", data)
+
+
 def test_predictions_float16_and_a_lookup_without_ids(tmp_path: Path):
     archive = make_archive(tmp_path, "row_wise", pooling=PoolingType.MEAN)
     for half in (False, True):
@@ -311,7 +322,8 @@ def test_a_ranker_leaves_what_is_not_plain(tmp_path: Path):
             KeyedJaggedTensor(whole.keys(), whole.values() - 1000, lengths=whole.lengths()),
             weighted,
             unknown,
-            make_request(9000),
+            make_request(17_000),  # more samples than may be asked for
+            make_request(100, longest=3000),  # more ids than are split while others wait
         ):
             assert service.away.begin("Lookup", codec.encode_lookup_request(request)) is None
         assert service.direct.lookup(codec.encode_lookup_request(whole)) is None  # no rows here

@@ -18,6 +18,7 @@ from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.packing import PACKED_TYPES
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import shards_pb2 as pb
+from recinfer.serving.remote import tables as tables_module
 from recinfer.serving.remote.layout import ModuleLayout, module_layouts
 from recinfer.serving.remote.messages import decode_response, join_request
 from recinfer.serving.remote.packed import PACKED_ANSWER, can_unpack, is_packed, pairs_of, unpacked
@@ -187,7 +188,7 @@ def test_a_shards_packed_answer_is_its_plain_one(tmp_path: Path, kind: str, prec
     assert packed_bytes < plain_bytes
 
 
-def test_a_shard_that_cannot_pack_sends_floats(tmp_path: Path) -> None:
+def test_a_shard_that_cannot_pack_sends_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does that is older than packed answers, or is asked for too much at a time."""
     archive = make_archive(tmp_path, "table_wise")
     layout = layout_of(archive)
@@ -196,6 +197,9 @@ def test_a_shard_that_cannot_pack_sends_floats(tmp_path: Path) -> None:
     rank = next(iter(layout.ranks))
     data = shard_request(layout, make_request(9_000, 1, longest=1), rank, key, stored=True)
     assert data is not None
+    (found,) = decode_response(tables.find(data, Limits()), half=False)
+    assert is_packed(found)
+    monkeypatch.setattr(tables_module, "_MOST_DIRECT_IDS", 9_000)
     (found,) = decode_response(tables.find(data, Limits()), half=False)
     assert not is_packed(found)
     assert found.dtype == np.float32

@@ -150,6 +150,37 @@ def test_who_asks_on_and_never_reads_costs_one_answer():
         assert ask(opened(server), b"x") == (b"xx", "OK", "")
 
 
+def test_what_is_answered_later_holds_up_nobody():
+    with served() as (answers, server):
+        way, ends_reply = opened(server), into()
+        assert way.ask(b"later", time.monotonic() + LONG, ends_reply[1])
+        assert ask(opened(server), b"x") == (b"xx", "OK", "")
+        answers.go_on.set()
+        assert ends_reply[0].get(timeout=LONG) == (b"later" * 2, "OK", "")
+        assert ask(way, b"x") == (b"xx", "OK", "")
+
+
+def test_who_asks_on_before_a_later_answer_is_ended():
+    with served() as (answers, server):
+        assert talk(server, frame(b"later"), frame(b"x"), token="") == b""
+        assert answers.asked.get(timeout=LONG) == b"later" and answers.asked.empty()
+        until(lambda: not server._trusted)
+        answers.go_on.set()  # its answer finds nobody
+        assert ask(opened(server), b"x") == (b"xx", "OK", "")
+
+
+def test_who_has_proved_nothing_is_given_no_memory():
+    with served() as (_, server), socket.create_connection(("127.0.0.1", server.port), LONG) as sock:
+        server._most = 1 << 30
+        module._exactly(sock, 4 + len(module._HELLO) + 64)
+        until(lambda: len(server._silent) == 1)
+        (frames,) = server._silent
+        sock.sendall(frame(bytes(module._PROOF_BYTES + 1))[:4])
+        until(lambda: not server._silent)
+        assert frames._frame is None
+        assert sock.recv(1) == b""
+
+
 def test_connections_that_say_nothing_make_room_for_others():
     with served() as (_, server):
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(module._SILENT + 20)]
