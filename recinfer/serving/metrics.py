@@ -122,7 +122,7 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
 
 
 def _merge_shards(running: Sequence[Status], everything: Sequence[Status]) -> dict[str, Any] | None:
-    """Counts of all, and the replicas as the processes that run see them: up where one of them says so."""
+    """Counts of all, and the replicas as the processes that run see them: up where all that list one say so, as requests come to each."""
     asked = [status["shards"] for status in everything if status.get("shards") is not None]
     if not asked:
         return None
@@ -134,8 +134,8 @@ def _merge_shards(running: Sequence[Status], everything: Sequence[Status]) -> di
     replicas: dict[tuple[int, str], dict[str, Any]] = {}
     for status in running:
         for replica in (status.get("shards") or {"replicas": []})["replicas"]:
-            have = replicas.setdefault((replica["rank"], replica["address"]), replica | {"up": False, "outstanding": 0})
-            have["up"] |= replica["up"]
+            have = replicas.setdefault((replica["rank"], replica["address"]), replica | {"up": True, "outstanding": 0})
+            have["up"] &= replica["up"]
             have["outstanding"] += replica["outstanding"]
     return {"calls": dict(calls), "default_rows": dict(missing), "replicas": list(replicas.values())}
 

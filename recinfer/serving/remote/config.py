@@ -112,7 +112,7 @@ def _ranks(path: Path, raw: Any) -> dict[int, tuple[str, ...]]:
             raise ConfigError(f"{path}: rank {name}: expected a list of at least one address")
         for address in addresses:
             found = _ADDRESS.match(address) if isinstance(address, str) else None
-            if found is None or not 0 < int(found[3]) < 65536:
+            if found is None or not 0 < int(found[3]) < 65536 or not _is_host(found[2]):
                 raise ConfigError(
                     f"{path}: rank {name}: got {str(address)[:80]!r}, expected host:port or dns:///name:port"
                 )
@@ -120,6 +120,14 @@ def _ranks(path: Path, raw: Any) -> dict[int, tuple[str, ...]]:
             raise ConfigError(f"{path}: rank {name}: an address stands there twice")
         ranks[int(name)] = tuple(addresses)
     return dict(sorted(ranks.items()))
+
+
+def _is_host(name: str) -> bool:
+    """Whether DNS could know the name: resolvers fail in ways of their own on one that it could not."""
+    if name.startswith("["):
+        return True
+    whole = name.removesuffix(".")
+    return len(whole) < 254 and all(0 < len(label) < 64 for label in whole.split("."))
 
 
 def _settings(path: Path, raw: Any) -> ShardsSettings:

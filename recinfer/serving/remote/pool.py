@@ -8,19 +8,19 @@ import logging
 import socket
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import grpc.aio
 
 from recinfer.errors import ConfigError, InputError, UnavailableError
-from recinfer.serving.client import credentials_of
 from recinfer.serving.loop import run_on_loop, start_on_loop
-from recinfer.serving.remote.config import read_shards
+from recinfer.serving.remote.config import ShardsConfig, read_shards
+from recinfer.serving.remote.link import Link
 from recinfer.serving.remote.replica import Replica
 from recinfer.serving.remote.versions import VersionSpec
-from recinfer.serving.security import read_token
 
 __all__ = ["ReplicaPool"]
 
@@ -46,7 +46,9 @@ class ReplicaPool:
     def __init__(self, path: Path, *, token: str | None = None) -> None:
         self._path, self._token = path, token
         self.config = read_shards(path)
+        self._link = Link.of(self.config.settings, token)
         self._seen = _stamp(path)
+        self._told = ""  # why the file was not followed
         self._read_again = False
         self._replicas: dict[str, Replica] = {}
         self._listed: dict[int, tuple[Replica, ...]] = {}
@@ -148,7 +150,7 @@ class ReplicaPool:
 
     async def _start(self) -> None:
         self.loop = asyncio.get_running_loop()
-        await self._list()
+        await self._list(self.config, self._link)
         self._tasks = tuple(self.loop.create_task(each) for each in (self._follow(), self._expire()))
 
     async def _stop(self) -> None:
@@ -166,15 +168,28 @@ class ReplicaPool:
                     replica.renew()
             try:
                 stamp = _stamp(self._path)
-                if self._read_again or stamp != self._seen:
+                if self._read_again or self._told or stamp != self._seen:
                     self._read_again, self._seen = False, stamp
-                    self.config = read_shards(self._path)
-                    _log.info("%s was read again", self._path)
-                await self._list()
+                    await self._take_again()
+                else:
+                    await self._list(self.config, self._link)
             except ConfigError as error:
-                _log.error("the shards stay as they were: %s", error)
+                if self._told != str(error):  # it is tried again, as what it names may change and the file not
+                    _log.error("the shards stay as they were: %s", error)
+                self._told = str(error)
             except Exception:
                 _log.exception("following %s failed", self._path)
+
+    async def _take_again(self) -> None:
+        config = read_shards(self._path)
+        needed = max((spec.world_size for spec in self.wanted()), default=0)
+        lost = sorted(set(range(needed)) - config.ranks.keys())
+        if lost:
+            ranks = ", ".join(map(str, lost))
+            raise ConfigError(f"{self._path}: no address of rank {ranks}; what is served is cut for {needed} ranks")
+        await self._list(config, Link.of(config.settings, self._token))
+        self._told = ""
+        _log.info("%s was read again", self._path)
 
     async def _expire(self) -> None:
         """End what has waited too long at a replica, where gRPC does not."""
@@ -184,27 +199,59 @@ class ReplicaPool:
                 if replica.quick is not None:
                     replica.quick.expire()
 
-    async def _list(self) -> None:
-        """Replicas for what the file and DNS say now; the others are closed."""
-        by_rank: dict[int, tuple[Replica, ...]] = {}
-        used: dict[str, Replica] = {}
-        for rank, addresses in self.config.ranks.items():
-            mine = []
-            for address in addresses:
-                for target, name in await self._targets(address):
-                    if target not in used:
-                        used[target] = self._replicas.get(target) or self._new(target, name)
-                    if used[target] not in mine:
-                        mine.append(used[target])
-            by_rank[rank] = tuple(mine)
-        gone = [replica for target, replica in self._replicas.items() if target not in used]
-        self._replicas, self._listed = used, by_rank
+    async def _list(self, config: ShardsConfig, link: Link) -> None:
+        """Replicas for what a file and DNS say now; the others are closed. Where it fails, nothing has changed."""
+        names: dict[str, str | None] = {}
+        by_rank: dict[int, list[str]] = {}
+        for rank, addresses in config.ranks.items():
+            found = [target for address in addresses for target in await self._targets(address)]
+            names |= {target: name for target, name in found if target not in names}
+            by_rank[rank] = list(dict.fromkeys(target for target, _ in found))
+        kept = self._replicas if link == self._link else {}
+        with self._made(names, kept, link) as new:
+            await self._until_up(new, config.settings.timeout_seconds)
+            used = {target: new.get(target) or kept[target] for target in names}
+            gone = [replica for target, replica in self._replicas.items() if used.get(target) is not replica]
+            self.config, self._link, self._replicas = config, link, used
+            self._listed = {rank: tuple(used[target] for target in mine) for rank, mine in by_rank.items()}
         self._sort()
         for replica in gone:
-            _log.info("shard %s is not listed any more", replica.target)
-            task = asyncio.get_running_loop().create_task(replica.retire(self.config.settings.timeout_seconds))
-            self._retiring.add(task)  # a loop holds its tasks weakly
-            task.add_done_callback(self._retiring.discard)
+            if replica.target not in used:
+                _log.info("shard %s is not listed any more", replica.target)
+            self._retire(replica)
+
+    @contextmanager
+    def _made(
+        self, names: Mapping[str, str | None], kept: Mapping[str, Replica], link: Link
+    ) -> Iterator[dict[str, Replica]]:
+        """Replicas for those that are not ``kept``; closed where they come to nothing."""
+        new: dict[str, Replica] = {}
+        try:
+            for target, name in names.items():
+                if target not in kept:
+                    new[target] = self._new(target, name, link)
+            yield new
+        except BaseException:
+            for replica in new.values():
+                self._retire(replica)
+            raise
+
+    async def _until_up(self, new: Mapping[str, Replica], seconds: float) -> None:
+        """Until those can be asked that take the place of one that can be: so nobody is without in between."""
+        waited = {
+            target: replica for target, replica in new.items() if target in self._replicas and self._replicas[target].up
+        }
+        end = time.monotonic() + seconds
+        while not all(replica.up for replica in waited.values()) and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        for target, replica in waited.items():
+            if not replica.up:
+                _log.warning("shard %s cannot be asked with the settings of now: %s", target, replica.why)
+
+    def _retire(self, replica: Replica) -> None:
+        task = asyncio.get_running_loop().create_task(replica.retire(self.config.settings.timeout_seconds))
+        self._retiring.add(task)  # a loop holds its tasks weakly
+        task.add_done_callback(self._retiring.discard)
 
     def _sort(self) -> None:
         """Keep of each rank's replicas those that have it, or have not said yet what they have."""
@@ -237,24 +284,19 @@ class ReplicaPool:
                 loop = asyncio.get_running_loop()
                 found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
                 known = tuple(sorted({_join(str(entry[4][0]), port) for entry in found}))
-            except OSError as error:  # the last addresses stay: a name server that is away moves no server
+            except (OSError, UnicodeError) as error:  # the last addresses stay: a name server that is away moves no server
                 _log.warning("cannot resolve %s: %s", address, error)
             self._resolved[address] = (time.monotonic() + _RESOLVE_S, known)
         return [(target, host) for target in known]
 
-    def _new(self, target: str, name: str | None) -> Replica:
-        settings = self.config.settings
-        paths = [
-            None if path is None else Path(path) for path in (settings.tls_ca, settings.tls_cert, settings.tls_key)
-        ]
-        token = self._token if settings.token_file is None else read_token(Path(settings.token_file))
+    def _new(self, target: str, name: str | None, link: Link) -> Replica:
         replica = Replica(
             target,
-            credentials=credentials_of(*paths),
-            name=settings.tls_name or (name if paths[0] is not None else None),
-            token=token,
+            credentials=link.credentials,
+            name=link.name or (name if link.encrypts else None),
+            token=link.token,
             wanted=self.wanted,
-            prepare_seconds=settings.prepare_seconds,
+            prepare_seconds=link.prepare_seconds,
             changed=self._notice,
         )
         replica.start()

@@ -35,11 +35,13 @@ class VersionSpec:
         key: see :func:`version_key`.
         folder: of the archive, below the server's store.
         deltas: files below the store, in their order.
+        world_size: ranks that the archive is cut for.
     """
 
     key: str
     folder: str
     deltas: tuple[str, ...] = ()
+    world_size: int = 0
 
     @classmethod
     def of(cls, archive: Archive, deltas: Sequence[Delta], store: str | None = None) -> VersionSpec:
@@ -53,4 +55,5 @@ class VersionSpec:
             return whole.relative_to(root).as_posix() if root and whole.is_relative_to(root) else whole.name
 
         files = tuple(name(delta.path) for delta in deltas if delta.path is not None)
-        return cls(version_key(archive.manifest_sha256, deltas), name(archive.root), files)
+        key = version_key(archive.manifest_sha256, deltas)
+        return cls(key, name(archive.root), files, archive.manifest.world_size)

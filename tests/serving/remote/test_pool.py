@@ -1,0 +1,88 @@
+"""Following shards.json: what it names is taken as a whole or not at all, and nobody is without a replica in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recinfer.errors import ConfigError
+from recinfer.inference.predictor import load
+from recinfer.serving.remote.lookups import remote_lookups
+from recinfer.serving.remote.pool import ReplicaPool
+from recinfer.serving.security import Security
+from tests.serving.remote.fleet import asking, shard, until, write_shards
+from tests.serving.remote.test_direct import make_archive, make_request
+
+TOKENS = ("a-token-of-24-characters", "another-one-of-24-letters")
+
+
+@pytest.mark.parametrize("name", ["a..b", "x" * 64, ".", "a." * 127 + "b"])
+def test_names_that_dns_cannot_know_are_refused(tmp_path: Path, name: str):
+    for address in (f"dns:///{name}:1", f"{name}:1"):
+        with pytest.raises(ConfigError, match="expected host:port or dns:///name:port"):
+            ReplicaPool(write_shards(tmp_path / "shards.json", {0: [address]}))
+
+
+def test_a_name_that_no_resolver_takes_is_one_without_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("recinfer.serving.remote.config._is_host", lambda name: True)
+    with asking(write_shards(tmp_path / "shards.json", {0: ["dns:///a..b:1"]})) as fanout:
+        assert fanout.pool.addresses(0) == "dns:///a..b:1 (no address)"
+    assert "cannot resolve dns:///a..b:1" in caplog.text
+
+
+def test_a_rank_that_is_needed_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    archive, path = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json"
+    with shard(archive, (0, 1, 2)) as server:
+        whole = {rank: [server.target] for rank in range(3)}
+        with asking(write_shards(path, whole)) as fanout:
+            there = load(archive, lookups=remote_lookups(fanout))
+            expected = there.lookup(make_request(4)).pooled.values()
+            write_shards(path, {0: whole[0], 2: whole[2]})
+            until(lambda: "no address of rank 1; what is served is cut for 3 ranks" in caplog.text)
+            assert torch.equal(there.lookup(make_request(4)).pooled.values(), expected)
+            assert sorted(fanout.pool.config.ranks) == [0, 1, 2] == sorted(fanout.pool._listed)
+
+
+def test_what_cannot_be_taken_is_told_once_and_taken_later(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    archive, path = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json"
+    with shard(archive, (0, 1, 2)) as server, shard(archive, (0, 1, 2)) as other:
+        with asking(write_shards(path, {rank: [server.target] for rank in range(3)})) as fanout:
+            pool = fanout.pool
+            before, missing = pool.config, tmp_path / "token"
+            write_shards(path, {rank: [other.target] for rank in range(3)}, token_file=str(missing))
+            looks: list[None] = []
+            until(lambda: "the shards stay as they were" in caplog.text)
+            until(lambda: looks.append(None) or len(looks) > 100)  # some more looks at it
+            assert pool.config is before and [each.target for each in pool.everyone()] == [server.target]
+            assert caplog.text.count("the shards stay as they were") == 1
+            missing.write_text(TOKENS[0])
+            until(lambda: [each.target for each in pool.everyone()] == [other.target])
+            until(lambda: all(each.up for each in pool.everyone()))
+
+
+def test_settings_that_change_reach_who_is_there(tmp_path: Path):
+    """A server that takes the new token alone is asked with it, and until it can be, the old connection stays."""
+    archive, path, token = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json", tmp_path / "token"
+    token.write_text(TOKENS[0])
+    with shard(archive, (0, 1, 2), security=Security(token=TOKENS[0])) as server:
+        ranks = {rank: [server.target] for rank in range(3)}
+        with asking(write_shards(path, ranks, token_file=str(token), prepare_seconds=600)) as fanout:
+            there = load(archive, lookups=remote_lookups(fanout))
+            (first,) = fanout.pool.everyone()
+            write_shards(path, ranks, token_file=str(token), prepare_seconds=5)
+            asked = 0
+            while fanout.pool.everyone() == [first]:
+                there.lookup(make_request(4))
+                asked += 1
+            (second,) = fanout.pool.everyone()
+            assert second.up and second._prepare_seconds == 5 and asked
+            there.lookup(make_request(4))
+            (tmp_path / "other").write_text(TOKENS[1])
+            write_shards(path, ranks, token_file=str(tmp_path / "other"), timeout_seconds=0.2)
+            until(lambda: fanout.pool.everyone() != [second])  # the file says so, though nobody takes it
+            (third,) = fanout.pool.everyone()
+            assert third.metadata == (("authorization", f"Bearer {TOKENS[1]}"),) and not third.up
