@@ -145,11 +145,15 @@ class FeatureIntake:
         if not count:
             return features
         by_feature = np.bincount(feature_of_id[bad], minlength=len(counts)).tolist()
-        with self._lock:
-            self.replaced_ids += count
-            self.replaced.update({name: n for name, n in zip(features.keys, by_feature) if n})
+        self.count_replaced({name: n for name, n in zip(features.keys, by_feature) if n})
         values = np.where(bad, order.replacement[feature_of_id].astype(values.dtype), values)
         return Bags(features.keys, features.batch, features.offsets, values, features.weights)
+
+    def count_replaced(self, by_feature: Mapping[str, int]) -> None:
+        """Ids out of range became the default row, here or as raw rows became ids."""
+        with self._lock:
+            self.replaced_ids += sum(by_feature.values())
+            self.replaced.update(by_feature)
 
 
 def _check_weights(weights: NDArray[np.float32] | None) -> None:

@@ -25,6 +25,7 @@ from recinfer.serving.answers import (
 )
 from recinfer.serving.columns import as_dense, as_features, as_raw
 from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.retry import has_said
 from recinfer.serving.security import authorization, load_pem
 from recinfer.serving.status import error_of
 from recinfer.serving.throttle import Throttle
@@ -379,6 +380,8 @@ def invoke(
 
 def _translated(error: Any, target: str, seconds: float, start_with: str) -> RecinferError:
     code, details = error.code(), error.details() or ""
+    if has_said(error.trailing_metadata()):  # it answered: what is missing is behind it
+        return error_of(code.name, f"{target}: {details}")
     if code is grpc.StatusCode.UNAVAILABLE:
         return UnavailableError(
             f"no answer from {target} ({details}); is the server running? Start one with: {start_with}"

@@ -8,16 +8,17 @@ from typing import Any, Protocol
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
 
 from recinfer.errors import OverloadedError
 from recinfer.serving.core import CoreServer, knows_grpcio
 from recinfer.serving.core_call import Each, Ending, Fast
 from recinfer.serving.observe import Observer
-from recinfer.serving.retry import retry_info
+from recinfer.serving.retry import trailing_of
 from recinfer.serving.security import NO_TOKEN, Security, TokenInterceptor
 from recinfer.serving.status import status_of
 
-__all__ = ["Door", "GrpcServer", "Queue", "grpc_server"]
+__all__ = ["Door", "GrpcServer", "Queue", "grpc_server", "names_of"]
 
 _log = logging.getLogger("recinfer.serving.server")
 
@@ -51,6 +52,7 @@ class Door:
         methods: those that are refused where it has no room: full path ("/package.Service/Method") to the name it is
             counted under.
         observer: told of each refusal.
+        names: what all methods are counted under, as :func:`names_of` gives it; others are one.
     """
 
     def __init__(
@@ -59,25 +61,32 @@ class Door:
         observer: Observer,
         queue: Queue | None = None,
         methods: Mapping[str, str] | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self.security, self._observer = security, observer
-        self._queue, self._methods = queue, dict(methods or {})
+        self._queue, self._methods, self._names = queue, dict(methods or {}), dict(names or {})
         self._said: tuple[OverloadedError | None, Ending] = (None, NO_TOKEN)
 
     def admit(self, path: str, deadline: float, metadata: Sequence[tuple[str, Any]]) -> Ending | None:
         """How a call ends that may not pass; see recinfer.serving.core.Admit."""
-        if not self.security.admits(path, metadata):
-            return NO_TOKEN
         call = self._methods.get(path)
+        if not self.security.admits(path, metadata):
+            self._observer.refused(self._names.get(path, "other"), NO_TOKEN.code, metadata)
+            return NO_TOKEN
         if call is None or self._queue is None or (error := self._queue.refused(deadline)) is None:
             return None
         said, ending = self._said
         if error is not said:
             status = status_of(error)
-            ending = Ending(status.code, status.message, retry_info(error, status.message))
+            ending = Ending(status.code, status.message, trailing_of(error, status.message))
             self._said = error, ending
         self._observer.refused(call, ending.code, metadata)
         return ending
+
+
+def names_of(*services: ServiceDescriptor) -> dict[str, str]:
+    """By the full path of each method of ``services``, its name."""
+    return {f"/{service.full_name}/{method.name}": method.name for service in services for method in service.methods}
 
 
 def grpc_server(

@@ -21,7 +21,7 @@ from recinfer.serving.core_call import LATER, CoreCall, Ending, Fast, Later
 from recinfer.serving.door import GrpcServer
 from recinfer.serving.ending_health import EndingHealth
 from recinfer.serving.observe import Observer
-from recinfer.serving.retry import retry_info
+from recinfer.serving.retry import trailing_of
 from recinfer.serving.status import status_of
 
 __all__ = [
@@ -186,7 +186,7 @@ def _ending(call: str, data: bytes, error: Exception) -> Ending:
     status = status_of(error)
     if status.code == "INTERNAL":
         _log.exception("%s failed on a request of %d bytes", call, len(data))
-    return Ending(status.code, status.message, retry_info(error, status.message))
+    return Ending(status.code, status.message, trailing_of(error, status.message))
 
 
 def add_standard_services(server: GrpcServer, services: Sequence[str], descriptors: DescriptorPool) -> EndingHealth:

@@ -21,13 +21,16 @@ __all__ = ["read_raw"]
 _HEADER, _COMPRESSION = 2, 3  # fields of Arrow's Message and RecordBatch tables
 
 
-def read_raw(data: bytes, contract: FeatureContract | None, limits: Limits) -> tuple[Tensor, KeyedJaggedTensor]:
+def read_raw(
+    data: bytes, contract: FeatureContract | None, limits: Limits, replaced: dict[str, int] | None = None
+) -> tuple[Tensor, KeyedJaggedTensor]:
     """Dense inputs ``[B, num_dense]`` and ids of the rows in ``data``.
 
     Args:
         data: an Arrow IPC stream of one record batch, uncompressed; columns of text, integers, floats, booleans, or
             lists of text or integers for features whose contract names a separator.
         contract: the model's; None when its archive has none.
+        replaced: ids that became the default row are added here, by feature.
 
     Raises:
         InputError: bytes that are no such stream, too many rows, columns that the contract refuses, or no contract.
@@ -45,7 +48,7 @@ def read_raw(data: bytes, contract: FeatureContract | None, limits: Limits) -> t
         raise
     except (pyarrow.ArrowException, OSError, ValueError, struct.error) as error:
         raise InputError(f"raw: {len(data)} bytes are not an Arrow IPC stream ({str(error)[:200]})") from None
-    dense, features = contract.apply(columns)
+    dense, features = contract.apply(columns, replaced)
     if features.values().numel() > limits.max_ids:
         raise InputError(f"raw: got {features.values().numel()} ids in all, expected at most {limits.max_ids}")
     return dense, features

@@ -169,7 +169,7 @@ class ModelRegistry:
             self._models = models
 
     def set_weights(self, name: str, weights: Mapping[str, int]) -> None:
-        """Spread requests without a version over versions by weight.
+        """Spread requests without a version over versions by weight. The same again changes nothing, nor what to go back to.
 
         Raises:
             NotFoundError: a model or version that is not here.
@@ -182,7 +182,9 @@ class ModelRegistry:
             positive = {version: weight for version, weight in weights.items() if weight > 0}
             if not positive:
                 raise InputError(f"weights: got {dict(weights)}, expected at least one above 0")
-            new = _Versions(versions.by_name, positive, versions.weights)
+            # Who has no answer asks again: that is no step further from what to go back to.
+            before = versions.before if positive == versions.weights else versions.weights
+            new = _Versions(versions.by_name, positive, before)
             self._models = {**self._models, name or next(iter(self._models)): new}
 
     def rollback(self, name: str) -> None:

@@ -1,18 +1,29 @@
-"""Tells a refused client when to try again: gRPC's pushback header and google.rpc.RetryInfo."""
+"""What a status says besides its message: that a server of ours said it, and when to try again (gRPC's pushback header, RetryInfo)."""
 
 from __future__ import annotations
 
-from recinfer.errors import OverloadedError
+from collections.abc import Sequence
+
+from recinfer.errors import DeadlineError, OverloadedError, UnavailableError
 from recinfer.serving.wire import bytes_field
 
-__all__ = ["retry_info"]
+__all__ = ["has_said", "trailing_of"]
 
 _TYPE = b"type.googleapis.com/google.rpc.RetryInfo"
 _RESOURCE_EXHAUSTED = 8
+# What gRPC itself says of a connection has the same codes as what a server says of itself, or of those behind it.
+_SAID = ("recinfer-said", "1")
 
 
-def retry_info(error: BaseException, message: str) -> tuple[tuple[str, str | bytes], ...]:
-    """Trailing metadata for ``error``: empty unless it is an OverloadedError."""
+def has_said(trailing: Sequence[tuple[str, str | bytes]] | None) -> bool:
+    """Whether a server of ours ended a call, and not gRPC for want of an answer."""
+    return any(tuple(pair) == _SAID for pair in trailing or ())
+
+
+def trailing_of(error: BaseException, message: str) -> tuple[tuple[str, str | bytes], ...]:
+    """Trailing metadata for ``error``: empty unless it is one that says of a server that it does not answer now."""
+    if isinstance(error, (UnavailableError, DeadlineError)) and not isinstance(error, OverloadedError):
+        return (_SAID,)
     if not isinstance(error, OverloadedError):
         return ()
     # google.rpc.Status{code, message, details[Any{type_url, value: RetryInfo{retry_delay: Duration}}]}, written by hand:

@@ -22,7 +22,7 @@ from recinfer.serving.batcher import BatchConfig, Batcher, BatcherState
 from recinfer.serving.core import CoreServer
 from recinfer.serving.core_call import Fast
 from recinfer.serving.core_channel import knows_channels
-from recinfer.serving.door import Door, GrpcServer, grpc_server
+from recinfer.serving.door import Door, GrpcServer, grpc_server, names_of
 from recinfer.serving.ending_health import EndingHealth
 from recinfer.serving.handling import (
     Answer,
@@ -297,7 +297,9 @@ class Server:
         paths = {f"/{SERVICE_NAME}/Predict": "Predict"}
         if self._shards is not None or not self.service.direct.available:
             paths |= {f"/{SERVICE_NAME}/Lookup": "Lookup", f"/{OPEN_INFERENCE}/ModelInfer": "ModelInfer"}
-        return Door(self._security, self.observer, batcher.room, paths)
+        files = (pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
+        services = [service for file in files for service in file.services_by_name.values()]
+        return Door(self._security, self.observer, batcher.room, paths, names_of(*services))
 
     def _fast(self, answering: Answering) -> dict[str, Fast]:
         """What gRPC's threads may answer."""

@@ -141,7 +141,10 @@ class InferenceService:
         if raw := request.raw:
             if request.HasField("features") or request.dense or context is not None:
                 raise InputError("raw: got features, dense or context beside it; raw rows hold all the inputs")
-            dense, rows = read_raw(raw, model.predictor.contract, self.limits)
+            replaced: dict[str, int] = {}
+            dense, rows = read_raw(raw, model.predictor.contract, self.limits, replaced)
+            if any(replaced.values()):
+                model.predictor.intake.count_replaced({name: count for name, count in replaced.items() if count})
             features = bags_of(rows)
         else:
             features = codec.decode_bags(request.features, self.limits)

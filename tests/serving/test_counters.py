@@ -49,6 +49,16 @@ def counts(server: Server) -> tuple[dict[str, int], dict[str, int]]:
     return model["replaced"], model["missing"]
 
 
+def test_ids_of_raw_rows_are_counted_too(server: Server):
+    pytest.importorskip("pyarrow")
+    before = dict(counts(server)[0])
+    row = {f"d{column}": [0.0, 0.0] for column in range(NUM_DENSE)} | {name: ["1", "2"] for name in ROWS}
+    with InferenceClient(server.target, timeout=60) as client:
+        client.predict_raw(row | {"user": ["1", "50"], "item": ["99", "77"]})
+    found = counts(server)[0]
+    assert {name: found[name] - before[name] for name in ("user", "item")} == {"user": 1, "item": 2}
+
+
 def test_each_is_counted_once(server: Server):
     ids = torch.tensor([3, 50, -1, 7, 40])  # user has 50 rows, item 40
     kjt = KeyedJaggedTensor(["user", "item"], ids, lengths=torch.tensor([2, 1, 1, 1]))

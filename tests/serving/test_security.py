@@ -50,6 +50,24 @@ def test_a_token_is_needed_but_for_health(predictor: Predictor):
         assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
+def test_calls_without_a_token_are_counted(predictor: Predictor):
+    """Those of methods that nobody has as one, whatever they are called."""
+    with (
+        Server({"tiny": predictor}, security=Security(token=TOKEN)) as server,
+        grpc.insecure_channel(server.target) as channel,
+    ):
+        for path in (
+            "/recinfer.v1.Inference/Predict",
+            "/inference.GRPCInferenceService/ModelInfer",
+            "/a.B/C",
+            "/a.B/D",
+        ):
+            with pytest.raises(grpc.RpcError):
+                channel.unary_unary(path)(b"", timeout=60)
+        found = {row["method"]: row["count"] for row in server.status()["requests"] if row["code"] == "UNAUTHENTICATED"}
+        assert found == {"Predict": 1, "ModelInfer": 1, "other": 2}
+
+
 def test_beyond_loopback_something_must_say_who_may_call(predictor: Predictor):
     for host in ("0.0.0.0", "::", "example.com", "10.0.0.1"):
         with pytest.raises(ConfigError, match=r"RECINFER_TOKEN.*--insecure"):

@@ -29,7 +29,7 @@ class ShardsSettings:
     Attributes:
         hedge: send a request that takes longer than 95 % of the others to a second replica too.
         hedge_budget: at most this share of the requests is sent twice.
-        timeout_seconds: of a request whose caller set no deadline; a version that is loaded waits as long for a rank that
+        timeout_seconds: that shards have for a request, where its caller's deadline is not sooner; a version that is loaded waits as long for a rank that
             has no living replica.
         prepare_seconds: how long mapping and checking a version may take.
         missing: what a rank without a living replica means: ``"default_rows"``: its vectors are zero, and the answer says

@@ -284,7 +284,10 @@ class ReplicaPool:
                 loop = asyncio.get_running_loop()
                 found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
                 known = tuple(sorted({_join(str(entry[4][0]), port) for entry in found}))
-            except (OSError, UnicodeError) as error:  # the last addresses stay: a name server that is away moves no server
+            except (
+                OSError,
+                UnicodeError,
+            ) as error:  # the last addresses stay: a name server that is away moves no server
                 _log.warning("cannot resolve %s: %s", address, error)
             self._resolved[address] = (time.monotonic() + _RESOLVE_S, known)
         return [(target, host) for target in known]

@@ -21,7 +21,7 @@ from recinfer.serving import codec
 from recinfer.serving.address import check_address
 from recinfer.serving.busy import BusyShare, thread_seconds
 from recinfer.serving.core import CoreServer
-from recinfer.serving.door import Door, GrpcServer, grpc_server
+from recinfer.serving.door import Door, GrpcServer, grpc_server, names_of
 from recinfer.serving.handling import (
     add_standard_services,
     at_once,
@@ -175,7 +175,7 @@ class ShardServer:
                 self._pool.submit(answer, data, reply)
 
         server = grpc_server(
-            Door(self._security, self._observer),
+            Door(self._security, self._observer, names=names_of(*pb.DESCRIPTOR.services_by_name.values())),
             fast={f"/{SERVICE_NAME}/Find": at_once("Find", self._find_small, self._observer)},
             streams={FIND_EACH.decode(): each},
             options=[

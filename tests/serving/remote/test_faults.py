@@ -187,6 +187,24 @@ def test_a_stopping_replica_drains(fleet: Fleet, client: InferenceClient, predic
     until(lambda: fleet.up(1) == 2)
 
 
+def test_what_a_ranker_says_of_its_shards_is_not_said_of_the_ranker(fleet: Fleet, client: InferenceClient):
+    """That it runs is seen by its answer: nobody is to start another one, nor to believe that the client's time is over."""
+    path, pool = fleet.folder / "shards.json", fleet.fanout.pool
+    write_shards(path, fleet.addresses, timeout_seconds=1.0)
+    until(lambda: pool.config.settings.timeout_seconds == 1.0)
+    for process in fleet.shards[1]:
+        process.kill(signal.SIGSTOP)
+    try:
+        with pytest.raises(UnavailableError, match=rf"{client.target}: .*rank 1") as caught:
+            client.lookup(make_request(1, 1)[1])
+        assert "Start one" not in str(caught.value) and "did not answer within" not in str(caught.value)
+    finally:
+        for process in fleet.shards[1]:
+            process.kill(signal.SIGCONT)
+        write_shards(path, fleet.addresses)
+    until(lambda: pool.config.settings.timeout_seconds == 60.0 and fleet.up(1) == 2)
+
+
 def test_replicas_are_added_without_a_restart(fleet: Fleet, client: InferenceClient, caplog: pytest.LogCaptureFixture):
     path = fleet.folder / "shards.json"
     fewer = {0: fleet.addresses[0][:1], 1: fleet.addresses[1]}

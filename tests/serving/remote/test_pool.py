@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -47,21 +48,26 @@ def test_a_rank_that_is_needed_stays(tmp_path: Path, caplog: pytest.LogCaptureFi
             assert sorted(fanout.pool.config.ranks) == [0, 1, 2] == sorted(fanout.pool._listed)
 
 
-def test_what_cannot_be_taken_is_told_once_and_taken_later(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_what_cannot_be_taken_is_told_once_and_taken_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     archive, path = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json"
-    with shard(archive, (0, 1, 2)) as server, shard(archive, (0, 1, 2)) as other:
-        with asking(write_shards(path, {rank: [server.target] for rank in range(3)})) as fanout:
-            pool = fanout.pool
-            before, missing = pool.config, tmp_path / "token"
-            write_shards(path, {rank: [other.target] for rank in range(3)}, token_file=str(missing))
-            looks: list[None] = []
-            until(lambda: "the shards stay as they were" in caplog.text)
-            until(lambda: looks.append(None) or len(looks) > 100)  # some more looks at it
-            assert pool.config is before and [each.target for each in pool.everyone()] == [server.target]
-            assert caplog.text.count("the shards stay as they were") == 1
-            missing.write_text(TOKENS[0])
-            until(lambda: [each.target for each in pool.everyone()] == [other.target])
-            until(lambda: all(each.up for each in pool.everyone()))
+    monkeypatch.setattr("recinfer.serving.remote.pool._LOOK_S", 0.01)
+    with (
+        shard(archive, (0, 1, 2)) as server,
+        shard(archive, (0, 1, 2)) as other,
+        asking(write_shards(path, {rank: [server.target] for rank in range(3)})) as fanout,
+    ):
+        pool = fanout.pool
+        before, missing = pool.config, tmp_path / "token"
+        write_shards(path, {rank: [other.target] for rank in range(3)}, token_file=str(missing))
+        until(lambda: "the shards stay as they were" in caplog.text)
+        time.sleep(0.2)  # some more looks at it
+        assert pool.config is before and [each.target for each in pool.everyone()] == [server.target]
+        assert caplog.text.count("the shards stay as they were") == 1
+        missing.write_text(TOKENS[0])
+        until(lambda: [each.target for each in pool.everyone()] == [other.target])
+        until(lambda: all(each.up for each in pool.everyone()))
 
 
 def test_settings_that_change_reach_who_is_there(tmp_path: Path):
