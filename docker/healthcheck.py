@@ -1,7 +1,8 @@
 """Whether the server in this container says SERVING: asks grpc.health.v1, exits 0 or 1.
 
 RECINFER_HOST and RECINFER_PORT say where, as for serve.sh; RECINFER_TLS_CA names the authority of a server with TLS, and
-RECINFER_TLS_NAME the name in its certificate.
+RECINFER_TLS_NAME the name in its certificate; RECINFER_TLS_CERT and RECINFER_TLS_KEY a certificate of this end, where the
+server wants one.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ SECONDS = 3.0
 def main() -> int:
     """0 when SERVING; else 1, and stderr says why."""
     host, port = os.environ.get("RECINFER_HOST", "0.0.0.0"), os.environ.get("RECINFER_PORT", "50051")
-    target = f"{'127.0.0.1' if host in ('0.0.0.0', '::', '') else host}:{port}"
+    host = "127.0.0.1" if host in ("0.0.0.0", "::", "[::]", "") else host
+    target = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
     authority, name = os.environ.get("RECINFER_TLS_CA"), os.environ.get("RECINFER_TLS_NAME")
     options = [("grpc.enable_http_proxy", 0)]
+    mine = [os.environ.get(f"RECINFER_TLS_{part}") for part in ("KEY", "CERT")]
+    if (mine[0] is None) != (mine[1] is None) or (any(mine) and not authority):
+        print("set RECINFER_TLS_CA, RECINFER_TLS_CERT and RECINFER_TLS_KEY, or the first alone", file=sys.stderr)
+        return 1
     if authority:
         options += [("grpc.ssl_target_name_override", name)] if name else []
-        credentials = grpc.ssl_channel_credentials(Path(authority).read_bytes())
+        files = [None if path is None else Path(path).read_bytes() for path in (authority, *mine)]
+        credentials = grpc.ssl_channel_credentials(*files)
         channel = grpc.secure_channel(target, credentials, options)
     else:
         channel = grpc.insecure_channel(target, options)

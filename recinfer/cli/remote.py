@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,13 +119,16 @@ def shard_fanout(path: Path, security: Security, missing: str | None) -> Fanout:
     return Fanout(ReplicaPool(path, token=security.token), missing=missing)
 
 
-def unchecked(path: Path, fanout: Fanout, store: Path | None, options: dict[str, Any]) -> Predictor:
-    """A ranker's predictor, whose golden requests wait until its shards are there.
+def unchecked(
+    path: Path, fanout: Fanout, store: Path | None, options: dict[str, Any], deltas: Sequence[Path] = ()
+) -> Predictor:
+    """A ranker's predictor after ``deltas``, whose golden requests wait until its shards are there.
 
     Raises:
-        ArchiveError: manifest or dense part break a rule.
+        ArchiveError: manifest, dense part or a delta break a rule.
         ConfigError: shards.json does not list the ranks that the archive is cut for.
     """
+    from recinfer.archive.delta import read_delta
     from recinfer.archive.reader import open_archive
     from recinfer.inference.predictor import Predictor
     from recinfer.serving.remote.lookups import remote_lookups
@@ -136,7 +140,11 @@ def unchecked(path: Path, fanout: Fanout, store: Path | None, options: dict[str,
             f"shards: it lists ranks {', '.join(map(str, listed))}; {path} is cut for {world}, expected 0 to {world - 1}"
         )
     lookups = remote_lookups(fanout, None if store is None else str(store), wait=False)
-    return Predictor(archive, lookups=lookups, **options)
+    predictor = Predictor(archive, lookups=lookups, **options)
+    for delta in deltas:
+        predictor.apply(read_delta(delta), check=False)
+    lookups.wait = True  # deltas that come later are there on all shards, or are refused
+    return predictor
 
 
 def version_in(store: Path | None, archive: Path) -> str:
@@ -154,7 +162,7 @@ def set_serving_when_there(
 
     def check() -> None:
         for predictor in predictors:
-            lookups: Any = predictor.lookups
+            lookups: Any = predictor.state.lookups
             told = ""
             while True:
                 missing = fanout.pool.unreachable(lookups.ranks, lookups.spec.key)
@@ -167,7 +175,8 @@ def set_serving_when_there(
                 if stopped.wait(0.1):
                     return
             start_on_loop(fanout.pool.wait_for(lookups.ranks, lookups.spec.key)).result()
-            predictor.check_request(0)
+            for index in range(predictor.manifest.check.num_requests if predictor.num_deltas else 1):
+                predictor.check_request(index)
             predictor.check_merging()
         set_serving(True)
         output.note("all shards are there: serving")

@@ -146,18 +146,19 @@ def _named(options: ServeOptions, fanout: Fanout | None) -> list[ServedModel]:
 
     tables, folder, deltas = options.tables, options.models.model_store, options.models.delta or []
     models = []
+    if deltas and len(options.archives or []) != 1:
+        raise ConfigError(f"delta: got {len(options.archives or [])} archives; a delta goes with one archive")
     for archive in options.archives or []:
         version = ""
         if fanout is not None:
-            predictor = unchecked(archive, fanout, folder, {"device": tables.device.value})
+            predictor = unchecked(archive, fanout, folder, {"device": tables.device.value}, deltas)
             version = version_in(folder, archive)
         else:
             predictor = load(archive, lock=tables.lock, **_loading(tables))
         models.append(ServedModel.of(predictor.manifest.model, predictor, version))
-    if deltas and len(models) != 1:
-        raise ConfigError(f"delta: got {len(models)} archives; a delta goes with one archive")
-    for path in deltas:
-        models[0].predictor.apply_delta(path)
+    if fanout is None:
+        for path in deltas:
+            models[0].predictor.apply_delta(path)
     return models
 
 

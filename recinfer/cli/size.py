@@ -56,11 +56,13 @@ def run(options: SizeOptions) -> None:
     is started. Exit code 1: none of the candidates keeps the promise.
     """
     from recinfer.sizing.arrivals import write_trace
-    from recinfer.sizing.report import as_data, check_picture
+    from recinfer.sizing.report import as_data, check_picture, check_place
 
     output, started = Output(options.as_json), time.perf_counter()
     if options.plot is not None:
         check_picture(options.plot)
+    if options.write_trace is not None:
+        check_place("--write-trace", options.write_trace)
     asked = _question(options)
     goal = asked.goal
     with _bar(output) as progress:
@@ -71,7 +73,7 @@ def run(options: SizeOptions) -> None:
     if options.write_trace is not None:
         write_trace(asked.arrivals.at_rate(goal.qps, options.requests, options.seed), options.write_trace)
     _show(output, found, goal, asked.model)
-    _show_what_is_assumed(output, options.candidates)
+    _show_what_is_assumed(output, options.candidates, asked)
     if options.plot is not None and best is not None:
         output.note(f"wrote {options.plot}")
     output.finish(
@@ -247,8 +249,16 @@ def _show(output: Output, found: list[Candidate], goal: Goal, model: Model) -> N
         output.show(f"[bold red]no candidate keeps it[/bold red]; {said}")
 
 
-def _show_what_is_assumed(output: Output, given: CandidateOptions) -> None:
+def _show_what_is_assumed(output: Output, given: CandidateOptions, asked: _Question) -> None:
+    from recinfer.serving.limits import Limits
+
+    largest, taken = int(asked.arrivals.batches.max()), Limits().max_batch
+    if largest > taken:
+        output.note(f"servers take {taken:,} samples a request unless told: recinfer serve --max-samples {largest}")
     if given.serving is None:
         output.note("costs of calls are typical ones; measure yours: recinfer calibrate --serving serving.json")
-    if given.hosts is None and not given.price:
-        output.note("prices are made up; give yours: --hosts FILE or --price NAME=PRICE")
+    priced = {text.partition("=")[0] for text in given.price or []}
+    made_up = [] if given.hosts is not None else [host.name for host in asked.hosts if host.name not in priced]
+    if made_up:
+        whose = f" of {', '.join(made_up)}" if priced else ""
+        output.note(f"prices{whose} are made up; give yours: --hosts FILE or --price NAME=PRICE")

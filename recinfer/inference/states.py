@@ -78,11 +78,11 @@ class States(abc.ABC):
         """
         self.apply(read_delta(path))
 
-    def apply(self: Self, delta: Delta) -> None:
-        """:meth:`apply_delta` of a delta that is open already."""
+    def apply(self: Self, delta: Delta, *, check: bool = True) -> None:
+        """:meth:`apply_delta` of a delta that is open already; ``check``: its golden answers too."""
         with self._delta_lock:
             now = self._state or self
-            state = self.tried(delta)
+            state = self.tried(delta, check=check)
             now._previous = None  # one undo is at hand, older ones are built again: memory stays bounded
             state._previous = now
             self._state = state
@@ -107,8 +107,8 @@ class States(abc.ABC):
                     state = state._with_manifest(delta)
                 self._state = state.tried(now._deltas[-2], at=state)
 
-    def tried(self, delta: Delta, *, at: Self | None = None) -> Self:
-        """The state after ``delta``, its golden answers checked; this predictor stays as it is.
+    def tried(self, delta: Delta, *, at: Self | None = None, check: bool = True) -> Self:
+        """The state after ``delta``, its golden answers checked if ``check``; this predictor stays as it is.
 
         Raises:
             ArchiveError: as :meth:`apply_delta`.
@@ -127,7 +127,7 @@ class States(abc.ABC):
         state._deltas = deltas
         state._archive = archive
         state._assemble(archive, edit)
-        if delta.sha256:  # else it is still being written, and its answers are not known
+        if check and delta.sha256:  # else it is still being written, and its answers are not known
             state._check_answers()
         return state
 

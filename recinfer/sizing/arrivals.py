@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ __all__ = ["Trace", "poisson", "read_trace", "write_trace"]
 
 _COLUMNS = ("time", "batch", "ids")
 _MAX_LINE = 1 << 20
+_MOST_COUNT, _LATEST_S = 2**31 - 1, 1e15  # beyond, arithmetic with them is not exact
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ def read_trace(path: Path) -> Trace:
             ids.append(total)
     except FileNotFoundError:
         raise NotFoundError(f"no trace {str(path)!r}; docs/sizing.md says what one looks like") from None
+    except OSError as error:
+        raise InputError(f"cannot read trace {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: expected text in UTF-8: {error}") from None
     if not times:
@@ -178,15 +181,15 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _csv_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.reader(file)
-        header = next(reader, None)
+    with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write the mark
+        reader = _cells(path, csv.reader(file))
+        _, header = next(reader, (1, None))
         names = [name.strip() for name in header or []]
         if "time" not in names or len(set(names)) != len(names) or not all(_known(name) for name in names):
             raise InputError(
                 f"{path}, line 1: got the columns {names[:10]}; expected time, batch, and ids or ids.<feature> columns"
             )
-        for number, cells in enumerate(reader, 2):
+        for number, cells in reader:
             if not cells:
                 continue
             if len(cells) != len(names):
@@ -200,17 +203,27 @@ def _csv_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, row
 
 
+def _cells(path: Path, reader: Iterable[list[str]]) -> Iterator[tuple[int, list[str]]]:
+    number = 0
+    try:
+        for number, cells in enumerate(reader, 1):
+            yield number, cells
+    except csv.Error as error:
+        raise InputError(f"{path}, line {number + 1}: {error}") from None
+
+
 def _known(name: str) -> bool:
     return name in _COLUMNS or (name.startswith("ids.") and len(name) > 4)
 
 
 def _number(value: Any, where: str, what: str, low: float = 0.0, whole: bool = False) -> float:
+    most = _MOST_COUNT if whole else _LATEST_S
     try:
         number = float(value) if not isinstance(value, bool) else math.nan
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number) or number < low or (whole and number != int(number)):
+    if not math.isfinite(number) or not low <= number <= most or (whole and number != int(number)):
         kind = "a whole number" if whole else "a number"
-        least = "" if low == -math.inf else f" of at least {low:g}"
+        least = f" of at most {most:,.0f}" if number > most else "" if low == -math.inf else f" of at least {low:g}"
         raise InputError(f"{where}: {what}: got {value!r}, expected {kind}{least}")
     return number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from recinfer.errors import ConfigError
 from recinfer.sizing.search import Candidate, Goal
 
-__all__ = ["as_data", "check_picture", "picture", "rows"]
+__all__ = ["as_data", "check_picture", "check_place", "picture", "rows"]
 
 
 COLUMNS = ("", "host", "precision", "shards", "replicas", "rankers", "hosts", "tables", "p50", "p99 ms", "busy", "per hour", "")  # fmt: skip
@@ -83,8 +84,15 @@ def check_picture(path: Path) -> None:
     known = sorted(FigureCanvasAgg.get_supported_filetypes())
     if path.suffix[1:].lower() not in known:
         raise ConfigError(f"--plot {path}: cannot write {path.suffix!r}; expected one of {', '.join(known)}")
+    check_place("--plot", path)
+
+
+def check_place(option: str, path: Path) -> None:
+    """Raise ConfigError where ``option`` names a file that cannot be written; before anything long is done."""
     if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.parent}; make it first")
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: cannot be written; name a file in a folder of yours")
 
 
 def picture(curve: Sequence[tuple[float, float, float]], goal: Goal, title: str, path: Path) -> None:

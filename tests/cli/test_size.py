@@ -97,6 +97,8 @@ def test_a_picture(options: list[object], tmp_path: Path) -> None:
         (("--qps", 10, "--hosts", "none.json"), "none.json"),
         (("--trace", "none.jsonl"), "none.jsonl"),
         (("--qps", 10, "--serving", "none.json"), "none.json"),
+        (("--qps", 10, "--write-trace", "/nonexistent/x.csv"), "--write-trace"),
+        (("--qps", 10, "--write-trace", "/"), "cannot be written"),
     ],
 )
 def test_what_is_missing_is_named(options: list[object], more: tuple[object, ...], says: str) -> None:

@@ -24,7 +24,10 @@ from recinfer import env
 from recinfer.deploy.k8s import BUSY_METRIC, QUEUE_METRIC
 from recinfer.inference.predictor import load
 from recinfer.serving.client import InferenceClient
+from recinfer.serving.security import Security
+from recinfer.serving.server import Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.certificates import need_openssl, self_signed
 from tests.docker.test_files import DOCKER, ROOT
 from tests.ports import free_port
 from tests.serving.conftest import NUM_DENSE, build_archive, build_model, export
@@ -69,9 +72,9 @@ def _listens(port: int) -> bool:
     return False
 
 
-def check(port: int) -> subprocess.CompletedProcess[str]:
+def check(port: int, **variables: object) -> subprocess.CompletedProcess[str]:
     """The image's healthcheck, on a port of this machine."""
-    environment = {"RECINFER_PORT": str(port), "PATH": os.environ["PATH"]}
+    environment = {"RECINFER_PORT": str(port), "PATH": os.environ["PATH"]} | {k: str(v) for k, v in variables.items()}
     command = [sys.executable, DOCKER / "healthcheck.py"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
@@ -179,6 +182,24 @@ def test_metrics_need_the_token(fleet: dict[str, Running]):
 def test_the_healthcheck_says_no_where_nobody_serves():
     done = check(free_port())
     assert done.returncode == 1 and "UNAVAILABLE" in done.stderr
+
+
+def test_the_healthcheck_knows_ipv6_and_shows_a_certificate(tmp_path: Path):
+    archive = build_archive(tmp_path)
+    with Server({"tiny": load(archive)}, "::1") as server:
+        for host in ("::1", "[::1]"):
+            done = check(server.port, RECINFER_HOST=host)
+            assert done.returncode == 0, done.stderr
+    need_openssl()
+    tls = self_signed(tmp_path, ("server", "client"), "IP:127.0.0.1")
+    mine = {"RECINFER_TLS_CERT": tls / "client.pem", "RECINFER_TLS_KEY": tls / "client.key"}
+    security = Security(tls_cert=tls / "server.pem", tls_key=tls / "server.key", client_ca=tls / "client.pem")
+    with Server({"tiny": load(archive)}, security=security) as server:
+        done = check(server.port, RECINFER_TLS_CA=tls / "server.pem", **mine)
+        assert done.returncode == 0, done.stderr
+        assert check(server.port, RECINFER_TLS_CA=tls / "server.pem").returncode == 1
+        done = check(server.port, RECINFER_TLS_CA=tls / "server.pem", RECINFER_TLS_KEY=tls / "client.key")
+        assert done.returncode == 1 and "RECINFER_TLS_CERT" in done.stderr
 
 
 def test_sigterm_drains_each(fleet: dict[str, Running]):

@@ -57,6 +57,11 @@ def test_written_and_read_again(tmp_path: Path, suffix: str) -> None:
         ("t.jsonl", '{"time": 1, "batch": true}', "batch: got True"),
         ("t.jsonl", '{"time": 1, "ids": -1}', "ids: got -1"),
         ("t.jsonl", '{"time": NaN}', "time: got nan"),
+        ("t.jsonl", '{"time": 0, "batch": 1e30}', "batch: got 1e+30, expected a whole number of at most 2,147,483,647"),
+        ("t.jsonl", '{"time": 0, "ids": {"a": 1e300}}', "ids of 'a': got 1e+300, expected a whole number of at most"),
+        ("t.jsonl", '{"time": 1e300}', "time: got 1e+300, expected a number of at most"),
+        ("t.csv", "time,batch\n1,2\n1," + "3" * 200_000, "line 3: field larger than field limit"),
+        ("t.csv", "", "line 1: got the columns []"),
         ("t.csv", "when,batch\n1,2\n", "line 1: got the columns"),
         ("t.csv", "time,batch\n1\n", "line 2: got 1 cells, expected 2"),
         ("t.csv", "time,batch\n1,1.5\n", "line 2: batch: got '1.5', expected a whole number"),
@@ -66,6 +71,16 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, name: str, text: s
     with pytest.raises(InputError) as caught:
         read_trace(wrote(tmp_path, name, text))
     assert says in str(caught.value)
+
+
+def test_a_file_of_a_spreadsheet(tmp_path: Path) -> None:
+    """Which begins with a byte order mark."""
+    assert read_trace(wrote(tmp_path, "t.csv", "\ufefftime,batch\r\n1,2\r\n")).batches.tolist() == [2]
+
+
+def test_a_folder_is_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot read trace"):
+        read_trace(tmp_path)
 
 
 def test_no_such_trace(tmp_path: Path) -> None:

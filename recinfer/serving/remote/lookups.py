@@ -16,7 +16,7 @@ from recinfer.archive.positions import PositionWeights, read_position_weights
 from recinfer.archive.reader import Archive
 from recinfer.inference.bags import Bags, merge_bags
 from recinfer.inference.direct import DirectTables
-from recinfer.inference.lookups import Found, LookupsOf, Part, output_names
+from recinfer.inference.lookups import Found, Part, output_names
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.serving.loop import start_on_loop
 from recinfer.serving.remote.direct import RemoteTables
@@ -27,7 +27,7 @@ from recinfer.serving.remote.split import ModuleSplit, Section
 from recinfer.serving.remote.versions import VersionSpec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["RemoteLookups", "remote_lookups"]
+__all__ = ["MakeLookups", "RemoteLookups", "remote_lookups"]
 
 
 class RemoteLookups:
@@ -158,7 +158,25 @@ def _weighed(part: Part, bags: Bags) -> Bags:
     return Bags(bags.keys, bags.batch, bags.offsets, bags.values)
 
 
-def remote_lookups(fanout: Fanout, store: str | None = None, *, wait: bool = True) -> LookupsOf:
+class MakeLookups:
+    """See :func:`remote_lookups`.
+
+    Attributes:
+        wait: may be changed: later ones are waited for then, or not.
+    """
+
+    def __init__(self, fanout: Fanout, store: str | None, wait: bool) -> None:
+        self._fanout, self._store, self.wait = fanout, store, wait
+
+    def __call__(self, archive: Archive, deltas: Sequence[Delta] = ()) -> RemoteLookups:
+        """The tables of ``archive`` after ``deltas``."""
+        made = RemoteLookups(archive, VersionSpec.of(archive, deltas, self._store), self._fanout)
+        if self.wait:
+            start_on_loop(self._fanout.pool.prepare(made.spec, made.ranks)).result()
+        return made
+
+
+def remote_lookups(fanout: Fanout, store: str | None = None, *, wait: bool = True) -> MakeLookups:
     """What a Predictor takes as ``lookups``.
 
     Args:
@@ -167,11 +185,4 @@ def remote_lookups(fanout: Fanout, store: str | None = None, *, wait: bool = Tru
             they come.
     """
 
-    def make(archive: Archive, deltas: Sequence[Delta] = ()) -> RemoteLookups:
-        spec = VersionSpec.of(archive, deltas, store)
-        made = RemoteLookups(archive, spec, fanout)
-        if wait or deltas:
-            start_on_loop(fanout.pool.prepare(made.spec, made.ranks)).result()
-        return made
-
-    return make
+    return MakeLookups(fanout, store, wait)

@@ -32,7 +32,8 @@ from recinfer.serving.remote.server import ShardServer
 from recinfer.serving.remote.tables import MAX_VERSIONS, ShardTables
 from recinfer.serving.server import Server
 from recinfer.serving.store import ModelStore, StoreManager
-from tests.serving.remote.fleet import asking, shard, until, write_shards
+from tests.ports import free_port
+from tests.serving.remote.fleet import Process, asking, shard, until, write_shards
 from tests.serving.remote.models import Mixed, make_archive, make_request
 
 MODEL = "mixed"
@@ -173,6 +174,38 @@ def test_a_delta_rolls_the_same_way(archives: dict[str, Path], tmp_path: Path):
             roll.admin.undo_delta(MODEL)
             until(lambda: seen["1"] > old + 30)
         assert seen.keys() == {"1", "1+1"}, seen
+
+
+def test_a_ranker_starts_with_a_delta_before_its_shards(archives: dict[str, Path], tmp_path: Path):
+    store, request = tmp_path / "store", make_request(6, 3)
+    shutil.copytree(archives["1"], store / MODEL / "1")
+    torch.manual_seed(11)
+    torch.save(Mixed().state_dict(), tmp_path / "later.pt")
+    delta = store / MODEL / "1.rqd"
+    make_delta(store / MODEL / "1", Mixed().to("meta"), CheckpointReader(tmp_path / "later.pt"), delta, progress=False)
+    after = load(archives["1"])
+    after.apply_delta(delta)
+    port, asked = free_port(), free_port()
+    shards = write_shards(
+        tmp_path / "shards.json", {rank: [f"127.0.0.1:{port}"] for rank in range(3)}, timeout_seconds=5
+    )
+    arguments = [store / MODEL / "1", "--model-store", store, "--shards", shards, "--delta", delta, "--admin"]
+    ranker = Process(*arguments, "--port", str(asked), log=tmp_path / "ranker.log")
+    try:
+        until(lambda: "waiting for shards" in ranker.said)
+        with (
+            shard(None, (0, 1, 2), port=port, store=store),
+            InferenceClient(f"127.0.0.1:{asked}", timeout=60) as client,
+            AdminClient(f"127.0.0.1:{asked}", timeout=60) as admin,
+        ):
+            client.wait_until_ready(120)
+            torch.testing.assert_close(client.lookup(request).pooled.values(), after.lookup(request).pooled.values())
+            admin.undo_delta(MODEL)
+            torch.testing.assert_close(client.lookup(request).pooled.values(), answer(archives["1"]))
+            admin.apply_delta(MODEL, "1.rqd")
+            torch.testing.assert_close(client.lookup(request).pooled.values(), after.lookup(request).pooled.values())
+    finally:
+        ranker.close()
 
 
 def test_a_replica_that_lost_a_version_gets_it_before_it_is_asked(archives: dict[str, Path], tmp_path: Path):
