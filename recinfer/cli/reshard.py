@@ -54,10 +54,13 @@ def run(
             raise ConfigError(
                 f"--device {device.value}, but {plan} is for {chosen.compute_device}; give one of the two"
             )
-    elif world_size is None:
-        raise ConfigError("give --world-size N, or --plan plan.json")
+    elif world_size is None and device is None and missing_shards is None:
+        raise ConfigError("give --world-size N, --plan plan.json, or what else is to change")
+    elif world_size is None and device is None:
+        chosen = open_archive(archive).plan
     else:
         opened = open_archive(archive)
+        world_size = world_size or opened.manifest.world_size
         where = device.value if device else opened.plan.compute_device
         chosen = plan_archive(opened.manifest, world_size=world_size, compute_device=where)
     manifest = reshard_archive(

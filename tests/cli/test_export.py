@@ -37,6 +37,15 @@ def test_reshard_keeps_what_export_said_unless_told_otherwise(exported: Exported
     assert "missing shards" not in run("inspect", refusing)[1]
 
 
+def test_what_a_missing_shard_means_is_changed_by_itself(exported: Exported, tmp_path: Path) -> None:
+    """As the error of a ranker that may not do without says."""
+    done = run_json("reshard", exported.archive, "--missing-shards", "error", "--out", tmp_path / "a.rqa")
+    assert in_manifest(tmp_path / "a.rqa") is None
+    before = run_json("inspect", exported.archive)
+    assert (done["world_size"], done["plan_hash"]) == (before["world_size"], before["plan_hash"])
+    assert run("reshard", exported.archive, "--out", tmp_path / "b.rqa")[0] == 2
+
+
 def test_another_word_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     out = tmp_path / "none.rqa"
     code, _, err = run("export", "--checkpoint", tmp_path, "--out", out, "--missing-shards", "default_rows")

@@ -172,6 +172,18 @@ def test_statuses_are_summed():
     assert merge_statuses([])["samples"]["counts"] == [0]
 
 
+def test_a_shard_is_up_where_all_workers_see_it_so():
+    """Requests come to each of them."""
+
+    def asked(*up: bool) -> dict[str, Any]:
+        replicas = [{"rank": rank, "address": "a:1", "up": is_up, "outstanding": 1} for rank, is_up in enumerate(up)]
+        return plain([1, 2], shards={"calls": {"ok": 1}, "default_rows": {}, "replicas": replicas})
+
+    merged = merge_statuses([asked(True, True, False), asked(True, False, False)])
+    assert [replica["up"] for replica in merged["shards"]["replicas"]] == [True, False, False]
+    assert merge_statuses([plain([1, 0]), asked(True)])["shards"]["replicas"][0]["up"]
+
+
 def test_a_worker_that_hangs_is_shown_as_it_was(archive: Path):
     with serving(str(archive), "--workers", "2", "--metrics-port", "0") as (process, ready):
         ask(f"127.0.0.1:{ready['port']}", 12)

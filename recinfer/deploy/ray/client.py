@@ -37,7 +37,11 @@ def connected(address: str) -> Iterator[None]:
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = (
+            (str(error).strip().splitlines() or [type(error).__name__])[0]
+            .replace("`--address`", "`--ray`")
+            .rstrip(".; ")
+        )
         raise UnavailableError(
             f"no Ray cluster at {address!r}: {first}; start one with `ray start --head`, and on this machine a node of it"
         ) from None
