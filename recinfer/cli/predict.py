@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -63,20 +63,34 @@ class PredictOptions:
     as_json: JsonOption = False
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """All rows: dense inputs ``[N, d]``, ids, and those of one sample that go with all; ``model`` and ``version``: what the input names."""
+
+    dense: Tensor
+    features: KeyedJaggedTensor
+    context: KeyedJaggedTensor | None = None
+    model: str = ""
+    version: str = ""
+
+
 @takes(PredictOptions)
 def run(options: PredictOptions) -> None:
     """Score rows with a running server.
 
     Raw rows become ids by the feature contract that the server gives out with the model, the one that training used. A
     CSV's header names the contract's columns; a .csv without a header is read as Criteo's.
-    JSON holds ids: {"dense": [[0.1, ...], ...], "features": {"C1": [[3, 7], [5]], ...}}.
+    JSON holds ids: {"dense": [[0.1, ...], ...], "features": {"C1": [[3, 7], [5]], ...}}. It may have "context", features of
+    one sample that go with all rows, and "model" and "version", as --model and --version.
     """
     output, source = Output(options.as_json), options.input
     kind = options.format or _format_of(source)
-    with open_client(options.target, options.client) as client:
-        dense, features = _from_json(source) if kind is InputFormat.json else _from_rows(source, kind, client)
-        outputs, missing = _predict(client, dense, features, options.batch_size)
-    num_rows = features.stride()
+    asked = _from_json(source) if kind is InputFormat.json else None
+    with open_client(options.target, _named(options.client, asked)) as client:
+        if asked is None:
+            asked = _from_rows(source, kind, client)
+        outputs, missing = _predict(client, asked, options.batch_size)
+    num_rows = asked.features.stride()
     if missing:
         output.show(missing_text(missing))
     output.show(_table(outputs, num_rows))
@@ -95,8 +109,20 @@ def _format_of(path: Path) -> InputFormat:
     return kind
 
 
-def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> tuple[Tensor, KeyedJaggedTensor]:
-    """Dense inputs ``[N, d]`` and ids of raw rows, by the served model's contract."""
+def _named(options: ClientOptions, asked: _Asked | None) -> ClientOptions:
+    """``options`` with the model and version that the input names; raises ConfigError where they name others."""
+    if asked is None:
+        return options
+    found = {}
+    for name, given, own in (("model", options.model, asked.model), ("version", options.version, asked.version)):
+        if given and own and given != own:
+            raise ConfigError(f"--{name}: got {given!r}, and {own!r} in the input; leave one of them out")
+        found[name] = given or own
+    return replace(options, **found)
+
+
+def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> _Asked:
+    """Raw rows, by the served model's contract."""
     from recinfer.data import read_columns, read_csv
     from recinfer.data.tables import first_line
 
@@ -107,16 +133,16 @@ def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> tuple[
             "cannot become ids; send ids as JSON (--format json)"
         )
     if kind is InputFormat.csv and not set(about.contract.columns).isdisjoint(_fields(first_line(path))):
-        return about.contract.apply(read_csv(path))
-    return about.contract.apply(read_columns(path, "criteo" if kind is InputFormat.csv else kind.value))
+        return _Asked(*about.contract.apply(read_csv(path)))
+    return _Asked(*about.contract.apply(read_columns(path, "criteo" if kind is InputFormat.csv else kind.value)))
 
 
 def _fields(line: str) -> list[str]:
     return next(csv.reader([line]), [])
 
 
-def _from_json(path: Path) -> tuple[Tensor, KeyedJaggedTensor]:
-    """Dense inputs and ids of a JSON body, in the form that the TorchServe handler takes too."""
+def _from_json(path: Path) -> _Asked:
+    """A JSON body, in the form that the TorchServe handler takes too."""
     from recinfer.serving import codec, json_codec
     from recinfer.serving.limits import Limits
     from recinfer.serving.proto import inference_pb2 as pb
@@ -124,17 +150,20 @@ def _from_json(path: Path) -> tuple[Tensor, KeyedJaggedTensor]:
     request = codec.parse(pb.PredictRequest, json_codec.predict_request(json_codec.parse_json(path.read_bytes())))
     features = codec.decode_features(request.features, Limits())
     batch = features.stride()
-    return codec.decode_dense(request.dense, batch, len(request.dense) // (4 * batch)), features
+    dense = codec.decode_dense(request.dense, batch, len(request.dense) // (4 * batch))
+    has_context = request.HasField("context")
+    context = codec.decode_features(request.context, Limits(), field="context") if has_context else None
+    return _Asked(dense, features, context, request.model, request.version)
 
 
-def _predict(
-    client: InferenceClient, dense: Tensor, features: KeyedJaggedTensor, batch_size: int
-) -> tuple[dict[str, Tensor], list[int]]:
+def _predict(client: InferenceClient, asked: _Asked, batch_size: int) -> tuple[dict[str, Tensor], list[int]]:
     """The model's outputs for all rows, asked for ``batch_size`` rows at a time, and the ranks that some lacked."""
     import torch
 
-    starts = range(0, features.stride(), batch_size)
-    found = [client.predict(dense[at : at + batch_size], _rows(features, at, at + batch_size)) for at in starts]
+    found = []
+    for start in range(0, asked.features.stride(), batch_size):
+        features = _rows(asked.features, start, start + batch_size)
+        found.append(client.predict(asked.dense[start : start + batch_size], features, context=asked.context))
     missing = sorted({rank for outputs in found for rank in outputs.missing})
     return {name: torch.cat([outputs[name] for outputs in found]) for name in found[0]}, missing
 

@@ -1,0 +1,77 @@
+"""``recinfer predict`` with ids as JSON: all that the body says is asked, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recinfer.inference.predictor import Predictor, load
+from recinfer.serving.server import Server
+from tests.cli.conftest import Exported
+from tests.e2e.commands import run_json
+from tests.serving.conftest import NUM_DENSE, build_model, export
+
+DENSE = [[0.5, 1.0, -2.0], [0.0, 0.25, 3.0], [1.0, 1.0, 1.0]]
+CANDIDATES = {"item": [[5], [], [7]], "history": [[], [1, 2], [3]], "shop": [[4], [6], [8]]}
+TOGETHER = {"dense": DENSE, "features": {**CANDIDATES, "user": [[3, 9]] * 3}}
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
+    return load(export(build_model(5), tmp_path_factory.mktemp("other"), "other", "8", num_dense=NUM_DENSE))
+
+
+@pytest.fixture(scope="module")
+def target(exported: Exported, other: Predictor) -> Iterator[str]:
+    with Server({"tiny": load(exported.archive), "other": other}) as server:
+        yield server.target
+
+
+def predict(target: str, path: Path, body: dict[str, Any], *options: object, code: int = 0) -> dict[str, Any]:
+    """What ``recinfer predict --json`` says of ``body``."""
+    path = path / "ids.json"
+    path.write_text(json.dumps(body))
+    return run_json("predict", "--target", target, "--timeout", 60, "--input", path, *options, code=code)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 1024])
+def test_a_context_counts_as_features_of_every_row_do(target: str, tmp_path: Path, batch_size: int) -> None:
+    expected = predict(target, tmp_path, TOGETHER)["outputs"]
+    without = predict(target, tmp_path, {"dense": DENSE, "features": CANDIDATES})["outputs"]
+    body = {"dense": DENSE, "features": CANDIDATES, "context": {"user": [[3, 9]]}}
+    found = predict(target, tmp_path, body, "--batch-size", batch_size)["outputs"]
+    for name, values in expected.items():
+        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(values))
+        assert not torch.equal(torch.tensor(without[name]), torch.tensor(values))
+
+
+def test_a_context_of_several_samples_is_refused(target: str, tmp_path: Path) -> None:
+    body = {"dense": DENSE, "features": CANDIDATES, "context": {"user": [[3], [9], [1]]}}
+    error = predict(target, tmp_path, body, code=2)["error"]
+    assert (error["type"], "context" in error["message"]) == ("InputError", True), error
+
+
+def test_the_model_and_version_that_a_body_names_are_asked(target: str, tmp_path: Path) -> None:
+    expected = predict(target, tmp_path, TOGETHER, "--model", "other")["outputs"]
+    assert expected != predict(target, tmp_path, TOGETHER)["outputs"]
+    for named in ({"model": "other"}, {"model": "other", "version": "8"}, {"version": "8"}):
+        options = [] if "model" in named else ["--model", "other"]
+        assert predict(target, tmp_path, {**TOGETHER, **named}, *options)["outputs"] == expected
+    assert predict(target, tmp_path, {**TOGETHER, "model": "other"}, "--model", "other")["outputs"] == expected
+
+
+def test_a_model_or_version_that_is_not_there_is_said(target: str, tmp_path: Path) -> None:
+    for named, said in (({"model": "nonsense"}, "'nonsense'"), ({"version": "99"}, "'99'")):
+        error = predict(target, tmp_path, {**TOGETHER, **named}, code=2)["error"]
+        assert (error["type"], said in error["message"]) == ("NotFoundError", True), error
+
+
+def test_a_body_and_an_option_that_name_different_models_are_refused(target: str, tmp_path: Path) -> None:
+    error = predict(target, tmp_path, {**TOGETHER, "model": "other"}, "--model", "tiny", code=2)["error"]
+    assert error["type"] == "ConfigError"
+    assert "--model" in error["message"] and "'other'" in error["message"] and "'tiny'" in error["message"]
