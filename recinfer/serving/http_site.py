@@ -33,7 +33,7 @@ class HttpSite:
 
     aiohttp waits for a request's header as long as the client likes, and for the client to read its answer: here a
     connection without a complete header ``header_s`` after it was opened is closed, and so is one that stands still for
-    ``idle_s`` and ``header_s`` after an answer.
+    ``idle_s`` and ``header_s`` after an answer. Compressed bodies reach the application as they were sent.
 
     Args:
         app: what answers; a middleware is added to it.
@@ -74,6 +74,7 @@ class HttpSite:
             keepalive_timeout=self._idle_s,
             shutdown_timeout=self._grace,
             handler_cancellation=True,  # who goes away frees the place of the request in the queue
+            auto_decompress=False,  # aiohttp would unpack bodies on the event loop, past any bound, for whoever reads none
         )
         await runner.setup()
         self._runner, loop = runner, asyncio.get_running_loop()

@@ -28,7 +28,7 @@ __all__ = ["json_text", "lookup_request", "lookup_response", "parse_json", "pred
 _COMMON_KEYS = {"features", "weights", "model", "version"}
 
 
-def parse_json(body: bytes | str) -> dict[str, Any]:
+def parse_json(body: bytes | bytearray | str) -> dict[str, Any]:
     """The JSON object in ``body``.
 
     Raises:

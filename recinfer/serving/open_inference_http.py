@@ -23,12 +23,14 @@ from recinfer.serving.http_site import HttpSite
 from recinfer.serving.json_codec import json_text, parse_json
 from recinfer.serving.open_inference_grpc import OpenInference, off_loop, raw_array
 from recinfer.serving.status import status_of
+from recinfer.serving.unpacking import Bytes, TooLargeError, largest, unpack
 
 __all__ = ["HttpDoor"]
 
 _log = logging.getLogger(__name__)
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _BODY_S = 30.0  # a body that is not here by then is given up
+_UNPACKED = 4  # compressed bodies of the largest size that are there unpacked at a time, or many small ones
 _MAX_NAME = 1024
 _DIGITS = re.compile("[0-9]{1,19}")  # int() refuses thousands of them with an error of its own
 
@@ -64,6 +66,7 @@ class HttpDoor:
         self._answers, self._token, self._observe = answers, token.encode(), observe
         self.host, self.port, self._tls, self._reuse_port = host, port, tls, reuse_port
         self._grace = grace
+        self._unpacked = Bytes(_UNPACKED * largest(answers.limits.max_message_bytes, answers.limits.max_message_bytes))
         self._site: HttpSite | None = None
 
     async def start(self) -> None:
@@ -101,7 +104,7 @@ class HttpDoor:
                 answer = await work(request)
                 code = "OK"
                 return answer
-            except web.HTTPRequestEntityTooLarge:
+            except (web.HTTPRequestEntityTooLarge, TooLargeError):
                 code = "RESOURCE_EXHAUSTED"
                 most = self._answers.limits.max_message_bytes
                 text = f"body: got more than {most} bytes, expected at most that many"
@@ -154,9 +157,19 @@ class HttpDoor:
             raise InputError(f"body: not complete after {_BODY_S:g} s") from None
         except web.RequestPayloadError as error:
             why = " ".join(str(error).split())
-            raise InputError(
-                f"body: cannot be read ({why}), expected one as its Content-Encoding and chunks say"
-            ) from None
+            raise InputError(f"body: cannot be read ({why}), expected one as its chunks say") from None
+        encoding = ", ".join(request.headers.getall("Content-Encoding", [])).strip().lower()
+        if encoding in ("", "identity"):
+            return await self._answer(request, body)
+        # It is all here, so that nobody who sends slowly keeps others waiting; and it is held until it is answered, as what
+        # is unpacked before there is a thread to read it takes memory too.
+        most = self._answers.limits.max_message_bytes
+        async with self._unpacked.taken(largest(len(body), most)) as held:
+            unpacked = await asyncio.to_thread(unpack, body, encoding, most)
+            held.shrink(len(unpacked))
+            return await self._answer(request, unpacked)
+
+    async def _answer(self, request: web.Request, body: bytes | bytearray) -> web.Response:
         name, version = _model_of(request)
         header = request.headers.get(_HEADER_LENGTH)
         read, form = await off_loop(len(body), _read, body, header, name, version)
@@ -176,14 +189,17 @@ def _model_of(request: web.Request) -> tuple[str, str]:
     return request.match_info["model"], request.match_info.get("version", "")
 
 
-def _read(body: bytes, header: str | None, name: str, version: str) -> tuple[oip.InferRequest, Callable[[str], bool]]:
+def _read(
+    body: bytes | bytearray, header: str | None, name: str, version: str
+) -> tuple[oip.InferRequest, Callable[[str], bool]]:
     """The request, and which of its outputs are wanted as binary."""
     length = len(body) if header is None else int(header) if _DIGITS.fullmatch(header) else -1
     if not 0 <= length <= len(body):
         raise InputError(
             f"{_HEADER_LENGTH}: got {str(header)[:40]!r}, expected 0 to {len(body)}, the bytes of the body"
         )
-    document = parse_json(body[:length] or b"{}")
+    text = body if length == len(body) else body[:length]
+    document = parse_json(text or b"{}")
     rest = memoryview(body)[length:]
     inputs = []
     for item in _list(document, "inputs"):
