@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from recinfer.errors import InputError
 from recinfer.serving import open_inference as oip
@@ -32,6 +33,8 @@ _HEADER_LENGTH = "Inference-Header-Content-Length"
 _BODY_S = 30.0  # a body that is not here by then is given up
 _UNPACKED = 4  # compressed bodies of the largest size that are there unpacked at a time, or many small ones
 _MAX_NAME = 1024
+_SHOWN = 80
+_PATHS = "/v2, /v2/health/live, /v2/health/ready or /v2/models/MODEL[/versions/VERSION][/ready or /infer]"
 _DIGITS = re.compile("[0-9]{1,19}")  # int() refuses thousands of them with an error of its own
 
 _Observe = Callable[..., None]
@@ -71,7 +74,7 @@ class HttpDoor:
 
     async def start(self) -> None:
         """Bind and accept requests; raises OSError when the address cannot be bound."""
-        app = web.Application(client_max_size=self._answers.limits.max_message_bytes)
+        app = web.Application(client_max_size=self._answers.limits.max_message_bytes, middlewares=[_in_json])
         model = "/v2/models/{model}"
         for path in (model, model + "/versions/{version}"):
             app.router.add_get(path, self._route("ModelMetadata", self._metadata))
@@ -183,6 +186,26 @@ class HttpDoor:
             head["parameters"] = answer.parameters
         size = sum(len(output.data) for output in answer.outputs)
         return await off_loop(size, _write, head, answer.outputs, form)
+
+
+@web.middleware
+async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """aiohttp's own errors in the form that the protocol has: clients read JSON, and fail on its text without showing it."""
+    try:
+        return await handler(request)
+    except web.HTTPMethodNotAllowed as error:
+        allowed = " or ".join(sorted(error.allowed_methods))
+        text = f"method: got {_short(request.method)} for path {_short(request.path)}, expected {allowed}"
+        return web.json_response({"error": text}, status=error.status, headers={"Allow": error.headers["Allow"]})
+    except web.HTTPNotFound as error:
+        text = f"path: got {_short(request.path)}, expected {_PATHS}"
+        return web.json_response({"error": text}, status=error.status)
+    except web.HTTPError as error:
+        return web.json_response({"error": error.text or error.reason}, status=error.status)
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}... ({len(text)} characters)"
 
 
 def _model_of(request: web.Request) -> tuple[str, str]:

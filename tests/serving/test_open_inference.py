@@ -330,6 +330,47 @@ def test_hostile_bodies(server: Server, case: str):
     assert (code, words in answer["error"]) == (400, True), answer
 
 
+UNKNOWN: dict[str, tuple[str, str, int, str]] = {
+    "nothing": ("GET", "/v2/nothing", 404, "'/v2/nothing'"),
+    "root": ("GET", "/", 404, "expected /v2"),
+    "no model": ("POST", "/v2/models//infer", 404, "'/v2/models//infer'"),
+    "two parts": ("GET", "/v2/models/a/b", 404, "MODEL"),
+    "long": ("GET", "/v2/" + "x" * 4000, 404, "(4004 characters)"),
+    "no text": ("GET", "/v2/nothing/%ff%22", 404, "/v2/nothing"),
+    "method": ("GET", "/v2/models/tiny/infer", 405, "expected POST"),
+    "another method": ("DELETE", "/v2/models/tiny", 405, "expected GET or HEAD"),
+    "patch": ("PATCH", "/v2", 405, "'PATCH'"),
+}
+
+
+@pytest.mark.parametrize("case", list(UNKNOWN))
+def test_unknown_paths_and_methods_are_answered_in_json(server: Server, case: str):
+    method, path, status, words = UNKNOWN[case]
+    request = urllib.request.Request(f"http://127.0.0.1:{server.http_port}{path}", method=method)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=60)
+    answer = json.loads(caught.value.read())
+    assert caught.value.code == status
+    assert caught.value.headers["Content-Type"].startswith("application/json")
+    assert (list(answer), words in answer["error"]) == (["error"], True), answer
+    if status == 405:
+        assert caught.value.headers["Allow"]
+
+
+def test_tritonclient_says_what_is_not_there(server: Server):
+    client = triton_http.InferenceServerClient(f"127.0.0.1:{server.http_port}")
+    for call in (
+        lambda: client.infer("", []),
+        lambda: client.get_model_config("tiny"),
+        lambda: client.get_inference_statistics("tiny"),
+        client.get_model_repository_index,
+    ):
+        with pytest.raises(InferenceServerException, match="path: got") as caught:
+            call()
+        assert caught.value.status() == "404"
+    client.close()
+
+
 def test_too_large_a_body_is_refused(server: Server):
     code, answer = post(server, b" " * ((1 << 20) + 1))
     assert code == 413 and "1048576" in answer["error"]
