@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 import re
 import ssl
 from collections.abc import Awaitable, Callable
@@ -18,7 +19,7 @@ import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from recinfer.errors import InputError
+from recinfer.errors import InputError, OverloadedError
 from recinfer.serving import open_inference as oip
 from recinfer.serving.http_site import HttpSite
 from recinfer.serving.json_codec import json_text, parse_json
@@ -122,7 +123,7 @@ class HttpDoor:
                 code = status.code
                 if code == "INTERNAL":
                     _log.exception("%s failed over HTTP", call)
-                return web.json_response({"error": status.message}, status=status.http)
+                return web.json_response({"error": status.message}, status=status.http, headers=_when_again(error))
             finally:
                 seconds = loop.time() - start
                 self._observe(call, code, seconds, headers=request.headers, num_bytes=request.content_length or 0)
@@ -202,6 +203,11 @@ async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse
         return web.json_response({"error": text}, status=error.status)
     except web.HTTPError as error:
         return web.json_response({"error": error.text or error.reason}, status=error.status)
+
+
+def _when_again(error: Exception) -> dict[str, str]:
+    """The header that says after how many seconds, a whole number, another try makes sense."""
+    return {"Retry-After": str(max(1, math.ceil(error.retry_after)))} if isinstance(error, OverloadedError) else {}
 
 
 def _short(text: str) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -62,7 +65,12 @@ def until(true: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def held(predictor: Predictor, monkeypatch: pytest.MonkeyPatch, security: Security | None = None) -> Iterator[Held]:
+def held(
+    predictor: Predictor,
+    monkeypatch: pytest.MonkeyPatch,
+    security: Security | None = None,
+    http_port: int | None = None,
+) -> Iterator[Held]:
     begun, go_on = threading.Event(), threading.Event()
     ordinary = predictor.predict_steps
 
@@ -74,7 +82,7 @@ def held(predictor: Predictor, monkeypatch: pytest.MonkeyPatch, security: Securi
     monkeypatch.setattr(predictor, "predict_steps", slow)
     config = BatchConfig(max_queue=2)
     with (
-        Server({"tiny": predictor}, threads=1, batching=config, security=security) as server,
+        Server({"tiny": predictor}, threads=1, batching=config, security=security, http_port=http_port) as server,
         grpc.insecure_channel(server.target) as channel,
     ):
         try:
@@ -111,6 +119,33 @@ def test_no_room_is_said_before_the_message_is_read(predictor: Predictor, monkey
         assert "Predict" not in server.server.stats.latency()  # nothing was answered yet
         assert server.server.batcher.state.refused == 1
         del futures
+
+
+def test_over_http_a_header_says_when_to_try_again(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
+    inputs = [{"name": key, "datatype": "INT64", "shape": [1], "data": [1]} for key in ("user", "item", "shop")]
+    inputs.append({"name": "dense", "datatype": "FP32", "shape": [1, 3], "data": [0.0, 0.0, 0.0]})
+    body = json.dumps({"inputs": inputs}).encode()
+
+    def ask() -> tuple[int, str | None, dict[str, object]]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/models/tiny/infer", body, timeout=LONG) as answer:
+                return answer.status, answer.headers["Retry-After"], json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers["Retry-After"], json.loads(error.read())
+
+    with held(predictor, monkeypatch, http_port=0) as server:
+        port, room = server.server.http_port, server.server.batcher.room
+        futures = server.fill()
+        for seconds_a_request, said in ((1e-3, "1"), (0.5, "1"), (1.2, "3")):
+            room._seconds_a_request = seconds_a_request  # two wait
+            status, header, answer = ask()
+            assert (status, header) == (429, said), answer
+            assert "try again in" in str(answer["error"])
+        server.go_on.set()
+        for future in futures:
+            future.result()
+        assert ask()[:2] == (200, None)
 
 
 def test_what_does_not_wait_passes(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
