@@ -2,6 +2,7 @@
 
 RECINFER_DEBUG            1: the command line shows tracebacks of expected errors too
 RECINFER_TOKEN            bearer token that a server asks of its callers
+RECINFER_SUPERVISED       1, set by `recinfer serve --workers`: this process is one of its workers, and starts none itself
 RANK, WORLD_SIZE          this process's rank and how many there are, as torchrun sets them
 LOCAL_WORLD_SIZE          ranks on this host, as torchrun sets it
 INTRA_NODE_BANDWIDTH      bytes per millisecond between ranks of one host, for the planner
@@ -19,6 +20,7 @@ import importlib.metadata
 import math
 import os
 import re
+from collections.abc import Mapping
 
 from recinfer.errors import ConfigError
 
@@ -32,6 +34,8 @@ __all__ = [
     "local_world_size",
     "set_torchrun",
     "storage_reserve_percent",
+    "supervised",
+    "supervised_environment",
     "token",
     "torchrun_rank",
 ]
@@ -48,6 +52,16 @@ def debug() -> bool:
 def token() -> str | None:
     """``RECINFER_TOKEN``; None when not set or empty."""
     return os.environ.get("RECINFER_TOKEN", "").strip() or None
+
+
+def supervised() -> bool:
+    """Whether a supervisor started this process, or one above it."""
+    return bool(os.environ.get("RECINFER_SUPERVISED", "").strip())
+
+
+def supervised_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """``environment`` (None: this process's) for a process that a supervisor starts."""
+    return {**(os.environ if environment is None else environment), "RECINFER_SUPERVISED": "1"}
 
 
 def keep_onnxruntime_quiet() -> None:

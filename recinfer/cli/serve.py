@@ -11,7 +11,7 @@ from recinfer.cli.options import Device
 from recinfer.cli.remote import parse_ranks, serve_ranks
 from recinfer.cli.serve_models import limits_of, serve_models
 from recinfer.cli.serve_options import SecurityOptions, ServeOptions
-from recinfer.cli.workers import supervise
+from recinfer.cli.workers import supervise, worker_options
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def run(options: ServeOptions) -> None:
 
     Ctrl-C and SIGTERM finish the requests in flight and stop.
     """
+    options = worker_options(options)
     ranks = None if options.roles.ranks is None else parse_ranks(options.roles.ranks)
     _check_roles(options)
     if ranks is not None:

@@ -163,4 +163,5 @@ class ServeOptions:
         list[Path] | None, typer.Argument(help="Archive folders; the first is the default model.", show_default=False)
     ] = None
     worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False
+    worker_port: Annotated[int | None, typer.Option("--worker-port", hidden=True)] = None
     as_json: JsonOption = False

@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from recinfer import env
 from recinfer.cli.console import Output
+from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
+    from recinfer.cli.serve_options import ServeOptions
     from recinfer.serving.security import Security
 
-__all__ = ["supervise"]
+__all__ = ["supervise", "worker_command", "worker_options"]
+
+
+def worker_command(arguments: Sequence[str], port: int) -> list[str]:
+    """The command of a worker of ``recinfer *arguments``.
+
+    What makes it a worker stands directly behind the verb: behind the user's arguments it would be the value of an option
+    that lacks one, or the name of an archive, and the "worker" would start workers as well.
+    """
+    at = arguments.index("serve") + 1
+    told = ["--worker", "--json", "--worker-port", str(port)]
+    return [sys.executable, "-m", "recinfer", *arguments[:at], *told, *arguments[at:]]
+
+
+def worker_options(options: ServeOptions) -> ServeOptions:
+    """``options``, of a worker at the ports that its supervisor holds: what the user gave, which stands behind, may be 0."""
+    if options.worker_port is None:
+        return options
+    return replace(options, address=replace(options.address, port=options.worker_port))
 
 
 def supervise(
@@ -31,9 +53,12 @@ def supervise(
     """
     from recinfer.serving.supervisor import Supervisor
 
+    arguments = sys.argv[1:]
+    if "serve" not in arguments:
+        raise ConfigError("workers: their command is this process's own; start it as `recinfer serve`")
+
     def command(bound: int) -> list[str]:
-        # The last of two equal options counts.
-        return [sys.executable, "-m", "recinfer", *sys.argv[1:], "--worker", "--json", "--port", str(bound)]
+        return worker_command(arguments, bound)
 
     environment = None if security.token is None else env.child_environment(RECINFER_TOKEN=security.token)
     supervisor = Supervisor(

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
+from recinfer import env
 from recinfer.errors import ConfigError, RecinferError, UnavailableError
 from recinfer.serving.address import check_address
 from recinfer.serving.metrics import Status, merge_statuses, only_counts
@@ -84,7 +85,8 @@ class Supervisor:
         tell: gets one line of text for each worker that died or came back.
         one_first: start the others when the first serves, with its models: where what a worker loads depends on when
             it looks (the newest versions of a model store).
-        environment: of the workers; None: this process's.
+        environment: of the workers; None: this process's. Here they are told that they are workers (see recinfer.env):
+            whatever ``command`` makes of its arguments, no worker becomes a supervisor.
     """
 
     def __init__(
@@ -99,10 +101,15 @@ class Supervisor:
         one_first: bool = False,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        if env.supervised():
+            raise ConfigError(
+                "workers: this process is a worker of another supervisor (RECINFER_SUPERVISED is set) and starts none "
+                "itself; unset it where you start a server of its own"
+            )
         if workers < 1:
             raise ConfigError(f"workers: got {workers}, expected at least 1")
         self._command, self._host, self._grace, self._tell = command, host, grace, tell
-        self._one_first, self._environment = one_first, environment
+        self._one_first, self._environment = one_first, env.supervised_environment(environment)
         # Set by signal handlers too, so it is no Event: see recinfer.serving.server.serve.
         self._stopping = False
         self._lock = threading.Lock()

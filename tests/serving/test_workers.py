@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 from recinfer import env
 from recinfer.cli.serve import security_of
 from recinfer.cli.serve_options import SecurityOptions
-from recinfer.errors import UnavailableError
+from recinfer.errors import ConfigError, UnavailableError
 from recinfer.serving import codec
 from recinfer.serving.server import SERVICE_NAME
 from recinfer.serving.supervisor import Supervisor
@@ -195,6 +196,52 @@ def test_the_command_drains_all_workers_on_sigterm(archive: Path):
     assert process.returncode == 0, err
     assert set(load.codes) == {"OK"}
     assert "Traceback" not in err
+
+
+def _below(pid: int) -> list[int]:
+    """The processes that ``pid`` started, and those that they did."""
+    found = []
+    with suppress(OSError):  # it has ended
+        for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, listed.read_text().split()):
+                found += [child, *_below(child)]
+    return found
+
+
+def _end_all(pid: int) -> None:
+    """Kill ``pid`` and all below it; stopped first, so that none starts another meanwhile."""
+    stopped: set[int] = set()
+    while new := {pid, *_below(pid)} - stopped:
+        for each in new:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGSTOP)
+        stopped |= new
+    for each in stopped:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("arguments", [["--workers", "2", "--"], ["--workers", "2", "--port", "0"]])
+def test_workers_start_no_workers_wherever_the_arguments_end(archive: Path, arguments: list[str]):
+    command = [sys.executable, "-m", "recinfer", "--debug", "serve", "--port", "0", "--json", *arguments, str(archive)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            until(lambda: select.select([process.stdout], [], [], 0.05)[0] or len(_below(process.pid)) > 2)
+            assert len(_below(process.pid)) == 2, "workers start workers"
+            assert json.loads(process.stdout.readline())["workers"] == 2
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            _end_all(process.pid)
+
+
+def test_a_process_below_a_supervisor_is_none(monkeypatch: pytest.MonkeyPatch):
+    tell = "import json, os; print(json.dumps({'error': {'message': os.environ['RECINFER_SUPERVISED']}}))"
+    with pytest.raises(UnavailableError, match="before it was ready: 1"):
+        Supervisor(lambda port: [sys.executable, "-c", tell], 1, "127.0.0.1", 0).run()
+    monkeypatch.setenv("RECINFER_SUPERVISED", "1")
+    with pytest.raises(ConfigError, match="this process is a worker"):
+        Supervisor(lambda port: [sys.executable, "-c", tell], 1, "127.0.0.1", 0)
 
 
 def test_workers_end_with_their_supervisor(archive: Path):
