@@ -61,6 +61,63 @@ def test_pandas_columns():
         as_features(pandas.DataFrame([[1, 2]], columns=["user", "user"]))
 
 
+def test_whole_floats_are_ids_where_pandas_made_them_for_what_is_missing():
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    for dtype in (None, "float32", "Float64"):
+        found = as_features(pandas.DataFrame({"user": pandas.Series([3, None, 5], dtype=dtype)}))
+        assert (found.values().tolist(), found.lengths().tolist()) == ([3, 5], [1, 0, 1])
+    nothing = as_features(pandas.DataFrame({"user": [None, float("nan")]}))
+    assert (nothing.values().tolist(), nothing.lengths().tolist()) == ([], [0, 0])
+    for values in ([3.0, 5.0], [3.5, None], [float("inf"), None]):
+        with pytest.raises(InputError, match=r"'user'.*expected integer ids"):
+            as_features(pandas.DataFrame({"user": values}))
+    for values, dtype in (([2**53, None], None), ([2**24, None], "float32")):
+        with pytest.raises(InputError, match=r"'user'.*'Int64'"):
+            as_features(pandas.DataFrame({"user": pandas.Series(values, dtype=dtype)}))
+
+
+class Lent:
+    """What another library lends through Arrow's PyCapsule interface, and nothing else of it."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return self.data.__arrow_c_stream__(requested_schema)
+
+
+def test_columns_of_any_library_that_speaks_arrow():
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    users = pa.chunked_array([USER[:1], USER[1:]])
+    codes = pa.array(USER, pa.int64()).dictionary_encode()
+    nested = pa.ListArray.from_arrays(
+        pa.array([0, 2, 2, 3], pa.int32()), pa.array([*HISTORY[0], *HISTORY[2]]).dictionary_encode()
+    )
+    for user in (users, codes, pa.chunked_array([codes])):
+        for view in (pa.list_view, pa.large_list_view, pa.large_list):
+            history = pa.chunked_array([pa.array(HISTORY, view(pa.int64()))])
+            check(as_features({"user": Lent(pa.chunked_array(user)), "history": Lent(history)}))
+            check(as_features(Lent(pa.table({"user": user, "history": history}))))
+        check(as_features({"user": user, "history": nested}))
+    two = Lent(pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["user", "user"]))
+    with pytest.raises(InputError, match="got column 'user' more than once"):
+        as_features(two)
+    with pytest.raises(InputError, match=r"'user'.*integer ids"):
+        as_features({"user": Lent(pa.chunked_array([["a", "b"]]))})
+    with pytest.raises(InputError, match="features: "):
+        as_features(Lent(users))
+    assert as_dense(Lent(pa.table({"a": [1, 2], "b": [0.5, 0.25]}))).tolist() == [[1.0, 0.5], [2.0, 0.25]]
+
+
+def test_polars_columns():
+    polars = pytest.importorskip("polars", reason="polars is not installed")
+    check(as_features(polars.DataFrame({"user": USER, "history": HISTORY})))
+    check(as_features({"user": polars.Series(USER), "history": polars.Series(HISTORY)}))
+    found = as_features({"user": polars.Series([3, None, 5], dtype=polars.UInt32)})
+    assert (found.values().tolist(), found.lengths().tolist()) == ([3, 5], [1, 0, 1])
+    assert as_dense(polars.DataFrame({"a": [1, 2]})).tolist() == [[1.0], [2.0]]
+
+
 def test_pyarrow_columns():
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     check(as_features(pa.table({"user": USER, "history": HISTORY})))

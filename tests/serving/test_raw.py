@@ -107,10 +107,72 @@ def test_both_clients_send_rows(service: InferenceService, predictor: object):
         assert torch.equal(run_on_loop(ask(), timeout=90), expected)
 
 
+class Lent:
+    """Rows as another library lends them through Arrow's PyCapsule interface."""
+
+    def __init__(self, rows: object) -> None:
+        self.rows = rows
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return self.rows.__arrow_c_stream__(requested_schema)
+
+
+def test_views_and_dictionaries_are_sent_as_plain_columns():
+    pa = pyarrow
+    text, ids = ["ann", None, "bob", "ann"], [[1, 7], None, [], [2]]
+    words = [["1", "7"], None, [], ["2"]]
+    codes = pa.DictionaryArray.from_arrays(
+        pa.array([0, None, 1, 0], pa.uint32()), pa.array(["ann", "bob"], pa.string_view())
+    )
+    nested = pa.ListArray.from_arrays(
+        pa.array([0, 2, 2, 2, 3], pa.int32()),
+        pa.DictionaryArray.from_arrays(pa.array([0, 1, 2], pa.int8()), pa.array(["1", "7", "2"], pa.string_view())),
+        mask=pa.array([False, True, False, False]),
+    )
+    columns = {
+        "view": (pa.array(text, pa.string_view()), text),
+        "codes": (codes, text),
+        "plain codes": (pa.array(text).dictionary_encode(), text),
+        "lists": (pa.array(ids, pa.list_view(pa.int64())), ids),
+        "narrow lists": (pa.array(ids, pa.list_view(pa.int32())), ids),
+        "large lists": (pa.array(ids, pa.large_list_view(pa.int64())), ids),
+        "texts": (pa.array(words, pa.list_view(pa.string_view())), words),
+        "views": (pa.array(words, pa.list_(pa.string_view())), words),
+        "lists of codes": (nested, words),
+        "pairs": (pa.array([["a", "b"], None, ["c", "d"], ["e", None]], pa.list_(pa.string_view(), 2)), None),
+    }
+    table = pa.table({name: column for name, (column, _) in columns.items()})
+    halves = pa.concat_tables([table.slice(0, 1), table.slice(1)])
+    mapping = {name: column for name, (column, _) in columns.items()}
+    lent = {name: Lent(pa.chunked_array(column)) for name, column in mapping.items()}
+    for rows in (table, halves, Lent(table), Lent(halves), table.to_batches()[0], mapping, lent):
+        messages = [message.type for message in pa.ipc.MessageReader.open_stream(pa.py_buffer(as_raw(rows)))]
+        assert messages == ["schema", "record batch"]
+        found = pa.ipc.open_stream(as_raw(rows)).read_all()
+        assert found.to_pylist() == table.to_pylist()
+        for name, (_, values) in columns.items():
+            assert values is None or found[name].to_pylist() == values
+            assert not any(kind in str(found.schema.field(name).type) for kind in ("view", "dictionary"))
+    assert pa.ipc.open_stream(as_raw(table.slice(2))).read_all().to_pylist() == table.slice(2).to_pylist()
+
+
+def test_polars_rows(service: InferenceService):
+    polars = pytest.importorskip("polars", reason="polars is not installed")
+    expected = service.predict(codec.encode_predict_request(*CONTRACT.apply(AS_TEXT)))
+    frame = polars.DataFrame(COLUMNS)
+    coded = frame.with_columns(
+        polars.col("user").cast(polars.Categorical),
+        polars.col("history").cast(polars.List(polars.String)).cast(polars.List(polars.Categorical)),
+    )
+    for rows in (frame, coded, {name: frame[name] for name in COLUMNS}, {name: coded[name] for name in COLUMNS}):
+        assert service.predict(pb.PredictRequest(raw=as_raw(rows)).SerializeToString()) == expected
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
         ([1, 2], "got list"),
+        (Lent(pyarrow.chunked_array([[1, 2]])), "^rows: "),
         ({"a": [1], "b": [1, 2]}, "length"),
         ({"a": [1, "x"]}, "rows: "),
         (pyarrow.table({"a": []}), "^rows: got none, expected columns of at least one row"),
