@@ -127,11 +127,14 @@ def _check_size(name: str, shape: Sequence[int], elements: int) -> None:
 def to_call(request: InferRequest, registry: ModelRegistry, limits: Limits) -> tuple[Call, bytes]:
     """The call of ours that answers ``request``, and its serialized message.
 
+    It names a version, the one that the request was checked against: where there are several, another would be drawn for it.
+
     Raises:
         InputError: tensors that do not fit each other or the convention above; the message names the input.
         NotFoundError: no such model or version.
     """
-    call = _call_of(request, registry.get(request.model, request.version).predictor)
+    model = registry.get(request.model, request.version)
+    call = _call_of(request, model.predictor)
     if len(request.inputs) > 3 * limits.max_keys + 1:
         raise InputError(f"inputs: got {len(request.inputs)} tensors, expected at most {3 * limits.max_keys + 1}")
     by_name = {tensor.name: tensor for tensor in request.inputs}
@@ -151,7 +154,7 @@ def to_call(request: InferRequest, registry: ModelRegistry, limits: Limits) -> t
         raise InputError(f"input 'dense': got {dense.shape[0]} samples, expected {features[0].batch} as the features")
     parts = _encode(features, limits)
     # Both requests begin with the same two fields.
-    head = pb.GetModelRequest(model=request.model, version=request.version)
+    head = pb.GetModelRequest(model=request.model, version=model.version)
     if call == "Lookup":
         return call, b"".join([head.SerializeToString(), *parts])
     tail = [] if dense is None else bytes_field(4, _raw(dense.data))

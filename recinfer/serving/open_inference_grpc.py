@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from google.protobuf.message import Message
 
-from recinfer.errors import InputError, RecinferError
+from recinfer.errors import InputError, NotFoundError, RecinferError
 from recinfer.serving import codec
 from recinfer.serving import open_inference as oip
 from recinfer.serving.proto import open_inference_pb2 as pb
@@ -65,6 +65,14 @@ class OpenInference:
 
     async def infer(self, request: oip.InferRequest) -> oip.InferAnswer:
         """The version that answered, and the outputs."""
+        try:
+            return await self._infer(request)
+        except NotFoundError:
+            if request.version:
+                raise
+            return await self._infer(request)  # the version that was drawn may be unloaded since; then it is no more
+
+    async def _infer(self, request: oip.InferRequest) -> oip.InferAnswer:
         size = sum(tensor.data.nbytes for tensor in request.inputs)
         call, message = await off_loop(size, oip.to_call, request, self.registry, self.limits)
         answer = await self._ask(call, message)
