@@ -7,17 +7,19 @@ TorchServe's ``PredictionsRequest`` is {model_name = 1, model_version = 2, map<s
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import grpc
+import torch
 from google.protobuf.wrappers_pb2 import BytesValue
 from torch import Tensor
 
 from recinfer.serving import codec
 from recinfer.serving.client import Embeddings, invoke
+from recinfer.serving.columns import as_dense, as_features
 from recinfer.serving.security import authorization
 from recinfer.serving.status import error_of
 from recinfer.serving.wire import bytes_field
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["TorchServeClient", "error_in"]
 
@@ -35,7 +37,7 @@ class TorchServeClient:
         version: empty: the model's default version.
         timeout: seconds until a call is given up.
 
-    Errors are those of InferenceClient.
+    Features, dense inputs and errors are those of InferenceClient.
     """
 
     def __init__(self, target: str, model: str, *, token: str = "", version: str = "", timeout: float = 10.0) -> None:
@@ -44,19 +46,21 @@ class TorchServeClient:
         self._channel = grpc.insecure_channel(target, options=[("grpc.max_receive_message_length", -1)])
         self._predictions = self._channel.unary_unary(_PREDICTIONS)
 
-    def lookup(self, features: KeyedJaggedTensor) -> Embeddings:
+    def lookup(self, features: Any) -> Embeddings:
         """Embeddings of some or all features of the model, given in any order."""
-        answer = self._call("lookup", codec.encode_lookup_request(features))
+        answer = self._call("lookup", codec.encode_lookup_request(as_features(features)))
         return Embeddings(*codec.decode_lookup_response(answer))
 
-    def predict(
-        self, dense: Tensor, features: KeyedJaggedTensor, *, context: KeyedJaggedTensor | None = None
-    ) -> dict[str, Tensor]:
+    def predict(self, dense: Any, features: Any, *, context: Any = None) -> dict[str, Tensor]:
         """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples.
 
-        ``context``: features of one sample that go with all B, none of them in ``features``.
+        ``dense``: None for a model that takes none. ``context``: features of one sample that go with all B, none of them in
+        ``features``.
         """
-        body = codec.encode_predict_request(dense, features, context=context)
+        sparse = as_features(features)
+        matrix = torch.empty(sparse.stride(), 0) if dense is None else as_dense(dense)
+        once = None if context is None else as_features(context)
+        body = codec.encode_predict_request(matrix, sparse, context=once)
         return codec.decode_predict_response(self._call("predict", body))[0]
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -73,6 +74,27 @@ def test_same_numbers_through_every_door(torchserve: TorchServe, ours: Inference
         assert answer.keys() == logits.keys()
         for name, tensor in logits.items():
             torch.testing.assert_close(answer[name], tensor, **TOLERANCE)
+
+
+def test_the_client_takes_what_our_own_takes(torchserve: TorchServe, ours: InferenceClient):
+    dense = [[0.5, 1.0, -2.0], [0.0, 0.25, 3.0]]
+    features = {"item": [5, 7], "history": [[], [1, 2]], "shop": np.array([4, 6])}
+    context = {"user": [[3, 9]]}
+    expected = ours.predict(dense, features, context=context)
+    with over_grpc(torchserve, "tiny") as client:
+        torch.testing.assert_close(client.predict(dense, features, context=context), dict(expected), **TOLERANCE)
+        together = client.predict(np.array(dense), {**features, "user": [[3, 9]] * 2})
+        torch.testing.assert_close(together, dict(expected), **TOLERANCE)
+        found = client.lookup({"shop": [[3], []], "user": [1, 2]})
+        pooled = ours.lookup({"shop": [[3], []], "user": [1, 2]}).pooled
+        torch.testing.assert_close(found.pooled.values(), pooled.values(), **TOLERANCE)
+        for dense_, features_, words in (
+            ([1.0, 2.0], features, "dense: got shape"),
+            (dense, {"user": ["a", "b"]}, "'user'"),
+            (None, features, "dense: got 0 bytes"),
+        ):
+            with pytest.raises(InputError, match=words):
+                client.predict(dense_, features_)
 
 
 def test_json_lookup_of_some_features(torchserve: TorchServe, ours: InferenceClient):
