@@ -113,12 +113,14 @@ def _named(options: ClientOptions, asked: _Asked | None) -> ClientOptions:
     """``options`` with the model and version that the input names; raises ConfigError where they name others."""
     if asked is None:
         return options
-    found = {}
-    for name, given, own in (("model", options.model, asked.model), ("version", options.version, asked.version)):
-        if given and own and given != own:
-            raise ConfigError(f"--{name}: got {given!r}, and {own!r} in the input; leave one of them out")
-        found[name] = given or own
-    return replace(options, **found)
+    model = _one_of("model", options.model, asked.model)
+    return replace(options, model=model, version=_one_of("version", options.version, asked.version))
+
+
+def _one_of(name: str, given: str, own: str) -> str:
+    if given and own and given != own:
+        raise ConfigError(f"--{name}: got {given!r}, and {own!r} in the input; leave one of them out")
+    return given or own
 
 
 def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> _Asked:
