@@ -10,7 +10,7 @@ from recinfer.cli.declared import takes
 from recinfer.cli.options import Device
 from recinfer.cli.remote import parse_ranks, serve_ranks
 from recinfer.cli.serve_models import limits_of, serve_models
-from recinfer.cli.serve_options import SecurityOptions, ServeOptions
+from recinfer.cli.serve_options import AddressOptions, SecurityOptions, ServeOptions
 from recinfer.cli.workers import supervise, worker_options
 from recinfer.errors import ConfigError
 
@@ -33,6 +33,7 @@ def run(options: ServeOptions) -> None:
     """
     options = worker_options(options)
     ranks = None if options.roles.ranks is None else parse_ranks(options.roles.ranks)
+    _check_ports(options.address)
     _check_roles(options)
     if ranks is not None:
         env.listen_in_place()
@@ -51,6 +52,7 @@ def run(options: ServeOptions) -> None:
             address.host,
             address.port,
             output,
+            http_port=address.http_port,
             metrics_port=address.metrics_port,
             security=security,
             one_first=models.model_store is not None,
@@ -98,6 +100,15 @@ def _serve_ranks(ranks: list[int], options: ServeOptions, security: Security, ou
         lock=options.tables.lock,
         socket_port=options.roles.socket_port,
     )
+
+
+def _check_ports(address: AddressOptions) -> None:
+    """Raises ConfigError for two doors on one port, which workers, who share theirs, would both open."""
+    doors = {"--port": address.port, "--http-port": address.http_port, "--metrics-port": address.metrics_port}
+    at: dict[int, str] = {}
+    for name, port in doors.items():
+        if port and (other := at.setdefault(port, name)) != name:
+            raise ConfigError(f"got {other} {port} and {name} {port}, expected a port for each; 0 takes a free one")
 
 
 def _check_roles(options: ServeOptions) -> None:

@@ -211,8 +211,8 @@ class _Life:
             set_serving_when_there(predictors, self._fanout, output, self._server.set_serving, self._stopped)
         served = ", ".join(f"{m.name} {m.version}" for m in self._models)
         output.show(f"[green]serving[/green] {served} on {address.host}:{port}  (Ctrl-C stops)")
-        if address.http_port is not None:
-            output.show(f"Open Inference Protocol over HTTP on {address.host}:{address.http_port}")
+        if self._server.http_port is not None:
+            output.show(f"Open Inference Protocol over HTTP on {address.host}:{self._server.http_port}")
         shown = self._server.metrics_port
         if shown is not None:
             output.show(f"status page on http://{address.host}:{shown}/")
@@ -222,7 +222,7 @@ class _Life:
                 "version": self._models[0].version,
                 "host": address.host,
                 "port": port,
-                "http_port": address.http_port,
+                "http_port": self._server.http_port,
                 "metrics_port": shown,
             }
         )

@@ -33,7 +33,9 @@ class AddressOptions:
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
     http_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Also the Open Inference Protocol's REST form, on this TCP port."),
+        typer.Option(
+            min=0, max=65535, help="Also the Open Inference Protocol's REST form, on this TCP port; 0: a free one."
+        ),
     ] = None
     metrics_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Prometheus metrics, and at / a page for people.")
@@ -164,4 +166,5 @@ class ServeOptions:
     ] = None
     worker: Annotated[bool, typer.Option("--worker", hidden=True)] = False
     worker_port: Annotated[int | None, typer.Option("--worker-port", hidden=True)] = None
+    worker_http_port: Annotated[int | None, typer.Option("--worker-http-port", hidden=True)] = None
     as_json: JsonOption = False

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["supervise", "worker_command", "worker_options"]
 
 
-def worker_command(arguments: Sequence[str], port: int) -> list[str]:
+def worker_command(arguments: Sequence[str], port: int, http_port: int | None) -> list[str]:
     """The command of a worker of ``recinfer *arguments``.
 
     What makes it a worker stands directly behind the verb: behind the user's arguments it would be the value of an option
@@ -27,6 +27,8 @@ def worker_command(arguments: Sequence[str], port: int) -> list[str]:
     """
     at = arguments.index("serve") + 1
     told = ["--worker", "--json", "--worker-port", str(port)]
+    if http_port is not None:
+        told += ["--worker-http-port", str(http_port)]
     return [sys.executable, "-m", "recinfer", *arguments[:at], *told, *arguments[at:]]
 
 
@@ -34,7 +36,8 @@ def worker_options(options: ServeOptions) -> ServeOptions:
     """``options``, of a worker at the ports that its supervisor holds: what the user gave, which stands behind, may be 0."""
     if options.worker_port is None:
         return options
-    return replace(options, address=replace(options.address, port=options.worker_port))
+    address = replace(options.address, port=options.worker_port, http_port=options.worker_http_port)
+    return replace(options, address=address)
 
 
 def supervise(
@@ -43,22 +46,28 @@ def supervise(
     port: int,
     output: Output,
     *,
+    http_port: int | None = None,
     metrics_port: int | None = None,
     security: Security,
     one_first: bool = False,
 ) -> None:
     """Run this process's own command line in ``workers`` processes until SIGTERM or Ctrl-C.
 
-    The metrics port is this process's own: it shows the sum of what the workers count.
+    The metrics port is this process's own: it shows the sum of what the workers count. The others are held here and
+    shared by the workers alone: a second server on one of them is refused, where it would share it without a word.
     """
+    from recinfer.serving.address import hold_address
     from recinfer.serving.supervisor import Supervisor
 
     arguments = sys.argv[1:]
     if "serve" not in arguments:
         raise ConfigError("workers: their command is this process's own; start it as `recinfer serve`")
 
+    http = None if http_port is None else hold_address(host, http_port)
+    bound_http = None if http is None else int(http.getsockname()[1])
+
     def command(bound: int) -> list[str]:
-        return worker_command(arguments, bound)
+        return worker_command(arguments, bound, bound_http)
 
     environment = None if security.token is None else env.child_environment(RECINFER_TOKEN=security.token)
     supervisor = Supervisor(
@@ -80,6 +89,8 @@ def supervise(
         supervisor.run(ready)
     finally:
         shown.stop()
+        if http is not None:
+            http.close()
     output.note("stopped")
 
 

@@ -1,4 +1,4 @@
-"""Says why an address cannot be listened on, before gRPC fails without a reason."""
+"""Addresses to listen on: why one cannot be had, said before gRPC fails without a reason, and one held for others."""
 
 from __future__ import annotations
 
@@ -7,16 +7,35 @@ import socket
 
 from recinfer.errors import UnavailableError
 
-__all__ = ["check_address"]
+__all__ = ["check_address", "hold_address"]
 
 
 def check_address(host: str, port: int) -> None:
     """Bind and release the address: the system says why it cannot be had, gRPC does not; raises UnavailableError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((host, port), family=family).close()
+        socket.create_server((host, port), family=_family(host)).close()
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
         raise UnavailableError(
             f"cannot listen on {host}:{port}: {reason}; choose another port (0: a free one) or host"
         ) from None
+
+
+def hold_address(host: str, port: int) -> socket.socket:
+    """A socket bound to the address and not listening, with SO_REUSEPORT: workers can bind it too, and nobody else takes it.
+
+    Raises UnavailableError.
+    """
+    check_address(host, port)
+    held = socket.socket(_family(host), socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        held.bind((host, port))
+    except OSError as error:
+        held.close()
+        raise UnavailableError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return held
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 from recinfer import env
 from recinfer.errors import ConfigError, RecinferError, UnavailableError
-from recinfer.serving.address import check_address
+from recinfer.serving.address import hold_address
 from recinfer.serving.metrics import Status, merge_statuses, only_counts
 from recinfer.serving.pipe import Pipe
 from recinfer.serving.proto import admin_pb2 as pb
@@ -123,7 +122,7 @@ class Supervisor:
         self._ready = [threading.Event() for _ in range(workers)]
         self._failed: str | None = None
         self._answer: dict[str, Any] = {}
-        self._socket = _hold(host, port)
+        self._socket = hold_address(host, port)
         self.port: int = self._socket.getsockname()[1]
 
     @property
@@ -354,19 +353,6 @@ def _in_all(
         elif isinstance(error, RecinferError) and worker.process.poll() is None:
             failed.append((worker, error))
     return made, failed
-
-
-def _hold(host: str, port: int) -> socket.socket:
-    """A socket bound to the address and not listening; with SO_REUSEPORT, so that workers can bind it too."""
-    check_address(host, port)
-    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        held.bind((host, port))
-    except OSError as error:
-        held.close()
-        raise UnavailableError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    return held
 
 
 def _reason(code: int) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +26,9 @@ from recinfer.errors import ConfigError, UnavailableError
 from recinfer.serving import codec
 from recinfer.serving.server import SERVICE_NAME
 from recinfer.serving.supervisor import Supervisor
+from tests.ports import free_port
 from tests.serving.conftest import make_request
+from tests.warm import RECINFER, Program
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("socket"), "SO_REUSEPORT"), reason="needs SO_REUSEPORT")
 
@@ -233,6 +236,34 @@ def test_workers_start_no_workers_wherever_the_arguments_end(archive: Path, argu
             assert process.wait(60) == 0
         finally:
             _end_all(process.pid)
+
+
+@contextmanager
+def served(*arguments: object) -> Iterator[dict[str, Any]]:
+    """The line that ``recinfer serve --json *arguments`` prints once it serves, or has failed."""
+    with Program(RECINFER, "serve", "--json", *arguments) as process:
+        try:
+            yield json.loads(process.stdout.readline())
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate()
+
+
+def test_the_http_port_of_workers_is_held_for_them_alone(archive: Path):
+    with served("--workers", 2, "--port", 0, "--http-port", 0, archive) as first:
+        with served("--workers", 2, "--port", 0, "--http-port", first["http_port"], archive) as second:
+            assert f"cannot listen on 127.0.0.1:{first['http_port']}" in second["error"]["message"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{first['http_port']}/v2/models/tiny", timeout=60) as answer:
+            assert json.load(answer)["name"] == "tiny"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("doors", [("--port", "--http-port"), ("--http-port", "--metrics-port")])
+def test_two_doors_on_one_port_are_refused(archive: Path, workers: int, doors: tuple[str, str]):
+    port = free_port()
+    arguments = [part for door in doors for part in (door, port)]
+    with served("--port", 0, "--workers", workers, *arguments, archive) as said:
+        assert f"got {doors[0]} {port} and {doors[1]} {port}" in said["error"]["message"]
 
 
 def test_a_process_below_a_supervisor_is_none(monkeypatch: pytest.MonkeyPatch):
