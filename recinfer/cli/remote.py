@@ -68,10 +68,7 @@ def serve_ranks(
         tables.add(path)
     if store is not None and not archives:
         known = ModelStore(store)
-        paths = [
-            known.newest_that(name, functools.partial(_added, tables, store / name), ArchiveError)
-            for name in known.models()
-        ]
+        paths = known.newest_of_all(functools.partial(_added, tables, store), ArchiveError)
     if deltas and len(paths) != 1:
         raise ConfigError(f"delta: got {len(paths)} archives; a delta goes with one archive")
     if deltas:
@@ -106,9 +103,9 @@ def serve_ranks(
     output.note("stopped")
 
 
-def _added(tables: ShardTables, folder: Path, version: str) -> Path:
-    tables.add(folder / version)
-    return folder / version
+def _added(tables: ShardTables, store: Path, name: str, version: str) -> Path:
+    tables.add(store / name / version)
+    return store / name / version
 
 
 def shard_fanout(path: Path, security: Security, missing: str | None) -> Fanout:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +133,7 @@ def _models(
         # As a shard server does: archives that are named are what it serves, and the store is where others come from.
         models += [] if options.archives else _newest_of_shards(options, fanout, store)
     elif store is not None:
-        models += [store.newest(name) for name in store.models()]
+        models += _newest(store, models)
     if not models:
         raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
     return models
@@ -162,6 +161,18 @@ def _named(options: ServeOptions, fanout: Fanout | None) -> list[ServedModel]:
     return models
 
 
+def _newest(store: ModelStore, named: list[ServedModel]) -> list[ServedModel]:
+    """The newest version of each model of the store, but for those that are ``named`` already."""
+    from recinfer.serving.registry import ServedModel
+
+    here = {(model.name, model.version) for model in named}
+
+    def opened(name: str, version: str) -> ServedModel | None:
+        return None if (name, version) in here else ServedModel.of(name, store.open(name, version), version)
+
+    return [model for model in store.newest_of_all(opened, needed=not named) if model is not None]
+
+
 def _newest_of_shards(options: ServeOptions, fanout: Fanout, store: ModelStore) -> list[ServedModel]:
     from recinfer.serving.registry import ServedModel
 
@@ -171,7 +182,7 @@ def _newest_of_shards(options: ServeOptions, fanout: Fanout, store: ModelStore) 
         predictor = unchecked(store.folder / name / version, fanout, options.models.model_store, device)
         return ServedModel.of(name, predictor, version)
 
-    return [store.newest_that(name, functools.partial(opened, name), ArchiveError) for name in store.models()]
+    return store.newest_of_all(opened, ArchiveError)
 
 
 # --------------------------------------------------------------------------------------------------- from start to stop

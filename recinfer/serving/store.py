@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import threading
@@ -19,6 +20,10 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
+class _NoSoundVersion(ConfigError):
+    """All versions of a model are broken."""
+
+
 class ModelStore:
     """Archives on disk by model and version.
 
@@ -34,18 +39,36 @@ class ModelStore:
         if not folder.is_dir():
             raise ConfigError(f"model store {folder} is not a folder")
         self.folder, self._load_options = folder, load_options
+        self._unread: set[Path] = set()  # what was said to be unreadable
 
     def models(self) -> list[str]:
-        """Names of the models that have a version."""
+        """Names of the models that have a version; a folder that cannot be read, such as a disk's lost+found, has none."""
         return [path.name for path in sorted(self.folder.iterdir()) if path.is_dir() and self.versions(path.name)]
 
     def versions(self, model: str) -> list[str]:
         """Versions of a model, the newest (the highest number) first."""
-        folder = self._inside(self.folder, model)
-        found = (
-            [path.name for path in folder.iterdir() if (path / "manifest.json").is_file()] if folder.is_dir() else []
-        )
+        found = [path.name for path in self._folders(self._inside(self.folder, model))]
         return sorted(found, key=_natural, reverse=True)
+
+    def _folders(self, folder: Path) -> list[Path]:
+        """The archives in ``folder``, without what this user may not read."""
+        try:
+            return [path for path in folder.iterdir() if self._holds_archive(path)] if folder.is_dir() else []
+        except PermissionError as error:
+            self._tell_unread(folder, error)
+            return []
+
+    def _holds_archive(self, path: Path) -> bool:
+        try:
+            return (path / "manifest.json").is_file()
+        except PermissionError as error:
+            self._tell_unread(path, error)
+            return False
+
+    def _tell_unread(self, path: Path, error: PermissionError) -> None:
+        if path not in self._unread:
+            self._unread.add(path)
+            _log.warning("model store: %s cannot be read, so it holds no model: %s", path, error.strerror)
 
     def open(self, model: str, version: str) -> Predictor:
         """Map, check and warm a version: every golden request is replayed.
@@ -72,7 +95,7 @@ class ModelStore:
         return path
 
     def newest(self, model: str) -> ServedModel:
-        """The newest version that is sound; a broken one is logged and passed over. Raises ArchiveError, NotFoundError."""
+        """The newest version that is sound; a broken one is logged and passed over. Raises ConfigError, NotFoundError."""
         return self.newest_that(model, lambda version: ServedModel.of(model, self.open(model, version), version))
 
     def newest_that(self, model: str, opens: Callable[[str], T], broken: type[RecinferError] = RecinferError) -> T:
@@ -80,16 +103,39 @@ class ModelStore:
 
         Raises:
             NotFoundError: the store has no version of the model.
-            RecinferError: what was raised for the newest one, when all of them are broken.
+            ConfigError: all of them are broken; it says how.
         """
-        failed: RecinferError | None = None
+        failed: list[str] = []
         for version in self.versions(model):
             try:
                 return opens(version)
-            except broken as error:
+            except (broken, OSError) as error:
                 _log.error("model store: %s %s is not served: %s", model, version, error)
-                failed = failed or error
-        raise failed or NotFoundError(f"model: the store has no version of {model[:80]!r}")
+                failed.append(f"{version}: {error}")
+        if not failed:
+            raise NotFoundError(f"model: the store has no version of {model[:80]!r}")
+        raise _NoSoundVersion(f"model store: model {model[:80]!r} has no version to serve: {'; '.join(failed)}")
+
+    def newest_of_all(
+        self, opens: Callable[[str, str], T], broken: type[RecinferError] = RecinferError, *, needed: bool = True
+    ) -> list[T]:
+        """What ``opens`` makes of the newest sound version of each model; a model without one is passed over.
+
+        Args:
+            needed: raise where no model has one, instead of returning nothing.
+
+        Raises:
+            ConfigError: there are models, and no sound version of any; it says how each is broken.
+        """
+        found, failed = [], []
+        for model in self.models():
+            try:
+                found.append(self.newest_that(model, functools.partial(opens, model), broken))
+            except _NoSoundVersion as error:
+                failed.append(str(error))
+        if failed and needed and not found:
+            raise ConfigError("; ".join(failed))
+        return found
 
     @staticmethod
     def _inside(folder: Path, name: str) -> Path:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -30,7 +31,7 @@ from recinfer.serving.registry import ModelRegistry, ServedModel
 from recinfer.serving.server import SERVICE_NAME, Server
 from recinfer.serving.store import ModelStore
 from tests.serving.conftest import make_request
-from tests.warm import RECINFER, Program
+from tests.warm import RECINFER, Program, run_program
 
 
 @pytest.fixture
@@ -242,6 +243,78 @@ def test_the_newest_sound_version_is_found(store: Path, tmp_path: Path):
         models.newest("nobody")
     with pytest.raises(ConfigError, match="not a folder"):
         ModelStore(tmp_path / "nothing")
+
+
+def unsound(folder: Path) -> None:
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-20])
+
+
+def test_a_model_without_a_sound_version_is_passed_over_while_another_has_one(
+    store: Path, caplog: pytest.LogCaptureFixture
+):
+    unsound(store / "other" / "1")
+    models = ModelStore(store)
+
+    def versions() -> list[tuple[str, str]]:
+        return models.newest_of_all(lambda name, version: (name, models.open(name, version) and version))
+
+    assert versions() == [("tiny", "2")]
+    assert "other 1 is not served" in caplog.text
+    for version in ("1", "2"):
+        unsound(store / "tiny" / version)
+    with pytest.raises(ConfigError, match=r"model 'other' has no version .*: 1: .*J2.* model 'tiny' .*: 10: .*; 2: "):
+        versions()
+    assert models.newest_of_all(lambda name, version: models.open(name, version), needed=False) == []
+
+
+def test_the_command_serves_what_is_sound_of_a_store_and_what_is_named_once(store: Path):
+    unsound(store / "other" / "1")
+    shutil.rmtree(store / "tiny" / "10")
+    (store / "tiny" / "1").rename(store / "tiny" / "3")  # as its manifest says
+    for named, weighed in (([], {"tiny": {"3": 1}}), ([store / "tiny" / "3"], {"tiny": {"3": 1}})):
+        arguments = ["serve", *named, "--model-store", store, "--admin", "--port", "0", "--json"]
+        with Program(RECINFER, *arguments) as process:
+            said = json.loads(process.stdout.readline())
+            assert "port" in said, said
+            with AdminClient(f"127.0.0.1:{said['port']}") as client:
+                found = {
+                    m: {v: is_.weight for v, is_ in versions.items()} for m, versions in client.list_models().items()
+                }
+            process.send_signal(signal.SIGTERM)
+            process.communicate()
+        assert found == weighed
+
+
+_AS_NOBODY = """
+import os, sys, logging
+from pathlib import Path
+from recinfer.serving.store import ModelStore
+logging.basicConfig(stream=sys.stdout, force=True)
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+models = ModelStore(Path(sys.argv[1]))
+print(models.models(), models.versions("tiny"))
+"""
+
+
+def test_a_folder_that_may_not_be_read_holds_no_model(archive: Path):
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are closed to other users
+        store = Path(folder)
+        for name in ("lost+found", "tiny/1", "tiny/2"):
+            (store / name).mkdir(parents=True)
+        for version in ("1", "2"):
+            shutil.copy(archive / "manifest.json", store / "tiny" / version)
+        store.chmod(0o755)
+        for closed in ("lost+found", "tiny/2"):
+            (store / closed).chmod(0)
+        code, out, err = run_program(_AS_NOBODY, store)
+        for closed in ("lost+found", "tiny/2"):
+            (store / closed).chmod(0o755)
+    assert code == 0, err
+    assert out.splitlines()[-1] == "['tiny'] ['1']"
+    assert out.count("lost+found cannot be read") == out.count("2 cannot be read") == 1
 
 
 def test_weights_are_checked(predictor: Predictor):
