@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
 from recinfer.cli.console import Output
 from recinfer.cli.remote import set_serving_when_there, shard_fanout, unchecked, version_in
 from recinfer.cli.serve_options import BatchOptions, LimitOptions, RoleOptions, ServeOptions, TableOptions
-from recinfer.errors import ArchiveError, ConfigError
+from recinfer.errors import ArchiveError, ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from recinfer.serving.worker import WorkerLink
 
 __all__ = ["limits_of", "serve_models"]
+
+_log = logging.getLogger(__name__)
 
 
 def serve_models(options: ServeOptions, security: Security, output: Output) -> None:
@@ -126,7 +129,7 @@ def _models(
     """The archives that are named, then those of the store; a restarted worker's are those that it had."""
     from recinfer.serving.store import restore
 
-    models = _named(options, fanout)
+    models = _named(options, fanout, restarted=state is not None)
     if store is not None and state is not None:
         models = restore(state, models, store)
     elif store is not None and fanout is not None:
@@ -139,7 +142,8 @@ def _models(
     return models
 
 
-def _named(options: ServeOptions, fanout: Fanout | None) -> list[ServedModel]:
+def _named(options: ServeOptions, fanout: Fanout | None, *, restarted: bool) -> list[ServedModel]:
+    """The archives that are named; without those that a worker which is started again finds gone."""
     from recinfer.inference.predictor import load
     from recinfer.serving.registry import ServedModel
 
@@ -149,13 +153,19 @@ def _named(options: ServeOptions, fanout: Fanout | None) -> list[ServedModel]:
         raise ConfigError(f"delta: got {len(options.archives or [])} archives; a delta goes with one archive")
     for archive in options.archives or []:
         version = ""
-        if fanout is not None:
-            predictor = unchecked(archive, fanout, folder, {"device": tables.device.value}, deltas)
-            version = version_in(folder, archive)
-        else:
-            predictor = load(archive, lock=tables.lock, **_loading(tables))
+        try:
+            if fanout is not None:
+                predictor = unchecked(archive, fanout, folder, {"device": tables.device.value}, deltas)
+                version = version_in(folder, archive)
+            else:
+                predictor = load(archive, lock=tables.lock, **_loading(tables))
+        except (ArchiveError, NotFoundError) as error:
+            if not restarted:
+                raise
+            _log.error("%s is not served by this process: %s", archive, error)
+            continue
         models.append(ServedModel.of(predictor.manifest.model, predictor, version))
-    if fanout is None:
+    if fanout is None and models:
         for path in deltas:
             models[0].predictor.apply_delta(path)
     return models

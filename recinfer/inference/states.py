@@ -149,6 +149,15 @@ class States(abc.ABC):
         return (self._state or self)._archive
 
     @property
+    def content(self) -> list[str]:
+        """SHA-256 of the archive's manifest, which lists the hashes of all else, and of each delta applied, in hex.
+
+        Two predictors with the same give the same answers, whatever they are called.
+        """
+        now = self._state or self
+        return [now._archive.manifest_sha256, *(delta.sha256 for delta in now._deltas)]
+
+    @property
     def num_deltas(self) -> int:
         """How many deltas are applied: the sequence number of the last one, 0 without one."""
         return len((self._state or self)._deltas)

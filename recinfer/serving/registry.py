@@ -204,12 +204,18 @@ class ModelRegistry:
         }
 
     def restore(self, spread: Mapping[str, Sequence[Mapping[str, int] | None]]) -> None:
-        """Take over what ``spread`` gave in another process that has the same versions."""
+        """Take over what ``spread`` gave in another process, of which some versions may be missing here.
+
+        A model keeps the weights that it has here where none of its versions with a weight there is here.
+        """
         with self._lock:
             models = dict(self._models)
             for name, (weights, before) in spread.items():
-                if weights is not None:
-                    models[name] = replace(models[name], weights=weights, before=before)
+                here = models[name].by_name if name in models else {}
+                left = {version: weight for version, weight in (weights or {}).items() if version in here}
+                if left:
+                    back = before if before is not None and before.keys() <= here.keys() else None
+                    models[name] = replace(models[name], weights=left, before=back)
             self._models = models
 
     @staticmethod

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, RecinferError
+from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.registry import ModelRegistry, ServedModel
 
@@ -158,13 +158,20 @@ class StoreManager:
         self._deltas: dict[tuple[str, str], tuple[list[str], int]] = {}
         if restored is not None:
             registry.restore(restored["weights"])
-            self._deltas = {(name, version): (names, back) for name, version, names, back in restored["versions"]}
+            self._deltas = {(name, version): (names, back) for name, version, names, back, _ in restored["versions"]}
 
     def state(self) -> dict[str, Any]:
         """What is served now, as JSON, so that another process can begin with the same."""
         with self._lock:
-            served = [(name, version) for name in self.registry.names() for version in self.registry.versions(name)]
-            versions = [[name, version, *self._deltas.get((name, version), ([], 0))] for name, version in served]
+            served = [
+                (name, version, model)
+                for name in self.registry.names()
+                for version, model in self.registry.versions(name).items()
+            ]
+            versions = [
+                [name, version, *self._deltas.get((name, version), ([], 0)), model.predictor.content]
+                for name, version, model in served
+            ]
             return {"versions": versions, "weights": self.registry.spread()}
 
     def load(self, model: str, version: str = "", *, activate: bool = False) -> None:
@@ -236,18 +243,48 @@ class StoreManager:
 def restore(state: Mapping[str, Any], loaded: Iterable[ServedModel], store: ModelStore) -> list[ServedModel]:
     """The versions of :meth:`StoreManager.state`, those of ``loaded`` as they are and the others from the store.
 
-    Raises ArchiveError, NotFoundError, InputError: the store does not hold any more what is served.
+    A version that is gone from the disk, or is another one by now, is logged and passed over: under one name all workers
+    give one answer. So is a model of which no version is left that requests without a version go to.
+
+    Raises:
+        UnavailableError: the default model is not left: requests without a name would go to another.
     """
     here = {(model.name, model.version): model for model in loaded}
-    models = []
-    for name, version, deltas, back in state["versions"]:
-        model = here.get((name, version)) or ServedModel.of(name, store.open(name, version), version)
-        for _ in range(back):
-            model.predictor.undo_delta()
-        for delta in deltas:
-            model.predictor.apply_delta(store.delta(name, delta))
-        models.append(model)
-    return models
+    models: list[ServedModel] = []
+    lost: dict[str, list[str]] = {}
+    for name, version, *how in state["versions"]:
+        try:
+            model = here.get((name, version)) or ServedModel.of(name, store.open(name, version), version)
+            models.append(_as_it_was(model, *how, store))
+        except (ArchiveError, InputError, NotFoundError) as error:
+            _log.error("model store: %s %s is not served by this process: %s", name, version, error)
+            lost.setdefault(name, []).append(f"{version}: {error}")
+    weighed = {model.name for model in models if model.version in (state["weights"][model.name][0] or ())}
+    default = state["versions"][0][0]
+    if default not in weighed:
+        why = "; ".join(lost.get(default, []))
+        raise UnavailableError(f"model store: {default!r} is not on disk any more as the other workers serve it: {why}")
+    for name in lost.keys() - weighed:
+        _log.error("model store: %s is not served by this process: its default version is not there", name)
+    return [model for model in models if model.name in weighed]
+
+
+def _as_it_was(
+    model: ServedModel, deltas: Iterable[str], back: int, content: list[str], store: ModelStore
+) -> ServedModel:
+    """``model`` with its deltas; raises ArchiveError (X5) where that makes something else than what is served."""
+    for _ in range(back):
+        model.predictor.undo_delta()
+    for delta in deltas:
+        model.predictor.apply_delta(store.delta(model.name, delta))
+    if model.predictor.content != content:
+        what = "archive" if model.predictor.content[0] != content[0] else "delta"
+        raise ArchiveError(
+            f"the {what} on disk is not the one that the other workers serve under this version; "
+            "give it a version of its own, or unload the version and load it again",
+            rule="X5",
+        )
+    return model
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -98,6 +100,17 @@ def client(server: Server) -> Iterator[InferenceClient]:
     """A client of it."""
     with InferenceClient(server.target, timeout=60) as open_client:
         yield open_client
+
+
+def replace_archive(folder: Path) -> None:
+    """Put another archive, just as sound, in the place of ``folder``, as one is put there: beside it, then renamed."""
+    old, new = folder.with_name("old"), folder.with_name("new")
+    shutil.copytree(folder, new)
+    manifest = new / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "created": "2001-01-01T00:00:00+00:00"}))
+    folder.rename(old)
+    new.rename(folder)
+    shutil.rmtree(old)
 
 
 def make_request(

@@ -20,9 +20,10 @@ from recinfer.inference.delta import make_delta
 from recinfer.inference.predictor import load
 from recinfer.serving import codec
 from recinfer.serving.admin_client import AdminClient
+from recinfer.serving.registry import ModelRegistry
 from recinfer.serving.server import SERVICE_NAME, Server
-from recinfer.serving.store import ModelStore
-from tests.serving.conftest import build_archive, build_model, make_request
+from recinfer.serving.store import ModelStore, StoreManager, restore
+from tests.serving.conftest import build_archive, build_model, make_request, replace_archive
 
 STATES = 3  # the archive, and two deltas in a row
 
@@ -181,6 +182,39 @@ def test_one_version_has_a_delta_and_another_has_not(admin: AdminClient):
         admin.set_default("tiny", "3")
     finally:
         assert set(admin.unload("tiny", "4")["tiny"]) == {"3"}
+
+
+def test_what_is_gone_or_replaced_is_not_restored_and_the_rest_is(
+    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    shutil.copytree(store, tmp_path, dirs_exist_ok=True)
+    models = ModelStore(tmp_path)
+    manager = StoreManager(ModelRegistry([models.newest("tiny")]), models)
+    manager.load("tiny", "3")
+    manager.apply_delta("tiny", "3", "1.rqd")
+    manager.registry.set_weights("tiny", {"3": 10, "4": 90})
+    state = manager.state()
+
+    def restored() -> dict[str, int]:
+        registry = ModelRegistry(restore(state, [], models))
+        again = StoreManager(registry, models, state)
+        assert [entry for entry in state["versions"] if entry in again.state()["versions"]] == again.state()["versions"]
+        return registry.weights("tiny")
+
+    assert restored() == {"3": 10, "4": 90}
+    other = (tmp_path / "tiny" / "2.rqd").read_bytes()
+    (tmp_path / "tiny" / "1.rqd").unlink()
+    assert restored() == {"4": 90}
+    assert "tiny 3 is not served by this process: delta: the store has no '1.rqd'" in caplog.text
+    (tmp_path / "tiny" / "1.rqd").write_bytes(other)
+    assert restored() == {"4": 90}
+    shutil.rmtree(tmp_path / "tiny" / "3")
+    assert restored() == {"4": 90}
+    replace_archive(tmp_path / "tiny" / "4")
+    with pytest.raises(
+        UnavailableError, match=r"'tiny' is not on disk any more as .*: 4: \[X5\] the archive on disk .*; 3: "
+    ):
+        restored()
 
 
 def test_the_client_says_what_is_not_there(store: Path):

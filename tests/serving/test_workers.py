@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,25 +24,27 @@ import pytest
 from recinfer import env
 from recinfer.cli.serve import security_of
 from recinfer.cli.serve_options import SecurityOptions
-from recinfer.errors import ConfigError, UnavailableError
+from recinfer.errors import ConfigError, NotFoundError, UnavailableError
 from recinfer.serving import codec
+from recinfer.serving.admin_client import AdminClient
+from recinfer.serving.client import InferenceClient
 from recinfer.serving.server import SERVICE_NAME
 from recinfer.serving.supervisor import Supervisor
 from tests.ports import free_port
-from tests.serving.conftest import make_request
+from tests.serving.conftest import make_request, replace_archive
 from tests.warm import RECINFER, Program
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("socket"), "SO_REUSEPORT"), reason="needs SO_REUSEPORT")
 
 
 @contextmanager
-def supervised(archive: Path, workers: int = 2) -> Iterator[tuple[Supervisor, str, list[str]]]:
+def supervised(*arguments: object, workers: int = 2) -> Iterator[tuple[Supervisor, str, list[str]]]:
     """A supervisor in this process, with real worker processes."""
     said: list[str] = []
     ready = threading.Event()
 
     def command(port: int) -> list[str]:
-        serve = ["-m", "recinfer", "serve", str(archive), "--worker", "--json", "--port", str(port)]
+        serve = ["-m", "recinfer", "serve", *map(str, arguments), "--worker", "--json", "--port", str(port)]
         return [sys.executable, *serve]
 
     supervisor = Supervisor(command, workers, "127.0.0.1", 0, tell=said.append)
@@ -119,6 +123,29 @@ def test_a_killed_worker_fails_its_own_requests_and_comes_back(archive: Path):
         assert f"process {victim}) was killed by SIGKILL" in said[0]
         assert len(supervisor.pids) == 2
         assert victim not in supervisor.pids
+
+
+def test_a_worker_that_comes_back_serves_no_other_content_under_a_name(
+    archive: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    for version in ("1", "2"):
+        shutil.copytree(archive, tmp_path / "tiny" / version)
+    with supervised("--model-store", tmp_path, "--admin") as (supervisor, target, said):
+        with AdminClient(target) as admin:
+            admin.load("tiny", "1")
+        replace_archive(tmp_path / "tiny" / "1")
+        os.kill(supervisor.pids[0], signal.SIGKILL)
+        until(lambda: any("serves again" in line for line in said))
+        answers = Counter()
+        for number in range(60):
+            for version in ("", "1", "2"):
+                with InferenceClient(target, version=version, timeout=60, retries=0) as client:
+                    try:
+                        answers[version, client.lookup({"user": [number % 50]}).model_version] += 1
+                    except NotFoundError:
+                        answers[version, "none"] += 1
+        assert set(answers) == {("", "2"), ("2", "2"), ("1", "1"), ("1", "none")}, answers
+    assert "tiny 1 is not served by this process: [X5] the archive on disk is not the one" in capfd.readouterr().err
 
 
 def test_a_worker_that_cannot_start_ends_the_supervisor_with_its_reason(tmp_path: Path):
