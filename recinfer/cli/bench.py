@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from recinfer.cli.client import ClientOptions, TargetOption, client_arguments, open_client
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, verb
@@ -76,6 +77,9 @@ def serve(options: BenchServeOptions) -> None:
     )
     what = {name: getattr(options, name) for name in ("target", "call", "batch", "ids")}
     output.show(_table("{call} of {batch} samples, {ids} ids a feature, {target}".format(**what), results))
+    reasons = {name: reason for result in reversed(results) for name, reason in result.reasons.items()}
+    for name, reason in sorted(reasons.items()):
+        output.show(escape(f"the first {name}: {reason}"))
     if options.plot is not None:
         from recinfer.cli.plot_latency import plot_latency
 
@@ -123,4 +127,5 @@ def _plain(result: LoadResult) -> dict[str, Any]:
         "rate": result.rate,
         **{f"p{percent:g}_ms": result.percentile(percent) * 1e3 for percent in _PERCENTILES},
         "errors": result.errors,
+        "reasons": result.reasons,
     }

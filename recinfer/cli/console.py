@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
-from rich.markup import escape
+from rich.markup import escape, render
 
 from recinfer import env
 from recinfer.errors import RecinferError
@@ -42,6 +43,7 @@ _EXTRA_OF_MODULE = {
 }
 
 _debug = False
+_log = logging.getLogger(__name__)
 
 
 def set_debug(on: bool) -> None:
@@ -53,21 +55,28 @@ def set_debug(on: bool) -> None:
 class Output:
     """Where one verb writes: its result to stdout and its progress to stderr.
 
-    With ``as_json``, what is for people goes to stderr, so that stdout holds the JSON object alone.
+    With ``as_json``, what is for people goes to stderr, so that stdout holds the JSON object alone. With ``logs``, what
+    goes to stderr are lines of the package's log, in the form that the log has.
     """
 
-    def __init__(self, as_json: bool) -> None:
-        self.as_json = as_json
+    def __init__(self, as_json: bool, *, logs: bool = False) -> None:
+        self.as_json, self.logs = as_json, logs
         self.progress = _console(sys.stderr)
         self.result = self.progress if as_json else _console(sys.stdout)
 
     def show(self, *renderables: RenderableType) -> None:
         """Print tables, panels or text for people."""
         for renderable in renderables:
+            if self.logs and self.as_json and isinstance(renderable, str):
+                _log.info("%s", render(renderable).plain)
+                continue
             self.result.print(renderable)
 
     def note(self, text: str) -> None:
         """Say on stderr what is going on."""
+        if self.logs:
+            _log.info("%s", text)
+            return
         self.progress.print(f"[dim]{escape(text)}[/dim]", highlight=False, soft_wrap=True)
 
     def finish(self, payload: dict[str, Any]) -> None:

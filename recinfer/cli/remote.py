@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recinfer.cli.console import Output
+from recinfer.cli.doors import show_doors
 from recinfer.errors import ArchiveError, ConfigError
 
 if TYPE_CHECKING:
@@ -77,9 +78,8 @@ def serve_ranks(
     def ready(server: ShardServer) -> None:
         listed = ", ".join(map(str, tables.ranks))
         held = ", ".join(f"{m.manifest.model} {m.manifest.version}" for m in tables.models()) or "no version yet"
-        output.show(f"[green]serving[/green] ranks {listed} of {held} on {host}:{server.port}  (Ctrl-C stops)")
-        if server.metrics_port is not None:
-            output.show(f"status page on http://{host}:{server.metrics_port}/")
+        what, tls = f"ranks {listed} of {held}", security.tls_cert is not None
+        show_doors(output, what, host, server.port, metrics_port=server.metrics_port, tls=tls)
         output.finish(
             {
                 "ranks": list(tables.ranks),

@@ -40,7 +40,12 @@ def run(options: ServeOptions) -> None:
     security = security_of(options.security, worker=options.worker)
     security.check_host(options.address.host)
     security.credentials()  # a file that is not there is found before any table is read
-    output, address, models = Output(options.as_json), options.address, options.models
+    address, models = options.address, options.models
+    if address.log_json:
+        from recinfer.serving.observe import log_as_json
+
+        log_as_json()
+    output = Output(options.as_json, logs=address.log_json)
     if ranks is not None:
         _serve_ranks(ranks, options, security, output)
         return
@@ -81,10 +86,6 @@ def security_of(options: SecurityOptions, *, worker: bool = False) -> Security:
 
 
 def _serve_ranks(ranks: list[int], options: ServeOptions, security: Security, output: Output) -> None:
-    if options.address.log_json:
-        from recinfer.serving.observe import log_as_json
-
-        log_as_json()
     serve_ranks(
         ranks,
         options.archives or [],

@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from recinfer.cli.console import Output
+from recinfer.cli.doors import show_doors
 from recinfer.cli.remote import set_serving_when_there, shard_fanout, unchecked, version_in
 from recinfer.cli.serve_options import BatchOptions, LimitOptions, RoleOptions, ServeOptions, TableOptions
 from recinfer.errors import ArchiveError, ConfigError, NotFoundError
@@ -33,15 +34,12 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
     Raises:
         ConfigError: nothing to serve, or deltas of several archives.
     """
-    from recinfer.serving.observe import log_as_json
     from recinfer.serving.registry import ModelRegistry
     from recinfer.serving.server import serve
     from recinfer.serving.store import StoreManager
     from recinfer.serving.worker import WorkerLink
 
     address = options.address
-    if address.log_json:
-        log_as_json()
     link = WorkerLink() if options.worker else None
     state = None if link is None else link.restore
     fanout = _fanout(options.roles, security)
@@ -230,20 +228,20 @@ class _Life:
         if self._fanout is not None:
             predictors: list[Predictor] = [model.predictor for model in self._models]
             set_serving_when_there(predictors, self._fanout, output, self._server.set_serving, self._stopped)
-        served = ", ".join(f"{m.name} {m.version}" for m in self._models)
-        output.show(f"[green]serving[/green] {served} on {address.host}:{port}  (Ctrl-C stops)")
-        if self._server.http_port is not None:
-            output.show(f"Open Inference Protocol over HTTP on {address.host}:{self._server.http_port}")
-        shown = self._server.metrics_port
-        if shown is not None:
-            output.show(f"status page on http://{address.host}:{shown}/")
+        served = [f"{m.name} {m.version}" for m in self._models]
+        http_port, shown = self._server.http_port, self._server.metrics_port
+        if self._link is None:  # else the supervisor says it, once for all workers
+            tls = self._options.security.tls_cert is not None
+            doors = {"http_port": http_port, "metrics_port": shown}
+            show_doors(output, ", ".join(served), address.host, port, **doors, tls=tls)
         output.finish(
             {
                 "model": self._models[0].name,
                 "version": self._models[0].version,
+                "serving": served,
                 "host": address.host,
                 "port": port,
-                "http_port": self._server.http_port,
+                "http_port": http_port,
                 "metrics_port": shown,
             }
         )
@@ -252,4 +250,5 @@ class _Life:
         self._stopped.set()
         if self._fanout is not None:
             self._fanout.pool.close()
-        self._output.note("stopped")
+        if self._link is None:
+            self._output.note("stopped")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from recinfer import env
 from recinfer.cli.console import Output
+from recinfer.cli.doors import show_doors
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -77,10 +78,9 @@ def supervise(
 
     def ready(answer: dict[str, Any]) -> None:
         bound = shown.start()
-        name = f"{answer['model']} {answer['version']}"
-        output.show(f"[green]serving[/green] {name} on {host}:{answer['port']} in {workers} processes  (Ctrl-C stops)")
-        if bound is not None:
-            output.show(f"status page on http://{host}:{bound}/")
+        what = f"{', '.join(answer['serving'])} in {workers} processes"
+        tls = security.tls_cert is not None
+        show_doors(output, what, host, answer["port"], http_port=answer["http_port"], metrics_port=bound, tls=tls)
         output.finish({**answer, "metrics_port": bound, "workers": workers})
 
     for number in (signal.SIGTERM, signal.SIGINT):

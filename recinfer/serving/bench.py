@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -35,6 +35,7 @@ class LoadResult:
         latencies: seconds of each answered request, ascending.
         errors: refused or failed requests by the error's name.
         batch: samples of a request.
+        reasons: what the first error of each name said.
     """
 
     concurrency: int
@@ -42,6 +43,7 @@ class LoadResult:
     latencies: np.ndarray
     errors: dict[str, int]
     batch: int
+    reasons: dict[str, str] = field(default_factory=dict)
 
     @property
     def rate(self) -> float:
@@ -129,9 +131,9 @@ async def _measure(
         for callers in concurrency:
             await _run(client, call, requests, callers, min(_WARM_UP_S, duration))
             start = time.perf_counter()
-            latencies, errors = await _run(client, call, requests, callers, duration)
+            latencies, errors, reasons = await _run(client, call, requests, callers, duration)
             spent = time.perf_counter() - start
-            results.append(LoadResult(callers, spent, np.sort(np.array(latencies)), dict(errors), batch))
+            results.append(LoadResult(callers, spent, np.sort(np.array(latencies)), dict(errors), batch, reasons))
         return results
 
 
@@ -141,9 +143,10 @@ async def _run(
     requests: Sequence[tuple[Tensor, KeyedJaggedTensor]],
     callers: int,
     duration: float,
-) -> tuple[list[float], Counter[str]]:
+) -> tuple[list[float], Counter[str], dict[str, str]]:
     latencies: list[float] = []
     errors: Counter[str] = Counter()
+    reasons: dict[str, str] = {}
     end = time.perf_counter() + duration
 
     async def ask(first: int) -> None:
@@ -160,9 +163,10 @@ async def _run(
                     await client.predict(dense, features)
             except RecinferError as error:
                 errors[type(error).__name__] += 1
+                reasons.setdefault(type(error).__name__, str(error))
                 await asyncio.sleep(0.001)  # a server that refuses everything at once is not asked in a tight loop
                 continue
             latencies.append(time.perf_counter() - start)
 
     await asyncio.gather(*(ask(caller * 7) for caller in range(callers)))
-    return latencies, errors
+    return latencies, errors, reasons

@@ -252,10 +252,10 @@ def restore(state: Mapping[str, Any], loaded: Iterable[ServedModel], store: Mode
     here = {(model.name, model.version): model for model in loaded}
     models: list[ServedModel] = []
     lost: dict[str, list[str]] = {}
-    for name, version, *how in state["versions"]:
+    for name, version, deltas, back, content in state["versions"]:
         try:
             model = here.get((name, version)) or ServedModel.of(name, store.open(name, version), version)
-            models.append(_as_it_was(model, *how, store))
+            models.append(_as_it_was(model, deltas, back, content, store))
         except (ArchiveError, InputError, NotFoundError) as error:
             _log.error("model store: %s %s is not served by this process: %s", name, version, error)
             lost.setdefault(name, []).append(f"{version}: {error}")

@@ -84,6 +84,11 @@ def test_a_server_that_answers_nothing_is_a_failure(archive: Path):
             result = CliRunner().invoke(app, [*args, *more])
             assert result.exit_code == 1, result.output
             assert "InputError" in result.output and "nan" not in result.output.lower()
+            assert "the first InputError: features.lengths: got 20 ids in all, expected at most 1" in " ".join(
+                result.output.split()
+            )
+        (level,) = json.loads(result.stdout.splitlines()[-1])["levels"]
+        assert "expected at most 1" in level["reasons"]["InputError"]
 
 
 def test_a_picture_that_cannot_be_written_is_found_before_the_measurement(tmp_path: Path):

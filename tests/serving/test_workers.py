@@ -302,6 +302,26 @@ def test_a_process_below_a_supervisor_is_none(monkeypatch: pytest.MonkeyPatch):
         Supervisor(lambda port: [sys.executable, "-c", tell], 1, "127.0.0.1", 0)
 
 
+def test_the_log_of_a_supervisor_is_json_too_and_says_once_that_it_serves(archive: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--workers", "2", "--port", "0", "--log-json"]
+    log = tmp_path / "log"
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+    ):
+        try:
+            assert json.loads(process.stdout.readline())["serving"] == ["tiny 3"]
+            os.kill(_below(process.pid)[0], signal.SIGKILL)
+            until(lambda: "serves again" in log.read_text())
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            _end_all(process.pid)
+    said = [json.loads(line)["message"] for line in log.read_text().splitlines()]
+    assert [message for message in said if message.startswith("serving")] == [said[0]]
+    assert "was killed by SIGKILL" in said[1] and "serves again" in said[2] and said.count("stopped") == 1
+
+
 def test_workers_end_with_their_supervisor(archive: Path):
     with subprocess.Popen(
         [sys.executable, "-m", "recinfer", "serve", str(archive), "--worker", "--json", "--port", "0"],

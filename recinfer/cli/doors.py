@@ -1,0 +1,34 @@
+"""What a server says of where it listens."""
+
+from __future__ import annotations
+
+from rich.markup import escape
+
+from recinfer.cli.console import Output
+
+__all__ = ["show_doors"]
+
+
+def show_doors(
+    output: Output,
+    what: str,
+    host: str,
+    port: int,
+    *,
+    http_port: int | None = None,
+    metrics_port: int | None = None,
+    tls: bool = False,
+) -> None:
+    """Say what is served, and on which ports: one line a port, each with an address that can be copied from it.
+
+    Args:
+        what: the models, or ranks; names as they are, which may look like rich's markup.
+        tls: whether the ports speak TLS.
+    """
+    where = f"[{host}]" if ":" in host else host
+    secure = "s" if tls else ""
+    output.show(f"[green]serving[/green] {escape(f'{what} on {where}:{port}')}  (Ctrl-C stops)")
+    if http_port is not None:
+        output.show(escape(f"Open Inference Protocol over HTTP{secure.upper()} on {where}:{http_port}"))
+    if metrics_port is not None:
+        output.show(escape(f"status page on http{secure}://{where}:{metrics_port}/"))
