@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.markup import escape
 
 from recinfer.cli.console import Output
+from recinfer.serving.address import join_address
 
 __all__ = ["show_doors"]
 
@@ -25,10 +26,9 @@ def show_doors(
         what: the models, or ranks; names as they are, which may look like rich's markup.
         tls: whether the ports speak TLS.
     """
-    where = f"[{host}]" if ":" in host else host
     secure = "s" if tls else ""
-    output.show(f"[green]serving[/green] {escape(f'{what} on {where}:{port}')}  (Ctrl-C stops)")
+    output.show(f"[green]serving[/green] {escape(f'{what} on {join_address(host, port)}')}  (Ctrl-C stops)")
     if http_port is not None:
-        output.show(escape(f"Open Inference Protocol over HTTP{secure.upper()} on {where}:{http_port}"))
+        output.show(escape(f"Open Inference Protocol over HTTP{secure.upper()} on {join_address(host, http_port)}"))
     if metrics_port is not None:
-        output.show(escape(f"status page on http{secure}://{where}:{metrics_port}/"))
+        output.show(escape(f"status page on http{secure}://{join_address(host, metrics_port)}/"))

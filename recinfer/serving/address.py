@@ -1,4 +1,4 @@
-"""Addresses to listen on: why one cannot be had, said before gRPC fails without a reason, and one held for others."""
+"""Addresses: as text; why one cannot be listened on, said before gRPC fails without a reason; and one held for others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import socket
 
 from recinfer.errors import UnavailableError
 
-__all__ = ["check_address", "hold_address"]
+__all__ = ["check_address", "hold_address", "join_address"]
+
+
+def join_address(host: str, port: int | str) -> str:
+    """``host:port``, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_address(host: str, port: int) -> None:

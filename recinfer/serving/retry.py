@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recinfer.errors import DeadlineError, OverloadedError, UnavailableError
+from recinfer.errors import OverloadedError, UnavailableError
 from recinfer.serving.wire import bytes_field
 
 __all__ = ["has_said", "trailing_of"]
@@ -22,10 +22,8 @@ def has_said(trailing: Sequence[tuple[str, str | bytes]] | None) -> bool:
 
 def trailing_of(error: BaseException, message: str) -> tuple[tuple[str, str | bytes], ...]:
     """Trailing metadata for ``error``: empty unless it is one that says of a server that it does not answer now."""
-    if isinstance(error, (UnavailableError, DeadlineError)) and not isinstance(error, OverloadedError):
-        return (_SAID,)
     if not isinstance(error, OverloadedError):
-        return ()
+        return (_SAID,) if isinstance(error, UnavailableError) else ()
     # google.rpc.Status{code, message, details[Any{type_url, value: RetryInfo{retry_delay: Duration}}]}, written by hand:
     # the package that holds those messages is not worth a dependency.
     micros = int(error.retry_after * 1e6)

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from recinfer.errors import ConfigError, InputError, UnavailableError
-from recinfer.serving.address import check_address
+from recinfer.serving.address import check_address, join_address
 from recinfer.serving.answering import Answering
 from recinfer.serving.batcher import BatchConfig, Batcher, BatcherState
 from recinfer.serving.core import CoreServer
@@ -157,8 +157,7 @@ class Server:
     @property
     def target(self) -> str:
         """What a client connects to."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self._port}"
+        return join_address(self.host, self._port)
 
     def start(self) -> Server:
         """Bind and accept requests; returns once the server answers.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from recinfer.errors import ConfigError
 from recinfer.serving import batcher as rules
-from recinfer.serving import direct as plain
 from recinfer.serving.batcher import BatchConfig
 from recinfer.serving.pace import MOST_AWAY, gains_nothing
 from recinfer.serving.remote import fanout
@@ -17,7 +16,7 @@ from recinfer.serving.remote.fan import hedge_delay
 from recinfer.sizing.clock import Clock, Cpu, Thread
 from recinfer.sizing.costs import ServingCosts
 from recinfer.sizing.queue import Queue, Work
-from recinfer.sizing.servers import Call, Network, Server, Spread
+from recinfer.sizing.servers import Call, Network, Server, Spread, is_small
 from recinfer.sizing.workload import Model, Shard
 
 __all__ = ["Hedging", "Ranker"]
@@ -113,8 +112,7 @@ class Ranker(Server):
         self.calls = self.hedged = self.hedges_won = 0
 
     def _is_small(self, call: Call) -> bool:
-        small_in = call.bytes_in <= min(plain.AWAY_BYTES, 8 * plain._AWAY_IDS)
-        return small_in and call.bytes_out <= 4 * plain._AWAY_FLOATS
+        return is_small(call, away=True)
 
     def _begins_at_once(self, work: Work) -> bool:
         """Requests need no event loop while few are under way: gRPC's threads ask, and answer."""

@@ -251,10 +251,14 @@ def _nothing() -> None:
     pass
 
 
-def is_small(call: Call) -> bool:
-    """Whether recinfer.serving.direct would answer it: by its bytes, most of which are ids (8 each) and floats."""
-    small_in = call.bytes_in <= min(plain.DIRECT_BYTES, 8 * plain._MOST_IDS)
-    return small_in and call.bytes_out <= 4 * plain._MOST_ANSWERED
+def is_small(call: Call, *, away: bool = False) -> bool:
+    """Whether recinfer.serving.direct would answer it, or recinfer.serving.away: by its bytes, most of which are ids (8 each) and
+    floats.
+    """
+    most_bytes, most_ids, most_floats = plain.DIRECT_BYTES, plain._MOST_IDS, plain._MOST_ANSWERED
+    if away:
+        most_bytes, most_ids, most_floats = plain.AWAY_BYTES, plain._AWAY_IDS, plain._AWAY_FLOATS
+    return call.bytes_in <= min(most_bytes, 8 * most_ids) and call.bytes_out <= 4 * most_floats
 
 
 class Call:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from recinfer.deploy.groups import shards_json
+from recinfer.serving.address import join_address
 
 __all__ = ["Member", "Phase", "addresses_by_group", "backoff", "shards_text", "to_remove"]
 
@@ -76,8 +77,7 @@ class Member:
     @property
     def address(self) -> str:
         """Where it listens; empty while it does not."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}" if self.port else ""
+        return join_address(self.host, self.port) if self.port else ""
 
     def enter(self, phase: Phase, now: float, why: str = "") -> None:
         """Go to another phase."""

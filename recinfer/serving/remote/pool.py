@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from recinfer.errors import ConfigError, InputError, UnavailableError
+from recinfer.serving.address import join_address
 from recinfer.serving.loop import run_on_loop, start_on_loop
 from recinfer.serving.remote.config import ShardsConfig, read_shards
 from recinfer.serving.remote.link import Link
@@ -25,6 +26,7 @@ from recinfer.serving.remote.versions import VersionSpec
 __all__ = ["ReplicaPool"]
 
 _LOOK_S, _RESOLVE_S, _EXPIRE_S = 0.5, 5.0, 0.05
+_SWITCH_S = 10.0  # at most, that connections wait for those that take their place
 _RENEW_S = 20.0  # a third of how long shards keep what is wanted
 _log = logging.getLogger(__name__)
 
@@ -209,7 +211,7 @@ class ReplicaPool:
             by_rank[rank] = list(dict.fromkeys(target for target, _ in found))
         kept = self._replicas if link == self._link else {}
         with self._made(names, kept, link) as new:
-            await self._until_up(new, config.settings.timeout_seconds)
+            await self._until_up(new, min(config.settings.timeout_seconds, _SWITCH_S))
             used = {target: new.get(target) or kept[target] for target in names}
             gone = [replica for target, replica in self._replicas.items() if used.get(target) is not replica]
             self.config, self._link, self._replicas = config, link, used
@@ -283,7 +285,7 @@ class ReplicaPool:
             try:
                 loop = asyncio.get_running_loop()
                 found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-                known = tuple(sorted({_join(str(entry[4][0]), port) for entry in found}))
+                known = tuple(sorted({join_address(str(entry[4][0]), port) for entry in found}))
             except (
                 OSError,
                 UnicodeError,
@@ -312,7 +314,3 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def _join(host: str, port: str) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -18,9 +18,10 @@ from grpc_reflection.v1alpha import reflection_pb2
 from recinfer.errors import ArchiveError, InputError, OverloadedError, UnavailableError
 from recinfer.inference.stages import Stages
 from recinfer.serving import codec
-from recinfer.serving.address import check_address
+from recinfer.serving.address import check_address, join_address
 from recinfer.serving.busy import BusyShare, thread_seconds
 from recinfer.serving.core import CoreServer
+from recinfer.serving.core_call import Each
 from recinfer.serving.door import Door, GrpcServer, grpc_server, names_of
 from recinfer.serving.handling import (
     add_standard_services,
@@ -103,8 +104,7 @@ class ShardServer:
     @property
     def target(self) -> str:
         """What a ranker connects to."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return join_address(self.host, self.port)
 
     def start(self) -> ShardServer:
         """Bind and accept requests; raises UnavailableError when the address cannot be bound."""
@@ -158,22 +158,7 @@ class ShardServer:
     async def _start(self) -> None:
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="recinfer-shard")
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="recinfer-prepare")
-        here = one_by_one("Find", self._find_here, encode_failure, self._observer)
-        aside = one_by_one("Find", self._find_in_pool, encode_failure, self._observer)
-
-        def answer(data: bytes, reply: Callable[[bytes], None]) -> None:
-            try:
-                reply(aside(data))
-            finally:
-                self._went()
-
-        def each(data: bytes, reply: Callable[[bytes], None]) -> None:
-            if len(data) <= SMALL_BYTES or self._is_full:  # then it is refused here
-                reply(here(data))
-            else:
-                self._came()
-                self._pool.submit(answer, data, reply)
-
+        each = self._each()
         server = grpc_server(
             Door(self._security, self._observer, names=names_of(*pb.DESCRIPTOR.services_by_name.values())),
             fast={f"/{SERVICE_NAME}/Find": at_once("Find", self._find_small, self._observer)},
@@ -257,6 +242,26 @@ class ShardServer:
         )
         await self._metrics.start()
         self.metrics_port = self._metrics.port
+
+    def _each(self) -> Each:
+        """Answers what comes over sockets and streams: long questions in the pool, so that no other waits behind them."""
+        here = one_by_one("Find", self._find_here, encode_failure, self._observer)
+        aside = one_by_one("Find", self._find_in_pool, encode_failure, self._observer)
+
+        def answer(data: bytes, reply: Callable[[bytes], None]) -> None:
+            try:
+                reply(aside(data))
+            finally:
+                self._went()
+
+        def each(data: bytes, reply: Callable[[bytes], None]) -> None:
+            if len(data) <= SMALL_BYTES or self._is_full:  # then it is refused here
+                reply(here(data))
+            else:
+                self._came()
+                self._pool.submit(answer, data, reply)
+
+        return each
 
     # -- the calls ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from recinfer.cli.main import app
 from recinfer.errors import UnavailableError
 from recinfer.inference.predictor import Predictor, load
-from recinfer.serving.client import InferenceClient
+from recinfer.serving.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.registry import ServedModel
 from recinfer.serving.remote.fanout import Fanout
 from recinfer.serving.remote.lookups import remote_lookups
@@ -198,6 +199,13 @@ def test_what_a_ranker_says_of_its_shards_is_not_said_of_the_ranker(fleet: Fleet
         with pytest.raises(UnavailableError, match=rf"{client.target}: .*rank 1") as caught:
             client.lookup(make_request(1, 1)[1])
         assert "Start one" not in str(caught.value) and "did not answer within" not in str(caught.value)
+
+        async def ask() -> None:
+            async with AsyncInferenceClient(client.target, retries=0, timeout=60) as other:
+                await other.lookup(make_request(1, 1)[1])
+
+        with pytest.raises(UnavailableError, match=rf"^{client.target}: .*rank 1"):
+            asyncio.run(ask())
     finally:
         for process in fleet.shards[1]:
             process.kill(signal.SIGCONT)
