@@ -9,8 +9,9 @@ ids, two ranks): on one server, whose small lookups pass by its queue, on one wh
 two shard servers, all processes and the caller on this machine.
 The caller sends at random times, as many requests at each rate; what it measured is compared with a simulation of the very
 arrivals. What the machine does besides is recorded during the turn and played back: which cores other programs and the kernel
-had, by the kernel's own record; when cores stood still or were slow, and how fast they were beside when the costs were measured,
-by sleepers on each core (as root: else they also see other work), which are simulated as others too. Capacity is what four
+had, by the kernel's own record; when cores stood still or were slow, each four milliseconds, and how fast they were on average
+beside when the costs were measured, by sleepers on each core (as root: else they also see other work), which are simulated as
+others too. Capacity is what four
 callers get that each wait for their answer. Medians over turns, of which each round has one of each rate. Left out are those in
 which others used more than 3 % of the machine, or the hypervisor took more than 1 % of it, by the kernel's count, whatever came of
 them.
@@ -44,7 +45,7 @@ from recinfer.sizing.measure import measure_serving
 from recinfer.sizing.probe import Load, ServerProcess, closed_loop, open_loop
 from recinfer.sizing.sample import LOOKUP, lookup_requests, write_sample_archive
 from recinfer.sizing.simulate import Deployment, Outcome, simulate
-from recinfer.sizing.stalls import Stall, StallRecorder, stalls_of, work_of
+from recinfer.sizing.stalls import Stall, StallRecorder, looks_between, pace_of, slowness_of
 from recinfer.sizing.stints import Stint, StintRecorder, can_record_switches
 from recinfer.sizing.typical import TYPICAL_COSTS
 from recinfer.sizing.workload import Model, Shards, shards_of
@@ -65,29 +66,37 @@ def check(costs: ServingCosts, options: argparse.Namespace) -> list[dict]:
         for batch in options.batches:
             requests = lookup_requests(load(archive), batch, _IDS)
             one = Deployment(1, 1, 0, cores, co_located=True)
-            for kind, direct in (("one server", True), ("one, queued", False)):
+            for kind, like, direct in (("one server", "direct", True), ("one, queued", "whole", False)):
                 if (direct and costs.direct is None) or not kind.startswith(options.only):
                     continue
                 its = costs if direct else replace(costs, direct=None)
                 with ServerProcess(archive, direct=direct) as server:
-                    rows += compare(kind, server, requests, batch, one, model, shards_of(model, 1), its, options)
+                    rows += compare(kind, like, server, requests, batch, one, model, shards_of(model, 1), its, options)
             for num in (1, 2):
+                plan, kind = shards_of(model, num), f"ranker, {num} shard{'s'[: num - 1]}"
+                if not kind.startswith(options.only):
+                    continue
                 with ExitStack() as stack:
-                    ranks = [(0, 1)] if num == 1 else [(0,), (1,)]
-                    shards = [stack.enter_context(ServerProcess(archive, ranks=mine)) for mine in ranks]
-                    listed = {str(rank): [shards[min(rank, num - 1)].target] for rank in (0, 1)}
-                    path = folder / "shards.json"
-                    path.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}))
-                    ranker = stack.enter_context(ServerProcess(archive, shards=path))
-                    those = Deployment(num, 1, 1, cores, co_located=True)
-                    plan, kind = shards_of(model, num), f"ranker, {num} shard{'s'[: num - 1]}"
-                    if kind.startswith(options.only):
-                        rows += compare(kind, ranker, requests, batch, those, model, plan, costs, options)
+                    those, ranker = Deployment(num, 1, 1, cores, co_located=True), start_ranker(stack, archive, num)
+                    rows += compare(
+                        kind, f"ranker of {num}", ranker, requests, batch, those, model, plan, costs, options
+                    )
     return rows
+
+
+def start_ranker(stack: ExitStack, archive: Path, num: int) -> ServerProcess:
+    """A ranker and so many shard servers of an archive of two ranks."""
+    ranks = [(0, 1)] if num == 1 else [(0,), (1,)]
+    shards = [stack.enter_context(ServerProcess(archive, ranks=mine)) for mine in ranks]
+    listed = {str(rank): [shards[min(rank, num - 1)].target] for rank in (0, 1)}
+    path = archive.with_suffix(f".{num}.json")
+    path.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": listed}))
+    return stack.enter_context(ServerProcess(archive, shards=path))
 
 
 def compare(
     name: str,
+    like: str,
     server: ServerProcess,
     requests: Sequence[bytes],
     batch: int,
@@ -97,16 +106,16 @@ def compare(
     costs: ServingCosts,
     options: argparse.Namespace,
 ) -> list[dict]:
-    """Measured and simulated p50 and p99 at each share of the capacity."""
+    """Measured and simulated p50 and p99 at each share of the capacity; ``like``: the server of the costs that it is one of."""
     closed_loop(server, LOOKUP, requests, 16, 0.5)
     capacity = statistics.median(
         full.answered / full.seconds for full in (closed_loop(server, LOOKUP, requests, 4, 1.0) for _ in range(3))
     )
-    turns = measured(server, requests, capacity, options)
+    turns = measured(server, requests, capacity, costs.paces.get(like, 0.0), options)
 
     def simulated(turn: Turn, seed: int) -> Outcome:
         trace = trace_of(turn.load, batch, model)
-        recorded = {"stalls": turn.stalls, "stints": turn.stints, "speed": speed_of(turn, costs)}
+        recorded = {"stalls": turn.stalls, "stints": turn.stints, "speed": turn.speed}
         return simulate(deployment, trace, model, shards, costs, warm_up=_WARM_UP, seed=seed, **recorded)  # type: ignore[arg-type]
 
     rows = []
@@ -127,7 +136,8 @@ class Turn:
         others, stolen: share of the machine that other programs and the kernel's threads had; and that the hypervisor took.
         stalls, stints: in seconds since the first request; the recorder's own looks are among the stints. None: this system does
             not tell.
-        work_s: what the recorder's small work took, as in the costs.
+        speed: of the machine when it was fastest, seconds of measured work a second; the rest are stalls.
+        pace_s: what the recorder's small work took.
     """
 
     load: Load
@@ -135,7 +145,8 @@ class Turn:
     stolen: float
     stalls: list[Stall]
     stints: list[Stint] | None
-    work_s: float
+    speed: float
+    pace_s: float
 
     @property
     def counts(self) -> bool:
@@ -144,10 +155,10 @@ class Turn:
 
 
 def measured(
-    server: ServerProcess, requests: Sequence[bytes], capacity: float, options: argparse.Namespace
+    server: ServerProcess, requests: Sequence[bytes], capacity: float, then_s: float, options: argparse.Namespace
 ) -> dict[float, list[Turn]]:
     """Turns of each share of the capacity. In each round another one is first: what changes on the machine in minutes is of
-    all alike.
+    all alike. ``then_s``: what the recorder's small work took when the costs were measured; 0: unknown.
     """
     shares, tells, cores = options.shares, can_record_switches(), len(os.sched_getaffinity(0))
     loads: list[tuple[float, Load, float, float, tuple[Stint, ...]]] = []
@@ -167,18 +178,14 @@ def measured(
     found: dict[float, list[Turn]] = {share: [] for share in shares}
     for share, load_, others, stolen, of_others in loads:
         begin, end = load_.begin + load_.arrivals[0], load_.begin + load_.seconds
-        looks = [[look for look in its if begin - 0.1 < look[0] < end] for its in recorder.looks]
-        stalls = [stall for core, its in enumerate(looks) for stall in stalls_of(core, its)]
-        work_s = statistics.fmean(map(work_of, looks))
+        looks = [looks_between(its, begin - 0.1, end) for its in recorder.looks]
+        stalls, slower = slowness_of(looks)
+        pace_s = statistics.fmean(map(pace_of, looks))
         seen = [replace(stint, begin=stint.begin - begin) for stint in of_others if begin <= stint.begin < end]
         since = [replace(stall, begin=stall.begin - begin) for stall in stalls]
-        found[share].append(Turn(load_, others, stolen, since, seen if tells else None, work_s))
+        speed = slower * (then_s / pace_s if then_s and pace_s else 1.0)
+        found[share].append(Turn(load_, others, stolen, since, seen if tells else None, speed, pace_s))
     return found
-
-
-def speed_of(turn: Turn, costs: ServingCosts) -> float:
-    """Of the machine, in that round, beside when the costs were measured: it is another one's too, and changes in minutes."""
-    return costs.work_s / turn.work_s if costs.work_s and turn.work_s else 1.0
 
 
 def summary(turns: Sequence[tuple[Turn, Outcome]]) -> dict[str, Any]:
@@ -191,7 +198,7 @@ def summary(turns: Sequence[tuple[Turn, Outcome]]) -> dict[str, Any]:
             "other work": turn.others,
             "measured shared": load_.answered / max(load_.runs, 1),
             "simulated shared": outcome.runs,
-            "work us": turn.work_s * 1e6,
+            "pace us": turn.pace_s * 1e6,
             "measured busy": _busy(load_, cores),
             "simulated busy": outcome.busy["host"],
         }
@@ -226,7 +233,7 @@ def say(row: dict[str, Any], turns: int) -> None:
     print(
         begin
         + f"cores lost {row['stalled']:.1%}, others had {row['other work']:.1%}, {row['turns']} turns of {turns}; the "
-        f"recorder's work {row['work us']:.1f} us; requests a "
+        f"recorder's work {row['pace us']:.1f} us; requests a "
         f"run {row['measured shared']:.2f}, {row['simulated shared']:.2f}; caller and its server busy "
         f"{row['measured busy']:.0%}, all {row['simulated busy']:.0%}",
         flush=True,

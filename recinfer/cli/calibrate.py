@@ -18,6 +18,7 @@ __all__ = ["EXAMPLE", "NAME", "run"]
 
 NAME = "calibrate"
 EXAMPLE = "Example: recinfer calibrate --out hardware.json"
+_STEADY = 1.25  # of a machine's pace in one round and in another
 
 
 def run(
@@ -33,7 +34,7 @@ def run(
 ) -> None:
     """Measure this machine: lookups by precision, row size and level of the memory, bandwidths, copies to devices.
 
-    With --serving also what calls cost: real servers on loopback, one caller and many, about a minute.
+    With --serving also what calls cost: real servers on loopback, one caller and many, two to three minutes.
 
     Run it where the model will be served, with nothing else running.
     """
@@ -55,7 +56,8 @@ def _calls(output: Output, path: Path) -> dict[str, Any]:
     from recinfer.sizing.measure import measure_serving
 
     torch.set_num_threads(1)
-    costs = measure_serving(progress=output.note)
+    with output.bar("calls", lines=True) as progress:
+        costs = measure_serving(progress=progress)
     costs.save(path)
     columns = ("event loop", "takes gRPC's events", "gRPC's own")
     table = Table("microseconds a call", *columns, title="CPU of calls, by thread", title_justify="left")
@@ -77,6 +79,12 @@ def _calls(output: Output, path: Path) -> dict[str, Any]:
     row("a ranker's run, more", costs.fan.run_s, 0.0, 0.0)
     row("asking a shard", costs.fan.call_s, 0.0, 0.0)
     output.show(table, f"[green]wrote[/green] {path}")
+    pace = costs.notes.get("pace_us")
+    if pace is not None and pace["most"] > _STEADY * pace["least"]:
+        change = f"{pace['most'] / pace['least'] - 1:.0%}"
+        output.note(
+            f"this machine was up to {change} slower in some rounds than in others; the costs are of its usual pace"
+        )
     return {"serving": str(path), "serving_costs": asdict(costs)}
 
 

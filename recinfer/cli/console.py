@@ -7,7 +7,8 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -78,6 +79,29 @@ class Output:
             _log.info("%s", text)
             return
         self.progress.print(f"[dim]{escape(text)}[/dim]", highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def bar(self, what: str, *, lines: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+        """A progress bar on stderr that is gone at the end; yields what to tell of what is done, how much, and of how much.
+
+        Args:
+            what: is done first.
+            lines: where stderr is no terminal, say each thing that is done once.
+        """
+        from rich import progress
+
+        columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TimeElapsedColumn())
+        with progress.Progress(*columns, console=self.progress, transient=True) as shown:
+            task, last = shown.add_task(what, total=1), ""
+
+            def tell(what: str, done: int, total: int) -> None:
+                nonlocal last
+                shown.update(task, description=what, completed=done, total=total)
+                if lines and not self.progress.is_terminal and what != last:
+                    self.note(what)
+                    last = what
+
+            yield tell
 
     def finish(self, payload: dict[str, Any]) -> None:
         """Print ``payload`` as the last line of stdout, with ``--json``; nothing without it."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +64,7 @@ def run(options: SizeOptions) -> None:
         check_place("--write-trace", options.write_trace)
     asked = _question(options)
     goal = asked.goal
-    with _bar(output) as progress:
+    with output.bar("sizing") as progress:
         found = _search(asked, options, progress)
         best = found[0] if found[0].meets else None
         if options.plot is not None and best is not None:
@@ -174,16 +173,6 @@ def _search(asked: _Question, options: SizeOptions, progress: Progress) -> list[
         seed=options.seed,
         progress=progress,
     )
-
-
-@contextmanager
-def _bar(output: Output) -> Iterator[Progress]:
-    from rich import progress
-
-    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TimeElapsedColumn())
-    with progress.Progress(*columns, console=output.progress, transient=True) as bar:
-        task = bar.add_task("sizing", total=1)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
 def _draw(path: Path, best: Candidate, asked: _Question, seed: int, progress: Progress) -> None:

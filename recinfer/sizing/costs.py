@@ -142,7 +142,8 @@ class ServingCosts:
         stall_lost: which share of its work a core did not do, each of these times.
         stints_per_s: how often another program, or the kernel, wanted a core, a second and core; 0 where nobody could see that.
         stint_s: for how long: seconds of each time, or means of equal parts of them, ascending.
-        work_s: what the recorder's small work took meanwhile: the speed of the cores that all of this was measured at; 0: unknown.
+        paces: seconds that the recorder's small work took while each kind of server was measured: the speed of the machine that its
+            costs are of. Empty: unknown, as of files of before 2026-11-23.
         notes: machine and versions, for people.
         direct: of small requests of servers that hold all tables; None: they go through the queue like all others.
         wakes: (seconds asleep, seconds from when a thread is woken until it runs on a core that is free), ascending; what is
@@ -165,15 +166,16 @@ class ServingCosts:
     direct: DirectCosts | None = None
     stints_per_s: float = 0.0
     stint_s: tuple[float, ...] = ()
-    work_s: float = 0.0
+    paces: dict[str, float] = field(default_factory=dict)
     wakes: Points = ()
     shard_end: EndCosts | None = None
     caller_s: float = 0.0
 
     def __post_init__(self) -> None:
         figures: dict[str, Any] = {
-            name: getattr(self, name) for name in ("wire_s", "stalls_per_s", "stints_per_s", "work_s", "caller_s")
+            name: getattr(self, name) for name in ("wire_s", "stalls_per_s", "stints_per_s", "caller_s")
         }
+        figures |= {f"paces.{name}": pace for name, pace in self.paces.items()}
         cooled: dict[str, Points] = {"wakes": self.wakes}
         kinds: dict[str, Any] = {name: getattr(self, name) for name in ("server", "client", "run", "shard", "fan")}
         if self.direct is not None:
@@ -255,6 +257,8 @@ class ServingCosts:
                 data["shard_end"] = EndCosts(**_with_points(data["shard_end"]))
             data |= {name: tuple(data[name]) for name in ("spread", "stall_s", "stall_lost")}
             data["stint_s"] = tuple(data.get("stint_s", ()))  # files of before 2026-11-22 do not say
+            data.pop("work_s", None)  # of files of before 2026-11-23: of work in the caches, which tells less
+            data["paces"] = dict(data.get("paces", {}))
             data["wakes"] = _points(data.get("wakes", ()))
             return cls(**data)
         except (KeyError, TypeError, ValueError) as error:

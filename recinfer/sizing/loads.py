@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from recinfer.sizing.probe import Load
+from recinfer.sizing.stalls import Look, looks_between, pace_of
 
 __all__ = [
     "BUSY_LARGE",
@@ -23,6 +24,7 @@ __all__ = [
     "SOON",
     "Kind",
     "Means",
+    "at_one_pace",
 ]
 
 SMALL, LARGE = 1, 256
@@ -43,6 +45,25 @@ _STALL = 3.0  # times the median: a lone call that takes longer was held up
 
 Kind = tuple[str, int, int]
 """Which server, samples a request, callers."""
+
+
+def at_one_pace(turns: Sequence[Load], looks: Sequence[Sequence[Look]]) -> tuple[list[Load], float]:
+    """Turns of one kind of load as if the machine had always been as fast as in the middle one of them; and how fast that was
+    (:func:`recinfer.sizing.stalls.pace_of`; 0: nobody looked).
+
+    A machine is a tenth to a half slower some seconds later, for reasons below it, and costs are differences of loads. What a
+    load itself does to the caches is the same in all turns of a kind, so it is no pace.
+
+    Args:
+        looks: of each core's sleeper (:class:`recinfer.sizing.stalls.StallRecorder`), the turns' times among them; or none.
+    """
+    paces = []
+    for turn in turns:
+        mine = [pace_of(looks_between(its, turn.begin, turn.begin + turn.seconds)) for its in looks]
+        paces.append(statistics.fmean(mine) if all(mine) and mine else 0.0)
+    known = [pace for pace in paces if pace]
+    usual = statistics.median(known) if known else 0.0
+    return [turn.times(usual / pace) if pace else turn for turn, pace in zip(turns, paces)], usual
 
 
 class Means:

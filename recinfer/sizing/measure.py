@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -32,41 +34,42 @@ from recinfer.sizing.loads import (
     SOON,
     Kind,
     Means,
+    at_one_pace,
 )
 from recinfer.sizing.probe import Load, ServerProcess, closed_loop, open_loop, quick_collections
 from recinfer.sizing.sample import LOOKUP, lookup_requests, write_sample_archive
-from recinfer.sizing.stalls import StallRecorder, can_record, work_of
+from recinfer.sizing.stalls import Look, StallRecorder, can_record, looks_between, pace_of
 from recinfer.sizing.stints import StintRecorder, can_record_switches
 
 __all__ = ["measure_serving"]
 
 _UNMERGED = BatchConfig(max_batch=1, max_delay_us=0)
-_TURNS, _WARM_UP_S = 5, 0.4
+_TURNS, _WARM_UP_S = 15, 0.4
 _PAUSES_S = {SOON: 1e-3, RARE: 5e-3}  # after 1 ms half of what was in the caches is others', after 5 ms all of it
 _OF_FOUR = 0.7
 
 
-def measure_serving(*, seconds: float = 0.6, progress: Callable[[str], None] | None = None) -> ServingCosts:
+def measure_serving(*, seconds: float = 0.3, progress: Callable[[str, int, int], None] | None = None) -> ServingCosts:
     """Measure servers of a sample model over loopback: alone and busy, with small and large requests, and with shards.
 
     With one caller every thread sleeps between calls; with many, none does, and what a run costs is shared by those that
     are merged into it. Run it with nothing else running.
 
     Args:
-        seconds: of each of some 130 stretches of load.
-        progress: told what is done.
+        seconds: of each of some 400 stretches of load.
+        progress: called with what is done, how many stretches have been, and how many there are.
 
     Raises:
         UnavailableError: a server did not start, or did not answer.
     """
-    say = progress or (lambda text: None)
+    say = progress or (lambda what, done, total: None)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        say("making a sample model")
+        say("making a sample model", 0, 1)
         archive = write_sample_archive(folder, world_size=2)
         predictor = load(archive)
         requests = {batch: lookup_requests(predictor, batch) for batch in (SMALL, LARGE)}
-        say("runs in process")
+        say("runs in process", 0, 1)
         in_process = InProcess(predictor, requests)
         bench = _Bench(archive, requests, seconds, say)
         recorder = StallRecorder() if can_record() else None
@@ -85,32 +88,38 @@ def measure_serving(*, seconds: float = 0.6, progress: Callable[[str], None] | N
             bench.add("single", server, (SMALL, MANY))
             for ranks in bench.start_shards(stack):
                 bench.add_rankers(stack, folder, ranks)
-            say("servers start")
+            say("servers start", 0, 1)
             stack.enter_context(quick_collections())
             bench.warm_up()
             with others or nullcontext(), recorder or nullcontext():  # not while servers start
                 bench.measure()
-    means = {kind: Means(turns) for kind, turns in bench.loads.items()}
+    looks = () if recorder is None else recorder.looks
+    means: dict[Kind, Means] = {}
+    paces: dict[str, list[float]] = {}
+    for kind, turns in bench.loads.items():
+        steady, pace_s = at_one_pace(turns, looks)
+        means[kind] = Means(steady)
+        paces.setdefault(kind[0], []).append(pace_s)
     costs = fit_serving(means, in_process)
     if others is not None and others.stints:
-        say(f"{len(others.stints)} stints of other programs and the kernel in {others.seconds:.0f} s")
         lengths = np.sort([stint.seconds for stint in others.stints])
         parts = tuple(float(part.mean()) for part in np.array_split(lengths, min(PARTS, lengths.size)))
         often = lengths.size / others.seconds / others.cores
         costs = replace(costs, stints_per_s=often, stint_s=parts)
     if recorder is None:
         return costs
-    say(f"{len(recorder.stalls)} stalls of a core in {recorder.seconds:.0f} s")
     found = sorted((stall.seconds * stall.lost, stall.seconds, stall.lost) for stall in recorder.stalls)
     some = [found[i] for i in np.linspace(0, len(found) - 1, min(PARTS, len(found))).astype(int)]
     often = len(found) / recorder.seconds / recorder.cores
     stall_s, lost = (tuple(each[at] for each in some) for at in (1, 2))
+    rounds = bench.paces(looks)
     return replace(
         costs,
         stalls_per_s=often,
         stall_s=stall_s,
         stall_lost=lost,
-        work_s=statistics.fmean(map(work_of, recorder.looks)),
+        paces={name: statistics.fmean(its) for name, its in paces.items()},
+        notes=costs.notes | {"pace_us": {"least": round(min(rounds) * 1e6, 1), "most": round(max(rounds) * 1e6, 1)}},
     )
 
 
@@ -118,11 +127,12 @@ class _Bench:
     """Stretches of load on servers of one archive, in turns."""
 
     def __init__(
-        self, archive: Path, requests: dict[int, list[bytes]], seconds: float, say: Callable[[str], None]
+        self, archive: Path, requests: dict[int, list[bytes]], seconds: float, say: Callable[[str, int, int], None]
     ) -> None:
         self._archive, self._requests, self._seconds, self._say = archive, requests, seconds, say
         self._servers: list[tuple[str, ServerProcess, tuple[tuple[int, int], ...], Sequence[ServerProcess]]] = []
         self.loads: dict[Kind, list[Load]] = {}
+        self.rounds: list[float] = []  # when each began, and when the last one ended
 
     def add(
         self, name: str, server: ServerProcess, *kinds: tuple[int, int], beside: Sequence[ServerProcess] = ()
@@ -143,11 +153,21 @@ class _Bench:
         """Each kind of load of each server in turn, some times: a machine is another one within minutes, and costs are
         differences of loads.
         """
+        each = sum(len(kinds) for _, _, kinds, _ in self._servers)
+        done = 0
         for turn in range(_TURNS):
+            self.rounds.append(time.perf_counter())
             for name, server, kinds, beside in self._servers:
                 for batch, callers in kinds:
-                    self._say(f"{name}, round {turn + 1} of {_TURNS}: requests of {batch}, {callers} at a time")
+                    self._say(f"calls, round {turn + 1} of {_TURNS}", done, each * _TURNS)
                     self._load(name, server, batch, callers, beside)
+                    done += 1
+        self.rounds.append(time.perf_counter())
+
+    def paces(self, looks: Sequence[Sequence[Look]]) -> list[float]:
+        """Seconds that the recorder's work took in each round."""
+        rounds = pairwise(self.rounds)
+        return [statistics.fmean(pace_of(looks_between(its, *each)) for its in looks) for each in rounds]
 
     def _load(
         self, name: str, server: ServerProcess, batch: int, callers: int, beside: Sequence[ServerProcess]

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -70,6 +70,10 @@ class Spent:
     def __sub__(self, before: Spent) -> Spent:
         return Spent(*(after - was for after, was in zip(astuple(self), astuple(before))))
 
+    def times(self, by: float) -> Spent:
+        """With all seconds ``by`` times as long."""
+        return replace(Spent(*(by * each for each in astuple(self))), turns=self.turns)
+
 
 @dataclass(frozen=True)
 class Load:
@@ -98,6 +102,12 @@ class Load:
     def answered(self) -> int:
         """Requests that were answered."""
         return int(np.isfinite(self.latencies).sum())
+
+    def times(self, by: float) -> Load:
+        """With all that it took ``by`` times as long, as on a machine that is slower by that; the arrivals are as they were."""
+        client, server = self.client.times(by), self.server.times(by)
+        latencies, seconds, handled = by * self.latencies, by * self.seconds, by * self.handled
+        return replace(self, seconds=seconds, latencies=latencies, client=client, server=server, handled=handled)
 
     def percentile(self, percent: float) -> float:
         """Seconds within which ``percent`` of the answered requests were answered."""
@@ -280,29 +290,32 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _measured(server: ServerProcess, path: str, drive: Any) -> Load:
+def _measured(server: ServerProcess, path: str, first: bytes, drive: Any) -> Load:
+    """``first`` is sent before: what it takes to connect is no request's."""
     import grpc.aio
 
-    async def run() -> tuple[list[float], list[float], float, float]:
+    async def run() -> Load:
         async with grpc.aio.insecure_channel(server.target, options=_OPTIONS) as channel:
-            return await drive(channel.unary_unary(path))
+            call = channel.unary_unary(path)
+            await _ask(call, first)
+            before_there, runs, handled = server.spent()
+            before = spent_here()
+            arrivals, ends, begin, end = await drive(call)
+            here, (there, runs_after, handled_after) = spent_here() - before, server.spent()
+        at = np.array(arrivals)
+        return Load(
+            end - begin,
+            begin,
+            at - begin,
+            np.array(ends) - at,
+            here,
+            there - before_there,
+            runs_after - runs,
+            handled_after - handled,
+        )
 
     with _no_collection():
-        before_there, runs, handled = server.spent()
-        before = spent_here()
-        arrivals, ends, begin, end = run_on_loop(run())
-        here, (there, runs_after, handled_after) = spent_here() - before, server.spent()
-    at = np.array(arrivals)
-    return Load(
-        end - begin,
-        begin,
-        at - begin,
-        np.array(ends) - at,
-        here,
-        there - before_there,
-        runs_after - runs,
-        handled_after - handled,
-    )
+        return run_on_loop(run())
 
 
 def closed_loop(
@@ -326,7 +339,7 @@ def closed_loop(
         found.sort()
         return [a for a, _ in found], [b for _, b in found], begin, end
 
-    return _measured(server, path, drive)
+    return _measured(server, path, requests[0], drive)
 
 
 def open_loop(server: ServerProcess, path: str, requests: Sequence[bytes], due: Sequence[float]) -> Load:
@@ -357,4 +370,4 @@ def open_loop(server: ServerProcess, path: str, requests: Sequence[bytes], due: 
         await asyncio.gather(*tasks)
         return arrivals, ends, begin, time.perf_counter()
 
-    return _measured(server, path, drive)
+    return _measured(server, path, requests[0], drive)

@@ -224,7 +224,6 @@ TYPICAL_COSTS = ServingCosts(
         7.148e-05,
         0.003522,
     ),
-    work_s=2.88e-05,
     wakes=((0.0004177, 2.018e-05), (0.001721, 2.861e-05), (0.006306, 4.552e-05)),
     shard_end=EndCosts(
         loop_s=0.0,

@@ -17,9 +17,11 @@ from recinfer.sizing import measure, probe
 from recinfer.sizing.clock import at_sleep
 from recinfer.sizing.costs import EndCosts, RunCosts
 from recinfer.sizing.fit import _cold, _fit_remote, _of_two_wakes, _on_time, fit_serving
+from recinfer.sizing.loads import at_one_pace
 from recinfer.sizing.measure import measure_serving
-from recinfer.sizing.probe import ServerProcess, closed_loop, open_loop
+from recinfer.sizing.probe import Load, ServerProcess, Spent, closed_loop, open_loop
 from recinfer.sizing.sample import LOOKUP, lookup_requests, write_sample_archive
+from recinfer.sizing.stalls import can_record
 from tests.warm import warm_context
 
 
@@ -60,11 +62,11 @@ def test_a_server_under_both_kinds_of_load(archive: Path) -> None:
 @pytest.mark.slow
 def test_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_TURNS", 2)
-    said: list[str] = []
+    said: list[tuple[str, int, int]] = []
     before = set(multiprocessing.active_children())  # of other tests
     # Costs are differences of means of a tenth of a second: other work on the machine can hide one, not all three times.
     for _ in range(3):
-        costs = measure_serving(seconds=0.1, progress=said.append)
+        costs = measure_serving(seconds=0.1, progress=lambda *what: said.append(what))
         run_s = costs.run.base_s + costs.run.request_s
         shard_s = costs.shard.base_s + (costs.direct or costs).server.grpc_s  # what a shard's call takes of that thread
         if min(run_s, shard_s) > 1e-5 and np.mean(costs.spread) == pytest.approx(1.0, rel=0.1):
@@ -78,8 +80,36 @@ def test_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert queued["loop"] > direct["loop"]
         assert direct["grpc"] < sum(queued[thread] for thread in ("loop", "grpc", "run"))
     assert costs.server.grpc_s > 0
-    assert any("ranker of 2" in text for text in said)
+    assert any("ranker of 2" in name for name in told)
+    texts, done, total = zip(*said)
+    assert "calls, round 2 of 2" in texts and done[-1] + 1 == total[-1]
+    if can_record():
+        pace = costs.notes["pace_us"]
+        assert 0 < pace["least"] <= pace["most"]
+        assert {"whole", "single", "ranker of 1", "ranker of 2"} <= set(costs.paces)
+        assert all(0.5 * pace["least"] < 1e6 * seconds < 2 * pace["most"] for seconds in costs.paces.values())
     assert set(multiprocessing.active_children()) <= before
+
+
+def test_turns_of_a_slow_minute_count_as_those_of_the_usual_pace() -> None:
+    def turn(begin: float, slow: float) -> Load:
+        spent = Spent(0.1 * slow, 0.2 * slow, 0.0, 0.0, 0.1 * slow, 0.01 * slow, 40.0)
+        return Load(1.0, begin, np.arange(10) / 10, np.full(10, 1e-3 * slow), spent, spent, 10, 0.3 * slow)
+
+    slow_in_turn = (1.0, 1.0, 1.5, 1.0, 0.8)
+    turns = [turn(2.0 * i, slow) for i, slow in enumerate(slow_in_turn)]
+    looks = [
+        [(0.004 * i, 1e-4, 2e-5 * slow, 1e-4 * slow) for i in range(2500) for slow in (slow_in_turn[i // 500],)]
+        for _ in range(2)
+    ]
+    steady, usual = at_one_pace(turns, looks)
+    assert usual == pytest.approx(1.2e-4)
+    for its in steady:
+        assert its.server.grpc == pytest.approx(0.2) and its.client.waited == pytest.approx(0.01)
+        assert its.latencies == pytest.approx(1e-3) and its.handled == pytest.approx(0.3)
+        assert (its.server.turns, its.runs, its.answered) == (40.0, 10, 10)
+    unseen, unknown = at_one_pace(turns, [[(100.0 + i, 1e-4, 2e-5, 1e-4) for i in range(10)]])
+    assert [its.handled for its in unseen] == [its.handled for its in turns] and unknown == 0.0
 
 
 def test_costs_are_found_where_no_requests_shared_a_run() -> None:

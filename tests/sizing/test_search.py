@@ -130,7 +130,7 @@ def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
         COSTS,
         TYPICAL_COSTS,
         replace(COSTS, direct=DirectCosts(COSTS.server, COSTS.client, RunCosts(2e-5, 0.0, 1e-9))),
-        replace(COSTS, stints_per_s=40.0, stint_s=(1e-5, 2e-3), work_s=3e-5),
+        replace(COSTS, stints_per_s=40.0, stint_s=(1e-5, 2e-3), paces={"direct": 1e-4}),
         replace(
             COSTS, wakes=POINTS, caller_s=2e-5, shard_end=COSTS.server, server=replace(COSTS.server, loop_cooled=POINTS)
         ),
@@ -148,7 +148,8 @@ def test_costs_come_back_from_their_file(tmp_path: Path) -> None:
         ({"format": "recinfer.hardware/2"}, "not serving costs"),
         ({"stints_per_s": 1.0}, "stint_s"),
         ({"stints_per_s": 1.0, "stint_s": [-1e-3]}, "stint_s"),
-        ({"work_s": -1.0}, "work_s"),
+        ({"paces": {"direct": -1.0}}, r"paces\.direct"),
+        ({"paces": 1.0}, "incomplete"),
         ({"wire_s": -1.0}, "wire_s is -1"),
         ({"wire_s": True}, "wire_s is True"),
         ({"spread": [2.0, 1.0]}, "spread"),
@@ -178,8 +179,10 @@ def test_costs_are_read_strictly(change: dict[str, Any], says: str) -> None:
 
 def test_files_of_before_others_were_recorded_are_read() -> None:
     data = json.loads(COSTS.to_json())
-    del data["stints_per_s"], data["stint_s"], data["work_s"], data["fan"]["request_s"]
-    assert ServingCosts.from_json(json.dumps(data)) == COSTS
+    del data["stints_per_s"], data["stint_s"], data["paces"], data["fan"]["request_s"]
+    assert (
+        ServingCosts.from_json(json.dumps(data | {"work_s": 3e-5})) == COSTS
+    )  # what they said of the pace tells too little
 
 
 def test_files_that_say_what_each_second_of_sleep_costs_are_read() -> None:
