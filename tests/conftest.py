@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -18,6 +19,10 @@ settings.register_profile("here", deadline=None, suppress_health_check=[HealthCh
 # that fails there goes into its test as an @example.
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+# A shell's background jobs ignore Ctrl-C, and so would all programs that tests start from there.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What takes longest, or shares what takes long to start. See pytest_collection_modifyitems.
 _FIRST = (
