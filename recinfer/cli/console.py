@@ -112,7 +112,7 @@ class Output:
 def verb(function: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command: an expected error becomes one red line on stderr and exit code 2, Ctrl-C exit code 130.
 
-    With ``--json`` the error is also printed as ``{"error": {"type", "message"}}``, so a caller always gets an object.
+    With ``--log-json`` that line is one of the log. With ``--json`` the error is also printed as ``{"error": {"type", "message"}}``, so a caller always gets an object.
     A bug of ours keeps its traceback; ``--debug`` and ``RECINFER_DEBUG=1`` show one for expected errors too.
     """
 
@@ -132,15 +132,22 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             message = _explain(error)
             if message is None or _debug or env.debug():
                 raise
-            _fail(type(error).__name__, message, as_json=bool(kwargs.get("as_json")))
+            as_json, log_json = (bool(kwargs.get(name)) for name in ("as_json", "log_json"))
+            _fail(type(error).__name__, message, as_json=as_json, log_json=log_json)
 
     return run
 
 
-def _fail(kind: str, message: str, *, as_json: bool) -> NoReturn:
-    _console(sys.stderr).print(
-        f"[bold red]error:[/bold red] [red]{escape(message)}[/red]", highlight=False, soft_wrap=True
-    )
+def _fail(kind: str, message: str, *, as_json: bool, log_json: bool) -> NoReturn:
+    if log_json:
+        from recinfer.serving.observe import log_as_json
+
+        log_as_json()  # it may have failed before its verb did so
+        _log.error("%s", message)
+    else:
+        _console(sys.stderr).print(
+            f"[bold red]error:[/bold red] [red]{escape(message)}[/red]", highlight=False, soft_wrap=True
+        )
     if as_json:
         print(json.dumps({"error": {"type": kind, "message": message}}), flush=True)
     raise typer.Exit(EXIT_ERROR) from None

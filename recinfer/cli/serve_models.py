@@ -128,7 +128,7 @@ def _models(
     from recinfer.serving.store import restore
 
     models = _named(options, fanout, restarted=state is not None)
-    if store is not None and state is not None:
+    if state is not None:
         models = restore(state, models, store)
     elif store is not None and fanout is not None:
         # As a shard server does: archives that are named are what it serves, and the store is where others come from.

@@ -8,13 +8,14 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.registry import ModelRegistry, ServedModel
 
-__all__ = ["ModelStore", "StoreManager", "restore"]
+__all__ = ["ModelStore", "StoreManager", "restore", "served_state"]
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -163,16 +164,7 @@ class StoreManager:
     def state(self) -> dict[str, Any]:
         """What is served now, as JSON, so that another process can begin with the same."""
         with self._lock:
-            served = [
-                (name, version, model)
-                for name in self.registry.names()
-                for version, model in self.registry.versions(name).items()
-            ]
-            versions = [
-                [name, version, *self._deltas.get((name, version), ([], 0)), model.predictor.content]
-                for name, version, model in served
-            ]
-            return {"versions": versions, "weights": self.registry.spread()}
+            return served_state(self.registry, self._deltas)
 
     def load(self, model: str, version: str = "", *, activate: bool = False) -> None:
         """Serve a version of the store; with ``activate`` also as the default one.
@@ -240,11 +232,30 @@ class StoreManager:
             self._deltas.pop((name, version), None)
 
 
-def restore(state: Mapping[str, Any], loaded: Iterable[ServedModel], store: ModelStore) -> list[ServedModel]:
-    """The versions of :meth:`StoreManager.state`, those of ``loaded`` as they are and the others from the store.
+def served_state(
+    registry: ModelRegistry, deltas: Mapping[tuple[str, str], tuple[list[str], int]] = MappingProxyType({})
+) -> dict[str, Any]:
+    """What :func:`restore` takes, as JSON.
+
+    Args:
+        deltas: by model and version, deltas of a store that are applied, and how many others were taken back before them.
+    """
+    versions = [
+        [name, version, *deltas.get((name, version), ([], 0)), model.predictor.content]
+        for name in registry.names()
+        for version, model in registry.versions(name).items()
+    ]
+    return {"versions": versions, "weights": registry.spread()}
+
+
+def restore(state: Mapping[str, Any], loaded: Iterable[ServedModel], store: ModelStore | None) -> list[ServedModel]:
+    """The versions of :func:`served_state`, those of ``loaded`` as they are and the others from the store.
 
     A version that is gone from the disk, or is another one by now, is logged and passed over: under one name all workers
     give one answer. So is a model of which no version is left that requests without a version go to.
+
+    Args:
+        store: None: all that was served is in ``loaded``, or gone.
 
     Raises:
         UnavailableError: the default model is not left: requests without a name would go to another.
@@ -254,34 +265,42 @@ def restore(state: Mapping[str, Any], loaded: Iterable[ServedModel], store: Mode
     lost: dict[str, list[str]] = {}
     for name, version, deltas, back, content in state["versions"]:
         try:
-            model = here.get((name, version)) or ServedModel.of(name, store.open(name, version), version)
+            model = here.get((name, version)) or _opened(store, name, version)
             models.append(_as_it_was(model, deltas, back, content, store))
         except (ArchiveError, InputError, NotFoundError) as error:
-            _log.error("model store: %s %s is not served by this process: %s", name, version, error)
+            _log.error("%s %s is not served by this process: %s", name, version, error)
             lost.setdefault(name, []).append(f"{version}: {error}")
     weighed = {model.name for model in models if model.version in (state["weights"][model.name][0] or ())}
     default = state["versions"][0][0]
     if default not in weighed:
         why = "; ".join(lost.get(default, []))
-        raise UnavailableError(f"model store: {default!r} is not on disk any more as the other workers serve it: {why}")
+        raise UnavailableError(f"model {default!r} is not on disk any more as the other workers serve it: {why}")
     for name in lost.keys() - weighed:
-        _log.error("model store: %s is not served by this process: its default version is not there", name)
+        _log.error("%s is not served by this process: its default version is not there", name)
     return [model for model in models if model.name in weighed]
 
 
+def _opened(store: ModelStore | None, name: str, version: str) -> ServedModel:
+    if store is None:
+        raise NotFoundError("none of the archives is that version any more")
+    return ServedModel.of(name, store.open(name, version), version)
+
+
 def _as_it_was(
-    model: ServedModel, deltas: Iterable[str], back: int, content: list[str], store: ModelStore
+    model: ServedModel, deltas: Iterable[str], back: int, content: list[str], store: ModelStore | None
 ) -> ServedModel:
     """``model`` with its deltas; raises ArchiveError (X5) where that makes something else than what is served."""
     for _ in range(back):
         model.predictor.undo_delta()
     for delta in deltas:
+        assert store is not None, "deltas by name are a store's"
         model.predictor.apply_delta(store.delta(model.name, delta))
     if model.predictor.content != content:
         what = "archive" if model.predictor.content[0] != content[0] else "delta"
+        other = "restart the server" if store is None else "unload the version and load it again"
         raise ArchiveError(
             f"the {what} on disk is not the one that the other workers serve under this version; "
-            "give it a version of its own, or unload the version and load it again",
+            f"give it a version of its own, or {other}",
             rule="X5",
         )
     return model

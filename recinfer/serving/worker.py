@@ -14,6 +14,7 @@ from recinfer.serving import codec
 from recinfer.serving.loop import start_on_loop
 from recinfer.serving.pipe import Pipe
 from recinfer.serving.proto import admin_pb2 as pb
+from recinfer.serving.store import served_state
 
 if TYPE_CHECKING:
     from recinfer.serving.server import Server
@@ -27,8 +28,8 @@ class WorkerLink:
 
     Attributes:
         gone: set when the supervisor has gone, however it went.
-        restore: what :meth:`StoreManager.state` of a running worker gave, for one that takes the place of another;
-            None for the first ones.
+        restore: what :func:`recinfer.serving.store.served_state` of a running worker gave, for one that takes the place
+            of another; None for the first ones.
     """
 
     def __init__(self, read: IO[str] | None = None, write: IO[str] | None = None) -> None:
@@ -67,7 +68,7 @@ class WorkerLink:
         if what == "status":
             return server.status()
         if what == "state":
-            return None if self._manager is None else self._manager.state()
+            return served_state(server.service.registry) if self._manager is None else self._manager.state()
         if what == "admin":
             return self._admin(server, arguments["call"], base64.b64decode(arguments["data"]))
         raise AssertionError(what)

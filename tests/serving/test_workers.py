@@ -32,7 +32,7 @@ from recinfer.serving.server import SERVICE_NAME
 from recinfer.serving.supervisor import Supervisor
 from tests.ports import free_port
 from tests.serving.conftest import make_request, replace_archive
-from tests.warm import RECINFER, Program
+from tests.warm import RECINFER, Program, run_program
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("socket"), "SO_REUSEPORT"), reason="needs SO_REUSEPORT")
 
@@ -146,6 +146,26 @@ def test_a_worker_that_comes_back_serves_no_other_content_under_a_name(
                         answers[version, "none"] += 1
         assert set(answers) == {("", "2"), ("2", "2"), ("1", "1"), ("1", "none")}, answers
     assert "tiny 1 is not served by this process: [X5] the archive on disk is not the one" in capfd.readouterr().err
+
+
+def test_a_worker_that_comes_back_serves_no_other_archive_than_those_that_are_there(
+    archive: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    folder, aside = tmp_path / "tiny", tmp_path / "aside"
+    shutil.copytree(archive, folder)
+    shutil.copytree(archive, aside)
+    with supervised(folder) as (supervisor, _, said):
+        before = supervisor.pids
+        replace_archive(folder)
+        os.kill(before[0], signal.SIGKILL)
+        until(lambda: len(said) > 1)
+        assert "tiny 3 is not served by this process: [X5] the archive on disk is not the one" in capfd.readouterr().err
+        assert "'tiny' is not on disk any more as the other workers serve it" in said[1]
+        assert supervisor.pids.count(before[1]) == 1
+        shutil.rmtree(folder)
+        aside.rename(folder)
+        until(lambda: "serves again" in said[-1])
+        assert len(supervisor.pids) == 2
 
 
 def test_a_worker_that_cannot_start_ends_the_supervisor_with_its_reason(tmp_path: Path):
@@ -320,6 +340,14 @@ def test_the_log_of_a_supervisor_is_json_too_and_says_once_that_it_serves(archiv
     said = [json.loads(line)["message"] for line in log.read_text().splitlines()]
     assert [message for message in said if message.startswith("serving")] == [said[0]]
     assert "was killed by SIGKILL" in said[1] and "serves again" in said[2] and said.count("stopped") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--token-file", "nowhere"], ["--workers", "2", "--admin"], ["gone"]])
+def test_what_stops_a_start_is_a_line_of_the_json_log(archive: Path, arguments: list[str]):
+    code, out, err = run_program(RECINFER, "serve", archive, "--port", "0", "--json", "--log-json", *arguments)
+    said = [json.loads(line) for line in err.splitlines()]
+    message = json.loads(out)["error"]["message"]
+    assert (code, [(line["level"], line["message"]) for line in said]) == (2, [("error", message)])
 
 
 def test_workers_end_with_their_supervisor(archive: Path):
