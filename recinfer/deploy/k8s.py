@@ -30,6 +30,8 @@ _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _DNS, _SUBDOMAIN = re.compile(rf"{_LABEL}\Z"), re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(\.{_LABEL})*\Z")
 _SET_NAME = 52  # a StatefulSet's pods have a label of its name, "-" and a hash of 10
 _CPUS = re.compile(r"(?=.*[1-9])([0-9]+(\.[0-9]{1,3})?|[0-9]+m)\Z")
+# A host that may have a port, a path, a tag, a digest; what registries refuse beyond that they say themselves.
+_IMAGE = re.compile(r"(?=.{1,512}\Z)[A-Za-z0-9\[][\w.:\[\]/-]*(@[A-Za-z][\w.+-]*:[0-9A-Fa-f]{32,})?\Z", re.ASCII)
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,61}[A-Za-z0-9_]?\Z")
 
 
@@ -74,7 +76,7 @@ class K8sOptions:
             value = getattr(self, what)
             if value is not None and not _SUBDOMAIN.match(value):
                 raise ConfigError(f"{what}: got {value[:80]!r}, expected a name of a-z, 0-9, '-' and '.'")
-        if not self.image or any(c.isspace() for c in self.image):
+        if not _IMAGE.match(self.image):
             raise ConfigError(f"image: got {self.image[:80]!r}, expected one as in registry/recinfer:0.1.0-cpu")
         if not _CPUS.match(self.cpus):
             raise ConfigError(f"cpus: got {self.cpus!r}, expected more than 0, as in 2, 0.5 or 500m")

@@ -10,15 +10,14 @@ from itertools import count
 from typing import Any
 
 from recinfer.serving.pace import REST_S
-from recinfer.serving.tuning import SWITCH_INTERVAL_S
+from recinfer.sizing.disturbances import Comings, Stalls
+from recinfer.sizing.lock import SWITCH_S, Lock
 
-__all__ = ["COLD_S", "Clock", "Cpu", "Lock", "Points", "Thread", "at_sleep"]
+__all__ = ["COLD_S", "Clock", "Cpu", "Points", "Thread", "at_sleep"]
 
 SLICE_S = 3e-3
 HOT_S = 0.5e-3
 COLD_S = 20e-3  # of sleep, after which nothing of a thread is left in the caches
-
-SWITCH_S = SWITCH_INTERVAL_S
 
 _Run = Callable[..., object]
 
@@ -121,16 +120,21 @@ class Cpu:
         """A thread of its own for one job of ``seconds`` of a core at speed 1; ``run(*args)`` is called at its end."""
         Thread(self).submit(seconds, 0.0, run, *args)
 
+    def disturb(self, core: int, stalls: Comings, visits: Comings) -> None:
+        """From now on a core stands still, and is wanted by others, at random; as :meth:`stall` and :meth:`visit` say it.
+
+        Only what meets somebody is simulated: most cores have nothing to do most of the time.
+        """
+        self._cores[core].stalls, self._cores[core].visits = Stalls(stalls), visits
+
     def stall(self, seconds: float, core: int | None = None) -> None:
         """Nothing runs for a while, on one core or on all: the hypervisor, or the kernel, has other things to do."""
         for each in self._cores if core is None else (self._cores[core],):
-            each.stall(self._clock.now, seconds)
+            each.stalls.begin(self._clock.now, seconds)
 
     def visit(self, seconds: float, core: int) -> None:
         """A thread of somebody else's wakes up that had this core last, and needs one for so long."""
-        thread = Thread(self)
-        thread.core, thread.prompt = self._cores[core], True
-        thread.submit(seconds, 0.0, _nothing)
+        self._visit(self._cores[core], seconds)
 
     def wake(self, thread: Thread) -> None:
         """A thread has something to do."""
@@ -140,6 +144,10 @@ class Cpu:
 
     def _place(self, thread: Thread) -> None:
         """Give it a core, or a place in the line for one."""
+        now = self._clock.now
+        for core in self._cores:
+            if not core.running and core.visits is not None and core.visits.due <= now:
+                self._catch_up(core, core.visits)
         last = thread.core
         if last is None or last.running:
             free = next((core for core in self._cores if not core.running), None)
@@ -153,13 +161,57 @@ class Cpu:
             return
         # The core is its own from now on, but has to be woken too.
         last.running, thread.core = True, last
-        slept = at_sleep(self._wakes, self._clock.now - thread.ran, self._first_wake)
+        self._watch(last)
+        slept = at_sleep(self._wakes, now - thread.ran, self._first_wake)
         self._clock.after(slept / self.speed, self._give, last, thread)
 
     def _give(self, core: _Core, thread: Thread) -> None:
         core.running, core.used = True, 0.0
         thread.core = core
+        self._watch(core)
         self._go_on(core, thread)
+
+    def _watch(self, core: _Core) -> None:
+        """Somebody has the core, so the next visit is one that he may meet."""
+        if core.visits is not None and not core.watched and core.visits.due < math.inf:
+            core.watched = True
+            self._clock.at(max(core.visits.due, self._clock.now), self._visited, core, core.visits)
+
+    def _visited(self, core: _Core, visits: Comings) -> None:
+        core.watched = False
+        if not core.running:
+            return  # nobody meets it
+        self._visits_due(core, visits)
+        self._watch(core)
+
+    def _visits_due(self, core: _Core, visits: Comings) -> None:
+        while visits.due <= self._clock.now:
+            seconds = visits.seconds
+            visits.take()
+            self._visit(core, seconds)
+
+    def _visit(self, core: _Core, seconds: float) -> None:
+        thread = Thread(self)
+        thread.core, thread.prompt = core, True
+        thread.submit(seconds, 0.0, _nothing)
+
+    def _catch_up(self, core: _Core, visits: Comings) -> None:
+        """A core that had nothing to do had visits, and may have one now."""
+        now = self._clock.now
+        self.busy += visits.skip(now) / self.speed
+        while visits.due <= now:
+            begin = max(visits.due, core.visited)
+            core.visited = begin + visits.seconds / self.speed
+            visits.take()
+            if core.visited > now:
+                self.busy += now - begin
+                visitor = Thread(self)
+                visitor.prompt = True
+                visitor.hold((core.visited - now) * self.speed)
+                self._give(core, visitor)
+                self._visits_due(core, visits)  # those came before whoever comes now
+                return
+            self.busy += core.visited - begin
 
     def _go_on(self, core: _Core, thread: Thread) -> None:
         """Run the thread's first job, or what its slice allows of it."""
@@ -168,10 +220,10 @@ class Cpu:
             turn = min(left, max(self.slice_s - core.used, 0.0))
         if thread.lock is not None and turn > SWITCH_S:
             turn = SWITCH_S
-        self._clock.after(turn / self.speed, self._ended, core, thread, turn, core.stalled(self._clock.now))
+        self._clock.after(turn / self.speed, self._ended, core, thread, turn, core.stalls.until(self._clock.now))
 
     def _ended(self, core: _Core, thread: Thread, turn: float, stalled: float) -> None:
-        now_stalled = core.stalled(self._clock.now)
+        now_stalled = core.stalls.until(self._clock.now)
         if now_stalled > stalled + 1e-12:
             self._clock.after(now_stalled - stalled, self._ended, core, thread, turn, now_stalled)
             return
@@ -210,27 +262,22 @@ class Cpu:
 
 
 class _Core:
-    """One core: whether a thread has it, how much of its slice that has used, who waits for it, and when it stood still."""
+    """One core: whether a thread has it, how much of its slice that has used, who waits for it, and what disturbs it.
 
-    __slots__ = ("_stall_begin", "_stall_end", "_stalled", "line", "running", "used")
+    Attributes:
+        visits: of others, those that nobody has met yet.
+        visited: until when those before had it.
+        watched: an event is set for the next visit.
+    """
+
+    __slots__ = ("line", "running", "stalls", "used", "visited", "visits", "watched")
 
     def __init__(self) -> None:
-        self.running = False
-        self.used = 0.0
+        self.running = self.watched = False
+        self.used = self.visited = 0.0
         self.line: deque[Thread] = deque()
-        self._stalled = 0.0  # seconds of stalls that are over
-        self._stall_begin = self._stall_end = -1.0
-
-    def stall(self, now: float, seconds: float) -> None:
-        """It stands still from now on."""
-        if now >= self._stall_end:
-            self._stalled += max(self._stall_end - self._stall_begin, 0.0)
-            self._stall_begin = self._stall_end = now
-        self._stall_end = max(self._stall_end, now + seconds)
-
-    def stalled(self, now: float) -> float:
-        """For how long it has stood still so far."""
-        return self._stalled + max(min(now, self._stall_end) - self._stall_begin, 0.0)
+        self.stalls = Stalls()
+        self.visits: Comings | None = None
 
 
 def _nothing() -> None:
@@ -239,37 +286,6 @@ def _nothing() -> None:
 
 def _length(core: _Core) -> int:
     return len(core.line)
-
-
-class Lock:
-    """An interpreter's lock: of the threads that share it one runs at a time, and the others sleep until it is theirs.
-
-    Who has it gives it up when it has nothing to do, or when it has had it for a switch interval and others wait.
-    """
-
-    __slots__ = ("_holder", "_line", "_since")
-
-    def __init__(self) -> None:
-        self._holder: Thread | None = None
-        self._line: deque[Thread] = deque()
-        self._since = 0.0
-
-    def take(self, thread: Thread, now: float) -> bool:
-        """Whether it has the lock now; else it will be what :meth:`leave` returns, later."""
-        if self._holder is None:
-            self._holder, self._since = thread, now
-        elif self._holder is not thread:
-            self._line.append(thread)
-        return self._holder is thread
-
-    def leave(self, thread: Thread, more: bool, now: float) -> Thread | None:
-        """Who has it next; None: it is nobody's, or still that of ``thread``, which has more to do."""
-        if more and (not self._line or now - self._since < SWITCH_S - 1e-12):
-            return None
-        if more:
-            self._line.append(thread)
-        self._holder, self._since = (self._line.popleft() if self._line else None), now
-        return self._holder
 
 
 class Thread:
@@ -334,6 +350,10 @@ class Thread:
                 cold += at_sleep(self._cooled, now - self.ran)
             self.left, self._run, self._args = seconds + cold, run, args
             self._cpu.wake(self)
+
+    def hold(self, seconds: float) -> None:
+        """Be at a job that nobody waits for, with so much of it left."""
+        self._running, self.left, self._run = True, seconds, _nothing
 
     def next(self, seconds: float, run: _Run, *args: Any) -> None:
         """A job before those that wait; to be called while a job of this thread ends."""

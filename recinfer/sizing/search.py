@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 
 from recinfer.distributed.planner.calibration import HardwareProfile
 from recinfer.distributed.planner.types import PlannerError
@@ -21,7 +22,12 @@ from recinfer.sizing.workload import Model, Shards, shards_of
 __all__ = ["Candidate", "Goal", "Settings", "latency_curve", "search"]
 
 _QUICK_REQUESTS = 3000
-_PROBE_REQUESTS = 600
+_PROBE_REQUESTS = 1200
+# Requests that meet no others: at most so many, so often, and so much of the time that one is under way.
+_ALONE_REQUESTS, _ALONE_RATE, _ALONE_SHARE = 200, 20.0, 0.2
+_FIRST_ALONE = 3
+_PROBE_S, _FEWEST = 30.0, 20  # of probes; fewer requests say too little
+_DEADLINE_S = 10.0  # of callers, where the promise is not longer
 _FULLEST = 0.85  # share of its cores that a host may be given on paper; queues need the rest
 _MAX_STEPS = 12
 _GIVE_UP_COST = 1.5  # times the best price: dearer candidates are not simulated
@@ -130,17 +136,27 @@ class _Search:
             network=s.network,
             stragglers=s.stragglers,
             hedging=s.hedging,
+            deadline_s=max(_DEADLINE_S, self.goal.p99_s),
             seed=seed,
         )
 
-    def idea(self, host: HostType, precision: str, num: int) -> _Idea | Candidate:
-        """Plan the tables and find the least number of hosts that have the processors for it."""
+    def least(self, host: HostType, num: int) -> Deployment:
+        """The fewest hosts that there may be."""
+        spare = self.settings.min_replicas
+        return Deployment(num, spare, spare if num > 1 else 0, host.cores, host.workers)
+
+    def idea(self, host: HostType, precision: str, num: int, *, probe: bool) -> _Idea | Candidate:
+        """Plan the tables and find the least number of hosts that have the processors for it.
+
+        Args:
+            probe: else the fewest there may be stand for it.
+        """
 
         def no(why: str, num_bytes: int = 0) -> Candidate:
             return Candidate(host, precision, None, math.nan, math.nan, {}, math.nan, False, why, num_bytes)
 
-        spare = self.settings.min_replicas
-        if num * spare + (spare if num > 1 else 0) > self.settings.max_hosts:  # not worth a plan
+        fewest = self.least(host, num)
+        if fewest.hosts > self.settings.max_hosts:  # not worth a plan
             return no(f"more than {self.settings.max_hosts} hosts")
         try:
             shards = shards_of(
@@ -152,27 +168,53 @@ class _Search:
             )
         except PlannerError:
             return no(f"tables need more than {num} hosts")
+        if not probe:
+            return self.untried(host, shards, fewest)
         rankers = 0 if num == 1 else 1
         one = Deployment(num, 1, rankers, host.cores, host.workers)
         # Alone: how long a request takes, and what it costs each kind of host in core-seconds.
-        alone = self.run(one, shards, _PROBE_REQUESTS, 20.0, self.seed)
+        alone = self._alone(one, shards)
+        if alone.percentile(50) > self.goal.p99_s:
+            return no(f"alone it takes {alone.percentile(50) * 1e3:.1f} ms", shards.bytes)
         # In numbers: what it costs when servers are half busy, and requests share runs.
         cpu = self._core_seconds(alone, one)
         rate = 0.5 * min(host.cores * (one.shards if kind == "shards" else 1) / s for kind, s in cpu.items() if s)
-        busy = self.run(one, shards, _PROBE_REQUESTS * 2, rate, self.seed)
+        busy = self.run(one, shards, _within(_PROBE_REQUESTS, rate), rate, self.seed)
         cpu = self._core_seconds(busy, one)
         room = host.cores * _FULLEST
+        asked = {kind: math.ceil(self.goal.qps * seconds / room) for kind, seconds in cpu.items()}
         if num == 1:
-            least = replace(one, replicas=max(spare, math.ceil(self.goal.qps * cpu["servers"] / room)))
+            least = replace(fewest, replicas=max(fewest.replicas, asked["servers"]))
         else:
-            replicas = max(spare, math.ceil(self.goal.qps * cpu["shards"] / num / room))
-            ranking = max(spare, math.ceil(self.goal.qps * cpu["rankers"] / room))
-            least = replace(one, replicas=replicas, rankers=ranking)
-        if alone.percentile(50) > self.goal.p99_s:
-            return no(f"alone it takes {alone.percentile(50) * 1e3:.1f} ms", shards.bytes)
+            replicas = max(fewest.replicas, math.ceil(self.goal.qps * cpu["shards"] / num / room))
+            least = replace(fewest, replicas=replicas, rankers=max(fewest.rankers, asked["rankers"]))
         if least.hosts > self.settings.max_hosts:
             return no(f"more than {self.settings.max_hosts} hosts", shards.bytes)
         return _Idea(host, shards, least, alone.percentile(50))
+
+    def untried(self, host: HostType, shards: Shards, least: Deployment) -> Candidate:
+        """What can only be much dearer than one that keeps the promise."""
+        return Candidate(
+            host=host,
+            precision=shards.precision,
+            deployment=least,
+            p50_s=math.nan,
+            p99_s=math.nan,
+            busy={},
+            cost=least.hosts * host.price,
+            meets=False,
+            why="dearer, not tried",
+            table_bytes=shards.bytes,
+        )
+
+    def _alone(self, one: Deployment, shards: Shards) -> Outcome:
+        """Requests that hardly ever meet, as slowly as that takes."""
+        first = self.run(one, shards, _FIRST_ALONE, _ALONE_RATE, self.seed)
+        typical = first.percentile(50)
+        if typical > self.goal.p99_s * _FIRST_ALONE:  # too slow also if each of them waited for the others
+            return first
+        rate = min(_ALONE_RATE, _ALONE_SHARE / typical)
+        return self.run(one, shards, _within(_ALONE_REQUESTS, rate), rate, self.seed)
 
     def _core_seconds(self, outcome: Outcome, deployment: Deployment) -> dict[str, float]:
         seconds = len(outcome.latencies) / outcome.rate
@@ -237,6 +279,11 @@ class _Search:
         )
 
 
+def _within(count: int, rate: float) -> int:
+    """As many requests as a probe has at ``rate``, at most ``count``."""
+    return max(_FEWEST, min(count, int(rate * _PROBE_S)))
+
+
 def _more(count: int) -> int:
     return count + max(1, round(count * 0.15))
 
@@ -277,46 +324,38 @@ def search(
     work = _Search(goal, trace, model, costs, settings or Settings(), hardware, seed)
     say = progress or (lambda what, done, total: None)
     found: list[Candidate] = []
-    ideas: list[_Idea] = []
     kinds = [
         (host, precision, num)
         for host in hosts
         for precision in precisions
         for num in _shard_counts(model, host, precision, shard_counts, work.settings)
     ]
-    for at, (host, precision, num) in enumerate(kinds):
-        say(f"planning {num} x {host.name}, {precision}", at, 2 * len(kinds))
-        idea = work.idea(host, precision, num)
+    # By the least that they can cost: what can only be dearer than one that keeps the promise needs no probe either.
+    heap: list[tuple[float, int, int, _Idea | tuple[HostType, str, int]]] = []
+    for at, kind in enumerate(kinds):
+        fewest = work.least(kind[0], kind[2]).hosts
+        heappush(heap, (fewest * kind[0].price, fewest, at, kind))
+    best = math.inf
+    while heap:
+        cost, _, at, item = heappop(heap)
+        done = 2 * len(kinds) - sum(1 if isinstance(left, _Idea) else 2 for *_, left in [*heap, (item,)])
+        if isinstance(item, _Idea):
+            if cost > _GIVE_UP_COST * best:
+                found.append(work.untried(item.host, item.shards, item.least))
+                continue
+            say(f"simulating {item.least.shards} x {item.host.name}, {item.shards.precision}", done, 2 * len(kinds))
+            candidate = work.grow(item, requests, _GIVE_UP_COST * best)
+            found.append(candidate)
+            if candidate.meets:
+                best = min(best, candidate.cost)
+            continue
+        host, precision, num = item
+        say(f"planning {num} x {host.name}, {precision}", done, 2 * len(kinds))
+        idea = work.idea(host, precision, num, probe=cost <= _GIVE_UP_COST * best)
         if isinstance(idea, Candidate):
             found.append(idea)
         else:
-            ideas.append(idea)
-    ideas.sort(key=lambda idea: (idea.cost(), idea.least.hosts))
-    best = math.inf
-    for at, idea in enumerate(ideas):
-        name = f"simulating {idea.least.shards} x {idea.host.name}, {idea.shards.precision}"
-        say(name, 2 * len(kinds) - len(ideas) + at, 2 * len(kinds))
-        if idea.cost() > _GIVE_UP_COST * best:
-            why = "dearer, not tried"
-            found.append(
-                Candidate(
-                    host=idea.host,
-                    precision=idea.shards.precision,
-                    deployment=idea.least,
-                    p50_s=math.nan,
-                    p99_s=math.nan,
-                    busy={},
-                    cost=idea.cost(),
-                    meets=False,
-                    why=why,
-                    table_bytes=idea.shards.bytes,
-                )
-            )
-            continue
-        candidate = work.grow(idea, requests, _GIVE_UP_COST * best)
-        found.append(candidate)
-        if candidate.meets:
-            best = min(best, candidate.cost)
+            heappush(heap, (idea.cost(), idea.least.hosts, at, idea))
     say("done", 2 * len(kinds), 2 * len(kinds))
 
     def rank(candidate: Candidate) -> tuple[bool, float, int, int, float]:

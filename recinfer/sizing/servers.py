@@ -14,8 +14,9 @@ from recinfer.serving import batcher as rules
 from recinfer.serving import direct as plain
 from recinfer.serving.batcher import BatchConfig
 from recinfer.serving.remote.asks import MOST_BYTES
-from recinfer.sizing.clock import Clock, Cpu, Lock, Points, Thread, at_sleep
+from recinfer.sizing.clock import Clock, Cpu, Points, Thread, at_sleep
 from recinfer.sizing.costs import READ, TAKEN, DirectCosts, EndCosts, RunCosts, ServingCosts
+from recinfer.sizing.lock import Lock
 from recinfer.sizing.queue import Queue, Work
 
 __all__ = ["Call", "Network", "Process", "Server", "Spread", "is_small"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 
@@ -16,6 +16,7 @@ from recinfer.serving.batcher import BatchConfig
 from recinfer.sizing.arrivals import Trace
 from recinfer.sizing.clock import Clock, Cpu
 from recinfer.sizing.costs import DirectCosts, ServingCosts
+from recinfer.sizing.disturbances import Comings, held_up
 from recinfer.sizing.ranker import Hedging, Ranker
 from recinfer.sizing.servers import Call, Network, Process, Server, Spread
 from recinfer.sizing.stalls import Stall
@@ -27,7 +28,6 @@ __all__ = ["Deployment", "Outcome", "Stragglers", "simulate"]
 
 _BEHIND = 0.05  # of all requests may be under way at the end of a trace that is kept up with
 _FEW_TIMES = 4
-_SLOW_STEP_S = 0.25e-3
 
 
 @dataclass(frozen=True)
@@ -203,16 +203,13 @@ def simulate(
     else:
         doors = _whole_servers(world, deployment, one)
     caller = Process(one, world.spread, doors[0].client) if one is not None else None
-    if stalls is None:
-        _stall(world, float(trace.times[-1]))
-    else:
+    _disturb(world, stalls=stalls is None, visits=stints is None)
+    if stalls is not None:
         _stall_as_recorded(world, one, stalls)
-    if stints is None:
-        _visit(world, float(trace.times[-1]))
-    else:
+    if stints is not None:
         _visit_as_recorded(world, one, stints)
     latencies = np.full(len(trace), np.nan)
-    refused = _drive(world, trace, doors, caller, latencies, deadline_s, progress)
+    refused, end = _drive(world, trace, doors, caller, latencies, deadline_s, progress)
     return Outcome(
         latencies=latencies,
         counted=slice(int(warm_up * len(trace)), None),
@@ -220,7 +217,7 @@ def simulate(
         refused=refused,
         waiting=int((latencies > trace.times[-1] - trace.times).sum()),
         busy={
-            name: sum(c.busy for c in cpus) / sum(c.cores for c in cpus) / max(world.clock.now, 1e-9)
+            name: sum(c.busy for c in cpus) / sum(c.cores for c in cpus) / max(end, 1e-9)
             for name, cpus in world.cpus.items()
         },
         calls=sum(r.calls for r in rankers),
@@ -245,31 +242,17 @@ def _spent(processes: Sequence[Process]) -> dict[str, float]:
     return found
 
 
-def _stall(world: _World, until: float) -> None:
-    """Set the moments at which cores stand still."""
+def _disturb(world: _World, *, stalls: bool, visits: bool) -> None:
+    """Cores stand still at random moments, and other programs, and the kernel, want them at others."""
     costs = world.costs
-    for cpu, core, at, i in _moments(world, costs.stalls_per_s, len(costs.stall_s), until):
-        _hold_up(world.clock, cpu, at, costs.stall_s[i], costs.stall_lost[i], core)
-
-
-def _visit(world: _World, until: float) -> None:
-    """Set the moments at which other programs, and the kernel, want a core."""
-    costs = world.costs
-    for cpu, core, at, i in _moments(world, costs.stints_per_s, len(costs.stint_s), until):
-        world.clock.at(at, cpu.visit, costs.stint_s[i], core)
-
-
-def _moments(world: _World, per_s: float, kinds: int, until: float) -> Iterator[tuple[Cpu, int, float, int]]:
-    """On which core, when, and which of so many kinds: so often a second on each core of each host."""
-    if not per_s:
-        return
-    random = world.random
+    lost = list(zip(costs.stall_s, costs.stall_lost, strict=True)) if stalls else []
+    wanted = [(seconds, 1.0) for seconds in costs.stint_s] if visits else []
     for cpu in dict.fromkeys(cpu for cpus in world.cpus.values() for cpu in cpus):
         for core in range(cpu.cores):
-            num = random.poisson(per_s * until)
-            which = random.integers(kinds, size=num).tolist()
-            for at, i in zip((random.random(num) * until).tolist(), which):
-                yield cpu, core, at, i
+            of_stalls, of_visits = world.random.spawn(2)
+            cpu.disturb(
+                core, Comings(of_stalls, costs.stalls_per_s, lost), Comings(of_visits, costs.stints_per_s, wanted)
+            )
 
 
 def _visit_as_recorded(world: _World, one: Cpu | None, stints: Sequence[Stint]) -> None:
@@ -295,14 +278,8 @@ def _stall_as_recorded(world: _World, one: Cpu | None, stalls: Sequence[Stall]) 
         end = stall.begin + stall.seconds
         if end > 0:
             begin = max(stall.begin, 0.0)
-            _hold_up(world.clock, host, begin, end - begin, stall.lost, stall.core)
-
-
-def _hold_up(clock: Clock, cpu: Cpu, begin: float, seconds: float, lost: float, core: int) -> None:
-    """A core stands still; or, where it does not lose all of its work, does so again and again for a moment."""
-    parts = 1 if lost >= 1 else max(round(seconds / _SLOW_STEP_S), 1)
-    for part in range(parts):
-        clock.at(begin + part * seconds / parts, cpu.stall, lost * seconds / parts, core)
+            for at, seconds in held_up(begin, end - begin, stall.lost):
+                world.clock.at(at, host.stall, seconds, stall.core)
 
 
 def _host(world: _World, deployment: Deployment, one: Cpu | None, kind: str) -> Cpu:
@@ -411,15 +388,17 @@ def _drive(
     latencies: NDArray[np.float64],
     deadline_s: float,
     progress: Callable[[int], object] | None,
-) -> int:
-    """Feed the trace to the doors in turn and run to the end; returns how many were refused."""
+) -> tuple[int, float]:
+    """Feed the trace to the doors in turn and run to the end; returns how many were refused, and when the last one was over."""
     clock, model = world.clock, world.model
     times, batches, ids = trace.times.tolist(), trace.batches.tolist(), trace.ids.tolist()
     ends: list[float] = [math.nan] * len(times)
-    state = {"refused": 0, "over": 0}
+    state, end = {"refused": 0, "over": 0}, 0.0
     step = max(len(times) // 50, 1)
 
     def over(call: Call) -> None:
+        nonlocal end
+        end = clock.now
         if call.refused:
             state["refused"] += 1
         else:
@@ -450,4 +429,4 @@ def _drive(
     clock.at(times[0], come, 0)
     clock.run()
     latencies[:] = np.array(ends) - trace.times
-    return state["refused"]
+    return state["refused"], end

@@ -198,6 +198,9 @@ def test_files_of_another_plan_are_not_applied_by_chance(tmp_path: Path):
     [
         ({"namespace": "Ads"}, "namespace"),
         ({"image": "a b"}, "image"),
+        ({"image": "-x"}, "image"),
+        ({"image": ""}, "image"),
+        ({"image": "r.example/recinfer@sha256:12"}, "image"),
         ({"cpus": "two"}, "cpus"),
         ({"replicas": 0}, "replicas"),
         ({"rankers": 3, "max_rankers": 2}, "rankers"),
@@ -213,6 +216,14 @@ def test_files_of_another_plan_are_not_applied_by_chance(tmp_path: Path):
 def test_wrong_options_are_named(wrong: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         K8sOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    "image",
+    ["recinfer", "recinfer:0.1.0-cpu", "r.example:5000/a/b_c:1", "[::1]:5000/recinfer:1", f"r/x:1@sha256:{64 * 'a'}"],
+)
+def test_images_are_named_as_registries_do(image: str):
+    assert K8sOptions(image=image).image == image
 
 
 def test_claims_and_secrets_may_have_dots():

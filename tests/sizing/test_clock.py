@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from recinfer.sizing.clock import SWITCH_S, Clock, Cpu, Lock, Thread, at_sleep
+from recinfer.sizing.clock import Clock, Cpu, Thread, at_sleep
+from recinfer.sizing.lock import SWITCH_S, Lock
 
 JOBS, WARM_UP = 60_000, 5_000
 TOLERANCE = 0.08  # of a mean wait over 55,000 dependent jobs at these loads; seeds are fixed

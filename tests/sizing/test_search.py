@@ -14,6 +14,7 @@ from recinfer.sizing.arrivals import poisson
 from recinfer.sizing.costs import DirectCosts, RunCosts, ServingCosts
 from recinfer.sizing.hosts import EXAMPLE_HOSTS, HostType, priced, read_hosts
 from recinfer.sizing.search import Goal, Settings, latency_curve, search
+from recinfer.sizing.simulate import Deployment, Outcome, simulate
 from recinfer.sizing.typical import TYPICAL_COSTS
 from tests.sizing.models import COSTS, manifest_of, model_of
 
@@ -51,6 +52,32 @@ def test_what_cannot_be_in_time_is_said() -> None:
     found = found_for(100.0, 0.5)
     assert not any(c.meets for c in found)
     assert any("alone it takes" in c.why for c in found)
+
+
+def test_what_can_only_be_much_dearer_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def counted(deployment: Deployment, *args: Any, **options: Any) -> Outcome:
+        seen.append(deployment.cores)
+        return simulate(deployment, *args, **options)
+
+    monkeypatch.setattr("recinfer.sizing.search.simulate", counted)
+    found = found_for(500.0, 10.0, hosts=[LARGE, SMALL])
+    assert set(seen) == {SMALL.cores}
+    dear = [c for c in found if c.host is LARGE]
+    assert dear and all(c.why == "dearer, not tried" and c.cost >= 2 * LARGE.price and c.table_bytes for c in dear)
+
+
+def test_requests_that_take_long_are_looked_at_alone() -> None:
+    """At a rate at which most of them would meet, one of half a second seemed to take two."""
+    goal, model = Goal(0.5, 1.0), model_of(dense_s=0.5)
+    trace = poisson(0.5, 200, seed=1)
+    asked: dict[str, Any] = {"hosts": [SMALL], "precisions": ["int8"], "shard_counts": [1], "requests": 200}
+    (found,) = search(goal, trace, model, COSTS, **asked)
+    assert found.meets, found.why
+    assert 0.5 < found.p50_s < 0.7
+    (slower,) = search(Goal(0.5, 0.4), trace, model, COSTS, **asked)
+    assert 500 < float(slower.why.removeprefix("alone it takes ").removesuffix(" ms")) < 700
 
 
 def test_too_many_hosts_are_said() -> None:
