@@ -131,13 +131,13 @@ class ReplicaPool:
             if isinstance(outcome, grpc.aio.AioRpcError):
                 if outcome.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
                     continue  # it went away, and prepares when it is back
-                raise InputError(f"shard {replica.target} did not prepare version {spec.key}: {outcome.details()}")
+                raise InputError(f"shard {replica.target} did not prepare version {spec}: {outcome.details()}")
             if isinstance(outcome, BaseException):
                 raise outcome
         missing = self.unreachable(ranks, spec.key)
         if missing:
             where = "; ".join(f"rank {rank}: {self.addresses(rank, spec.key)}" for rank in missing)
-            raise UnavailableError(f"version {spec.key} is not prepared, no replica of some ranks is there: {where}")
+            raise UnavailableError(f"version {spec} is not prepared, no replica of some ranks is there: {where}")
 
     async def wait_for(self, ranks: Sequence[int], version: str) -> None:
         """Return once every rank can be asked for ``version``."""

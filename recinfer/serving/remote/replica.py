@@ -162,9 +162,10 @@ class Replica:
 
     def wrong(self, version: str) -> str:
         """What is wrong with it, or with asking it for ``version``."""
-        if self.up and version not in self.why:
-            return f"it has not prepared version {version}"
-        return self.why
+        if not self.up:
+            return self.why
+        named = next((str(spec) for spec in self._wanted() if spec.key == version), version)
+        return self._told.get(version) or f"it has not prepared version {named}"
 
     def load(self, now: float) -> tuple[bool, int, int]:
         """The replica where this is least is asked: not put aside, least outstanding, then the faster by factors of two."""
@@ -277,12 +278,12 @@ class Replica:
         try:
             await self.prepare(spec)
         except grpc.aio.AioRpcError as error:
-            self.why = f"lacks version {spec.key}: {error.details()}"
+            self.why = f"lacks version {spec}: {error.details()}"
             if self._told.get(spec.key) != self.why:
                 self._told[spec.key] = self.why
                 _log.warning("shard %s %s", self.target, self.why)
             return False
-        _log.info("shard %s has prepared version %s", self.target, spec.key)
+        _log.info("shard %s has prepared version %s", self.target, spec)
         return True
 
     def _set_up(self, up: bool) -> None:

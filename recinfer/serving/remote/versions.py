@@ -11,6 +11,7 @@ from recinfer.archive.reader import Archive
 __all__ = ["VersionSpec", "base_of", "version_key"]
 
 _DIGITS = 32
+_SHOWN_DIGITS = 12  # of them
 
 
 def version_key(manifest_sha256: str, deltas: Sequence[Delta] = ()) -> str:
@@ -42,6 +43,11 @@ class VersionSpec:
     folder: str
     deltas: tuple[str, ...] = ()
     world_size: int = 0
+
+    def __str__(self) -> str:
+        """For people: the folder, its deltas, and the start of its content's name."""
+        after = "".join(f" + {delta.rpartition('/')[2]}" for delta in self.deltas)
+        return f"{self.folder}{after} ({self.key[:_SHOWN_DIGITS]})"
 
     @classmethod
     def of(cls, archive: Archive, deltas: Sequence[Delta], store: str | None = None) -> VersionSpec:

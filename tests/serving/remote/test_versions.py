@@ -133,7 +133,9 @@ def test_a_version_rolls_out_whole_and_back_at_once(archives: dict[str, Path], t
 def test_nothing_switches_while_a_shard_cannot(archives: dict[str, Path], tmp_path: Path):
     with rolling(archives, tmp_path) as roll:
         roll.bring(archives["2"], "2", roll.hosts[:3])
-        with pytest.raises(InputError, match=r"127\.0\.0\.4:\d+ did not prepare version .* copy it here"):
+        with pytest.raises(
+            InputError, match=rf"127\.0\.0\.4:\d+ did not prepare version {MODEL}/2 \([0-9a-f]{{12}}\): .* copy it here"
+        ):
             roll.admin.load(MODEL, "2", activate=True)
         broken = roll.hosts[3] / MODEL / "2"
         shutil.copytree(archives["2"], broken)
