@@ -13,7 +13,6 @@ import signal
 import subprocess
 import threading
 import time
-from base64 import b64decode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -24,7 +23,6 @@ from recinfer.errors import ConfigError, RecinferError, UnavailableError
 from recinfer.serving.address import hold_address
 from recinfer.serving.metrics import Status, merge_statuses, only_counts
 from recinfer.serving.pipe import Pipe
-from recinfer.serving.proto import admin_pb2 as pb
 
 __all__ = ["Supervisor"]
 
@@ -35,15 +33,9 @@ _POLL_S = 0.05
 _LOOK_S = 2.0  # how much of a killed worker's counts may be lost
 _STATUS_S = 1.0  # a worker that does not say how it is within that is shown as it was
 _CHANGE_S = 3600.0  # loading reads and checks a whole archive
-# What takes back a change that some workers made and another could not.
+# What takes back a change that some workers made and another could not, beside the weights that each of them had before.
 # The requests begin with the same fields, so that a change's own request serves to take it back.
-_OPPOSITE = {
-    "Load": ("Rollback", "Unload"),
-    "SetDefault": ("Rollback",),
-    "SetWeights": ("Rollback",),
-    "Rollback": ("Rollback",),
-    "ApplyDelta": ("UndoDelta",),
-}
+_OPPOSITE = {"Load": "Unload", "SetDefault": None, "SetWeights": None, "Rollback": None, "ApplyDelta": "UndoDelta"}
 
 
 class _Worker:
@@ -304,7 +296,7 @@ class Supervisor:
             workers = workers[:1]
         made, failed = _in_all(workers, call, data)
         if failed and (call in _OPPOSITE or not made):
-            self._take_back([worker for worker, _ in made], call, data)
+            _take_back(made, call, data)
             raise failed[0][1]
         for worker, error in failed:  # there is no way back: it begins anew, with what the others have
             self._tell(f"process {worker.process.pid} could not make a change and ends: {error}")
@@ -319,13 +311,8 @@ class Supervisor:
                     with self._lock:
                         self._state = state.result()
                     break
-        return made[0][1]
-
-    @staticmethod
-    def _take_back(workers: Sequence[_Worker], call: str, data: str) -> None:
-        for opposite in _OPPOSITE[call] if workers else ():
-            if opposite != "Rollback" or call != "Load" or pb.LoadRequest.FromString(b64decode(data)).activate:
-                _in_all(workers, opposite, data)
+        answer: str = made[0][1]["answer"]
+        return answer
 
 
 def _first_object(lines: Iterable[str]) -> dict[str, Any]:
@@ -338,13 +325,20 @@ def _first_object(lines: Iterable[str]) -> dict[str, Any]:
     return {}
 
 
+def _take_back(made: Sequence[tuple[_Worker, dict[str, Any]]], call: str, data: str) -> None:
+    """Have those who made a change be as they were: the weights first, since what has one is not unloaded."""
+    wait([worker.pipe.ask("set_spread", spread=said["before"]) for worker, said in made], timeout=_STATUS_S)
+    if (opposite := _OPPOSITE.get(call)) is not None:
+        _in_all([worker for worker, _ in made], opposite, data)
+
+
 def _in_all(
     workers: Sequence[_Worker], call: str, data: str
-) -> tuple[list[tuple[_Worker, str]], list[tuple[_Worker, RecinferError]]]:
-    """Who made the change, with its answer, and who could not, with the error; one that dies meanwhile is neither."""
+) -> tuple[list[tuple[_Worker, dict[str, Any]]], list[tuple[_Worker, RecinferError]]]:
+    """Who made the change, with what it said, and who could not, with the error; one that dies meanwhile is neither."""
     asked = [(worker, worker.pipe.ask("admin", call=call, data=data)) for worker in workers]
     wait([future for _, future in asked], timeout=_CHANGE_S)
-    made: list[tuple[_Worker, str]] = []
+    made: list[tuple[_Worker, dict[str, Any]]] = []
     failed: list[tuple[_Worker, RecinferError]] = []
     for worker, future in asked:
         error = future.exception() if future.done() else UnavailableError(f"no answer within {_CHANGE_S:g} s")

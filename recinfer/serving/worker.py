@@ -69,13 +69,16 @@ class WorkerLink:
             return server.status()
         if what == "state":
             return served_state(server.service.registry) if self._manager is None else self._manager.state()
+        if what == "set_spread":
+            return server.service.registry.restore(arguments["spread"])
         if what == "admin":
             return self._admin(server, arguments["call"], base64.b64decode(arguments["data"]))
         raise AssertionError(what)
 
-    def _admin(self, server: Server, call: str, data: bytes) -> Future[str]:
-        async def done() -> str:
-            return base64.b64encode(await server.admin_calls[call](data)).decode()
+    def _admin(self, server: Server, call: str, data: bytes) -> Future[dict[str, Any]]:
+        async def done() -> dict[str, Any]:
+            before = server.service.registry.spread()
+            return {"answer": base64.b64encode(await server.admin_calls[call](data)).decode(), "before": before}
 
         return start_on_loop(done())
 

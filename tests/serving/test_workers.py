@@ -24,7 +24,7 @@ import pytest
 from recinfer import env
 from recinfer.cli.serve import security_of
 from recinfer.cli.serve_options import SecurityOptions
-from recinfer.errors import ConfigError, NotFoundError, UnavailableError
+from recinfer.errors import ConfigError, InputError, NotFoundError, UnavailableError
 from recinfer.serving import codec
 from recinfer.serving.admin_client import AdminClient
 from recinfer.serving.client import InferenceClient
@@ -146,6 +146,44 @@ def test_a_worker_that_comes_back_serves_no_other_content_under_a_name(
                         answers[version, "none"] += 1
         assert set(answers) == {("", "2"), ("2", "2"), ("1", "1"), ("1", "none")}, answers
     assert "tiny 1 is not served by this process: [X5] the archive on disk is not the one" in capfd.readouterr().err
+
+
+def test_a_change_that_one_worker_cannot_make_changes_nothing_nor_what_to_go_back_to(archive: Path, tmp_path: Path):
+    for version in ("1", "2", "3"):
+        shutil.copytree(archive, tmp_path / "tiny" / version)
+    with supervised("--model-store", tmp_path, "--admin") as (supervisor, target, said):
+
+        def shown() -> set[str]:
+            found = set()
+            for number in range(24):
+                with InferenceClient(target, timeout=60, retries=0) as client:
+                    found.add(client.lookup({"user": [number]}).model_version)
+            return found
+
+        with AdminClient(target) as admin:
+            admin.load("tiny", "1")
+            admin.load("tiny", "2")
+            admin.set_weights("tiny", {"2": 50, "1": 50})
+            admin.set_default("tiny", "1")
+        shutil.rmtree(tmp_path / "tiny" / "2")
+        os.kill(supervisor.pids[0], signal.SIGKILL)  # what comes back has no version 2
+        until(lambda: any("serves again" in line for line in said))
+        assert shown() == {"1"}
+        with AdminClient(target) as admin:
+            admin.set_weights("tiny", {"1": 50, "3": 50})
+            for wanted in ({"1": 50, "3": 50}, {"2": 1}, {"1": 50, "2": 50}):
+                if "2" in wanted:
+                    with pytest.raises(NotFoundError, match="'2'"):
+                        admin.set_weights("tiny", wanted)
+                else:
+                    admin.set_weights("tiny", wanted)  # who lost the answer asks again
+                assert shown() == {"1", "3"}
+            shutil.copytree(archive, tmp_path / "tiny" / "2")
+            with pytest.raises(InputError, match="'2' of model 'tiny' is loaded already"):  # by one of them
+                admin.load("tiny", "2", activate=True)
+            assert shown() == {"1", "3"}
+            admin.rollback("tiny")
+            assert shown() == {"1"}
 
 
 def test_a_worker_that_comes_back_serves_no_other_archive_than_those_that_are_there(
