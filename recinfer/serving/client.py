@@ -56,6 +56,10 @@ class _Client:
     ) -> None:
         if retries < 0:
             raise InputError(f"retries: got {retries}, expected 0 or more")
+        for what, name in (("model", model), ("version", version)):
+            if not isinstance(name, str) or any("\ud800" <= c <= "\udfff" for c in name):
+                raise InputError(f"{what}: got {name!r:.80}, expected text")
+        Tries(target, retries, timeout, None)  # which knows what a timeout is
         self.target, self.model, self.version, self.timeout, self.retries = target, model, version, timeout, retries
         # One a call, as a server may have no room for predictions and much for lookups.
         self._throttles = {call: Throttle() for call in ("Lookup", "Predict")} if throttle else {}
@@ -356,7 +360,7 @@ def credentials_of(ca: Path | None, cert: Path | None, key: Path | None) -> grpc
     except ConfigError as error:
         raise InputError(str(error)) from None
     return grpc.ssl_channel_credentials(
-        ca.read_bytes(), key.read_bytes() if key else None, cert.read_bytes() if cert else None
+        *(None if path is None else Path(path).read_bytes() for path in (ca, key, cert))
     )
 
 

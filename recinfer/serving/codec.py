@@ -268,7 +268,10 @@ def _encode_features(features: KeyedJaggedTensor, number: int = 3) -> list[Buffe
     values, weights = features.values(), features.weights_or_none()
     if values.dtype not in (torch.int32, torch.int64):
         raise InputError(f"features.values: got {values.dtype}, expected torch.int64 or torch.int32")
-    small = pb.JaggedFeatures(keys=features.keys(), batch_size=features.stride()).SerializeToString()
+    try:
+        small = pb.JaggedFeatures(keys=features.keys(), batch_size=features.stride()).SerializeToString()
+    except (TypeError, UnicodeEncodeError):
+        raise InputError(f"features: got names {str(features.keys())[:80]}, expected each to be text") from None
     parts: list[Buffer] = [small, *bytes_field(3, tensor_bytes(features.lengths(), _INT32))]
     wide = values.dtype == torch.int64
     parts += bytes_field(4 if wide else 6, tensor_bytes(values, _INT64 if wide else _INT32))

@@ -24,7 +24,7 @@ def as_features(data: Any) -> KeyedJaggedTensor:
     - a pandas DataFrame, a pyarrow Table, or a table of another library that lends it through Arrow's PyCapsule interface
       (polars), whose columns are the features.
 
-    A column has one entry a sample: an id, a list of ids, or None (in pandas NA and NaN too) for no ids. It is a list, a
+    A column has one entry a sample: an id, a list of ids, or None (in pandas NA and NaN, what numpy masks) for no ids. It is a list, a
     tensor or numpy array ``[B]`` or ``[B, n]``, a pandas Series, or an Arrow array (of pyarrow, polars) of integers or of lists
     of them. Where pandas has made floats of ids because some are missing, they are ids again.
 
@@ -68,7 +68,10 @@ def as_dense(data: Any) -> Tensor:
         columns = [column.to_numpy(zero_copy_only=False) for column in data.columns]
         data = np.stack(columns, axis=1) if columns else []
     try:
-        array = np.asarray(data, dtype=np.float32)
+        array = np.asarray(data)
+        if array.dtype.kind not in "biufO" or isinstance(data, np.ma.MaskedArray):
+            raise TypeError  # numpy would make numbers of text, drop imaginary parts, and show what is masked
+        array = array.astype(np.float32, copy=False)
     except (TypeError, ValueError):
         raise InputError("dense: got something else than rows of numbers of one length") from None
     if array.ndim != 2:
@@ -199,6 +202,8 @@ def _jagged(name: str, column: Any) -> tuple[np.ndarray, np.ndarray]:
         column = column.cpu().numpy()
     elif hasattr(column, "to_numpy"):
         column = _pandas(name, column)
+    if isinstance(column, np.ma.MaskedArray):
+        column = [np.ma.compressed(row) for row in column.reshape(len(column), -1)]
     if isinstance(column, np.ndarray) and column.dtype != object:
         if column.ndim not in (1, 2):
             raise InputError(f"features[{name!r}]: got shape {list(column.shape)}, expected [batch] or [batch, n]")
@@ -222,7 +227,7 @@ def _array(values: list[Any]) -> np.ndarray:
 def _bag(entry: Any) -> Any:
     if entry is None:
         return ()
-    return entry if isinstance(entry, list | tuple | np.ndarray) else (entry,)
+    return entry if isinstance(entry, list | tuple) or (isinstance(entry, np.ndarray) and entry.ndim) else (entry,)
 
 
 def _pandas(name: str, column: Any) -> np.ndarray:

@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 import grpc
+import numpy as np
 
-from recinfer.errors import OverloadedError
+from recinfer.errors import InputError, OverloadedError
 from recinfer.serving.throttle import Throttle
 
 __all__ = ["LONGEST_S", "Tries", "is_full", "pushback"]
@@ -27,9 +28,14 @@ class Tries:
         retries: how many tries may follow the first.
         seconds: until it is given up.
         throttle: what the server did with calls like it; None: all are sent.
+
+    Raises:
+        InputError: no time at all.
     """
 
     def __init__(self, target: str, retries: int, seconds: float, throttle: Throttle | None) -> None:
+        if not isinstance(seconds, int | float | np.number) or not seconds > 0:  # nan too
+            raise InputError(f"timeout: got {seconds!r}, expected seconds, more than 0")
         self._target, self._retries, self._throttle = target, retries, throttle
         self._end, self._tried = time.monotonic() + min(seconds, LONGEST_S), 0
 

@@ -155,8 +155,37 @@ def test_other_things_are_refused(data: Any, words: str):
         as_features(data)
 
 
+def test_what_is_masked_is_no_id():
+    masked = np.ma.array([[1, 2], [3, 4], [5, 6]], mask=[[0, 1], [1, 1], [0, 0]])
+    features = as_features({"user": np.ma.array([1, 49, 7], mask=[0, 1, 0]), "clicks": masked})
+    assert features.lengths().tolist() == [1, 0, 1, 1, 0, 2]
+    assert features.values().tolist() == [1, 7, 1, 5, 6]
+
+
+def test_arrays_of_no_dimension_are_ids():
+    assert as_features({"user": [np.array(3), np.int32(4), torch.tensor(5)]}).values().tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("name", [1, None, "\ud800"])
+def test_names_are_text(name: Any):
+    with InferenceClient("127.0.0.1:1") as client, pytest.raises(InputError, match="features: got names"):
+        client.lookup({name: [1]})
+    for what in ("model", "version"):
+        with pytest.raises(InputError, match=f"{what}: got .*expected text"):
+            InferenceClient("127.0.0.1:1", **{what: name})
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), "3"])
+def test_a_timeout_is_more_than_nothing(timeout: Any):
+    with pytest.raises(InputError, match="timeout: got"):
+        InferenceClient("127.0.0.1:1", timeout=timeout)
+    with InferenceClient("127.0.0.1:1") as client, pytest.raises(InputError, match="timeout: got"):
+        client.lookup({"user": [1]}, timeout=timeout)
+
+
 def test_dense_is_a_matrix():
-    for data in ([1.0], [[1.0], [1.0, 2.0]], [["x"]]):
+    masked = np.ma.array([[1.0]], mask=[[True]])
+    for data in ([1.0], [[1.0], [1.0, 2.0]], [["x"]], [["1"]], [[1j]], masked):
         with pytest.raises(InputError, match="dense"):
             as_dense(data)
 
