@@ -28,7 +28,7 @@ from recinfer.distributed.types import (
 )
 from recinfer.modules.embedding_configs import EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingCollection, EmbeddingCollectionInterface
-from recinfer.sparse.checks import MissingKeyError
+from recinfer.sparse.checks import MissingKeyError, check_distinct_keys
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [
@@ -251,9 +251,11 @@ class ShardedEmbeddingCollection(ShardedCollection[dict[str, JaggedTensor], Embe
 
         Raises:
             MissingKeyError: a feature of the tables is not in ``features``.
+            InputError: a key comes twice.
         """
         ctx.input_features.append(features)
         if self._use_index_dedup:
+            check_distinct_keys(features.keys())  # what goes on from here has each key once
             names = list(dict.fromkeys(self._feature_names))
             missing = [name for name in names if name not in features.index_per_key()]
             if missing:

@@ -110,6 +110,7 @@ class ShardedFeatureProcessedEmbeddingBagCollection(
 
         Raises:
             MissingKeyError: a feature of the tables is not in ``features``.
+            InputError: a key comes twice.
         """
         ctx.features = features
         return self._embedding_bag_collection.input_dist(ctx, features)

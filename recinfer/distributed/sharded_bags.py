@@ -232,7 +232,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection[KeyedTensor, EmbeddingBagC
 
         Raises:
             MissingKeyError: a feature of the tables is not in ``features``.
-            InputError: the tables take weights and there are none.
+            InputError: a key comes twice, or the tables take weights and there are none.
         """
         return self._begin(ctx, features)
 

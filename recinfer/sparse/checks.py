@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from recinfer.errors import InputError, NotFoundError
 
-__all__ = ["MissingKeyError", "check_jagged", "check_keys_per_stride", "is_plain", "require"]
+__all__ = ["MissingKeyError", "check_distinct_keys", "check_jagged", "check_keys_per_stride", "is_plain", "require"]
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
@@ -139,4 +139,18 @@ def check_keys_per_stride(
         require(
             num_lengths % num_keys == 0 if num_keys else num_lengths == 0,
             f"{what}: got {num_lengths} lengths for {num_keys} keys; expected a multiple of the number of keys",
+        )
+
+
+def check_distinct_keys(keys: Sequence[str]) -> None:
+    """Check that no key comes twice: sharded tables send one list of ids for a feature, and could not say which.
+
+    Raises:
+        InputError: naming the keys that come more than once.
+    """
+    if len(set(keys)) < len(keys):
+        repeated = sorted({key for key in keys if list(keys).count(key) > 1})
+        raise InputError(
+            f"keys {repeated} come more than once in the input {list(keys)}; expected each key once: join the ids of a "
+            "feature in one jagged tensor, or give them different keys"
         )

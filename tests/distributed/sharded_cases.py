@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from recinfer.distributed.types import (
     ShardingEnv,
     ShardingPlan,
 )
+from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -315,6 +317,33 @@ def dedup_by_default(rank: int, world: int) -> None:
     for name in want:
         close(got[name].values(), want[name].values(), name)
         assert torch.equal(got[name].weights(), want[name].weights())
+
+
+def a_key_comes_twice(rank: int, world: int) -> None:
+    """Every sharded module refuses a batch in which a feature comes twice, as it could not say which one is meant."""
+    tables = [("t", ["a"]), ("u", ["b"])]
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, name, feature_names=names) for name, names in tables])
+    rows = EmbeddingCollection([EmbeddingConfig(10, 4, name, feature_names=names) for name, names in tables])
+    processors = PositionWeightedModuleCollection({"a": 4, "b": 4})
+    weighted = EmbeddingBagCollection(bags.embedding_bag_configs(), is_weighted=True)
+    processed = FeatureProcessedEmbeddingBagCollection(weighted, processors)
+    twice = KeyedJaggedTensor(["a", "b", "a"], torch.arange(6), lengths=torch.ones(6, dtype=torch.int64))
+    once = KeyedJaggedTensor(["a", "b"], torch.arange(4), lengths=torch.ones(4, dtype=torch.int64))
+    for kind in ("table_wise", "row_wise", "data_parallel"):
+        plan = EmbeddingModuleShardingPlan(
+            {c.name: table_plan(c, kind, world, world, i, "fused") for i, c in enumerate(bags.embedding_bag_configs())}
+        )
+        for module, sharder in (
+            (bags, EmbeddingBagCollectionSharder(SGD)),
+            (rows, EmbeddingCollectionSharder(SGD)),
+            (rows, EmbeddingCollectionSharder(SGD, use_index_dedup=True)),
+            (processed, FeatureProcessedEmbeddingBagCollectionSharder(SGD)),
+        ):
+            cut = sharder.shard(copy.deepcopy(module), plan, env(), torch.device("cpu"))
+            for _ in range(2):  # also after a good batch
+                with pytest.raises(InputError, match=r"\['a'\] come more than once"):
+                    cut(twice)
+                cut(once)
 
 
 def steps_by_hand(rank: int, world: int) -> None:

@@ -28,6 +28,7 @@ CALLS = {
     ],
     "codecs": [(cases.codecs_shrink, ())],
     "dedup": [(cases.dedup_by_default, ())],
+    "repeated keys": [(cases.a_key_comes_twice, ())],
     "steps": [(cases.steps_by_hand, ()), (cases.sizes_of_several_modules_go_together, ())],
 }
 

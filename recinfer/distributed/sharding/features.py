@@ -21,7 +21,7 @@ from recinfer.distributed.embedding_sharding import (
 from recinfer.distributed.sharding.layout import ShardLayout
 from recinfer.distributed.types import Awaitable, NoWait
 from recinfer.errors import InputError
-from recinfer.sparse.checks import MissingKeyError
+from recinfer.sparse.checks import MissingKeyError, check_distinct_keys
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["Sent", "ShardFeaturesDist", "join_keys"]
@@ -93,10 +93,12 @@ class _Expansion:
         device: where block sizes go.
 
     Raises:
+        InputError: a key comes twice.
         MissingKeyError: a feature that the tables read is not among ``keys``.
     """
 
     def __init__(self, layout: ShardLayout, keys: Sequence[str], device: torch.device) -> None:
+        check_distinct_keys(keys)
         places = {key: i for i, key in enumerate(keys)}
         missing = [f for f in layout.features if f not in places]
         if missing:
@@ -189,7 +191,7 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
 
         Raises:
             MissingKeyError: a feature of the tables is not there.
-            InputError: the tables take weights and there are none.
+            InputError: a key comes twice, or the tables take weights and there are none.
         """
         slots, sent = self._expand(self._weighted(sparse_features))
         if sharding_ctx is not None:
