@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from recinfer.checkpoint.dcp import Chunk, StoredTensor
 from recinfer.checkpoint.loading import LoadReport
 from recinfer.checkpoint.reader import CheckpointReader
+from recinfer.distributed.embedding_types import ShardedEmbeddingModule
 from recinfer.errors import CheckpointError
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from recinfer.optim.local_tensors import local_pieces
@@ -74,6 +75,9 @@ def load_checkpoint(
         stored = reader.tensor(key)
         for target, offsets in local_pieces(state[key]):
             read_rectangle(stored, key, target, offsets)
+    for module in model.modules():
+        if isinstance(module, ShardedEmbeddingModule):
+            module.purge()  # its kernels may have cached the rows that have just been replaced
     for apply in plans:
         apply()
     if optimizer is not None:

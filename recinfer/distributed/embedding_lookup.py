@@ -224,6 +224,7 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
     ) -> dict[str, Any]:
         """``<prefix><table>.weight`` -> ShardedTensor (DTensor where ``env`` says so) of shards that know their place, else
         the rows."""
+        self.flush()
         result: dict[str, Any] = OrderedDict() if destination is None else destination
         by_table: dict[str, list[TablePiece]] = defaultdict(list)
         for kernel in self._kernels():
@@ -249,6 +250,8 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
         """
         if assign:
             raise CheckpointError("assign=True: a kernel reads its rows where they are; load with assign=False")
+        self.flush()  # tables that are not in what is loaded keep their changed rows
+        self.purge()
         wanted: dict[str, list[nn.Parameter]] = defaultdict(list)
         for name, parameter in self.named_parameters():
             wanted[name].append(parameter)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass
 from enum import Enum, unique
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch
 from torch import nn
@@ -305,12 +305,34 @@ class ShardedEmbeddingModule(
         steps = (("input_dist", self._input_dists), ("lookup", self._lookups), ("output_dist", self._output_dists))
         return "\n".join(f"({name}): {module!r}" for name, modules in steps for module in modules)
 
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, of the lookups too, which are kept out of the module tree."""
+        super().train(mode)
+        for lookup in self._lookups:
+            lookup.train(mode)
+        return self
+
     def prefetch(self, dist_input: Any, forward_stream: Any = None, ctx: Any = None) -> None:
         """Let every lookup that has a cache bring in its rows."""
         for features, lookup in zip(dist_input, self._lookups):
             prefetch = getattr(lookup, "prefetch", None)
             if prefetch is not None:
                 prefetch(sparse_features=features, forward_stream=forward_stream)
+
+    def flush(self) -> None:
+        """Let every lookup that has a cache write changed rows back to its tables, for somebody to read them there."""
+        self._tell_caches("flush")
+
+    def purge(self) -> None:
+        """Let every lookup that has a cache forget it, as the rows of its tables have been written. Changed rows that were
+        not flushed are lost."""
+        self._tell_caches("purge")
+
+    def _tell_caches(self, what: str) -> None:
+        for lookup in self._lookups:
+            tell = getattr(lookup, what, None)
+            if tell is not None:
+                tell()
 
 
 # --------------------------------------------------------------------------------------------------- sharders

@@ -103,6 +103,7 @@ class ShardedEmbeddingBag(
                 _as_collection(module, self._weighted), plan, env, fused_params, device, qcomm_codecs_registry
             )
         ]
+        self._lookups = self._collection[0]._lookups
         inner = self._collection[0].fused_optimizer
         named = dict(zip(["weight"], inner.params.values()))  # a dense table has none
         self._optim = _RenamedOptimizer(named, inner.state, inner.param_groups)
@@ -150,6 +151,12 @@ class ShardedEmbeddingBag(
             [_TABLE], input.reshape(-1), None if weights is None else weights.reshape(-1), offsets=offsets
         )
 
+    def prefetch(
+        self, dist_input: KeyedJaggedTensor, forward_stream: Any = None, ctx: NullShardedModuleContext | None = None
+    ) -> None:
+        """Let the lookup bring its rows into its cache, if it has one."""
+        self._collection[0].prefetch(KJTList([dist_input]), forward_stream)
+
     def compute(self, ctx: NullShardedModuleContext, dist_input: KeyedJaggedTensor) -> Tensor:
         """Look the local rectangles up."""
         return self._collection[0].compute(ctx.inner, KJTList([dist_input]))[0]  # type: ignore[attr-defined]
@@ -179,6 +186,7 @@ class ShardedEmbeddingBag(
     ) -> dict[str, Any]:
         """``<prefix>weight``: a ShardedTensor, or the plain tensor of a replica."""
         result: dict[str, Any] = OrderedDict() if destination is None else destination
+        self.flush()
         self._state()._save_to_state_dict(result, prefix, keep_vars)
         return result
 
@@ -186,6 +194,8 @@ class ShardedEmbeddingBag(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
         """Copy ``weight`` in; see :meth:`torch.nn.Module.load_state_dict`. ``assign`` is refused there."""
+        self.flush()
+        self.purge()
         return self._state().load_state_dict(state_dict, strict, assign)
 
     def named_parameters(

@@ -173,20 +173,33 @@ class ModuleTableGroup(TableGroup):
         if self.replicas is not None or self.pooling is PoolingType.NONE:
             return super().forward(indices, offsets, per_sample_weights, batch_sizes)
         sizes = None if batch_sizes is None else [list(of_feature) for of_feature in batch_sizes]
-        out: Tensor = self.tbe(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank=sizes)
+        return self._run(indices, offsets, per_sample_weights, sizes)
+
+    def _run(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None,
+        batch_sizes: list[list[int]] | None = None,
+    ) -> Tensor:
+        """The module's forward. It counts a step of the optimizer each time, which is right where its own backward
+        follows; the count of a lookup without gradients is taken back."""
+        steps = int(self.tbe.iter_cpu)
+        out: Tensor = self.tbe(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank=batch_sizes)
+        if not torch.is_grad_enabled():
+            self.tbe.iter_cpu.fill_(steps)
+            self.tbe.iter.fill_(steps)
         return out
 
     def _differentiable(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
         if self.replicas is not None:
             return super()._differentiable(indices, offsets, per_sample_weights)
-        out: Tensor = self.tbe(indices, offsets, per_sample_weights)
-        return out
+        return self._run(indices, offsets, per_sample_weights)
 
     @torch.no_grad()
     def lookup(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """As :meth:`TableGroup.lookup`."""
-        out: Tensor = self.tbe(indices, offsets, per_sample_weights)
-        return out
+        return self._run(indices, offsets, per_sample_weights)
 
     def per_sample_weight_gradient(self, grad_output: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
         """The gradient ``[N]`` of ``per_sample_weights``: each id's row times the gradient of its bag."""
@@ -208,7 +221,7 @@ class ModuleTableGroup(TableGroup):
         if self.replicas is not None:
             call = self.replicas.gather(call, len(self.feature_dims), self.pooling is not PoolingType.NONE)
         with torch.enable_grad():
-            self.tbe(call.indices, call.offsets, call.per_sample_weights).backward(call.grad_output)
+            self._run(call.indices, call.offsets, call.per_sample_weights).backward(call.grad_output)
 
     def flush(self) -> None:
         """Write cached rows back."""

@@ -178,8 +178,20 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, ShrdC
         """The optimizers that run in the backward, as one; keys are the module's parameter names."""
         return self._optim
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # Runs before the tables' own, which hand out the rows as they lie in memory.
+        self.flush()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        # Runs before the tables' own. What is loaded may lack a table: its changed rows are kept.
+        self.flush()
+        self.purge()
+        super()._load_from_state_dict(*args)
+
     def reset_parameters(self) -> None:
         """Give all tables new first values; every rank calls this."""
+        self.purge()
         for group, lookup in zip(self._groups, self._lookups):
             group.fill(lookup.module if isinstance(lookup, DistributedDataParallel) else lookup)
 
