@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recinfer.distributed.embedding_types import OptimType
-from recinfer.distributed.types import BoundsCheckMode, DataType
+from recinfer.distributed.types import BoundsCheckMode, CacheAlgorithm
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ class WeightDecayMode(Enum):
     DECOUPLE = 2  # SGD and the Adagrads shrink w by lr * weight_decay * w beside the step
 
 
-# Documented keys that choose how FBGEMM places or caches rows. They change no number, so they are handed on to the CUDA
-# kernel as they are and do nothing on CPU.
+# Documented keys that choose how FBGEMM places or caches rows. They change no number, so they are for the CUDA kernel
+# (recinfer.distributed.tbe makes FBGEMM's own values of ours) and do nothing on CPU.
 _PLACEMENT_KEYS = frozenset(
     {
         "cache_algorithm",
@@ -78,6 +78,7 @@ _NOT_RUN = frozenset({OptimType.SHAMPOO, OptimType.LION})
 # Optimizers whose formula has no weight decay of its own, but takes one by a mode.
 _DECAY_BY_MODE = frozenset({OptimType.SGD, OptimType.ADAGRAD, OptimType.ROWWISE_ADAGRAD})
 _DTYPES = {"FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16}
+_CACHED = {"FP32": torch.float32, "FP16": torch.float16}  # what FBGEMM's cache keeps its rows as
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class FusedSettings:
         stochastic_rounding: round float16 rows at random where the kernel can (CUDA); to the nearest on CPU.
         bounds_check_mode: what happens to ids outside a table.
         output_dtype: element type of the looked-up vectors.
-        placement: settings of FBGEMM's CUDA caches, handed on unread.
+        placement: settings of FBGEMM's CUDA caches: ``cache_algorithm`` a CacheAlgorithm, ``cache_precision`` a torch.dtype,
+            others as FBGEMM takes them.
     """
 
     optimizer: OptimType = OptimType.SGD
@@ -152,7 +154,7 @@ class FusedSettings:
         """The settings of a ``fused_params`` dictionary, with FBGEMM's defaults for what it leaves out.
 
         Optimizers may be given as this package's :class:`OptimType`, as FBGEMM's ``EmbOptimType`` or as text; element
-        types as DataType, torch.dtype or FBGEMM's ``SparseType``. ``lr`` and ``betas`` are taken for ``learning_rate``
+        types as DataType, torch.dtype or FBGEMM's ``SparseType``; other enumerations as ours, FBGEMM's or text. ``lr`` and ``betas`` are taken for ``learning_rate``
         and ``beta1``, ``beta2``; other arguments of torch's optimizers must be off. A momentum, ``max_norm`` or weight decay
         that the optimizer's formula would pass over is refused.
 
@@ -168,6 +170,11 @@ class FusedSettings:
             if given.pop(key):
                 raise ConfigError(f"fused_params: no fused kernel has {key}; leave it out, or use a dense kernel")
         placement = {key: given.pop(key) for key in _PLACEMENT_KEYS & given.keys()}
+        placement = {key: value for key, value in placement.items() if value is not None}
+        if "cache_algorithm" in placement:
+            placement["cache_algorithm"] = _member(CacheAlgorithm, placement["cache_algorithm"])
+        if "cache_precision" in placement:
+            placement["cache_precision"] = _dtype(placement["cache_precision"], "cache_precision", _CACHED)
         known = {f.name for f in fields(cls)} - {"placement"}
         unknown = sorted(given.keys() - known)
         if unknown:
@@ -249,10 +256,10 @@ def check_output_dtype(params: Mapping[str, Any] | None, dtype: torch.dtype) -> 
         )
 
 
-def _dtype(value: Any) -> torch.dtype:
-    if isinstance(value, torch.dtype):
+def _dtype(value: Any, key: str = "output_dtype", known: Mapping[str, torch.dtype] = _DTYPES) -> torch.dtype:
+    if isinstance(value, torch.dtype) and value in known.values():
         return value
-    text = value.value.upper() if isinstance(value, DataType) else _text(value)
-    if text not in _DTYPES:
-        raise ConfigError(f"fused_params: output_dtype {value!r}; expected one of {sorted(_DTYPES)}")
-    return _DTYPES[text]
+    text = _text(value)
+    if text not in known:
+        raise ConfigError(f"fused_params: {key} {value!r}; expected one of {sorted(known)}")
+    return known[text]

@@ -25,6 +25,7 @@ from recinfer.optim.row_updates import UPDATES
 try:
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode as FbgemmBoundsCheck
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm as FbgemmCacheAlgorithm
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation as FbgemmLocation
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -139,7 +140,7 @@ class ModuleTableGroup(TableGroup):
             bounds_check_mode=FbgemmBoundsCheck(settings.bounds_check_mode.value),
             table_names=[s.name for s in shapes],
             device=device,
-            **settings.placement,
+            **_placement(settings),
         )
         counts = UPDATES[settings.optimizer.value].counts_steps
         self.steps = self.tbe.iter if counts else None
@@ -234,6 +235,16 @@ class ModuleTableGroup(TableGroup):
     def prefetch(self, indices: Tensor, offsets: Tensor, forward_stream: Any = None) -> None:
         """Bring the rows of ``indices`` into the cache."""
         self.tbe.prefetch(indices, offsets, forward_stream)
+
+
+def _placement(settings: FusedSettings) -> dict[str, Any]:
+    """The settings of the caches, with FBGEMM's own enumerations: it compares by identity."""
+    given = dict(settings.placement)
+    if "cache_algorithm" in given:
+        given["cache_algorithm"] = FbgemmCacheAlgorithm[given["cache_algorithm"].name]
+    if "cache_precision" in given:
+        given["cache_precision"] = _SPARSE_TYPES[given["cache_precision"]]
+    return given
 
 
 def _decay_mode(settings: FusedSettings) -> FbgemmDecay:

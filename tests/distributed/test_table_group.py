@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm as FbgemmCacheAlgorithm
 from torch import Tensor, nn
 
 from recinfer.distributed.dense_table_group import DenseTableGroup
@@ -14,7 +16,8 @@ from recinfer.distributed.fused_params import FusedSettings
 from recinfer.distributed.replicas import LookupGradient
 from recinfer.distributed.table_group import TableGroup, TableShape
 from recinfer.distributed.tbe import ModuleDenseTableGroup, ModuleTableGroup, make_table_group
-from recinfer.distributed.utils import optimizer_fused_params
+from recinfer.distributed.types import CacheAlgorithm, CacheParams, DataType, ParameterSharding
+from recinfer.distributed.utils import add_params_from_parameter_sharding, optimizer_fused_params
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.optim import optimizers
@@ -430,6 +433,28 @@ def test_the_decay_of_an_optimizer_class_is_that_of_its_kernel(optimizer: Any, k
         alone.square().sum().backward()
         stepper.step()
     torch.testing.assert_close(group.table_weights()[0], alone.detach())
+
+
+def test_cache_settings_of_a_plan_become_fbgemms_own() -> None:
+    """FBGEMM compares with its own enumerations, and raises for a cache on a GPU that is given others."""
+    ours = CacheParams(algorithm=CacheAlgorithm.LFU, load_factor=0.3, precision=DataType.FP16)
+    plan = ParameterSharding("table_wise", "fused_uvm_caching", [0], cache_params=ours)
+    as_text = {"cache_algorithm": "lfu", "cache_precision": torch.float16, "cache_load_factor": 0.3}
+    as_fbgemm = {**as_text, "cache_algorithm": FbgemmCacheAlgorithm.LFU, "cache_precision": SparseType.FP16}
+    for params in (add_params_from_parameter_sharding({}, plan), as_text, as_fbgemm):
+        settings = FusedSettings.from_params(params)
+        assert settings.placement == {
+            "cache_algorithm": CacheAlgorithm.LFU,
+            "cache_precision": torch.float16,
+            "cache_load_factor": 0.3,
+        }
+        module = ModuleTableGroup(EVEN, SUM, settings).tbe
+        assert module.cache_algorithm is FbgemmCacheAlgorithm.LFU
+        assert module.lxu_cache_weights.dtype == torch.float16
+    assert FusedSettings.from_params({"cache_algorithm": None, "cache_precision": None}).placement == {}
+    for wrong in ({"cache_precision": DataType.INT4}, {"cache_algorithm": "FIFO"}, {"output_dtype": torch.int8}):
+        with pytest.raises(ConfigError, match="expected one of"):
+            FusedSettings.from_params(wrong)
 
 
 def test_momentum_of_an_optimizer_class_is_refused() -> None:
