@@ -1,4 +1,4 @@
-"""Codecs that shrink what collectives send: FP16, BF16, row-wise INT8 and row-wise FP8, forward and backward apart.
+"""Codecs that shrink what collectives send: FP16, BF16, row-wise INT8, FP8 by rows or by itself, forward and backward apart.
 
 A row-wise format cuts the numbers into rows of ``row_dim`` and sends each row's scale with it, so that one large number
 costs precision in its own row only. Formats are one table, :data:`_FORMATS`; what a collective does with a codec is in
@@ -7,6 +7,7 @@ costs precision in its own row only. Formats are one table, :data:`_FORMATS`; wh
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, unique
@@ -30,6 +31,8 @@ __all__ = [
 
 _ROW_DIM = 64  # INT8: 8 bytes of scale and bias a row are then 12 % on top
 _LARGEST_HALF = torch.finfo(torch.float16).max
+_HFP8 = (4, 15)  # bits and bias of the exponent, as TorchRec has them; 3 bits of mantissa
+_HFP8_LARGEST = 2 ** (2**4 - 2 - 15) * (2 - 2**-3)
 
 
 @unique
@@ -39,7 +42,7 @@ class CommType(Enum):
     FP32 = "fp32"  # 4 bytes, as it is
     FP16 = "fp16"  # 2 bytes; beyond 65504 the largest half, times a loss scale for small gradients
     BF16 = "bf16"  # 2 bytes, the range of float32, 8 bits of precision
-    FP8 = "fp8"  # 1 byte, and 4 bytes of scale a row
+    FP8 = "fp8"  # 1 byte, and 4 bytes of scale a row where rows are asked for
     INT8 = "int8"  # 1 byte, and 8 bytes of scale and bias a row
     MX4 = "mx4"  # named for programs that name it; not offered
 
@@ -56,8 +59,9 @@ class QCommsConfig:
         backward_precision: of gradients.
         forward_loss_scale, backward_loss_scale: numbers are multiplied by it before they are sent and divided behind,
             so that small ones survive FP16; for FP16 and BF16 only, other precisions do without.
-        fp8_quantize_dim, fp8_quantize_dim_bwd: numbers a row, for FP8; default 64, and what the forward has.
-        fp8_bwd_uses_143: gradients in FP8 have 3 bits of mantissa (e4m3) as embeddings have, not 2 (e5m2).
+        fp8_quantize_dim, fp8_quantize_dim_bwd: numbers a row, for FP8; for gradients by default what the forward has.
+            Without it numbers have no scale, and those beyond ±0.9375 become that: a warning says so. 64 is a good choice.
+        fp8_bwd_uses_143: gradients in FP8 rows have 3 bits of mantissa (e4m3) as embeddings have, not 2 (e5m2).
 
     Raises:
         ConfigError: MX4, FP8 settings without FP8, a scale or row that is not above 0.
@@ -137,11 +141,22 @@ def _from_int8(wire: Tensor) -> Tensor:
     return rows
 
 
+def _to_hfp8(numbers: Tensor) -> Tensor:
+    wire: Tensor = torch.ops.fbgemm.FloatToHFP8Quantized(numbers.reshape(1, -1), *_HFP8, _HFP8_LARGEST)
+    return wire.view(numbers.shape)
+
+
+def _from_hfp8(wire: Tensor) -> Tensor:
+    numbers: Tensor = torch.ops.fbgemm.HFP8QuantizedToFloat(wire.reshape(1, -1), *_HFP8)
+    return numbers.view(wire.shape)
+
+
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _FORMATS: dict[str, _Format] = {
     "fp16": _Format(torch.float16, lambda x: x.clamp(-_LARGEST_HALF, _LARGEST_HALF).half(), lambda x: x.float()),
     "bf16": _Format(torch.bfloat16, lambda x: x.bfloat16(), lambda x: x.float()),
     "int8": _Format(torch.uint8, _to_int8, _from_int8, row_bytes=8),
+    "hfp8": _Format(torch.uint8, _to_hfp8, _from_hfp8),
     "e4m3": _Format(torch.uint8, _to_fp8(_E4M3), _from_fp8(_E4M3), row_bytes=4),
     "e5m2": _Format(torch.uint8, _to_fp8(_E5M2), _from_fp8(_E5M2), row_bytes=4),
 }
@@ -153,8 +168,8 @@ class QCommsCodec(QuantizedCommCodec[RowContext]):
     Args:
         comm_precision: the format; FP32 has none, see NoOpQuantizedCommCodec.
         loss_scale: multiplied before encoding and divided behind; FP16 and BF16 only, dropped otherwise.
-        row_dim: numbers a row, a multiple of 4; default 64. Row-wise formats only.
-        mantissa3: FP8 with 3 bits of mantissa (e4m3), else 2 (e5m2).
+        row_dim: numbers a row, a multiple of 4. INT8: default 64; FP8: without it each number stands for itself.
+        mantissa3: FP8 rows with 3 bits of mantissa (e4m3), else 2 (e5m2).
 
     Raises:
         ConfigError: a precision without a codec, or a ``row_dim`` that is no multiple of 4.
@@ -167,7 +182,15 @@ class QCommsCodec(QuantizedCommCodec[RowContext]):
         row_dim: int | None = None,
         mantissa3: bool = True,
     ) -> None:
-        name = comm_precision.value if comm_precision is not CommType.FP8 else "e4m3" if mantissa3 else "e5m2"
+        name = comm_precision.value
+        if comm_precision is CommType.FP8:
+            name = "hfp8" if row_dim is None else "e4m3" if mantissa3 else "e5m2"
+        if name == "hfp8":
+            warnings.warn(
+                f"FP8 without a row dimension has no scale: numbers beyond ±{_HFP8_LARGEST} are sent as ±{_HFP8_LARGEST}; "
+                "give QCommsConfig(fp8_quantize_dim=64) for a scale every 64 numbers",
+                stacklevel=2,
+            )
         if name not in _FORMATS:
             raise ConfigError(f"{comm_precision} has no codec; there are fp16, bf16, fp8 and int8")
         self._format = _FORMATS[name]

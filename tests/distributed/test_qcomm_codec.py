@@ -34,13 +34,14 @@ PRECISION = {
     CommType.FP8: 2**-4,
 }
 KINDS = list(PRECISION)
+ROWS = {CommType.FP8: 64}  # without rows FP8 has no scale
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=30)
 @given(length=st.integers(0, 200), scale=st.sampled_from([1e-3, 1.0, 1e3]), seed=st.integers(0, 99))
 def test_a_codec_keeps_the_precision_of_its_format(kind: CommType, length: int, scale: float, seed: int) -> None:
-    codec = QCommsCodec(kind)
+    codec = QCommsCodec(kind, row_dim=ROWS.get(kind))
     numbers = scale * torch.randn(length, generator=torch.Generator().manual_seed(seed))
     context = codec.create_context()
     sent = codec.encode(numbers, context)
@@ -55,16 +56,33 @@ def test_a_codec_keeps_the_precision_of_its_format(kind: CommType, length: int, 
 
 def test_sizes() -> None:
     for kind, expected in {CommType.FP16: 100, CommType.BF16: 100, CommType.INT8: 144, CommType.FP8: 136}.items():
-        assert QCommsCodec(kind).calc_quantized_size(100) == expected
+        assert QCommsCodec(kind, row_dim=ROWS.get(kind)).calc_quantized_size(100) == expected
     assert QCommsCodec(CommType.INT8, row_dim=32).calc_quantized_size(64) == 2 * 40
 
 
 def test_a_row_has_a_scale_of_its_own() -> None:
     numbers = torch.cat([torch.full((64,), 1e4), torch.linspace(-1e-3, 1e-3, 64)])
     for kind in (CommType.INT8, CommType.FP8):
-        codec = QCommsCodec(kind)
+        codec = QCommsCodec(kind, row_dim=ROWS.get(kind))
         back = codec.decode(codec.encode(numbers))
         assert (back[64:] - numbers[64:]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (0, 3), (2, 1, 5)])
+def test_fp8_without_rows_keeps_the_shape(shape: tuple[int, ...]) -> None:
+    """As TorchRec's: one byte a number, 3 bits of mantissa, no scale."""
+    with pytest.warns(UserWarning, match="fp8_quantize_dim=64"):
+        codecs = get_qcomm_codecs(QCommsConfig(CommType.FP8, CommType.FP8))
+    numbers = 0.2 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for codec in (codecs.forward, codecs.backward):
+        context = codec.create_context()
+        sent = codec.encode(numbers, context)
+        assert (sent.shape, sent.dtype) == (numbers.shape, torch.uint8)
+        assert codec.calc_quantized_size(numbers.numel(), context) == numbers.numel()
+        torch.testing.assert_close(codec.decode(sent, context), numbers, rtol=2**-4, atol=2**-16)
+        torch.testing.assert_close(
+            codec.decode(codec.encode(torch.tensor([1.5, -7.0]))), torch.tensor([0.9375, -0.9375])
+        )
 
 
 def test_fp8_gradients_have_range_or_precision_as_asked() -> None:
@@ -169,7 +187,8 @@ def operations(rank: int, world: int) -> dict[str, tuple[Tensor, Callable]]:
 
 
 def with_codecs(rank: int, world: int, forward: str, backward: str) -> None:
-    codecs = get_qcomm_codecs(QCommsConfig(CommType(forward), CommType(backward)))
+    rows = 64 if "fp8" in (forward, backward) else None
+    codecs = get_qcomm_codecs(QCommsConfig(CommType(forward), CommType(backward), fp8_quantize_dim=rows))
     compare(rank, world, codecs, PRECISION.get(CommType(forward), 0.0), PRECISION.get(CommType(backward), 0.0))
 
 

@@ -61,7 +61,8 @@ OPERATIONS: dict[str, Callable[[Tensor, object], object]] = {
 
 def embeddings(rank: int, world: int, backend: str, name: str, precision: str) -> None:
     device = device_of(rank, backend)
-    codecs = get_qcomm_codecs(QCommsConfig(CommType(precision), CommType(precision))) if precision != "fp32" else None
+    config = QCommsConfig(CommType(precision), CommType(precision), fp8_quantize_dim=64 if precision == "fp8" else None)
+    codecs = get_qcomm_codecs(config) if precision != "fp32" else None
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(rank))
     results = []
     for where in (torch.device("cpu"), device):
