@@ -33,7 +33,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
     Args:
         optimizer: whose step is wrapped.
         clipping: by norm, by value or not.
-        max_gradient: the limit.
+        max_gradient: the limit, 0 or more.
         norm_type: order of the norm: a number above 0 or ``"inf"``.
         enable_global_grad_clip: the norm counts the gradients of ``param_to_pgs`` on all their ranks. All ranks of the
             default group then have to step together, also those that hold no part of any such parameter.
@@ -41,10 +41,10 @@ class GradientClippingOptimizer(OptimizerWrapper):
             replicated and counts once.
         track_grad_norm: keep :attr:`last_total_grad_norm` also without clipping by norm.
 
-    Parameters without a gradient (those that a fused kernel updates) are passed over.
+    Parameters without a gradient (those that a fused kernel updates), or with one of no elements, are passed over.
 
     Raises:
-        ConfigError: a limit or order that is not positive.
+        ConfigError: a negative limit, or an order that is not positive.
     """
 
     def __init__(
@@ -59,9 +59,10 @@ class GradientClippingOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optimizer)
         self._norm_type = float(norm_type)
-        if not max_gradient > 0 or not self._norm_type > 0:
+        if not max_gradient >= 0 or not self._norm_type > 0:
             raise ConfigError(
-                f"gradient clipping: max_gradient={max_gradient}, norm_type={norm_type}; expected above 0"
+                f"gradient clipping: max_gradient={max_gradient}, norm_type={norm_type}; expected a limit of 0 or more and "
+                "an order above 0"
             )
         self._clipping = clipping
         self._max_gradient = max_gradient
@@ -119,10 +120,18 @@ class GradientClippingOptimizer(OptimizerWrapper):
             norms = torch.stack([torch.linalg.vector_norm(grad.float(), self._norm_type) for grad in grads])
             total = norms.max() if infinite else (norms**self._norm_type).sum()
         else:
-            total = torch.zeros((), device=_device_of(pgs[0]))
+            total = torch.zeros((), device=self._device(pgs[0]))
         for pg in pgs:
             dist.all_reduce(total, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=pg)
         return total
+
+    def _device(self, pg: dist.ProcessGroup) -> torch.device:
+        """Where the other ranks' gradients are: the ranks of a group of several backends must all take the same one."""
+        for param in self.params.values():
+            if isinstance(param, Tensor):
+                return param.device
+        on_gpu = "nccl" in dist.get_backend_config(pg) and torch.cuda.is_available()
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     @torch.no_grad()
     def clip_grad_norm_(self) -> Tensor:
@@ -140,7 +149,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
         found: list[tuple[Tensor, Tensor]] = []
         seen: set[int] = set()
         for param in params:
-            if param.grad is not None and id(param) not in seen:
+            # A gradient without elements here (a rank without a part of the parameter) has no infinite norm.
+            if param.grad is not None and id(param) not in seen and _values(param.grad).numel():
                 seen.add(id(param))
                 found.append((param, param.grad))
         return found
@@ -184,7 +194,3 @@ def _group_named(name: str) -> dist.ProcessGroup | None:
         return resolve(name)
     except (LookupError, RuntimeError):
         return None
-
-
-def _device_of(pg: dist.ProcessGroup) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(pg) else torch.device("cpu")

@@ -1,7 +1,8 @@
 """Optimizers whose state is keyed by parameter names, so that a checkpoint fits any order and any sharding.
 
 A state dict is ``{"state": {parameter name: {state name: value}}}``, with ``"param_groups"`` when asked for. Values may
-be tensors, ShardedTensors, DTensors, numbers or dictionaries of these; loading copies into what is there, in place.
+be tensors, ShardedTensors, DTensors, numbers or dictionaries of these; loading copies into what is there, in place. An
+object of the state that has ``state_dict`` and ``load_state_dict`` saves and loads itself.
 """
 
 from __future__ import annotations
@@ -80,16 +81,17 @@ class KeyedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """State by parameter name; with :meth:`save_param_groups` also the groups, their parameters as sorted names."""
-        state = self.state
-        result: dict[str, Any] = {
-            "state": {name: state[param] for name, param in self.params.items() if param in state}
-        }
+        result: dict[str, Any] = {"state": {name: _saved(values) for name, values in self._state_by_name().items()}}
         if self.defaults["_save_param_groups"]:
             names = {id(param): name for name, param in self.params.items()}
             result["param_groups"] = [
                 {**group, "params": sorted(names[id(p)] for p in group["params"])} for group in self.param_groups
             ]
         return result
+
+    def _state_by_name(self) -> dict[str, Any]:
+        state = self.state
+        return {name: state[param] for name, param in self.params.items() if param in state}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -99,16 +101,14 @@ class KeyedOptimizer(Optimizer):
             CheckpointError: parameters, state or groups that are missing, unexpected or of another shape; the message
                 names them, and nothing has been changed.
         """
-        own, given = self.state_dict(), dict(state_dict)
-        wanted = ["state", *(["param_groups"] if "param_groups" in own else [])]
+        own, given = self._state_by_name(), dict(state_dict)
+        wanted = ["state", *(["param_groups"] if self.defaults["_save_param_groups"] else [])]
         for part in wanted:
             if part not in given:
                 raise CheckpointError(f"optimizer state: got the keys {sorted(given)}; expected {part!r}")
-        _check_names("parameters", own["state"], given["state"])
-        copies = [
-            copy for name, values in own["state"].items() for copy in self._plan(name, values, given["state"][name])
-        ]
-        groups = self._matched_groups(given["param_groups"]) if "param_groups" in own else []
+        _check_names("parameters", own, given["state"])
+        copies = [copy for name, values in own.items() for copy in self._plan(name, values, given["state"][name])]
+        groups = self._matched_groups(given["param_groups"]) if "param_groups" in wanted else []
         for copy in copies:
             copy()
         for group, new in groups:
@@ -215,6 +215,13 @@ def _check_names(what: str, own: Iterable[Any], given: Iterable[Any]) -> None:
         raise CheckpointError(f"optimizer {what}: missing {missing}, unexpected {unexpected}; load what matches")
 
 
+def _saved(value: Any) -> Any:
+    """``value``, with the state dicts of objects that have one in their place."""
+    if isinstance(value, dict):
+        return {key: _saved(inner) for key, inner in value.items()}
+    return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+
+
 def _copies(what: str, owner: Any, key: Any, given: Any) -> Iterable[Callable[[], Any]]:
     own = owner[key]
     if isinstance(own, dict):
@@ -223,6 +230,8 @@ def _copies(what: str, owner: Any, key: Any, given: Any) -> Iterable[Callable[[]
         _check_names(f"state of {what}", own, given)
         for inner in own:
             yield from _copies(f"{what}.{inner}", own, inner, given[inner])
+    elif callable(getattr(own, "load_state_dict", None)):
+        yield partial(own.load_state_dict, given)
     elif isinstance(own, Tensor | ShardedTensor) and isinstance(given, Tensor | ShardedTensor):
         targets, sources = local_tensors(own), local_tensors(given)
         if [t.shape for t in targets] != [s.shape for s in sources]:

@@ -95,6 +95,37 @@ def test_saved_groups_bring_their_rate() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.7
 
 
+class Statistics:
+    """State of an optimizer that saves and loads itself, as a matrix preconditioner does."""
+
+    def __init__(self, seen: int) -> None:
+        self.seen = torch.tensor(seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen.copy_(state["seen"])
+
+
+def test_objects_of_the_state_save_and_load_themselves() -> None:
+    def made(seen: int) -> KeyedOptimizer:
+        param = nn.Parameter(torch.ones(2))
+        state = {param: {"own": Statistics(seen), "nested": {"deep": Statistics(seen + 1)}, "count": seen}}
+        return KeyedOptimizer({"a": param}, state, [{"params": [param], "lr": 0.1}])
+
+    first, second = made(3), made(7)
+    state = copy.deepcopy(first.state_dict())
+    assert state == {"state": {"a": {"own": {"seen": 3}, "nested": {"deep": {"seen": 4}}, "count": 3}}}
+    (held,) = second.state.values()
+    for optimizer in (second, CombinedOptimizer([second]), OptimizerWrapper(second)):
+        held["own"].seen.fill_(7)
+        held["count"] = 7
+        optimizer.load_state_dict(state)
+        assert held["own"].seen == 3 and held["nested"]["deep"].seen == 4 and held["count"] == 3
+        assert isinstance(held["own"], Statistics)
+
+
 def test_a_group_without_names_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="CombinedOptimizer"):
         adam().add_param_group({"params": []})

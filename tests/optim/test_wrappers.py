@@ -114,6 +114,34 @@ def test_clipping_by_value_and_not_at_all() -> None:
     assert tracking.last_total_grad_norm == 18
 
 
+def test_a_limit_of_0_stops_what_it_limits() -> None:
+    for clipping in (GradientClipping.NORM, GradientClipping.VALUE):
+        inner = sgd()
+        inner.params["a"].grad = torch.full((2, 2), 9.0)
+        GradientClippingOptimizer(inner, clipping, max_gradient=0).step()
+        assert not inner.params["a"].grad.any()
+        assert torch.equal(inner.params["a"], torch.ones(2, 2))
+    for wrong in ({"max_gradient": -0.1}, {"max_gradient": float("nan")}, {"norm_type": 0.0}):
+        with pytest.raises(ConfigError, match="0 or more and an order above 0"):
+            GradientClippingOptimizer(sgd(), GradientClipping.NORM, **wrong)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, "inf"])
+@pytest.mark.parametrize("others", [True, False])
+def test_gradients_without_elements_have_no_part_in_the_norm(norm_type: float | str, others: bool) -> None:
+    none, rows = nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(4, 2))
+    inner = KeyedOptimizerWrapper({"none": none, "rows": rows}, lambda p: torch.optim.SGD(p, lr=1.0))
+    none.grad = torch.zeros(0, 3)
+    rows.grad = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 2), (4, 2))
+    if others:
+        rows.grad = torch.zeros(4, 2)
+        rows.grad[1, 1] = 4.0
+    optimizer = GradientClippingOptimizer(inner, GradientClipping.NORM, max_gradient=1.0, norm_type=norm_type)
+    optimizer.step()
+    assert optimizer.last_total_grad_norm == (4.0 if others else 0.0)
+    torch.testing.assert_close(rows.detach().min(), torch.tensor(0.0 if others else 1.0), atol=1e-5, rtol=0)
+
+
 def test_sparse_gradients_count_each_row_once() -> None:
     table = nn.Parameter(torch.ones(4, 2))
     inner = KeyedOptimizerWrapper({"t": table}, lambda p: torch.optim.SGD(p, lr=1.0))
