@@ -102,6 +102,19 @@ def test_a_lazy_awaitable_is_no_mapping_of_special_methods() -> None:
     assert issubclass(GenericMeta, type)
 
 
+def test_a_lazy_awaitable_without_its_first_steps_says_so() -> None:
+    class Forgetful(LazyAwaitable[int]):
+        def __init__(self) -> None:
+            pass
+
+        def _wait_impl(self) -> int:
+            return 1
+
+    for use in (Forgetful.wait, lambda lazy: lazy + 1, lambda lazy: lazy.real, lambda lazy: lazy.callbacks):
+        with pytest.raises(RuntimeError, match=r"Forgetful .* super\(\).__init__\(\)"):
+            use(Forgetful())
+
+
 def test_contexts_that_hold_nothing() -> None:
     for context in (NullShardingContext(), NullShardedModuleContext()):
         assert isinstance(context, Multistreamable)

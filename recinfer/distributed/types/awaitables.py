@@ -84,8 +84,12 @@ class LazyAwaitable(Awaitable[W]):
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names that are not on the awaitable itself.
-        if name.startswith("__") or name in ("_result", "_done", "_callbacks"):
+        if name.startswith("__"):
             raise AttributeError(name)
+        if name in ("_result", "_done", "_callbacks"):
+            raise RuntimeError(
+                f"{type(self).__name__} was not initialised: its __init__ has to call super().__init__()"
+            )
         return getattr(self.wait(), name)
 
     def __getitem__(self, key: Any) -> Any:
