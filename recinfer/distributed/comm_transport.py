@@ -169,7 +169,7 @@ def start_reduce_scatter(
     at all, as int8).
     """
     mine = sizes[pg.rank()]
-    if codec is None and _is_nccl(pg, flat):
+    if not _Wire(codec).encodes and _is_nccl(pg, flat):
         buffer = torch.empty(mine, dtype=flat.dtype, device=flat.device)
         if len(set(sizes)) == 1:
             work = dist.reduce_scatter_single(buffer, flat, group=pg, async_op=True)

@@ -279,7 +279,9 @@ def _default_env() -> ShardingEnv:
 
 
 def _default_device(env: ShardingEnv) -> torch.device:
-    on_gpu = env.process_group is not None and "nccl" in dist.get_backend(env.process_group)
+    # The config, not the backend: after a bare init_process_group() that is "undefined", which means gloo and nccl.
+    has_nccl = env.process_group is not None and "nccl" in dist.get_backend_config(env.process_group)
+    on_gpu = has_nccl and torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from recinfer.distributed import comm_ops
+from recinfer.distributed import comm_ops, comm_transport
 from recinfer.distributed.comm_ops import (
     All2All_Pooled_Req,
     All2All_Pooled_Wait,
@@ -49,6 +49,7 @@ from recinfer.distributed.comm_ops import (
     set_gradient_division,
     variable_batch_alltoall_pooled,
 )
+from recinfer.distributed.types import NoOpQuantizedCommCodec
 from recinfer.errors import InputError
 from tests.distributed.spawn import run_ranks
 
@@ -353,3 +354,22 @@ def test_infos_are_plain_data() -> None:
     dense = All2AllDenseInfo(output_splits=[1], batch_size=2, input_shape=[2, 3], input_splits=[1])
     assert (dense.output_splits, dense.batch_size, dense.input_shape, dense.input_splits) == ([1], 2, [2, 3], [1])
     assert comm_ops.get_gradient_division() is True
+
+
+def no_codec_in_two_ways(rank: int, world: int) -> None:
+    """Where NCCL would move the tensor, its own operator runs also with the codec that sends numbers as they are."""
+    sizes = [2, 3]
+    flat = torch.arange(5.0) + rank
+    comm_transport._is_nccl, before = (lambda pg, tensor: True), comm_transport._is_nccl
+    try:
+        for codec in (None, NoOpQuantizedCommCodec()):
+            pending = comm_transport.start_reduce_scatter(dist.group.WORLD, flat, sizes, codec)
+            assert pending._buffer.numel() == sizes[rank]  # an all-to-all would bring this from every rank
+            got = pending.wait()
+            assert got.tolist() == [[1.0, 3.0], [5.0, 7.0, 9.0]][rank]
+    finally:
+        comm_transport._is_nccl = before
+
+
+def test_a_codec_that_changes_nothing_is_no_codec() -> None:
+    run_ranks(2, no_codec_in_two_ways)

@@ -139,7 +139,8 @@ class ShardingEnv:
             import torch.distributed as dist
             from torch.distributed.device_mesh import DeviceMesh
 
-            kind = "cuda" if "nccl" in dist.get_backend(self.process_group) else "cpu"
+            has_nccl = "nccl" in dist.get_backend_config(self.process_group)
+            kind = "cuda" if has_nccl and torch.cuda.is_available() else "cpu"
             self._device_mesh = DeviceMesh.from_group(self.process_group, kind)
         return self._device_mesh
 
