@@ -224,7 +224,10 @@ class KeyedParts(metaclass=Proxyable):
     # ---- sizes of the keys
 
     def length_per_key(self) -> list[int]:
-        """How many values each key has; computed once (waits for the device)."""
+        """How many values each key has; computed once (waits for the device).
+
+        On the meta device nobody knows: the values are taken for shared out evenly, the rest to the first key.
+        """
         if self._length_per_key is None:
             self._length_per_key = self._compute_length_per_key()
         return self._length_per_key
@@ -232,6 +235,10 @@ class KeyedParts(metaclass=Proxyable):
     def _compute_length_per_key(self) -> list[int]:
         if self._jt_dict is not None:
             return [self._jt_dict[k].values().shape[0] for k in self._keys]
+        known = self._lengths if self._lengths is not None else self._offsets
+        if self._keys and self._values.is_meta and known is not None and known.is_meta:
+            share, rest = divmod(self._values.shape[0], len(self._keys))
+            return [share + rest, *[share] * (len(self._keys) - 1)]
         strides = self.stride_per_key()
         if self._lengths is None and self._offsets is not None and self._offsets.numel():
             ends = torch.tensor(prefix_sums(strides), device=self._offsets.device)

@@ -118,6 +118,47 @@ def test_meta_costs_nothing_and_knows_shapes() -> None:
     assert ec.device.type == kjt.device().type
 
 
+def ids_on(device: torch.device, form: str, weighted: bool) -> KeyedJaggedTensor:
+    """Three examples of two features; lengths, offsets, or a variable batch."""
+    values = torch.arange(7, device=device)
+    weights = torch.rand(7, device=device) if weighted else None
+    lengths = torch.tensor([1, 2, 1, 1, 2, 0], device=device)
+    if form == "offsets":
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return KeyedJaggedTensor(["a", "b"], values, weights, offsets=offsets)
+    if form == "lengths":
+        return KeyedJaggedTensor(["a", "b"], values, weights, lengths=lengths)
+    return KeyedJaggedTensor(
+        ["a", "b"],
+        values,
+        weights,
+        lengths=lengths,
+        stride_per_key_per_rank=[[2], [4]],
+        inverse_indices=(["a", "b"], torch.zeros(2, 4, dtype=torch.int64, device=device)),
+    )
+
+
+@pytest.mark.parametrize("form", ["lengths", "offsets", "variable"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_forward_on_meta_has_the_shapes_of_a_real_one(form: str, weighted: bool) -> None:
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+    bags = [bag_table("t", ["a", "b"]), bag_table("u", ["b"], pooling=MEAN)]
+    rows = [EmbeddingConfig(11, 4, "t", feature_names=["a", "b"]), EmbeddingConfig(11, 4, "u", feature_names=["b"])]
+    outputs = {}
+    for device in (meta, cpu):
+        features = ids_on(device, form, weighted)
+        pooled = EmbeddingBagCollection(bags, weighted, device)(features)
+        unpooled = EmbeddingCollection(rows, device, need_indices=True)(features)
+        assert pooled.values().device == device
+        assert {part.values().device for part in unpooled.values()} == {device}
+        outputs[device] = (
+            (pooled.keys(), pooled.length_per_key(), pooled.values().shape, pooled.values().dtype),
+            {name: (part.lengths().shape, part.values().shape[1]) for name, part in unpooled.items()},
+        )
+        assert sum(part.values().shape[0] for name, part in unpooled.items() if name != "b@u") == 7
+    assert outputs[meta] == outputs[cpu]
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gradients_are_the_loops(sparse: bool) -> None:
     ebc = EmbeddingBagCollection([bag_table("t", ["a", "b"], pooling=MEAN)])
