@@ -181,6 +181,25 @@ def test_the_state_of_a_lookup_does_not_see_the_cache() -> None:
     torch.testing.assert_close(lookup(features), torch.cat([before.detach()[:, :8], after[:, 8:]], dim=1))
 
 
+def prefetch_reaches_the_cache(rank: int, world: int) -> None:
+    for module in ("bags", "rows", "one bag"):
+        with caches():
+            inner: Any = model("row_wise", module, "fused_uvm_caching", world).module.get_submodule("0")
+        ids = torch.tensor([[1], [11]])
+        features = KeyedJaggedTensor(["f0", "f1"], ids.view(-1), lengths=torch.tensor([1, 1]))
+        context = inner.create_context()
+        received = inner.input_dist(context, ids if module == "one bag" else features).wait().wait()
+        caches_held = [part for part in inner._lookups[0].modules() if isinstance(part, CachedGroup)]
+        assert [part.holds_rows for part in caches_held] == [False]
+        inner.prefetch(received, None, context)
+        assert [part.holds_rows for part in caches_held] == [True]
+        assert inner.compute_and_output_dist(context, received) is not None
+
+
+def test_prefetch_reaches_the_cache() -> None:
+    run_ranks(2, prefetch_reaches_the_cache)
+
+
 def modes_reach_the_lookups(rank: int, world: int) -> None:
     for kind in ("table_wise", "data_parallel"):
         for module in ("bags", "rows", "one bag"):

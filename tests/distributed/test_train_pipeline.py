@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from recinfer.distributed.dist_data import KJTAllToAll, SplitsAllToAllAwaitable
+from recinfer.distributed.embedding_types import OptimType
+from recinfer.distributed.embeddingbag import EmbeddingBagSharder
 from recinfer.distributed.model_parallel import DistributedModelParallel
 from recinfer.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from recinfer.distributed.train_pipeline import (
@@ -29,10 +31,12 @@ from recinfer.distributed.train_pipeline import (
     TrainPipelineSparseDist,
 )
 from recinfer.distributed.train_pipeline.tracing import build_args, find_sharded_calls
-from recinfer.distributed.types import ShardingPlan
+from recinfer.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from recinfer.optim.keyed import KeyedOptimizerWrapper
+from recinfer.optim.optimizers import in_backward_optimizer_filter
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_model_parallel import (
@@ -44,6 +48,7 @@ from tests.distributed.test_model_parallel import (
     optimizer_of,
     sharded,
 )
+from tests.parity.training_cases import table_plan
 
 CPU = torch.device("cpu")
 PIPELINES = {
@@ -95,6 +100,52 @@ def test_every_pipeline_trains_as_the_plain_loop(world_size: int) -> None:
             assert found[rank][0] == pytest.approx(plain[rank][0], rel=1e-6), (kind, rank)
         for name, value in plain[0][1].items():
             torch.testing.assert_close(found[0][1][name], value, msg=lambda m, at=(kind, name): f"{at}: {m}")
+
+
+class OneBag(nn.Module):
+    """A model whose only table is torch's own nn.EmbeddingBag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(9, 4, mode="sum")
+        self.over = nn.Linear(4, 1)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        loss = self.over(self.bag(batch["ids"]) * 1).square().mean()
+        return loss, [loss.detach()]
+
+
+def train_one_bag(rank: int, world_size: int, kind: str | None) -> tuple[list[float], torch.Tensor]:
+    torch.manual_seed(0)
+    model = OneBag()
+    sharder = EmbeddingBagSharder({"optimizer": OptimType.SGD, "learning_rate": 0.5})
+    config = EmbeddingBagConfig(9, 4, "weight")
+    plan = EmbeddingModuleShardingPlan(weight=table_plan(config, "row_wise", world_size, world_size, 0, "fused"))
+    dmp = DistributedModelParallel(model, device=CPU, plan=ShardingPlan({"bag": plan}), sharders=[sharder])
+    optimizer = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(dmp.named_parameters())), lambda p: torch.optim.SGD(p, lr=0.5)
+    )
+    generator = torch.Generator().manual_seed(rank)
+    batches = [{"ids": torch.randint(9, (6, 2), generator=generator)} for _ in range(5)]
+    losses = []
+    if kind is not None:
+        losses = drain(PIPELINES[kind](dmp, optimizer, CPU), batches)
+    for batch in batches if kind is None else []:
+        optimizer.zero_grad()
+        loss, _ = dmp(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, full_state(dmp.state_dict())["bag.weight"]
+
+
+def test_pipelines_take_an_embedding_bag_of_torch() -> None:
+    plain = run_ranks(2, train_one_bag, None)
+    for kind in ("sparse_dist", "prefetch"):
+        found = run_ranks(2, train_one_bag, kind)
+        for rank in range(2):
+            assert found[rank][0] == pytest.approx(plain[rank][0], rel=1e-6)
+        torch.testing.assert_close(found[0][1], plain[0][1])
 
 
 def stages(rank: int, world_size: int) -> dict[str, Any]:
