@@ -252,11 +252,7 @@ class TableGroup(nn.Module):
     @torch.no_grad()
     def update(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, grad_output: Tensor) -> None:
         """One optimizer step on the rows of ``indices``, given the gradient of :meth:`lookup`'s output."""
-        if self.settings.gradient_clipping:
-            grad_output = grad_output.clamp(-self.settings.max_gradient, self.settings.max_gradient)
-        call = LookupGradient(indices, offsets, per_sample_weights, grad_output.contiguous())
-        if self.replicas is not None:
-            call = self.replicas.gather(call, len(self.feature_dims), self.pooling is not PoolingType.NONE)
+        call = self._of_all_replicas(indices, offsets, per_sample_weights, grad_output)
         if self.steps is not None:
             self.steps += 1
         if not call.indices.numel():
@@ -268,6 +264,17 @@ class TableGroup(nn.Module):
                 self._update_by_kernel(call)
         else:
             self._update_by_formula(call)
+
+    def _of_all_replicas(
+        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, grad_output: Tensor
+    ) -> LookupGradient:
+        """The lookup and its gradient, clipped, with those of the other replicas if there are any."""
+        if self.settings.gradient_clipping:
+            grad_output = grad_output.clamp(-self.settings.max_gradient, self.settings.max_gradient)
+        call = LookupGradient(indices, offsets, per_sample_weights, grad_output.contiguous())
+        if self.replicas is None:
+            return call
+        return self.replicas.gather(call, len(self.feature_dims), self.pooling is not PoolingType.NONE)
 
     def _update_by_kernel(self, call: LookupGradient) -> None:
         settings, ops = self.settings, torch.ops.fbgemm

@@ -218,9 +218,7 @@ class ModuleTableGroup(TableGroup):
 
     def update(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, grad_output: Tensor) -> None:
         """As :meth:`TableGroup.update`: the module looks up again and runs its own backward."""
-        call = LookupGradient(indices, offsets, per_sample_weights, grad_output.contiguous())
-        if self.replicas is not None:
-            call = self.replicas.gather(call, len(self.feature_dims), self.pooling is not PoolingType.NONE)
+        call = self._of_all_replicas(indices, offsets, per_sample_weights, grad_output)
         with torch.enable_grad():
             self._run(call.indices, call.offsets, call.per_sample_weights).backward(call.grad_output)
 

@@ -220,7 +220,8 @@ def test_train_and_eval_reach_the_lookups() -> None:
 
 def steps_of_replicas(rank: int, world: int) -> list[Tensor]:
     """FBGEMM counts every forward; it has no Adam on CPU, but counts the steps of row-wise Adagrad too."""
-    settings = FusedSettings.from_params({"optimizer": "ROWWISE_ADAGRAD", "learning_rate": 0.1})
+    clipped = {"gradient_clipping": True, "max_gradient": 0.5}
+    settings = FusedSettings.from_params({"optimizer": "ROWWISE_ADAGRAD", "learning_rate": 0.1, **clipped})
     rows = []
     for pooling in (PoolingType.SUM, PoolingType.NONE):
         module, ours = ModuleTableGroup(EVEN, pooling, settings), TableGroup(EVEN, pooling, settings)
