@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from recinfer.data.contract import FeatureContract
 from recinfer.errors import ConfigError, InputError
 from recinfer.inference.delta import make_delta
 from recinfer.inference.reshard import plan_archive, reshard_archive
-from tests.archive.models import RANKER_ROWS, Ranker, make_archive, save_weights
+from tests.archive.models import RANKER_ROWS, Ranker, copy_with_missing, make_archive, save_weights
 from tests.inference.test_export import make_contract
 from tests.inference.test_predictor import bag, full
 
@@ -24,16 +23,6 @@ Policies = dict[str, tuple[str | int, str, int]]
 
 def policies(archive: Archive) -> Policies:
     return {f.name: (f.missing, f.out_of_range, f.default_row) for f in archive.manifest.features}
-
-
-def made_before(folder: Path) -> Path:
-    """An archive as they were written when every feature might be left out."""
-    archive = make_archive(folder)[1].root
-    manifest = json.loads((archive / "manifest.json").read_text())
-    for feature in manifest["features"]:
-        feature["missing"] = "empty"
-    (archive / "manifest.json").write_text(json.dumps(manifest))
-    return archive
 
 
 def test_by_default_every_feature_is_needed(tmp_path: Path) -> None:
@@ -106,7 +95,8 @@ def test_ids_and_raw_rows_are_out_of_range_alike(tmp_path: Path) -> None:
 
 
 def test_archives_of_before_keep_what_they_say(tmp_path: Path) -> None:
-    archive = made_before(tmp_path)
+    """Those that were written when every feature might be left out."""
+    archive = copy_with_missing(make_archive(tmp_path)[1].root, tmp_path / "before.rqa", "empty")
     predictor, dense = recinfer.load(archive), torch.randn(2, 3)
     short, whole = bag(f_user=[[1], [2]]), full(f_user=[[1], [2]])
     expected = predictor.predict(dense, whole)["output"]
