@@ -47,7 +47,10 @@ def test_what_export_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"missing": {"f_other": "empty"}}, "missing: the model has no feature 'f_other'; its features are f_user, f_item"),
+        (
+            {"missing": {"f_other": "empty"}},
+            "missing: the model has no feature 'f_other'; its features are f_user, f_item",
+        ),
         ({"missing": {"f_user": "drop"}}, "missing: got 'drop' for feature 'f_user'; expected .* an id below 53"),
         ({"missing": {"f_user": 53}}, "missing: got 53 for feature 'f_user'"),
         ({"missing": {"f_user": -1}}, "missing: got -1 for feature 'f_user'"),
@@ -76,7 +79,9 @@ def test_a_contract_says_what_rows_without_a_value_are(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="'f_user', row 1: no value"):
         predictor.contract.apply({**rows, "f_user": [1, None]})
     less = {name: rows[name] for name in rows if name not in ("f_item", "f_cat")}
-    with pytest.raises(InputError, match=r"reads columns 'f_item', 'f_cat', which are missing; .*None \(null\) in rows"):
+    with pytest.raises(
+        InputError, match=r"reads columns 'f_item', 'f_cat', which are missing; .*None \(null\) in rows"
+    ):
         predictor.contract.apply(less)
 
 

@@ -297,7 +297,9 @@ def test_a_feature_left_out_is_refused_whichever_way_answers(service: InferenceS
     whole = codec.encode_predict_request(dense, four)
     beside = codec.encode_predict_request(dense, some_of(four, ["f_item", "f_hist", "f_cat"]), context=user)
     lacking = {
-        "'f_hist', 'f_cat'; got f_user, f_item": codec.encode_predict_request(dense, some_of(four, ["f_user", "f_item"])),
+        "'f_hist', 'f_cat'; got f_user, f_item": codec.encode_predict_request(
+            dense, some_of(four, ["f_user", "f_item"])
+        ),
         "'f_hist'; got f_item, f_cat, f_user": codec.encode_predict_request(
             dense, some_of(four, ["f_item", "f_cat"]), context=user
         ),
