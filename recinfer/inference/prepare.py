@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
@@ -212,20 +212,16 @@ def with_policies(
     Raises:
         ConfigError: a feature that the model does not have, or a policy that there is not.
     """
+    missing, out_of_range = missing or {}, out_of_range or {}
     rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}
-    chosen = {"missing": missing or {}, "out_of_range": out_of_range or {}}
-    for what, policies in chosen.items():
-        unknown = [name for name in policies if name != "*" and name not in rows]
-        if unknown:
-            known = ", ".join(list(rows)[:20]) + (f" and {len(rows) - 20} more" if len(rows) > 20 else "")
-            raise ConfigError(
-                f"{what}: the model has no feature {unknown[0]!r}; its features are {known}, or '*' for all"
-            )
+    _check_names("missing", missing, rows)
+    _check_names("out_of_range", out_of_range, rows)
     features = []
     for feature in manifest.features:
-        given = {what: p.get(feature.name, p.get("*")) for what, p in chosen.items()}
-        features.append(replace(feature, **{what: value for what, value in given.items() if value is not None}))
-        _check_policies(features[-1], rows[feature.name])
+        absent = missing.get(feature.name, missing.get("*", feature.missing))
+        beyond = out_of_range.get(feature.name, out_of_range.get("*", feature.out_of_range))
+        _check_policies(feature.name, absent, beyond, rows[feature.name])
+        features.append(replace(feature, missing=absent, out_of_range=beyond))  # type: ignore[arg-type]
     manifest = replace(manifest, features=tuple(features))
     if manifest.contract is None or not out_of_range:
         return manifest
@@ -234,16 +230,25 @@ def with_policies(
     return replace(manifest, contract=manifest.contract | {"sparse": sparse})
 
 
-def _check_policies(feature: FeatureInfo, rows: int) -> None:
-    value = feature.missing
-    is_id = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < rows
-    if not is_id and value not in ("empty", "reject"):
+def _check_names(what: str, named: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    unknown = [name for name in named if name not in known and name != "*"]
+    if unknown:
+        some = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
         raise ConfigError(
-            f"missing: got {value!r} for feature {feature.name!r}; expected 'empty', 'reject' or an id below {rows}"
+            f"{what}: the model has no feature {unknown[0]!r}; its features are {some}, and '*' means all"
         )
-    if feature.out_of_range not in ("reject", "default_row"):
+
+
+def _check_policies(name: str, missing: str | int, out_of_range: str, rows: int) -> None:
+    is_id = isinstance(missing, int) and not isinstance(missing, bool) and 0 <= missing < rows
+    if not is_id and missing not in ("empty", "reject"):
         raise ConfigError(
-            f"out_of_range: got {feature.out_of_range!r} for feature {feature.name!r}; expected 'reject' or 'default_row'"
+            f"missing: got {missing!r} for feature {name!r}; expected 'empty', 'reject' or an id below {rows}"
+        )
+    if out_of_range not in ("reject", "default_row"):
+        raise ConfigError(
+            f"out_of_range: got {out_of_range!r} for feature {name!r}; expected 'reject' or 'default_row'"
         )
 
 

@@ -146,7 +146,7 @@ def test_a_prediction_needs_every_feature(exact: tuple[nn.Module, Predictor]) ->
     rest = bag(f_item=[[7]], f_hist=[[]])
     whole = full(f_cat=[[3, 4], []], f_user=[[1], [2]], f_item=[[7], [7]])
     assert torch.equal(predictor.predict(dense, half, rest)["output"], predictor.predict(dense, whole)["output"])
-    with pytest.raises(InputError, match="^missing features: 'f_hist'; got f_cat, f_user, f_item"):
+    with pytest.raises(InputError, match=r"^missing features: 'f_hist'; got f_cat, f_user, f_item"):
         predictor.predict(dense, half, bag(f_item=[[7]]))
     # Of requests that are run together only the one that lacks some is refused.
     refused, answer = predictor.predict_many([PredictInputs(dense, half), PredictInputs(dense, whole)])

@@ -16,7 +16,6 @@ from recinfer.inference.predictor import LookupResult, Predictor, load
 from recinfer.serving import codec
 from recinfer.serving.client import Embeddings
 from recinfer.serving.torchserve_client import TorchServeClient
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.requests import BAD, TOLERANCE, Asked, kjt_of, nth_request
 from tests.torchserve.instance import TorchServe
 

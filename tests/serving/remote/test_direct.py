@@ -411,7 +411,7 @@ def test_through_a_server_and_in_its_figures(tmp_path: Path):
 def test_a_feature_left_out_is_refused_before_a_shard_is_asked(tmp_path: Path):
     archive = make_archive(tmp_path, "row_wise")
     some, dense = make_request(3, 6, keys=("d", "b")), torch.zeros(3, NUM_DENSE)
-    with pytest.raises(InputError, match="^missing features: 'a', 'c', 'e'; got d, b") as here:
+    with pytest.raises(InputError, match=r"^missing features: 'a', 'c', 'e'; got d, b") as here:
         load(archive).predict(dense, some)
     with served(archive, tmp_path) as service:
         data = codec.encode_predict_request(dense, some)
