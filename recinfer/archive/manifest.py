@@ -82,8 +82,9 @@ class TableInfo:
 class FeatureInfo:
     """One sparse feature and what happens to requests that lack it or carry ids beyond its table.
 
-    ``missing``: an absent feature is an empty bag (``"empty"``), refused (``"reject"``), or this id in every sample.
-    ``out_of_range``: such an id fails the request, or becomes ``default_row``.
+    ``missing``: a prediction that lacks the feature is refused (``"reject"``, what an export writes by default), or the
+    feature is an empty bag (``"empty"``) or this id in every sample. ``out_of_range``: such an id fails the request, or
+    becomes ``default_row``.
     """
 
     name: str

@@ -18,7 +18,7 @@ from recinfer.cli.models import (
     open_checkpoint,
     parse_precisions,
 )
-from recinfer.cli.options import DataFormat, MissingShards, Precision
+from recinfer.cli.options import DataFormat, MissingShards, Precision, parse_pair
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,6 +58,22 @@ def run(
     max_auc_drop: Annotated[
         float | None, typer.Option(min=0, help="Write nothing if more of the AUC is lost on --eval-data.")
     ] = None,
+    missing: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FEATURE=POLICY",
+            help="A feature left out of Predict: reject, empty (no ids), or an id for every sample; repeatable, '*' is all others.",
+            show_default="reject",
+        ),
+    ] = None,
+    out_of_range: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FEATURE=POLICY",
+            help="An id beyond its table: reject, or default (the default row, counted); repeatable, '*' is all others.",
+            show_default="reject, or the feature contract's",
+        ),
+    ] = None,
     missing_shards: Annotated[
         MissingShards,
         typer.Option(help="What a ranker may do without a rank: refuse, or answer with default rows, flagged."),
@@ -95,6 +111,8 @@ def run(
         version=version or about.get("version") or "1",
         contract=reader.contract,
         num_dense=num_dense,
+        missing=_missing(missing),
+        out_of_range=_out_of_range(out_of_range),
         missing_shards=missing_shards.in_manifest,
         overwrite=overwrite,
         eval_data=held_out,
@@ -110,6 +128,18 @@ def run(
     output.finish(
         {**describe_archive(manifest), "archive": str(out), "report": reports[0].to_dict(), "seconds": seconds}
     )
+
+
+def _missing(pairs: list[str] | None) -> dict[str, str | int]:
+    """``["user=empty", "item=3"]`` as {feature: policy}, an id as a number."""
+    split = [parse_pair(pair, "--missing", "FEATURE=empty, FEATURE=reject or FEATURE=ID") for pair in pairs or ()]
+    return {feature: int(policy) if policy.isdecimal() else policy for feature, policy in split}
+
+
+def _out_of_range(pairs: list[str] | None) -> dict[str, str]:
+    """``["user=default"]`` as {feature: policy}, in the manifest's words."""
+    split = [parse_pair(pair, "--out-of-range", "FEATURE=default or FEATURE=reject") for pair in pairs or ()]
+    return {feature: "default_row" if policy == "default" else policy for feature, policy in split}
 
 
 def _plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -73,6 +74,7 @@ def describe_archive(manifest: Manifest) -> dict[str, Any]:
             }
             for t in manifest.tables
         ],
+        "features": [asdict(feature) for feature in manifest.features],
         "num_dense": dense.num_dense if dense else 0,
         "outputs": [o.name for o in dense.outputs] if dense else [],
         "engine": dense.engine if dense else None,
@@ -131,4 +133,17 @@ def _tables(manifest: Manifest) -> list[Table]:
         tables.add_row(name, features, f"{t.rows:,}", str(t.dim), t.precision, t.pooling, t.sharding, ranks, error)
     for column in (2, 3, 8):
         tables.columns[column].justify = "right"
-    return [about, tables]
+    return [about, tables, _policies(manifest)]
+
+
+def _policies(manifest: Manifest) -> Table:
+    """What becomes of a prediction that lacks a feature, and of an id out of range: a row for features of one answer."""
+    by_policy: dict[tuple[str, str], list[str]] = {}
+    for f in manifest.features:
+        missing = f"id {f.missing}" if isinstance(f.missing, int) else f.missing
+        out_of_range = "reject" if f.out_of_range == "reject" else f"row {f.default_row}"
+        by_policy.setdefault((missing, out_of_range), []).append(f.name)
+    policies = Table("missing in Predict", "id out of range", "features")
+    for (missing, out_of_range), names in by_policy.items():
+        policies.add_row(missing, out_of_range, ", ".join(names))
+    return policies

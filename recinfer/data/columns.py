@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from recinfer.errors import InputError
 
-__all__ = ["Column", "Columns", "column", "num_rows", "to_numbers", "to_text"]
+__all__ = ["Column", "Columns", "column", "num_rows", "require", "to_numbers", "to_text"]
 
 Column = Sequence[Any] | NDArray[Any]
 Columns = Mapping[str, Any]
@@ -29,12 +29,7 @@ def column(columns: Columns, name: str, needed_by: str) -> NDArray[Any]:
     Raises:
         InputError: no such column, or one with other than one value a row.
     """
-    if name not in columns:
-        known = [str(k) for k in columns]
-        raise InputError(
-            f"{needed_by} reads column {name!r}, which is missing; the input has {', '.join(known[:12]) or 'no columns'}"
-            + (f" and {len(known) - 12} more" if len(known) > 12 else "")
-        )
+    require(columns, [name], needed_by)
     values = columns[name]
     if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
         raise InputError(f"column {name!r}: got one {type(values).__name__}, expected a list or array, one value a row")
@@ -58,6 +53,20 @@ def column(columns: Columns, name: str, needed_by: str) -> NDArray[Any]:
     if array.ndim != 1:
         raise InputError(f"column {name!r}: has shape {array.shape}, expected one value a row")
     return array
+
+
+def require(columns: Columns, names: Sequence[str], needed_by: str, advice: str = "") -> None:
+    """Raise InputError, which ends with ``advice``, when some of the columns ``names`` are not there."""
+    missing = [repr(name) for name in names if name not in columns]
+    if missing:
+        which = f"column {missing[0]}, which is" if len(missing) == 1 else f"columns {_some(missing)}, which are"
+        raise InputError(
+            f"{needed_by} reads {which} missing; the input has {_some([str(k) for k in columns]) or 'no columns'}{advice}"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
 def num_rows(columns: Columns, names: Sequence[str]) -> int:

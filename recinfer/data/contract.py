@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recinfer.data.columns import Columns, column, num_rows, to_numbers, to_text
+from recinfer.data.columns import Columns, column, num_rows, require, to_numbers, to_text
 from recinfer.data.tokens import Tokens, split_tokens
 from recinfer.data.transforms import (
     TRANSFORMS,
@@ -64,7 +64,8 @@ class SparseFeature:
         transform: text to id.
         column: the raw column; "" is ``name``.
         separator: text between the values of one row; None is one value a row.
-        missing: a row with no value gets an empty bag ("empty"), the id given, or fails the call ("reject").
+        missing: a row with no value gets an empty bag ("empty"), the id given, or fails the call ("reject"). Rows without
+            the column always fail.
         out_of_range: an id outside the table fails the call ("reject"), or reads ``default_row`` ("default_row").
         default_row: that row.
     """
@@ -245,7 +246,9 @@ class FeatureContract:
         Raises:
             InputError: a column missing or of another length, a value that a feature refuses; names feature, row, value.
         """
-        arrays = {name: column(columns, name, "the feature contract") for name in self.columns}
+        needed_by = "the feature contract"
+        require(columns, self.columns, needed_by, ". Send every column, with None (null) in rows that have no value")
+        arrays = {name: column(columns, name, needed_by) for name in self.columns}
         rows = num_rows(arrays, self.columns)
         dense = np.empty((rows, self.num_dense), dtype=np.float32)
         for at, feature in enumerate(self.dense):

@@ -37,7 +37,7 @@ from recinfer.data.contract import FeatureContract
 from recinfer.distributed.planner.plan import TablePlan
 from recinfer.errors import ConfigError
 from recinfer.inference.predictor import Predictor
-from recinfer.inference.prepare import dense_part, first_manifest, read_positions, table_keys
+from recinfer.inference.prepare import dense_part, first_manifest, read_positions, table_keys, with_dense
 from recinfer.inference.progress import byte_bar
 from recinfer.inference.quantize import quantize_tables
 from recinfer.inference.reference import FloatRows, compare_with_float
@@ -107,7 +107,7 @@ def make_delta(
     keys = table_keys(leaves, checkpoint)
     num_dense = None if manifest.dense is None else manifest.dense.num_dense
     cut, dense = dense_part(model, leaves, checkpoint, contract, num_dense)
-    fresh = first_manifest(manifest.model, manifest.version, stored.plan, leaves, cut, dense, contract)
+    fresh = with_dense(first_manifest(manifest.model, manifest.version, stored.plan, leaves, contract), cut, dense)
     _check_same(manifest, fresh)
     weights = read_positions(leaves, checkpoint)
     files = {} if dense is None else {"dense/model.pt2": dense.program}
@@ -159,10 +159,9 @@ def _listed(files: dict[str, bytes]) -> tuple[FileInfo, ...]:
 
 
 def _check_same(old: Manifest, new: Manifest) -> None:
-    """Only numbers may differ between the archive and the model of the new checkpoint."""
-    for what in ("modules", "features"):
-        if getattr(old, what) != getattr(new, what):
-            raise ConfigError(f"the model's {what} are not the archive's; a delta changes numbers only, export it anew")
+    """Only numbers may differ between the archive and the model of the new checkpoint; policies stay the archive's."""
+    if old.modules != new.modules:
+        raise ConfigError("the model's modules are not the archive's; a delta changes numbers only, export it anew")
     for mine, theirs in zip(old.tables, new.tables):
         if replace(mine, quantization=theirs.quantization) != theirs:
             raise ConfigError(f"table {mine.full_name!r} is not as in the archive; export the model anew")

@@ -42,6 +42,8 @@ from recinfer.inference.prepare import (
     make_requests,
     read_positions,
     table_keys,
+    with_dense,
+    with_policies,
 )
 from recinfer.inference.progress import byte_bar
 from recinfer.inference.quantize import one_thread_an_operator, quantize_tables
@@ -64,6 +66,8 @@ def export_archive(
     version: str,
     contract: FeatureContract | None = None,
     num_dense: int | None = None,
+    missing: Mapping[str, str | int] | None = None,
+    out_of_range: Mapping[str, str] | None = None,
     missing_shards: MissingShards = "reject",
     max_chunk_bytes: int = 16 << 20,
     progress: bool = True,
@@ -81,8 +85,13 @@ def export_archive(
         plan: covers exactly the model's tables; brings their precisions.
         out: the archive's folder, by custom ``*.rqa``.
         name, version: of the model, to be served under.
-        contract: how raw rows become features; its policies become the manifest's.
+        contract: how raw rows become features.
         num_dense: columns of the dense input; default the contract's, or read off the first Linear that takes it.
+        missing: feature -> what predict does without it: ``"reject"`` (the default of each), ``"empty"`` (no ids), or the id
+            that every sample gets; ``"*"``: all features that are not named. It decides about features left out of a
+            request; a raw row without a value follows the contract.
+        out_of_range: feature -> what an id beyond its table does: ``"reject"`` (the default of each, or what the contract
+            says), or ``"default_row"`` (it becomes the contract's default row, or 0); ``"*"``: all that are not named.
         missing_shards: ``"default_rows"``: rankers may answer while no host has some ranks, with zeros for their rows and a
             flag; ``"reject"``: they may not.
         max_chunk_bytes: float bytes of a chunk of a table; a few chunks are in memory at a time.
@@ -97,7 +106,8 @@ def export_archive(
         the archive, opened.
 
     Raises:
-        ConfigError: plan, contract or model do not fit together, or the dense part cannot be cut out.
+        ConfigError: plan, contract or model do not fit together, the dense part cannot be cut out, or a policy is for no
+            feature of the model or none that there is.
         CheckpointError: a key is missing or has another shape.
         InputError: weights that are not finite, with table and row.
         ArchiveError: the target exists, or more than ``max_auc_drop`` would be lost; names the worst tables.
@@ -111,8 +121,10 @@ def export_archive(
     checkpoint.align(model)
     keys = table_keys(leaves, checkpoint)
     with one_thread_an_operator(), archive_folder(Path(out), overwrite=overwrite) as folder:
+        manifest = first_manifest(name, version, plan, leaves, contract, missing_shards)
+        manifest = with_policies(manifest, missing, out_of_range)
         cut, dense = dense_part(model, leaves, checkpoint, contract, num_dense)
-        manifest = first_manifest(name, version, plan, leaves, cut, dense, contract, missing_shards)
+        manifest = with_dense(manifest, cut, dense)
         try:
             check_before_writing(manifest)
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend

@@ -75,7 +75,7 @@ class FeatureIntake:
 
         Args:
             features: keys in any order.
-            need_all: refuse absent features whose policy is ``reject`` (predict); otherwise (lookup) absent features
+            need_all: refuse absent features whose policy is ``"reject"`` (predict); otherwise (lookup) absent features
                 are only filled to be left out of the result.
             elsewhere: features that the request brings elsewhere (its context), so that they are not missing.
             fill: give absent features their default ids; False for a context.
@@ -90,9 +90,7 @@ class FeatureIntake:
             if len(self._orders) < _MAX_ORDERS:
                 self._orders[key] = order
         if need_all and order.rejected and (missing := [name for name in order.rejected if name not in elsewhere]):
-            raise InputError(
-                f"features {', '.join(map(repr, missing))} are missing; got {_some(key)}; this model needs them"
-            )
+            raise InputError(_missing_message(missing, (*key, *sorted(elsewhere))))
         if self.needs_weights:
             _check_weights(features.weights)
         if order.low is not None and features.values.size:
@@ -176,6 +174,13 @@ def _fill(features: Bags, defaults: Mapping[str, int]) -> Bags:
         weights = np.concatenate((weights, np.ones(ids.size, np.float32)))
     values = np.concatenate((features.values, ids))
     return Bags((*features.keys, *defaults), batch, offsets_of(lengths, ids.dtype), values, weights)
+
+
+def _missing_message(missing: Sequence[str], given: Sequence[str]) -> str:
+    return (
+        f"missing features: {_some(list(map(repr, missing)), 20)}; got {_some(given)}. Predict needs them: send an "
+        f"empty list of ids for a sample that has none, or export with --missing {missing[0]}=empty to let requests leave it out"
+    )
 
 
 def _some(names: Sequence[str], shown: int = 8) -> str:

@@ -193,8 +193,8 @@ class Predictor(States):
 
         Args:
             dense: float32 [B, num_dense], finite; None when the model has no dense input.
-            features: all features of the model, in any order. An absent one is an empty bag, or its default id, or
-                refused, as the manifest says.
+            features: all features of the model, in any order. One that is left out is refused, unless the archive was
+                exported to fill it in (``recinfer export --missing``).
             context: features of one sample that go with every one of the B (a user's, beside its candidates'); none of
                 them in ``features``. They are looked up once.
 
@@ -202,7 +202,7 @@ class Predictor(States):
             output name -> float32 [B, ...] (``"output"`` when forward returns one tensor).
 
         Raises:
-            InputError: as lookup, and: wrong shape or dtype, NaN or infinity in dense.
+            InputError: as lookup, and: a feature left out; wrong shape or dtype, NaN or infinity in dense.
         """
         return run_now(self.predict_steps(dense, features, context))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
@@ -37,7 +38,16 @@ from recinfer.quant.packing import PACKED_TYPES
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
 
-__all__ = ["check_precisions", "dense_part", "first_manifest", "make_requests", "read_positions", "table_keys"]
+__all__ = [
+    "check_precisions",
+    "dense_part",
+    "first_manifest",
+    "make_requests",
+    "read_positions",
+    "table_keys",
+    "with_dense",
+    "with_policies",
+]
 
 
 def check_precisions(plan: Plan) -> None:
@@ -91,17 +101,15 @@ def first_manifest(
     version: str,
     plan: Plan,
     leaves: list[Leaf],
-    cut: Cut | None,
-    dense: ExportedDense | None,
     contract: FeatureContract | None,
     missing_shards: MissingShards = "reject",
 ) -> Manifest:
-    """The manifest as far as it is known before anything is written."""
+    """The manifest as far as it is known before the dense part is cut out: Predict needs every feature."""
     tables = tuple(_table(leaf, i, plan) for leaf in leaves for i in range(len(leaf.configs)))
     precisions = {table.precision for table in tables}
     precision: Literal["int8", "int4", "int2", "fp16", "fp32", "mixed"]
     precision = next(iter(precisions)) if len(precisions) == 1 else "mixed"
-    manifest = Manifest(
+    return Manifest(
         format=FORMAT,
         format_version=FORMAT_VERSION,
         model=name,
@@ -121,6 +129,10 @@ def first_manifest(
         bytes_total=0,
         missing_shards=missing_shards,
     )
+
+
+def with_dense(manifest: Manifest, cut: Cut | None, dense: ExportedDense | None) -> Manifest:
+    """The manifest of :func:`first_manifest` with the dense part, where there is one."""
     if cut is None or dense is None:
         return manifest
     info = DenseInfo(
@@ -181,12 +193,63 @@ def _module(leaf: Leaf) -> ModuleInfo:
 def _features(leaves: list[Leaf], contract: FeatureContract | None) -> tuple[FeatureInfo, ...]:
     names = list(dict.fromkeys(feature for leaf in leaves for feature in leaf.features))
     if contract is None:
-        return tuple(FeatureInfo(name, "empty", "reject", 0) for name in names)
+        return tuple(FeatureInfo(name, "reject", "reject", 0) for name in names)
     odd = sorted(set(contract.feature_names) ^ set(names))
     if odd:
         raise ConfigError(f"the contract's features are not the model's; they differ in {', '.join(odd[:8])}")
+    # What the contract calls missing is a row without a value, whose feature is there all the same.
     policies = {feature.name: feature for feature in contract.sparse}
-    return tuple(FeatureInfo(n, policies[n].missing, policies[n].out_of_range, policies[n].default_row) for n in names)
+    return tuple(FeatureInfo(n, "reject", policies[n].out_of_range, policies[n].default_row) for n in names)
+
+
+def with_policies(
+    manifest: Manifest, missing: Mapping[str, str | int] | None, out_of_range: Mapping[str, str] | None
+) -> Manifest:
+    """The manifest with other policies for the features named; ``"*"`` names all that are not named themselves.
+
+    A feature contract that the manifest holds gets the same ``out_of_range``, so that raw rows and ids are treated alike.
+
+    Raises:
+        ConfigError: a feature that the model does not have, or a policy that there is not.
+    """
+    missing, out_of_range = missing or {}, out_of_range or {}
+    rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}
+    _check_names("missing", missing, rows)
+    _check_names("out_of_range", out_of_range, rows)
+    features = []
+    for feature in manifest.features:
+        absent = missing.get(feature.name, missing.get("*", feature.missing))
+        beyond = out_of_range.get(feature.name, out_of_range.get("*", feature.out_of_range))
+        _check_policies(feature.name, absent, beyond, rows[feature.name])
+        features.append(replace(feature, missing=absent, out_of_range=beyond))  # type: ignore[arg-type]
+    manifest = replace(manifest, features=tuple(features))
+    if manifest.contract is None or not out_of_range:
+        return manifest
+    by_name = {feature.name: feature.out_of_range for feature in features}
+    sparse = [entry | {"out_of_range": by_name[entry["name"]]} for entry in manifest.contract["sparse"]]
+    return replace(manifest, contract=manifest.contract | {"sparse": sparse})
+
+
+def _check_names(what: str, named: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    unknown = [name for name in named if name not in known and name != "*"]
+    if unknown:
+        some = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
+        raise ConfigError(
+            f"{what}: the model has no feature {unknown[0]!r}; its features are {some}, and '*' means all"
+        )
+
+
+def _check_policies(name: str, missing: str | int, out_of_range: str, rows: int) -> None:
+    is_id = isinstance(missing, int) and not isinstance(missing, bool) and 0 <= missing < rows
+    if not is_id and missing not in ("empty", "reject"):
+        raise ConfigError(
+            f"missing: got {missing!r} for feature {name!r}; expected 'empty', 'reject' or an id below {rows}"
+        )
+    if out_of_range not in ("reject", "default_row"):
+        raise ConfigError(
+            f"out_of_range: got {out_of_range!r} for feature {name!r}; expected 'reject' or 'default_row'"
+        )
 
 
 def make_requests(manifest: Manifest) -> list[Request]:

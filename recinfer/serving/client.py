@@ -141,6 +141,7 @@ class InferenceClient(_Client):
     def predict(self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
         """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples.
 
+        Every feature of the model is given, in ``features`` or in ``context``; a sample without ids has an empty list.
         ``context``: features of one sample that go with all B, a user's beside its candidates', in any form that
         features have; none of them among ``features``. They are sent and looked up once.
         """

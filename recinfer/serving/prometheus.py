@@ -78,7 +78,9 @@ def _model_metrics(models: list[dict[str, Any]]) -> Iterator[Metric]:
         "recinfer_out_of_range_ids", "Ids out of range that became the default row.", labels=[*labels, "feature"]
     )
     missing = CounterMetricFamily(
-        "recinfer_missing_features", "Predictions that lacked a feature.", labels=[*labels, "feature"]
+        "recinfer_missing_features",
+        "Predictions that lacked a feature and had it filled in.",
+        labels=[*labels, "feature"],
     )
     for model in models:
         own = [model["name"], model["version"]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -139,6 +141,16 @@ def make_archive(
     out = folder / "small.rqa"
     archive = export_archive(model, reader, plan, out, name=name, version="7", progress=False, **options)  # type: ignore[arg-type]
     return model.eval(), archive
+
+
+def copy_with_missing(archive: Path, out: Path, missing: str | int) -> Path:
+    """A copy of the archive whose manifest has this policy for every feature left out of a prediction."""
+    shutil.copytree(archive, out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    for feature in manifest["features"]:
+        feature["missing"] = missing
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    return out
 
 
 def make_request(rows: dict[str, int], batch: int, seed: int = 0, longest: int = 4) -> KeyedJaggedTensor:

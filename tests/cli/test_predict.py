@@ -42,7 +42,7 @@ def predict(target: str, path: Path, body: dict[str, Any], *options: object, cod
 @pytest.mark.parametrize("batch_size", [1, 2, 1024])
 def test_a_context_counts_as_features_of_every_row_do(target: str, tmp_path: Path, batch_size: int) -> None:
     expected = predict(target, tmp_path, TOGETHER)["outputs"]
-    without = predict(target, tmp_path, {"dense": DENSE, "features": CANDIDATES})["outputs"]
+    without = predict(target, tmp_path, {"dense": DENSE, "features": {**CANDIDATES, "user": [[]] * 3}})["outputs"]
     body = {"dense": DENSE, "features": CANDIDATES, "context": {"user": [[3, 9]]}}
     found = predict(target, tmp_path, body, "--batch-size", batch_size)["outputs"]
     for name, values in expected.items():

@@ -177,15 +177,15 @@ def test_names_that_no_manifest_holds_are_refused(tmp_path: Path, name: str) -> 
         make_archive(tmp_path, name=name)
 
 
-def test_a_contract_brings_policies(tmp_path: Path) -> None:
+def test_a_contract_says_what_ids_out_of_range_become(tmp_path: Path) -> None:
     contract = make_contract()
     _, archive = make_archive(tmp_path, contract=contract)
     policies = {f.name: (f.missing, f.out_of_range, f.default_row) for f in archive.manifest.features}
     assert policies == {
         "f_user": ("reject", "reject", 0),
-        "f_item": (5, "default_row", 9),
-        "f_hist": ("empty", "default_row", 0),
-        "f_cat": ("empty", "reject", 0),
+        "f_item": ("reject", "default_row", 9),
+        "f_hist": ("reject", "default_row", 0),
+        "f_cat": ("reject", "reject", 0),
     }
     assert recinfer.load(archive.root).contract == contract
 

@@ -13,6 +13,7 @@ import recinfer
 from recinfer.archive.reader import Archive
 from recinfer.errors import InputError, NotFoundError
 from recinfer.inference.predictor import Predictor
+from recinfer.inference.together import PredictInputs
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -32,7 +33,8 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Predicto
 def with_policies(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Archive]:
     torch.manual_seed(2)
     folder = tmp_path_factory.mktemp("policies")
-    return make_archive(folder, model=Ranker(), precision=DataType.FP32, contract=make_contract())
+    missing: dict[str, str | int] = {"f_item": 5, "f_hist": "empty"}
+    return make_archive(folder, model=Ranker(), precision=DataType.FP32, contract=make_contract(), missing=missing)
 
 
 def bag(**features: list[list[int]]) -> KeyedJaggedTensor:
@@ -40,6 +42,12 @@ def bag(**features: list[list[int]]) -> KeyedJaggedTensor:
     values = torch.tensor([i for lists in features.values() for ids in lists for i in ids], dtype=torch.int64)
     lengths = torch.tensor([len(ids) for lists in features.values() for ids in lists])
     return KeyedJaggedTensor(list(features), values, lengths=lengths)
+
+
+def full(**features: list[list[int]]) -> KeyedJaggedTensor:
+    """The same, of all of the ranker's features; those not given are empty."""
+    batch = len(next(iter(features.values())))
+    return bag(**{name: features.get(name, [[]] * batch) for name in RANKER_ROWS})
 
 
 @pytest.mark.parametrize("batch", [1, 2, 33])
@@ -127,12 +135,24 @@ def test_lookup_of_one_module_of_several(everything: tuple[nn.Module, Archive]) 
         found["f_user"]
 
 
-def test_absent_features_are_empty_bags(exact: tuple[nn.Module, Predictor]) -> None:
-    predictor = exact[1]
-    dense = torch.randn(2, 3)
-    full = bag(f_user=[[1], [2]], f_item=[[], []], f_hist=[[], []], f_cat=[[3, 4], []])
-    given = bag(f_cat=[[3, 4], []], f_user=[[1], [2]])
-    assert torch.equal(predictor.predict(dense, given)["output"], predictor.predict(dense, full)["output"])
+def test_a_prediction_needs_every_feature(exact: tuple[nn.Module, Predictor]) -> None:
+    """A forgotten feature is no empty one: the answer would be another, and nobody would know."""
+    predictor, dense = exact[1], torch.randn(2, 3)
+    half = bag(f_cat=[[3, 4], []], f_user=[[1], [2]])
+    said = r"^missing features: 'f_item', 'f_hist'; got f_cat, f_user\. .*empty list of ids.* --missing f_item=empty"
+    with pytest.raises(InputError, match=said):
+        predictor.predict(dense, half)
+    # Features of a context are given, and nothing else of it is.
+    rest = bag(f_item=[[7]], f_hist=[[]])
+    whole = full(f_cat=[[3, 4], []], f_user=[[1], [2]], f_item=[[7], [7]])
+    assert torch.equal(predictor.predict(dense, half, rest)["output"], predictor.predict(dense, whole)["output"])
+    with pytest.raises(InputError, match=r"^missing features: 'f_hist'; got f_cat, f_user, f_item"):
+        predictor.predict(dense, half, bag(f_item=[[7]]))
+    # Of requests that are run together only the one that lacks some is refused.
+    refused, answer = predictor.predict_many([PredictInputs(dense, half), PredictInputs(dense, whole)])
+    assert isinstance(refused, InputError) and str(refused).startswith("missing features: 'f_item', 'f_hist'; got")
+    assert isinstance(answer, dict) and len(answer["output"]) == 2
+    assert predictor.lookup(half).keys() == ["f_user", "f_cat"]
 
 
 def test_policies(with_policies: tuple[nn.Module, Archive]) -> None:
@@ -148,8 +168,8 @@ def test_policies(with_policies: tuple[nn.Module, Archive]) -> None:
     plain = bag(f_user=[[1], [2]], f_item=[[9], [7]], f_hist=[[0, 3], [0]], f_cat=[[], [3]])
     torch.testing.assert_close(predictor.predict(dense, strange)["output"], model(dense, plain), atol=2e-6, rtol=1e-5)
     assert predictor.replaced_ids == 3
-    with pytest.raises(InputError, match="'f_user' are missing"):
-        predictor.predict(dense, bag(f_cat=[[3], []]))
+    with pytest.raises(InputError, match="missing features: 'f_user', 'f_cat'; got f_hist"):
+        predictor.predict(dense, bag(f_hist=[[3], []]))
     assert predictor.lookup(bag(f_cat=[[3], []])).keys() == ["f_cat"]  # lookup takes a subset whatever the policy
     with pytest.raises(InputError, match="f_user"):
         predictor.lookup(bag(f_user=[[53]], f_item=[[1]]))
@@ -196,17 +216,17 @@ def test_bad_features(exact: tuple[nn.Module, Predictor], features: KeyedJaggedT
 )
 def test_bad_dense(exact: tuple[nn.Module, Predictor], dense: torch.Tensor, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        exact[1].predict(dense, bag(f_user=[[1], [2]]))
+        exact[1].predict(dense, full(f_user=[[1], [2]]))
 
 
 def test_large_finite_dense_is_fine(exact: tuple[nn.Module, Predictor]) -> None:
     dense = torch.full((2, 3), 3e38)  # their sum is not finite
-    exact[1].predict(dense, bag(f_user=[[1], [2]]))
+    exact[1].predict(dense, full(f_user=[[1], [2]]))
 
 
 def test_strided_dense_is_fine(exact: tuple[nn.Module, Predictor]) -> None:
     dense = torch.randn(3, 2).t()
-    kjt = bag(f_user=[[1], [2]])
+    kjt = full(f_user=[[1], [2]])
     assert torch.equal(exact[1].predict(dense, kjt)["output"], exact[1].predict(dense.contiguous(), kjt)["output"])
 
 

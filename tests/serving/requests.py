@@ -12,7 +12,7 @@ from recinfer.errors import InputError, NotFoundError, RecinferError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.conftest import ROWS, make_request
 
-__all__ = ["BAD", "TOLERANCE", "Asked", "nth_request", "with_context_repeated"]
+__all__ = ["BAD", "TOLERANCE", "Asked", "kjt_of", "nth_request", "with_context_repeated"]
 
 TOLERANCE = {"rtol": 0, "atol": 1e-6}
 
@@ -68,14 +68,23 @@ def _weighted_or_unpooled(number: int, batch: int, model: str, most: int) -> Key
     return KeyedJaggedTensor(keys, torch.cat(ids), weights=weights, lengths=lengths.reshape(-1))
 
 
+def kjt_of(ids: dict[str, list[int]]) -> KeyedJaggedTensor:
+    """One id a sample of each feature."""
+    flat = torch.tensor([i for column in ids.values() for i in column], dtype=torch.int64)
+    return KeyedJaggedTensor(list(ids), flat, lengths=torch.ones(len(flat), dtype=torch.int32))
+
+
+_ONE_EACH = {name: [1] for name in ROWS}
+
 # What is wrong -> the error it is, and the request: ids by feature, maybe dense, model or version.
 BAD: dict[str, tuple[type[RecinferError], dict[str, Any]]] = {
     "id out of range": (InputError, {"ids": {"user": [50]}}),
     "negative id": (InputError, {"ids": {"user": [-1]}}),
     "unknown feature": (InputError, {"ids": {"nobody": [1]}}),
     "nothing": (InputError, {"ids": {"user": []}}),
-    "nan in dense": (InputError, {"ids": {"user": [1]}, "dense": [[0.0, float("nan"), 0.0]]}),
-    "dense too wide": (InputError, {"ids": {"user": [1]}, "dense": [[0.0] * 4]}),
+    "features left out": (InputError, {"ids": {"shop": [1], "user": [1]}, "dense": [[0.0] * 3]}),
+    "nan in dense": (InputError, {"ids": _ONE_EACH, "dense": [[0.0, float("nan"), 0.0]]}),
+    "dense too wide": (InputError, {"ids": _ONE_EACH, "dense": [[0.0] * 4]}),
     "another model": (NotFoundError, {"ids": {"user": [1]}, "model": "other"}),
     "another version": (NotFoundError, {"ids": {"user": [1]}, "version": "9"}),
 }

@@ -20,7 +20,7 @@ from recinfer.inference.predictor import Predictor
 from recinfer.serving.client import InferenceClient
 from recinfer.serving.server import Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-from tests.serving.requests import BAD, TOLERANCE, Asked, nth_request, with_context_repeated
+from tests.serving.requests import BAD, TOLERANCE, Asked, kjt_of, nth_request, with_context_repeated
 from tests.serving.test_open_inference import Door, InferenceServerException, jagged, triton_grpc, triton_http
 from tests.serving.test_sequences import predictors
 
@@ -103,8 +103,7 @@ def test_random_requests_through_every_door(doors: dict[str, Doors], request: py
 def test_errors_mean_the_same(doors: dict[str, Doors], case: str):
     kind, how = BAD[case]
     here, model, version = doors["tiny"], how.get("model", "tiny"), how.get("version", "")
-    (name, ids), *_ = how["ids"].items()
-    kjt = KeyedJaggedTensor([name], torch.tensor(ids, dtype=torch.int64), lengths=torch.ones(len(ids)).int())
+    kjt = kjt_of(how["ids"])
     dense = torch.tensor(how["dense"]) if "dense" in how else None
     with (
         InferenceClient(here.ours.target, model=model, version=version, timeout=60) as ours,

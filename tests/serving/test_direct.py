@@ -27,7 +27,7 @@ from recinfer.serving.server import Server
 from recinfer.serving.service import InferenceService, Message
 from recinfer.serving.side_by_side import SideBySide
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, make_archive, make_request
+from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, copy_with_missing, make_archive, make_request
 from tests.inference.test_delta import changed, save
 from tests.serving.mutations import mutated
 
@@ -288,6 +288,40 @@ def test_contexts_beside_others_in_one_run_and_what_is_wrong_with_one(service: I
         service.predict(wrong[0])
     assert str(said[0]) == str(ordinary.value)
     assert isinstance(said[1], bytes)
+
+
+def test_a_feature_left_out_is_refused_whichever_way_answers(service: InferenceService, tmp_path: Path) -> None:
+    """Alone, beside others in one run, and of a context; an archive that allows it answers, each way the same."""
+    four, user = make_request(RANKER_ROWS, 3), some_of(make_request(RANKER_ROWS, 1, 7), ["f_user"])
+    dense = torch.ones(3, NUM_DENSE)
+    whole = codec.encode_predict_request(dense, four)
+    beside = codec.encode_predict_request(dense, some_of(four, ["f_item", "f_hist", "f_cat"]), context=user)
+    lacking = {
+        "'f_hist', 'f_cat'; got f_user, f_item": codec.encode_predict_request(
+            dense, some_of(four, ["f_user", "f_item"])
+        ),
+        "'f_hist'; got f_item, f_cat, f_user": codec.encode_predict_request(
+            dense, some_of(four, ["f_item", "f_cat"]), context=user
+        ),
+    }
+    for words, data in lacking.items():
+        for _ in range(2):  # the order of its keys is new, then known
+            assert service.direct.predict(data) is None
+            with pytest.raises(InputError, match=f"^missing features: {words}\\."):
+                service.predict(data)
+        given = service.run([Message("Predict", message) for message in (data, whole, beside, data)])
+        assert [str(given[at]).split(".")[0] for at in (0, 3)] == [f"missing features: {words}"] * 2
+        for answer, message in zip(given[1:3], (whole, beside)):
+            assert isinstance(answer, bytes)
+            same_floats(answer, service.predict(message))
+    before = service_of(
+        copy_with_missing(service.registry.get().predictor.archive.root, tmp_path / "before.rqa", "empty")
+    )
+    for data in lacking.values():
+        (alone,), together = before.run([Message("Predict", data)]), before.run([Message("Predict", data)] * 2)
+        for answer in (alone, *together):
+            assert isinstance(answer, bytes)
+            same_floats(answer, before.predict(data))
 
 
 def test_mutated_messages_with_a_context(service: InferenceService) -> None:

@@ -18,7 +18,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from recinfer.errors import InputError
-from recinfer.inference.predictor import Predictor
+from recinfer.inference.predictor import Predictor, load
 from recinfer.inference.stages import Histogram
 from recinfer.serving.client import InferenceClient
 from recinfer.serving.observe import JsonLines, Observer
@@ -26,11 +26,18 @@ from recinfer.serving.security import Security
 from recinfer.serving.server import SERVICE_NAME, Server
 from recinfer.serving.stats import RequestStats
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.archive.models import copy_with_missing
 from tests.serving.conftest import ROWS, make_request
 from tests.warm import run_program
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed (the serve extra)")
+
+
+@pytest.fixture(scope="module")
+def predictor(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Predictor:
+    """Of an archive whose requests may leave features out."""
+    return load(copy_with_missing(archive, tmp_path_factory.mktemp("metrics") / "tiny.rqa", "empty"))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from recinfer.serving.proto.inference_pb2 import LookupRequest
 from recinfer.serving.registry import ModelRegistry, ServedModel
 from recinfer.serving.server import Server
 from recinfer.serving.service import InferenceService
-from tests.serving.conftest import NUM_DENSE
+from tests.serving.conftest import NUM_DENSE, ROWS
 from tests.serving.test_open_inference import Door, InferenceServerException, triton_grpc, triton_http
 from tests.serving.test_sequences import predictors
 
@@ -32,7 +32,7 @@ def side_by_side(predictor: Predictor, other: Predictor) -> ModelRegistry:
 
 
 def test_a_request_is_checked_and_answered_by_one_version(predictor: Predictor, predictors: dict[str, Predictor]):
-    arrays = {"user": np.array([1]), "dense": np.ones((1, NUM_DENSE), np.float32)}
+    arrays = {name: np.array([1]) for name in ROWS} | {"dense": np.ones((1, NUM_DENSE), np.float32)}
     with Server(side_by_side(predictor, predictors["sequences"]), http_port=0) as server:
         for library, target in ((triton_grpc, server.target), (triton_http, f"127.0.0.1:{server.http_port}")):
             door, versions, words = Door(library, target), Counter(), Counter()

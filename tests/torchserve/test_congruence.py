@@ -16,8 +16,7 @@ from recinfer.inference.predictor import LookupResult, Predictor, load
 from recinfer.serving import codec
 from recinfer.serving.client import Embeddings
 from recinfer.serving.torchserve_client import TorchServeClient
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-from tests.serving.requests import BAD, TOLERANCE, Asked, nth_request
+from tests.serving.requests import BAD, TOLERANCE, Asked, kjt_of, nth_request
 from tests.torchserve.instance import TorchServe
 
 pytestmark = pytest.mark.slow
@@ -85,8 +84,7 @@ def test_errors_mean_the_same(
     torchserve: TorchServe, clients: dict[str, TorchServeClient], predictors: dict[str, Predictor], case: str
 ):
     kind, how = BAD[case]
-    (name, ids), *_ = how["ids"].items()
-    kjt = KeyedJaggedTensor([name], torch.tensor(ids, dtype=torch.int64), lengths=torch.ones(len(ids)).int())
+    kjt = kjt_of(how["ids"])
     names: dict[str, Any] = {"model": how.get("model", "tiny"), "version": how.get("version", "")}
     if "dense" in how:
         body = codec.encode_predict_request(torch.tensor(how["dense"]), kjt, **names)

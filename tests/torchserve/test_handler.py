@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from recinfer.errors import InputError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving import codec
 from tests.conftest import ROOT
@@ -109,3 +110,14 @@ def test_a_context_as_json(archive: Path, predictor: Predictor):
         made, told = handler(archive, [{"Content-Type": kind}])
         (answer,) = made.handle([{"body": sent}], told)
         torch.testing.assert_close(torch.tensor(json.loads(answer)["outputs"]["output"]), expected, **TOLERANCE)
+
+
+def test_a_feature_left_out_is_named_in_either_form(archive: Path, predictor: Predictor):
+    dense, kjt = make_request(1, 2, keys=["item", "shop"])
+    with pytest.raises(InputError, match="missing features: 'user', 'history'; got item, shop") as inside:
+        predictor.predict(dense, kjt)
+    bags = {key: [bag.long().tolist() for bag in value.to_dense()] for key, value in kjt.to_dict().items()}
+    rows = [{"body": codec.encode_predict_request(dense, kjt)}, {"body": {"dense": dense.tolist(), "features": bags}}]
+    made, context = handler(archive, [{}, {"Content-Type": "application/json"}])
+    for answer in made.handle(rows, context):
+        assert json.loads(answer)["error"] == {"code": "INVALID_ARGUMENT", "message": str(inside.value)}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from recinfer.archive.reader import open_archive
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import Plan, TablePlan, embedding_tables
-from recinfer.errors import ConfigError, UnavailableError
+from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.inference.bags import bags_of
 from recinfer.inference.export import export_archive
 from recinfer.inference.lookups import run_later
@@ -406,6 +406,20 @@ def test_through_a_server_and_in_its_figures(tmp_path: Path):
             assert server.stats.requests() == {("Lookup", "OK"): 1, ("Predict", "OK"): 1}
             assert predictor.stages.state()["lookup"].count == before + 2
             assert server.stats.batch.state().count == 2
+
+
+def test_a_feature_left_out_is_refused_before_a_shard_is_asked(tmp_path: Path):
+    archive = make_archive(tmp_path, "row_wise")
+    some, dense = make_request(3, 6, keys=("d", "b")), torch.zeros(3, NUM_DENSE)
+    with pytest.raises(InputError, match=r"^missing features: 'a', 'c', 'e'; got d, b") as here:
+        load(archive).predict(dense, some)
+    with served(archive, tmp_path) as service:
+        data = codec.encode_predict_request(dense, some)
+        assert straight(service, "Predict", data) is None
+        with pytest.raises(InputError) as there:
+            ordinary(service, "Predict", data)
+        assert str(there.value) == str(here.value)
+        assert straight(service, "Lookup", codec.encode_lookup_request(some)) is not None
 
 
 @pytest.mark.parametrize("samples", [2, 500], ids=["short", "long"])
