@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass
 from enum import Enum, unique
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from recinfer.distributed.types import (
     ShardedModule,
     ShardingType,
 )
+from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import EmbeddingTableConfig, PoolingType
 
 if TYPE_CHECKING:
@@ -73,6 +74,11 @@ class EmbeddingComputeKernel(Enum):
     QUANT = "quant"  # inference, packed rows on the device
     QUANT_UVM = "quant_uvm"
     QUANT_UVM_CACHING = "quant_uvm_caching"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        known = ", ".join(kernel.value for kernel in cls)
+        raise ConfigError(f"compute kernel {value!r} is not one of recinfer's; expected one of: {known}")
 
 
 @unique

@@ -11,6 +11,7 @@ from torch import nn
 
 from recinfer.distributed import get_unsharded_module_names, sharded_model_copy
 from recinfer.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
+from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recinfer.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recinfer.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -18,6 +19,7 @@ from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.types import Perf, SharderData, ShardEstimator, Storage, StorageUsageType
 from recinfer.distributed.planner.utils import build_sharder_data_map, sharder_name
 from recinfer.distributed.types import KeyValueParams, ParameterSharding
+from recinfer.errors import ConfigError
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_model_parallel import EBC, make_batch, make_model, optimizer_of, sharded
@@ -33,7 +35,7 @@ def names_and_copies(rank: int, world_size: int) -> dict[str, Any]:
     expected = model(batch)[1][1]
     same = [torch.equal(m(batch)[1][1], expected) for m in (copied, shared)]
     slices = [name for name, p in dmp.named_parameters() if isinstance(p, TableBatchedEmbeddingSlice)]
-    tables = [name for name, _ in dmp.named_parameters() if ".embedding_bags." in name]
+    tables = [name for name, p in dmp.named_parameters() if ".embedding_bags." in name and p.numel()]
     optimizer = optimizer_of(dmp)
     dmp.train()(batch)[0].backward()
     optimizer.step()
@@ -122,5 +124,7 @@ def test_key_value_params_travel_with_constraints_and_plans() -> None:
     assert hash(params) == hash(KeyValueParams(ssd_storage_directory="/ssd", ps_hosts=(("::1", 2000),)))
     assert ParameterConstraints(key_value_params=params).key_value_params is params
     assert "ssd" in repr(ParameterSharding("row_wise", "fused", key_value_params=params))
-    with pytest.raises(TypeError):
-        KeyValueParams(unknown=1)  # type: ignore[call-arg]
+    with pytest.raises(
+        ConfigError, match=r"compute kernel 'key_value' is not one of recinfer's; expected one of: dense,"
+    ):
+        EmbeddingComputeKernel("key_value")
