@@ -9,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_types import EmbeddingComputeKernel
+from recinfer.distributed.embedding_types import (
+    EmbeddingComputeKernel,
+    EmbeddingLocation,
+    compute_kernel_to_embedding_location,
+)
 from recinfer.distributed.planner.plan import ShardRect, TablePlan
 from recinfer.distributed.quant_layout import PackedShard, fused_pieces, joined_pieces
 from recinfer.distributed.types import ParameterSharding, ShardingEnv
@@ -19,18 +23,28 @@ from recinfer.quant.lookup import ColumnPiece
 from recinfer.quant.packing import row_bytes, slice_packed_columns
 from recinfer.quant.tbe import Memory
 
-__all__ = ["PackedSource", "Placed", "kernel_of", "place_buffer", "place_module"]
+__all__ = ["PackedSource", "Placed", "kernel_of", "memory_of", "place_buffer", "place_module"]
 
-_MEMORY: dict[str, Memory] = {
-    EmbeddingComputeKernel.QUANT_UVM.value: "managed",
-    EmbeddingComputeKernel.QUANT_UVM_CACHING.value: "cached",
+_MEMORY: dict[EmbeddingLocation, Memory] = {
+    EmbeddingLocation.DEVICE: "near",
+    EmbeddingLocation.MANAGED: "managed",
+    EmbeddingLocation.MANAGED_CACHING: "cached",
 }
-_KERNELS = {"near": EmbeddingComputeKernel.QUANT} | {v: EmbeddingComputeKernel(k) for k, v in _MEMORY.items()}
+_KERNELS = {
+    "near": EmbeddingComputeKernel.QUANT,
+    "managed": EmbeddingComputeKernel.QUANT_UVM,
+    "cached": EmbeddingComputeKernel.QUANT_UVM_CACHING,
+}
 
 
 def kernel_of(memory: Memory) -> EmbeddingComputeKernel:
     """The compute kernel that reads rows from ``memory``."""
     return _KERNELS[memory]
+
+
+def memory_of(kernel: EmbeddingComputeKernel | str) -> Memory:
+    """Where a GPU keeps the rows that a compute kernel (of a plan) reads."""
+    return _MEMORY[compute_kernel_to_embedding_location(EmbeddingComputeKernel(kernel))]
 
 
 @dataclass(frozen=True)
@@ -97,7 +111,7 @@ def place_buffer(
     join_columns: bool,
 ) -> Placed:
     """Packed shards that lie in ``buffer`` (an archive's mapping); see ``from_packed`` of the sharded collections."""
-    memory = {table: _MEMORY.get(kernel, "near") for table, kernel in (kernels or {}).items()}
+    memory = {table: memory_of(kernel) for table, kernel in (kernels or {}).items()}
     shards = [replace(shard, memory=memory.get(shard.table, "near")) for shard in shards]
     source = source_of_buffer(tables, shards, buffer)
     kind = torch.device(device).type
@@ -129,7 +143,7 @@ def shards_of_plan(tables: Sequence[TablePlan]) -> list[PackedShard]:
     """The rectangles of a plan's tables, rank by rank inside a table; offsets are not known yet (0)."""
 
     def shard(table: TablePlan, rect: ShardRect) -> PackedShard:
-        memory = _MEMORY.get(table.compute_kernel, "near")
+        memory = memory_of(table.compute_kernel)
         return PackedShard(
             table.table, rect.row_start, rect.row_stop, rect.col_start, rect.col_stop, rect.rank, 0, memory
         )

@@ -41,6 +41,7 @@ __all__ = [
     "Memory",
     "TableBatch",
     "TableSlot",
+    "embedding_location",
     "managed_bytes",
     "quantize_rows",
 ]
@@ -62,6 +63,14 @@ _OUTPUT_TYPES = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
 
 Memory = Literal["near", "managed", "cached"]
 """Where a table's rows are: in the device's own memory, in the host's, or in the host's behind a cache on the device."""
+
+
+def embedding_location(memory: Memory, device: torch.device) -> EmbeddingLocation:
+    """FBGEMM's word for rows that are in ``memory`` when ``device`` looks them up: HOST on anything but CUDA."""
+    if device.type != "cuda":
+        return EmbeddingLocation.HOST
+    locations = {"managed": EmbeddingLocation.MANAGED, "cached": EmbeddingLocation.MANAGED_CACHING}
+    return locations.get(memory, EmbeddingLocation.DEVICE)
 
 
 def managed_bytes(size: int, device: torch.device) -> Tensor:
@@ -181,7 +190,7 @@ class TableBatch(nn.Module):
         self._head: tuple[Any, ...] = (
             buffer,
             self._managed,
-            tensor([self._location(s).value for s in used], torch.int32),
+            tensor([embedding_location(s.memory, device).value for s in used], torch.int32),
             tensor([self._offset(s) for s in used], torch.int64),
             tensor([_SPARSE_TYPES[s.data_type].as_int() for s in used], torch.uint8),
             tensor(column_offsets, torch.int32),
@@ -203,13 +212,6 @@ class TableBatch(nn.Module):
         self._fbgemm_module: IntNBitTableBatchedEmbeddingBagsCodegen | None = None
         if device.type == "cuda" and any(slot.memory == "cached" for slot in used):
             self._through_cache = self.fbgemm_module()  # which keeps the cache's state and fills it before each lookup
-
-    def _location(self, slot: TableSlot) -> EmbeddingLocation:
-        if self.weights.device.type != "cuda":
-            return EmbeddingLocation.HOST
-        if slot.memory == "near":
-            return EmbeddingLocation.DEVICE
-        return EmbeddingLocation.MANAGED_CACHING if slot.memory == "cached" else EmbeddingLocation.MANAGED
 
     def _offset(self, slot: TableSlot) -> int:
         """Byte offset for the op. On CPU it takes one buffer, so the second one's tables lie at a distance from it.
@@ -294,7 +296,7 @@ class TableBatch(nn.Module):
         """FBGEMM's own TBE module over the same bytes (built at the first call), for registration and inspection."""
         if self._fbgemm_module is None:
             device = self.weights.device
-            locations = [self._location(slot) for slot in self.slots]
+            locations = [embedding_location(slot.memory, device) for slot in self.slots]
             tbe: Any = IntNBitTableBatchedEmbeddingBagsCodegen(
                 embedding_specs=[
                     (s.name, s.rows, padded_dim(s.dim, s.data_type), _SPARSE_TYPES[s.data_type], location)
