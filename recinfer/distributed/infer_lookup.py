@@ -210,7 +210,7 @@ class MetaInferGroupedPooledEmbeddingsLookup(_MetaLookup):
         device: where the rows lie.
         feature_processor: turns features into weighted features before the lookup; its weights are used whatever the
             groups say.
-        fused_params: ``output_dtype``, float32 or float16, where the groups have none; other keys are settings of
+        fused_params: ``output_dtype``, float32, float16 or bfloat16, where the groups have none; other keys are settings of
             caches and registration, which the op does not need.
     """
 

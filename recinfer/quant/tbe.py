@@ -37,6 +37,7 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "OUTPUT_DTYPES",
     "IntNBitTableBatchedEmbeddingBagsCodegen",
     "Memory",
     "TableBatch",
@@ -58,7 +59,9 @@ _POOLING_MODES = {
     PoolingType.MEAN: PoolingMode.MEAN,
     PoolingType.NONE: PoolingMode.NONE,
 }
-_OUTPUT_TYPES = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
+_OUTPUT_TYPES = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16, torch.bfloat16: SparseType.BF16}
+OUTPUT_DTYPES = frozenset(_OUTPUT_TYPES)
+"""What looked-up vectors may be."""
 
 
 Memory = Literal["near", "managed", "cached"]
@@ -136,7 +139,7 @@ class TableBatch(nn.Module):
         pooling: SUM or MEAN for bags; NONE for one row per id (then all slots have one padded width).
         buffer: uint8, 1-D. Kept and read, never copied or written.
         row_alignment: 1 for CPU buffers, 16 for CUDA ones.
-        output_dtype: float32 or float16.
+        output_dtype: float32, float16 or bfloat16.
         managed: uint8, 1-D: what holds the slots that are not ``"near"``.
 
     :attr:`knows_rows` says whether the op refuses ids beyond the tables' rows.
@@ -159,7 +162,7 @@ class TableBatch(nn.Module):
     ) -> None:
         super().__init__()
         if output_dtype not in _OUTPUT_TYPES:
-            raise ConfigError(f"output_dtype: got {output_dtype}; expected torch.float32 or torch.float16")
+            raise ConfigError(f"output_dtype: got {output_dtype}; expected one of {sorted(map(str, OUTPUT_DTYPES))}")
         self.slots = tuple(slots)
         self.feature_slots = tuple(feature_slots)
         self.pooling = pooling
