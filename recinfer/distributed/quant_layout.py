@@ -31,6 +31,7 @@ __all__ = [
     "RankInput",
     "RankLayout",
     "RankOrder",
+    "column_parts",
     "fused_pieces",
     "joined_pieces",
     "place_shards",
@@ -77,31 +78,57 @@ def shard_name(shard: PackedShard) -> str:
     return f"{shard.table}[{span}]@{shard.rank}"
 
 
-def fused_pieces(
-    configs: Sequence[BaseEmbeddingConfig], shards: Sequence[PackedShard], row_alignment: int = 1
-) -> dict[str, tuple[ColumnPiece, ...]] | None:
-    """Whole column pieces of every table, when the row pieces of each are neighbours in the buffer; else None.
+ColumnParts = dict[tuple[int, int], list[PackedShard]]
+"""Of one table: columns -> its row pieces from top to bottom; columns from left to right."""
+
+
+def column_parts(configs: Sequence[BaseEmbeddingConfig], shards: Sequence[PackedShard]) -> dict[str, ColumnParts]:
+    """The shards of every table in the order in which they cover it.
 
     Raises:
         ConfigError: the shards of a table do not cover it exactly once.
     """
+    by_table: dict[str, list[PackedShard]] = {config.name: [] for config in configs}
+    for shard in sorted(shards, key=lambda s: (s.col_start, s.col_stop, s.row_start, s.row_stop)):
+        by_table[shard.table].append(shard)
+    return {config.name: _column_parts(config, by_table[config.name]) for config in configs}
+
+
+def _column_parts(config: BaseEmbeddingConfig, shards: Sequence[PackedShard]) -> ColumnParts:
+    columns: ColumnParts = {}
+    for shard in shards:
+        columns.setdefault((shard.col_start, shard.col_stop), []).append(shard)
+    at = 0
+    for (start, stop), parts in columns.items():
+        edges = [0, *(part.row_stop for part in parts)]
+        if start != at or [part.row_start for part in parts] != edges[:-1] or edges[-1] != config.num_embeddings:
+            break
+        at = stop
+    else:
+        if at == config.embedding_dim:
+            return columns
+    raise ConfigError(
+        f"table {config.name!r}: shards {'; '.join(map(shard_name, shards)) or '(none)'} do not cover its "
+        f"{config.num_embeddings} rows x {config.embedding_dim} columns exactly once"
+    )
+
+
+def fused_pieces(
+    configs: Sequence[BaseEmbeddingConfig], parts: Mapping[str, ColumnParts]
+) -> dict[str, tuple[ColumnPiece, ...]] | None:
+    """Whole column pieces of every table, when the row pieces of each are neighbours in the buffer; else None.
+
+    Args:
+        parts: of :func:`column_parts`; row alignment 1.
+    """
     pieces: dict[str, tuple[ColumnPiece, ...]] = {}
     for config in configs:
-        spans: dict[tuple[int, int], list[PackedShard]] = {}
-        for shard in shards:
-            if shard.table == config.name:
-                spans.setdefault((shard.col_start, shard.col_stop), []).append(shard)
         merged = []
-        for (start, stop), parts in sorted(spans.items()):
-            parts.sort(key=lambda part: part.row_start)
-            width = row_bytes(stop - start, config.data_type, row_alignment)
-            edges = [0, *(part.row_stop for part in parts)]
-            if [part.row_start for part in parts] != edges[:-1] or edges[-1] != config.num_embeddings:
-                got = "; ".join(map(shard_name, parts))
-                raise ConfigError(f"table {config.name!r}: shards {got} do not cover its {config.num_embeddings} rows")
-            if any(part.offset != parts[0].offset + part.row_start * width for part in parts):
+        for (start, stop), rows in parts[config.name].items():
+            width = row_bytes(stop - start, config.data_type)
+            if any(part.offset != rows[0].offset + part.row_start * width for part in rows):
                 return None
-            merged.append(ColumnPiece(start, stop, parts[0].offset))
+            merged.append(ColumnPiece(start, stop, rows[0].offset))
         pieces[config.name] = tuple(merged)
     return pieces
 

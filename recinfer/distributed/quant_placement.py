@@ -15,7 +15,7 @@ from recinfer.distributed.embedding_types import (
     compute_kernel_to_embedding_location,
 )
 from recinfer.distributed.planner.plan import ShardRect, TablePlan
-from recinfer.distributed.quant_layout import PackedShard, fused_pieces, joined_pieces
+from recinfer.distributed.quant_layout import PackedShard, column_parts, fused_pieces, joined_pieces, shard_name
 from recinfer.distributed.types import ParameterSharding, ShardingEnv
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
@@ -110,17 +110,39 @@ def place_buffer(
     kernels: Mapping[str, str] | None,
     join_columns: bool,
 ) -> Placed:
-    """Packed shards that lie in ``buffer`` (an archive's mapping); see ``from_packed`` of the sharded collections."""
+    """Packed shards that lie in ``buffer`` (an archive's mapping); see ``from_packed`` of the sharded collections.
+
+    Raises:
+        ConfigError: the shards of a table do not cover it exactly once, or one does not lie in ``buffer`` or is on no rank.
+        NotFoundError: shards of unknown tables.
+    """
     memory = {table: memory_of(kernel) for table, kernel in (kernels or {}).items()}
     shards = [replace(shard, memory=memory.get(shard.table, "near")) for shard in shards]
     source = source_of_buffer(tables, shards, buffer)
+    parts = column_parts(tables, shards)
+    _check_places(tables, shards, buffer, world_size)
     kind = torch.device(device).type
     devices = {r: torch.device("cpu") if kind == "cpu" else torch.device(kind, r) for r in range(world_size)}
-    pieces = fused_pieces(tables, shards) if kind == "cpu" and fused is not False else None
+    pieces = fused_pieces(tables, parts) if kind == "cpu" and fused is not False else None
     managed = None
     if pieces is not None and join_columns:
         pieces, buffer, managed = joined_pieces(tables, pieces, buffer)
     return Placed(source, pieces, buffer, managed, 1, devices)
+
+
+def _check_places(
+    tables: Sequence[BaseEmbeddingConfig], shards: Sequence[PackedShard], buffer: Tensor, world_size: int
+) -> None:
+    types = {config.name: config.data_type for config in tables}
+    for shard in shards:
+        if not 0 <= shard.rank < world_size:
+            raise ConfigError(f"shard {shard_name(shard)}: rank {shard.rank}; expected 0 to {world_size - 1}")
+        end = shard.offset + shard.rows * row_bytes(shard.cols, types[shard.table])
+        if shard.offset < 0 or end > buffer.numel():
+            raise ConfigError(
+                f"shard {shard_name(shard)} is bytes {shard.offset}:{end} of a buffer of {buffer.numel()}; give the "
+                "buffer that the offsets were made for"
+            )
 
 
 def source_of_buffer(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -166,6 +168,32 @@ def test_bad_ids_and_bad_plans_are_refused_by_name() -> None:
     if torch.cuda.device_count() < 2:
         with pytest.raises(ConfigError, match=r"planned on cuda:[01], but this machine has"):
             ShardedQuantEmbeddingBagCollection(module, plan_for(module, "row_wise", 2, "cuda"), env)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_packed_shards_that_do_not_cover_a_table_are_refused(fused: bool | None) -> None:
+    module = EmbeddingBagCollection.from_float(float_bags())
+    env = ShardingEnv.from_local(2, 0)
+    shared = ShardedQuantEmbeddingBagCollection(module, plan_for(module, "grid", 2), env)
+    whole = packed_twin(module, shared, world_size=2, fused=fused)
+    buffer = whole._source.buffer
+
+    def refused(shards: list[PackedShard], match: str) -> None:
+        with pytest.raises(ConfigError, match=match):
+            type(whole).from_packed(whole._configs, shards, buffer, world_size=2, fused=fused)
+
+    assert len(whole.shards) > len(whole._configs)
+    for shard in whole.shards:
+        others = [s for s in whole.shards if s is not shard]
+        not_once = rf"table '{shard.table}': shards .* do not cover its \d+ rows x \d+ columns exactly once"
+        refused(others, not_once)
+        refused([*whole.shards, shard], not_once)
+        if shard.rows > 1:
+            refused([*others, replace(shard, row_stop=shard.row_stop - 1)], not_once)
+            refused([*others, replace(shard, row_start=shard.row_start + 1)], not_once)
+        refused([*others, replace(shard, col_stop=shard.col_stop + 4)], not_once)
+        refused([*others, replace(shard, offset=buffer.numel())], r"is bytes \d+:\d+ of a buffer of \d+")
+        refused([*others, replace(shard, rank=2)], "rank 2; expected 0 to 1")
 
 
 def test_sharders() -> None:
