@@ -15,7 +15,8 @@ from recinfer.distributed.embedding_types import (
     compute_kernel_to_embedding_location,
 )
 from recinfer.distributed.planner.plan import ShardRect, TablePlan
-from recinfer.distributed.quant_layout import PackedShard, column_parts, fused_pieces, joined_pieces, shard_name
+from recinfer.distributed.quant_buffers import column_parts, fused_pieces, joined_pieces
+from recinfer.distributed.quant_layout import PackedShard, shard_name
 from recinfer.distributed.types import ParameterSharding, ShardingEnv
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig

@@ -212,7 +212,7 @@ class TableBatch(nn.Module):
         self._pooling_mode = int(_POOLING_MODES[pooling])
         self._tail = (_OUTPUT_TYPES[output_dtype].as_int(), None, None, row_alignment, 0, -1, -1)
         self._op = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
-        self._fbgemm_module: IntNBitTableBatchedEmbeddingBagsCodegen | None = None
+        self._fbgemm_modules: dict[tuple[int, ...], IntNBitTableBatchedEmbeddingBagsCodegen] = {}
         if device.type == "cuda" and any(slot.memory == "cached" for slot in used):
             self._through_cache = self.fbgemm_module()  # which keeps the cache's state and fills it before each lookup
 
@@ -295,24 +295,45 @@ class TableBatch(nn.Module):
         """:meth:`forward` for torch.export, on the registered buffer itself: an exported program saves it once."""
         return self._op(*self._head, indices, offsets, self._pooling_mode, per_sample_weights, *self._tail)
 
-    def fbgemm_module(self) -> IntNBitTableBatchedEmbeddingBagsCodegen:
-        """FBGEMM's own TBE module over the same bytes (built at the first call), for registration and inspection."""
-        if self._fbgemm_module is None:
+    @property
+    def is_cached(self) -> bool:
+        """Whether lookups run through :meth:`fbgemm_module` of all slots, which keeps a cache of rows on the device."""
+        return self._through_cache is not None
+
+    def forget_cached(self) -> None:
+        """Rows of ``"cached"`` slots were written: the cache reads them anew."""
+        if self._through_cache is not None:
+            self._through_cache.reset_cache_states()
+
+    def fbgemm_module(self, slots: Sequence[int] | None = None) -> IntNBitTableBatchedEmbeddingBagsCodegen:
+        """FBGEMM's own TBE module over the same bytes (built at the first call), for registration and inspection.
+
+        Args:
+            slots: numbers of the slots that it has; None: all. Its features are the batch's that read them, in order.
+        """
+        chosen = tuple(range(len(self.slots)) if slots is None else slots)
+        if chosen not in self._fbgemm_modules:
             device = self.weights.device
-            locations = [embedding_location(slot.memory, device) for slot in self.slots]
+            own = [self.slots[i] for i in chosen]
             tbe: Any = IntNBitTableBatchedEmbeddingBagsCodegen(
                 embedding_specs=[
-                    (s.name, s.rows, padded_dim(s.dim, s.data_type), _SPARSE_TYPES[s.data_type], location)
-                    for s, location in zip(self.slots, locations)
+                    (
+                        s.name,
+                        s.rows,
+                        padded_dim(s.dim, s.data_type),
+                        _SPARSE_TYPES[s.data_type],
+                        embedding_location(s.memory, device),
+                    )
+                    for s in own
                 ],
-                feature_table_map=list(self.feature_slots),
+                feature_table_map=[chosen.index(i) for i in self.feature_slots if i in chosen],
                 pooling_mode=_POOLING_MODES[self.pooling],
                 device=device,
                 bounds_check_mode=BoundsCheckMode.NONE,
                 output_dtype=_OUTPUT_TYPES[self.output_dtype],
                 row_alignment=self.row_alignment,
             )
-            tbe.weights_physical_offsets = [self._offset(s) for s in self.slots]
+            tbe.weights_physical_offsets = [self._offset(s) for s in own]
             tbe.initialize_logical_weights_placements_and_offsets()
             size = self.weights.numel()
             tbe.host_size, tbe.dev_size = (size, 0) if device.type == "cpu" else (0, size)
@@ -322,5 +343,5 @@ class TableBatch(nn.Module):
                 tbe.weights_dev = self.weights
                 tbe.weights_uvm, tbe.uvm_size = self._managed, self._managed.numel()
             tbe.weight_initialized = True
-            self.__dict__["_fbgemm_module"] = tbe  # not a submodule: its buffers are ours
-        return self._fbgemm_module
+            self._fbgemm_modules[chosen] = tbe  # in a dict, so not a submodule: its buffers are ours
+        return self._fbgemm_modules[chosen]
