@@ -232,6 +232,8 @@ class KeyedParts(metaclass=Proxyable):
     def _compute_length_per_key(self) -> list[int]:
         if self._jt_dict is not None:
             return [self._jt_dict[k].values().shape[0] for k in self._keys]
+        if not self._keys:
+            return []
         strides = self.stride_per_key()
         if self._lengths is None and self._offsets is not None and self._offsets.numel():
             ends = torch.tensor(prefix_sums(strides), device=self._offsets.device)
