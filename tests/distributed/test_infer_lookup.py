@@ -178,6 +178,28 @@ def test_kernels_on_a_gpu(kernel: str) -> None:
     assert not any(part.any() for part in lookup(ids))
 
 
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+def test_ids_are_cut_on_the_device_where_they_are(device: str) -> None:
+    module = EmbeddingBagCollection.from_float(float_bags())
+    made = create_infer_embedding_bag_sharding("row_wise", infos(module, "row_wise"), ShardingEnv.from_local(2, 0))
+    features = random_features(module.embedding_bag_configs(), 6)
+    dist = made.create_input_dist()
+    here, there = dist(features), dist(features.to(torch.device(device)))
+    for mine, theirs in zip(here, there, strict=True):
+        assert torch.equal(mine.values(), theirs.values()) and torch.equal(mine.lengths(), theirs.lengths())
+    (expansion,) = [e for (kind, _), e in dist._expand._expansions.items() if kind.type == device]
+    assert expansion.block_sizes.device.type == device
+
+
 def test_misuse_is_named() -> None:
     module = EmbeddingBagCollection.from_float(float_bags())
     env = ShardingEnv.from_local(2, 0)

@@ -183,6 +183,19 @@ def test_meta_needs_no_memory() -> None:
     assert out.values().shape == (3, 128)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_meta_features_in_any_order(weighted: bool) -> None:
+    configs = bag_configs([SUM, MEAN, MEAN, SUM])
+    module = EmbeddingBagCollection(configs, weighted, "meta")
+    features = random_features(configs, 5, weighted=weighted)
+    order = [3, 0, 4, 2, 1]
+    for given in (features, features.permute(order), KeyedJaggedTensor.concat([features, features.permute(order)])):
+        bare = KeyedJaggedTensor(given.keys(), given.values(), given.weights_or_none(), lengths=given.lengths())
+        out = module(bare.to(torch.device("meta")))
+        assert out.values().is_meta and out.values().shape == (5, 8 + 16 + 24 * 2 + 8)
+        assert out.keys() == ["f0", "f1", "f2", "f3", "f4"]
+
+
 def test_codes_and_scales_as_torchrec_hands_them() -> None:
     source = EmbeddingBagCollection.from_float(float_bags())
     pairs = {t: (source.packed_table(t)[:, 4:], source.packed_table(t)[:, :4]) for t in "abcd"}
