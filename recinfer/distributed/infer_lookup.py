@@ -25,13 +25,16 @@ from recinfer.distributed.embedding_types import (
     ShardedEmbeddingTable,
 )
 from recinfer.distributed.fused_params import output_dtype_of
+from recinfer.distributed.quant_buffers import allocate_shards, rows_view
+from recinfer.distributed.quant_layout import PackedShard, slot_of
+from recinfer.distributed.quant_placement import memory_of
 from recinfer.distributed.types import rank_device
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.collection import row_alignment_for
-from recinfer.quant.packing import padded_dim, row_bytes
-from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen, TableBatch, TableSlot
+from recinfer.quant.packing import padded_dim
+from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen, TableBatch
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
@@ -42,12 +45,9 @@ __all__ = [
     "MetaInferGroupedPooledEmbeddingsLookup",
 ]
 
-_SLACK_BYTES = 64  # vectorised kernels may read past the last row
-_ALIGNMENT = 128
-
 
 class _PackedGroup:
-    """The shards of one grouped config: packed rows in one buffer, behind one op call."""
+    """The shards of one grouped config behind one op call, their packed rows where its compute kernels say."""
 
     def __init__(
         self,
@@ -60,24 +60,27 @@ class _PackedGroup:
         self.config = config
         self.is_weighted = config.is_weighted or processed
         self.alignment = row_alignment_for(device)
-        slots, starts, size = [], [], 0
-        for table in config.embedding_tables:
-            starts.append(size)
-            slots.append(TableSlot(table.name, table.local_rows, table.local_cols, table.data_type, size))
-            num_bytes = table.local_rows * row_bytes(table.local_cols, table.data_type, self.alignment)
-            size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        buffer = torch.zeros(size + _SLACK_BYTES, dtype=torch.uint8, device=device)
+        types = {table.name: table.data_type for table in config.embedding_tables}
+        shards = [
+            PackedShard(t.name, 0, t.local_rows, 0, t.local_cols, 0, 0, memory_of(t.compute_kernel))
+            for t in config.embedding_tables
+        ]
+        buffer, managed, self.shards = allocate_shards(types, shards, device, self.alignment)
+        slots = [slot_of(shard, types[shard.table], managed) for shard in self.shards]
         self.of_feature = [i for i, t in enumerate(config.embedding_tables) for _ in t.feature_names]
         dtype = output_dtype_of({**(fused_params or {}), **(config.fused_params or {})})
         self.batch = TableBatch(
-            slots, self.of_feature, pooling, buffer, row_alignment=self.alignment, output_dtype=dtype
+            slots,
+            self.of_feature,
+            pooling,
+            buffer,
+            row_alignment=self.alignment,
+            output_dtype=dtype,
+            managed=managed,
         )
         names = [f for t in config.embedding_tables for f in t.feature_names]
         self.arranger = FeatureArranger(names, [slots[i].rows for i in self.of_feature])
-        self.rows = []  # uint8 [rows, bytes of a row] each, views of the buffer
-        for slot, start in zip(slots, starts):
-            width = row_bytes(slot.dim, slot.data_type, self.alignment)
-            self.rows.append(buffer[start : start + slot.rows * width].view(slot.rows, width))
+        self.rows = [rows_view(shard, types[shard.table], buffer, managed, self.alignment) for shard in self.shards]
         dims = [(slots[i].dim, padded_dim(slots[i].dim, slots[i].data_type)) for i in self.of_feature]
         ends = list(accumulate((padded for _, padded in dims), initial=0))
         real = [at + c for at, (dim, _) in zip(ends, dims) for c in range(dim)]
@@ -103,6 +106,10 @@ class InferGroupedLookupMixin(abc.ABC):
     @abc.abstractmethod
     def _packed(self) -> list[tuple[str, Tensor]]:
         """Name and packed rows of every piece."""
+
+    @abc.abstractmethod
+    def _rows_changed(self) -> None:
+        """The rows were written."""
 
     def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -135,6 +142,7 @@ class InferGroupedLookupMixin(abc.ABC):
         for name, rows in own.items():
             if name in state_dict:
                 rows.copy_(state_dict[name])
+        self._rows_changed()
         return _IncompatibleKeys(missing, unexpected)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
@@ -180,6 +188,10 @@ class _MetaLookup(InferGroupedLookupMixin, nn.Module):  # type: ignore[misc]
             result.append((f"{table.name}.weight" + (f"_{count}" if count else ""), rows))
         return result
 
+    def _rows_changed(self) -> None:
+        for group in self.__dict__["_groups"]:
+            group.batch.forget_cached()
+
     def _parts(self, features: KeyedJaggedTensor) -> list[Tensor]:
         groups = self.__dict__["_groups"]
         parts = [features] if len(groups) == 1 else features.split(self._splits)
@@ -210,7 +222,7 @@ class MetaInferGroupedPooledEmbeddingsLookup(_MetaLookup):
         device: where the rows lie.
         feature_processor: turns features into weighted features before the lookup; its weights are used whatever the
             groups say.
-        fused_params: ``output_dtype``, float32 or float16, where the groups have none; other keys are settings of
+        fused_params: ``output_dtype``, float32, float16 or bfloat16, where the groups have none; other keys are settings of
             caches and registration, which the op does not need.
     """
 
@@ -301,6 +313,10 @@ class _InferLookup(InferGroupedLookupMixin, BaseEmbeddingLookup[KJTList, list[Te
             count = seen[table.name] = seen.get(table.name, -1) + 1
             result.append((f"{table.name}.weight" + (f"_{count}" if count else ""), rows))
         return result
+
+    def _rows_changed(self) -> None:
+        for lookup in self.lookups:
+            lookup._rows_changed()
 
     def get_tbes_to_register(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
         """FBGEMM's modules of all devices, and what they look up."""

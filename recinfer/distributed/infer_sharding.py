@@ -35,7 +35,7 @@ class _InferFeaturesDist(BaseSparseFeaturesDist[KJTList]):
     def __init__(self, sharding: InferPooledSharding, device: torch.device | None) -> None:
         super().__init__()
         layout = sharding.layout
-        self._expand = ShardFeaturesDist(layout, None, torch.device("cpu"))
+        self._expand = ShardFeaturesDist(layout, None)
         self._send = KJTOneToAll(layout.slots_per_rank, layout.world_size, device)
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> KJTList:

@@ -3,8 +3,8 @@
 A shard is a rectangle of a table on a rank. Table-, column- and row-wise differ only in which rectangles exist, so one
 layout runs them all:
 
-- :func:`fused_pieces` merges the rectangles back into whole column pieces when their rows are neighbours in memory:
-  on one CPU host all ranks are then one op call, with nothing to bucketize, copy or sum.
+- :func:`recinfer.distributed.quant_buffers.fused_pieces` merges the rectangles back into whole column pieces when their
+  rows are neighbours in memory: on one CPU host all ranks are then one op call, with nothing to bucketize, copy or sum.
 - :class:`RankLayout` is the general path, one rank a device: it picks the rank's features, keeps the ids that fall into
   its rows, looks up, and says which output columns its results belong to.
 
@@ -13,17 +13,16 @@ Shape suffixes: F features, B batch, N ids, D columns, P packed bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, PoolingType
-from recinfer.quant.lookup import ColumnPiece
-from recinfer.quant.packing import join_packed_columns, padded_dim, row_bytes
-from recinfer.quant.tbe import Memory, TableBatch, TableSlot, managed_bytes
+from recinfer.quant.packing import padded_dim
+from recinfer.quant.tbe import Memory, TableBatch, TableSlot
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
@@ -31,15 +30,9 @@ __all__ = [
     "RankInput",
     "RankLayout",
     "RankOrder",
-    "fused_pieces",
-    "joined_pieces",
-    "place_shards",
     "shard_name",
+    "slot_of",
 ]
-
-_SLACK_BYTES = 64  # vectorised kernels may read past the last row
-_ALIGNMENT = 128
-_COPY_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -77,125 +70,10 @@ def shard_name(shard: PackedShard) -> str:
     return f"{shard.table}[{span}]@{shard.rank}"
 
 
-def fused_pieces(
-    configs: Sequence[BaseEmbeddingConfig], shards: Sequence[PackedShard], row_alignment: int = 1
-) -> dict[str, tuple[ColumnPiece, ...]] | None:
-    """Whole column pieces of every table, when the row pieces of each are neighbours in the buffer; else None.
-
-    Raises:
-        ConfigError: the shards of a table do not cover it exactly once.
-    """
-    pieces: dict[str, tuple[ColumnPiece, ...]] = {}
-    for config in configs:
-        spans: dict[tuple[int, int], list[PackedShard]] = {}
-        for shard in shards:
-            if shard.table == config.name:
-                spans.setdefault((shard.col_start, shard.col_stop), []).append(shard)
-        merged = []
-        for (start, stop), parts in sorted(spans.items()):
-            parts.sort(key=lambda part: part.row_start)
-            width = row_bytes(stop - start, config.data_type, row_alignment)
-            edges = [0, *(part.row_stop for part in parts)]
-            if [part.row_start for part in parts] != edges[:-1] or edges[-1] != config.num_embeddings:
-                got = "; ".join(map(shard_name, parts))
-                raise ConfigError(f"table {config.name!r}: shards {got} do not cover its {config.num_embeddings} rows")
-            if any(part.offset != parts[0].offset + part.row_start * width for part in parts):
-                return None
-            merged.append(ColumnPiece(start, stop, parts[0].offset))
-        pieces[config.name] = tuple(merged)
-    return pieces
-
-
-_JOIN_BYTES = 8 << 20  # of whole rows a step: temporary memory stays bounded
-
-
-def joined_pieces(
-    configs: Sequence[BaseEmbeddingConfig], pieces: Mapping[str, Sequence[ColumnPiece]], buffer: Tensor
-) -> tuple[dict[str, tuple[ColumnPiece, ...]], Tensor, Tensor | None]:
-    """Tables that are cut by columns put together again.
-
-    A cut table costs a row's cache misses once a piece, and its ids once more for the op to read. Whole rows cost
-    their bytes a second time, in memory that no other process shares. Where the uncut tables are no more than the cut
-    ones, all move: the op checks ids itself only where all tables lie in one buffer, in order.
-
-    Args:
-        pieces: table -> its pieces in ``buffer`` (row alignment 1).
-
-    Returns:
-        the pieces, their buffer, and a second one that joined tables lie in (None: all lie in the first).
-    """
-    sizes = {c.name: c.num_embeddings * row_bytes(c.embedding_dim, c.data_type) for c in configs}
-    cut = [c for c in configs if len(pieces[c.name]) > 1]
-    whole = {name: tuple(parts) for name, parts in pieces.items()}
-    if not cut:
-        return whole, buffer, None
-    cut_bytes = sum(sizes[c.name] for c in cut)
-    moved = list(configs) if sum(sizes.values()) <= 2 * cut_bytes else cut
-    new = torch.zeros(sum(sizes[c.name] for c in moved) + _SLACK_BYTES, dtype=torch.uint8)
-    at = 0
-    for config in moved:
-        size = sizes[config.name]
-        _join(config, pieces[config.name], buffer, new[at : at + size].view(config.num_embeddings, -1))
-        where = ColumnPiece(0, config.embedding_dim, at)
-        whole[config.name] = (where if moved is not cut else replace(where, memory="managed"),)
-        at += size
-    return (whole, buffer, new) if moved is cut else (whole, new, None)
-
-
-def _join(config: BaseEmbeddingConfig, pieces: Sequence[ColumnPiece], buffer: Tensor, out_RP: Tensor) -> None:
-    """Packed rows from their pieces, some at a time."""
-    step = max(1, _JOIN_BYTES // out_RP.shape[1])
-    for first in range(0, config.num_embeddings, step):
-        last = min(first + step, config.num_embeddings)
-        parts = []
-        for piece in pieces:
-            width = row_bytes(piece.col_stop - piece.col_start, config.data_type)
-            span = buffer[piece.offset + first * width : piece.offset + last * width]
-            parts.append((piece.col_start, piece.col_stop, span.view(last - first, width)))
-        if len(parts) == 1:
-            out_RP[first:last] = parts[0][2]
-            continue
-        out_RP[first:last] = join_packed_columns(
-            parts, config.embedding_dim, config.data_type, table=config.name, first_row=first
-        )
-
-
-def place_shards(
-    configs: Sequence[BaseEmbeddingConfig],
-    shards: Sequence[PackedShard],
-    rows_of: Callable[[PackedShard], Tensor],
-    device: torch.device,
-    row_alignment: int,
-) -> tuple[Tensor, Tensor | None, list[PackedShard]]:
-    """Copy shards into buffers of their own for ``device``, re-padding rows to ``row_alignment``.
-
-    Args:
-        rows_of: gives a shard's packed rows, uint8 [rows, >= row_bytes at alignment 1], on CPU.
-
-    Returns:
-        the buffer in the device's memory (uint8, 1-D), the one in managed memory for shards that a GPU leaves there
-        (None without any), and the shards with their offsets in the two.
-    """
-    types = {config.name: config.data_type for config in configs}
-    placed, sizes = [], {True: 0, False: 0}
-    for shard in shards:
-        near = shard.memory == "near" or device.type != "cuda"
-        placed.append(replace(shard, offset=sizes[near]))
-        num_bytes = shard.rows * row_bytes(shard.cols, types[shard.table], row_alignment)
-        sizes[near] += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-    buffer = torch.zeros(sizes[True] + _SLACK_BYTES, dtype=torch.uint8, device=device)
-    managed = managed_bytes(sizes[False] + _SLACK_BYTES, device) if sizes[False] else None
-    for shard, spot in zip(shards, placed):
-        packed_RP = rows_of(shard)
-        need = row_bytes(shard.cols, types[shard.table])
-        width = row_bytes(shard.cols, types[shard.table], row_alignment)
-        target = buffer if managed is None or spot.memory == "near" else managed
-        view = target[spot.offset : spot.offset + shard.rows * width].view(-1, width)
-        # A copy between rows of two widths passes through memory of its size on the device.
-        step = max(1, _COPY_BYTES // width)
-        for at in range(0, shard.rows, step):
-            view[at : at + step, :need].copy_(packed_RP[at : at + step, :need])
-    return buffer, managed, placed
+def slot_of(shard: PackedShard, data_type: DataType, managed: Tensor | None) -> TableSlot:
+    """The shard as the op takes it; without a second buffer all shards are in the first."""
+    memory = shard.memory if managed is not None else "near"
+    return TableSlot(shard.table, shard.rows, shard.cols, data_type, shard.offset, memory)
 
 
 @dataclass
@@ -287,10 +165,8 @@ class RankLayout:
         self._rows = (buffer, managed, row_alignment)
         ranks = RankOrder(configs, shards)
         self.order, self.shards, self.names, self.cuts_rows = ranks.order, ranks.shards, ranks.names, ranks.cuts_rows
-        slots = [
-            TableSlot(s.table, s.rows, s.cols, data_type, s.offset, s.memory if managed is not None else "near")
-            for s, data_type in ranks.slots
-        ]
+        self._slots = ranks.slots
+        slots = [slot_of(shard, data_type, managed) for shard, data_type in ranks.slots]
         feature_slots = ranks.feature_slots
         self._starts = torch.tensor([s.row_start for s in self.shards], device=self.device)
         self._stops = torch.tensor([s.row_stop for s in self.shards], device=self.device)
@@ -298,10 +174,11 @@ class RankLayout:
         whole = len(ranks.real) == ranks.op_columns
         self.real = None if whole else torch.tensor(ranks.real, dtype=torch.int64, device=self.device)
         self.batches: list[TableBatch] = []
+        self.batch_shards: list[list[PackedShard]] = []  # of each batch's slots
         # Unpooled batches must have one width each: (members among this rank's features, batch).
         self.members: list[list[int] | None] = []
         if pooled:
-            self._add_batch(slots, feature_slots, pooling, None)
+            self._add_batch(range(len(slots)), feature_slots, pooling, None)
         else:
             widths = [padded_dim(slots[i].dim, slots[i].data_type) for i in feature_slots]
             for width in dict.fromkeys(widths):
@@ -309,19 +186,21 @@ class RankLayout:
                 chosen = sorted({feature_slots[i] for i in members})
                 remapped = [chosen.index(feature_slots[i]) for i in members]
                 all_of_them = None if len(members) == len(widths) else members
-                self._add_batch([slots[i] for i in chosen], remapped, PoolingType.NONE, all_of_them)
+                self._add_batch(chosen, remapped, PoolingType.NONE, all_of_them)
 
     def _add_batch(
         self,
-        slots: list[TableSlot],
+        slots: Sequence[int],
         feature_slots: list[int],
         pooling: PoolingType,
         members: list[int] | None,
     ) -> None:
         buffer, managed, alignment = self._rows
         if slots:
-            batch = TableBatch(slots, feature_slots, pooling, buffer, row_alignment=alignment, managed=managed)
+            own = [slot_of(*self._slots[i], managed) for i in slots]
+            batch = TableBatch(own, feature_slots, pooling, buffer, row_alignment=alignment, managed=managed)
             self.batches.append(batch)
+            self.batch_shards.append([self._slots[i][0] for i in slots])
             self.members.append(members)
 
     def dist(self, arranged: KeyedJaggedTensor) -> RankInput | None:

@@ -9,9 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_types import EmbeddingComputeKernel
+from recinfer.distributed.embedding_types import (
+    EmbeddingComputeKernel,
+    EmbeddingLocation,
+    compute_kernel_to_embedding_location,
+)
 from recinfer.distributed.planner.plan import ShardRect, TablePlan
-from recinfer.distributed.quant_layout import PackedShard, fused_pieces, joined_pieces
+from recinfer.distributed.quant_buffers import column_parts, fused_pieces, joined_pieces
+from recinfer.distributed.quant_layout import PackedShard, shard_name
 from recinfer.distributed.types import ParameterSharding, ShardingEnv
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
@@ -19,18 +24,28 @@ from recinfer.quant.lookup import ColumnPiece
 from recinfer.quant.packing import row_bytes, slice_packed_columns
 from recinfer.quant.tbe import Memory
 
-__all__ = ["PackedSource", "Placed", "kernel_of", "place_buffer", "place_module"]
+__all__ = ["PackedSource", "Placed", "kernel_of", "memory_of", "place_buffer", "place_module"]
 
-_MEMORY: dict[str, Memory] = {
-    EmbeddingComputeKernel.QUANT_UVM.value: "managed",
-    EmbeddingComputeKernel.QUANT_UVM_CACHING.value: "cached",
+_MEMORY: dict[EmbeddingLocation, Memory] = {
+    EmbeddingLocation.DEVICE: "near",
+    EmbeddingLocation.MANAGED: "managed",
+    EmbeddingLocation.MANAGED_CACHING: "cached",
 }
-_KERNELS = {"near": EmbeddingComputeKernel.QUANT} | {v: EmbeddingComputeKernel(k) for k, v in _MEMORY.items()}
+_KERNELS = {
+    "near": EmbeddingComputeKernel.QUANT,
+    "managed": EmbeddingComputeKernel.QUANT_UVM,
+    "cached": EmbeddingComputeKernel.QUANT_UVM_CACHING,
+}
 
 
 def kernel_of(memory: Memory) -> EmbeddingComputeKernel:
     """The compute kernel that reads rows from ``memory``."""
     return _KERNELS[memory]
+
+
+def memory_of(kernel: EmbeddingComputeKernel | str) -> Memory:
+    """Where a GPU keeps the rows that a compute kernel (of a plan) reads."""
+    return _MEMORY[compute_kernel_to_embedding_location(EmbeddingComputeKernel(kernel))]
 
 
 @dataclass(frozen=True)
@@ -96,17 +111,39 @@ def place_buffer(
     kernels: Mapping[str, str] | None,
     join_columns: bool,
 ) -> Placed:
-    """Packed shards that lie in ``buffer`` (an archive's mapping); see ``from_packed`` of the sharded collections."""
-    memory = {table: _MEMORY.get(kernel, "near") for table, kernel in (kernels or {}).items()}
+    """Packed shards that lie in ``buffer`` (an archive's mapping); see ``from_packed`` of the sharded collections.
+
+    Raises:
+        ConfigError: the shards of a table do not cover it exactly once, or one does not lie in ``buffer`` or is on no rank.
+        NotFoundError: shards of unknown tables.
+    """
+    memory = {table: memory_of(kernel) for table, kernel in (kernels or {}).items()}
     shards = [replace(shard, memory=memory.get(shard.table, "near")) for shard in shards]
     source = source_of_buffer(tables, shards, buffer)
+    parts = column_parts(tables, shards)
+    _check_places(tables, shards, buffer, world_size)
     kind = torch.device(device).type
     devices = {r: torch.device("cpu") if kind == "cpu" else torch.device(kind, r) for r in range(world_size)}
-    pieces = fused_pieces(tables, shards) if kind == "cpu" and fused is not False else None
+    pieces = fused_pieces(tables, parts) if kind == "cpu" and fused is not False else None
     managed = None
     if pieces is not None and join_columns:
         pieces, buffer, managed = joined_pieces(tables, pieces, buffer)
     return Placed(source, pieces, buffer, managed, 1, devices)
+
+
+def _check_places(
+    tables: Sequence[BaseEmbeddingConfig], shards: Sequence[PackedShard], buffer: Tensor, world_size: int
+) -> None:
+    types = {config.name: config.data_type for config in tables}
+    for shard in shards:
+        if not 0 <= shard.rank < world_size:
+            raise ConfigError(f"shard {shard_name(shard)}: rank {shard.rank}; expected 0 to {world_size - 1}")
+        end = shard.offset + shard.rows * row_bytes(shard.cols, types[shard.table])
+        if shard.offset < 0 or end > buffer.numel():
+            raise ConfigError(
+                f"shard {shard_name(shard)} is bytes {shard.offset}:{end} of a buffer of {buffer.numel()}; give the "
+                "buffer that the offsets were made for"
+            )
 
 
 def source_of_buffer(
@@ -129,7 +166,7 @@ def shards_of_plan(tables: Sequence[TablePlan]) -> list[PackedShard]:
     """The rectangles of a plan's tables, rank by rank inside a table; offsets are not known yet (0)."""
 
     def shard(table: TablePlan, rect: ShardRect) -> PackedShard:
-        memory = _MEMORY.get(table.compute_kernel, "near")
+        memory = memory_of(table.compute_kernel)
         return PackedShard(
             table.table, rect.row_start, rect.row_stop, rect.col_start, rect.col_stop, rect.rank, 0, memory
         )

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
 from recinfer.distributed.embedding_types import GroupedEmbeddingConfig, KJTList, ListOfKJTList, ShardedEmbeddingTable
-from recinfer.distributed.quant_layout import PackedShard, RankInput, RankLayout, check_devices, place_shards
+from recinfer.distributed.quant_buffers import place_shards
+from recinfer.distributed.quant_layout import PackedShard, RankInput, RankLayout, check_devices
 from recinfer.distributed.quant_placement import Placed, kernel_of
 from recinfer.distributed.types import NullShardedModuleContext, ParameterSharding, ShardedModule
 from recinfer.errors import ConfigError
@@ -224,25 +225,29 @@ class ShardedQuantState(Generic[C], ShardedModule[ListOfKJTList, list[list[Tenso
         return other
 
     def tbes_configs(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
-        """Every rank's TBE module and the shards it looks up, for registration."""
+        """Every rank's TBE modules and the shards that each looks up, for registration.
+
+        Tables of one TBE have one precision and one compute kernel. The exception: where a GPU caches rows, one TBE keeps
+        that cache for all tables of its call, whatever their precision; ``embedding_tables`` have each table's own.
+        """
         configs = {c.name: c for c in self._configs}
         result = {}
         for layout in self._build_ranks():
-            for batch in layout.batches:
-                tables = []
-                seen: set[PackedShard] = set()
-                for shard in layout.shards:
-                    if shard not in seen:
-                        seen.add(shard)
-                        tables.append(_sharded_table(configs[shard.table], shard))
-                result[batch.fbgemm_module()] = GroupedEmbeddingConfig(
-                    data_type=batch.slots[0].data_type,
-                    pooling=batch.pooling,
-                    is_weighted=bool(getattr(self, "_is_weighted", False)),
-                    has_feature_processor=False,
-                    compute_kernel=tables[0].compute_kernel,
-                    embedding_tables=tables,
-                )
+            for batch, shards in zip(layout.batches, layout.batch_shards):
+                alike: dict[Any, list[int]] = {}
+                for number, shard in enumerate(shards):
+                    kind = None if batch.is_cached else (configs[shard.table].data_type, shard.memory)
+                    alike.setdefault(kind, []).append(number)
+                for numbers in alike.values():
+                    tables = [_sharded_table(configs[shards[i].table], shards[i]) for i in numbers]
+                    result[batch.fbgemm_module(numbers)] = GroupedEmbeddingConfig(
+                        data_type=tables[0].data_type,
+                        pooling=batch.pooling,
+                        is_weighted=bool(getattr(self, "_is_weighted", False)),
+                        has_feature_processor=False,
+                        compute_kernel=tables[0].compute_kernel,
+                        embedding_tables=tables,
+                    )
         return result
 
     def get_tbes_to_register(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:

@@ -7,7 +7,7 @@ mapped here (:func:`run_now`) and where they are on other hosts and have to be w
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Generator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
@@ -40,6 +40,7 @@ __all__ = [
     "output_names",
     "run_later",
     "run_now",
+    "sharded_module",
 ]
 
 T = TypeVar("T")
@@ -235,7 +236,14 @@ class LocalLookups:
         self.mapped: MappedShards | None = mapped
         weights, names = read_position_weights(archive), output_names(manifest)
         self.parts: list[_LocalPart] = [
-            _part(manifest, info, mapped, names, weights, device, join_columns) for info in manifest.modules
+            _part(
+                info,
+                manifest.configs(info.path),
+                sharded_module(archive, info, mapped, device=device, join_columns=join_columns),
+                names[info.path],
+                weights.get(info.path),
+            )
+            for info in manifest.modules
         ]
         for part in self.parts:
             lookup = getattr(part.run, "__self__", None)
@@ -295,27 +303,42 @@ def _columns_of(features: Sequence[str], dims: Sequence[int]) -> Callable[[froze
     return columns_of
 
 
-def _part(
-    manifest: Manifest,
-    info: ModuleInfo,
-    mapped: MappedShards,
-    names: Mapping[str, list[str]],
-    weights: Mapping[str, PositionWeights],
-    device: str,
-    join_columns: bool,
-) -> _LocalPart:
-    tables = manifest.configs(info.path)
-    dims = [table.embedding_dim for table in tables for _ in table.feature_names]
-    common: dict[str, Any] = {"world_size": manifest.world_size, "device": device, "join_columns": join_columns}
-    shards = mapped.module_shards[info.path]
-    module: ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection
+def sharded_module(
+    archive: Archive, info: ModuleInfo, mapped: MappedShards, *, device: str = "cpu", join_columns: bool = False
+) -> ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection:
+    """One module of an archive, its rows where the plan's compute kernels say.
+
+    Args:
+        archive: opened for all ranks.
+        info: the module.
+        mapped: the archive's rows.
+        device: ``"cpu"``, where all rows stay mapped, or ``"cuda"``: rank r's rows go to GPU r, but those of
+            ``quant_uvm`` and ``quant_uvm_caching`` tables stay in host memory.
+        join_columns: as :class:`LocalLookups` has it.
+    """
+    tables, shards = archive.manifest.configs(info.path), mapped.module_shards[info.path]
+    common: dict[str, Any] = {
+        "world_size": archive.manifest.world_size,
+        "device": device,
+        "kernels": {t.table: t.compute_kernel for t in archive.plan.tables if t.module == info.path},
+        "join_columns": join_columns,
+    }
     if info.kind == "pooled":
-        module = ShardedQuantEmbeddingBagCollection.from_packed(
+        return ShardedQuantEmbeddingBagCollection.from_packed(
             tables, shards, mapped.buffer, is_weighted=info.is_weighted, **common
         )
-    else:
-        module = ShardedQuantEmbeddingCollection.from_packed(tables, shards, mapped.buffer, **common)
-    fused, positions = module.fused_lookup, weights.get(info.path)
+    return ShardedQuantEmbeddingCollection.from_packed(tables, shards, mapped.buffer, **common)
+
+
+def _part(
+    info: ModuleInfo,
+    tables: Sequence[Any],
+    module: ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection,
+    names: list[str],
+    positions: PositionWeights | None,
+) -> _LocalPart:
+    dims = [table.embedding_dim for table in tables for _ in table.feature_names]
+    fused = module.fused_lookup
     # Position weights are made by name, so names may not repeat there. Past nn.Module's call machinery, which costs as
     # much as the op's dispatch.
     direct = fused if isinstance(fused, PooledLookup) and positions is None else None
@@ -324,7 +347,7 @@ def _part(
     order = tuple(dict.fromkeys(info.features)) if direct is None else tuple(direct.arranger.features)
     return _LocalPart(
         info,
-        names[info.path],
+        names,
         dims,
         positions,
         order,

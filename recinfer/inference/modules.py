@@ -87,7 +87,7 @@ def quantize_inference_model(
         fp_weight_dtype: precision of tables behind feature processors (FeatureProcessedEmbeddingBagCollection).
         quantization_dtype: precision of the rest: ``torch.int8`` (or ``qint8``), ``torch.quint4x2`` (INT4),
             ``torch.quint2x4`` (INT2), ``torch.float16``, ``torch.float32``, or a :class:`DataType`.
-        output_dtype: element type of the looked-up vectors, float32 or float16.
+        output_dtype: element type of the looked-up vectors: float32, float16 or bfloat16.
 
     Returns:
         a new model; the dense parameters are shared with ``model``.

@@ -67,6 +67,8 @@ class FeatureArranger:
             if len(self._orders) < _MAX_ORDERS:
                 self._orders[tuple(keys)] = known
         order, order_F = known
+        if features.values().device.type == "meta" and features.length_per_key_or_none() is None:
+            return self._shapes_of(features)
         few = features.values().device.type == "cpu" and 0 < features.stride() * len(order) <= _SMALL_BAGS
         if few and not torch.compiler.is_compiling():
             return self._permuted(features, order_F)
@@ -79,6 +81,17 @@ class FeatureArranger:
             raise InputError(f"features {', '.join(sorted(set(missing)))} are missing; got {', '.join(keys)}")
         order = [place[name] for name in self.features]
         return order, torch.tensor(order, dtype=torch.int32)
+
+    def _shapes_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Meta tensors do not say how many ids each feature has; only repeated or left-out features change their sum."""
+        lengths = features.lengths()
+        return KeyedJaggedTensor.from_parts_unchecked(
+            self.features,
+            features.values(),
+            lengths.new_empty(len(self.features) * features.stride()),
+            weights=features.weights_or_none(),
+            stride=features.stride(),
+        )
 
     def _permuted(self, features: KeyedJaggedTensor, order_F: Tensor) -> KeyedJaggedTensor:
         """``permute`` by FBGEMM's op: a third of the time of slicing tensors, until bags are many (it copies each)."""

@@ -24,7 +24,7 @@ from recinfer.modules.embedding_configs import (
 )
 from recinfer.quant.collection import PackedTable, QuantizedCollection, allocate_tables
 from recinfer.quant.lookup import ColumnPiece, PooledLookup, SequenceLookup
-from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
+from recinfer.quant.tbe import OUTPUT_DTYPES, IntNBitTableBatchedEmbeddingBagsCodegen
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
@@ -57,7 +57,7 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
         tables: configs; ``data_type`` is the packed precision (INT8, INT4, INT2, FP16, FP32), mixed as you like.
         is_weighted: ids carry weights.
         device: ``"cpu"``, a CUDA device, or ``"meta"`` (planning).
-        output_dtype: float32 or float16.
+        output_dtype: float32, float16 or bfloat16.
         table_name_to_quantized_weights: table -> (codes [R, bytes], scale and bias [R, 4 bytes] or None for floats).
         register_tbes, quant_state_dict_split_scale_bias, cache_features_order: accepted for compatibility; TBEs can
             always be had from :meth:`tbes`, orders of keys are always cached.
@@ -119,17 +119,27 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
         *,
         data_type: DataType | None = None,
         per_table: Mapping[str, DataType] | None = None,
-        output_dtype: torch.dtype = torch.float32,
+        output_dtype: torch.dtype | None = None,
     ) -> EmbeddingBagCollection:
         """Quantize a float collection (ours, or any with ``embedding_bags[name].weight``), table by table.
 
-        The precision is ``per_table``'s, else ``data_type``, else the weight type of ``module.qconfig`` (how TorchRec's
-        users say it), else INT8. Raises InputError for a weight that is not finite, naming table and row.
+        Args:
+            module: the collection; ``module.qconfig``, where it has one (how TorchRec's users say it), is a
+                ``torch.ao.quantization.QConfig`` or TorchRec's QuantConfig.
+            use_precomputed_fake_quant: accepted for compatibility.
+            data_type: precision of all tables; None: what the weight observer of ``module.qconfig`` and its
+                ``per_table_weight_dtype`` say, INT8 without them.
+            per_table: table -> precision, where it differs.
+            output_dtype: of the looked-up vectors; None: what the activation observer of ``module.qconfig`` says,
+                float32 without one.
+
+        Raises:
+            InputError: a weight that is not finite, naming table and row.
+            ConfigError: an unknown table, or a type that lookups do not have.
         """
         configs = list(module.embedding_bag_configs())
-        types = chosen_data_types(
-            configs, data_type or _qconfig_type(module), per_table or _qconfig_tables(module, data_type)
-        )
+        types = _data_types(module, configs, data_type, per_table)
+        output_dtype = output_dtype or _qconfig_output(module)
         tables = [_requantized(c, types[c.name], EmbeddingBagConfig) for c in configs]
         weights = {c.name: module.embedding_bags[c.name].weight for c in configs}
         return cls(tables, bool(module.is_weighted()), _device_of(weights), output_dtype)._holding(weights)
@@ -203,13 +213,12 @@ class EmbeddingCollection(QuantizedCollection[EmbeddingConfig, SequenceLookup]):
         *,
         data_type: DataType | None = None,
         per_table: Mapping[str, DataType] | None = None,
-        output_dtype: torch.dtype = torch.float32,
+        output_dtype: torch.dtype | None = None,
     ) -> EmbeddingCollection:
         """As :meth:`EmbeddingBagCollection.from_float`, for ``embeddings[name].weight``."""
         configs = list(module.embedding_configs())
-        types = chosen_data_types(
-            configs, data_type or _qconfig_type(module), per_table or _qconfig_tables(module, data_type)
-        )
+        types = _data_types(module, configs, data_type, per_table)
+        output_dtype = output_dtype or _qconfig_output(module)
         tables = [_requantized(c, types[c.name], EmbeddingConfig) for c in configs]
         weights = {c.name: module.embeddings[c.name].weight for c in configs}
         need_indices = bool(module.need_indices()) if hasattr(module, "need_indices") else False
@@ -220,19 +229,33 @@ def _device_of(weights: Mapping[str, Tensor]) -> torch.device:
     return next(iter(weights.values())).device
 
 
-def _qconfig_type(module: Any) -> DataType:
-    """The weight type that a TorchRec user put on the module as ``qconfig``; INT8 without one."""
+def _data_types(
+    module: Any,
+    configs: Sequence[BaseEmbeddingConfig],
+    data_type: DataType | None,
+    per_table: Mapping[str, DataType] | None,
+) -> dict[str, DataType]:
+    """Precision of every table: what is given, else what ``module.qconfig`` says, else INT8."""
     qconfig = getattr(module, "qconfig", None)
-    return dtype_to_data_type(qconfig.weight().dtype) if qconfig is not None else DataType.INT8
+    if data_type is not None or qconfig is None:
+        return chosen_data_types(configs, data_type or DataType.INT8, per_table)
+    # One qconfig serves several modules, so it may name tables of others.
+    by_table = getattr(qconfig, "per_table_weight_dtype", None) or {}
+    of_qconfig = {c.name: dtype_to_data_type(by_table[c.name]) for c in configs if c.name in by_table}
+    return chosen_data_types(configs, dtype_to_data_type(qconfig.weight().dtype), {**of_qconfig, **(per_table or {})})
 
 
-def _qconfig_tables(module: Any, data_type: DataType | None) -> dict[str, DataType]:
-    """Its tables' types, where ``qconfig`` is a QuantConfig that has some; {} if the caller gave a type for all."""
-    given = getattr(getattr(module, "qconfig", None), "per_table_weight_dtype", None) if data_type is None else None
-    if not given:
-        return {}
-    configs = module.embedding_bag_configs() if hasattr(module, "embedding_bag_configs") else module.embedding_configs()
-    return {config.name: dtype_to_data_type(given[config.name]) for config in configs if config.name in given}
+def _qconfig_output(module: Any) -> torch.dtype:
+    """The element type of vectors that ``module.qconfig`` asks for: its activation's; float32 when it says none."""
+    qconfig = getattr(module, "qconfig", None)
+    # Weight-only qconfigs have an activation that observes nothing and has no type.
+    dtype: torch.dtype = getattr(qconfig.activation(), "dtype", torch.float32) if qconfig else torch.float32
+    if dtype not in OUTPUT_DTYPES:
+        raise ConfigError(
+            f"qconfig: the activation is {dtype}; looked-up vectors are one of {sorted(map(str, OUTPUT_DTYPES))}: "
+            "set activation=PlaceholderObserver.with_args(dtype=torch.float32)"
+        )
+    return dtype
 
 
 def _requantized(config: Any, data_type: DataType, kind: type[C]) -> C:

@@ -95,7 +95,7 @@ class PooledLookup(nn.Module):
         buffer: uint8, 1-D, holding every piece.
         is_weighted: whether ids carry weights.
         row_alignment: of the packed rows.
-        output_dtype: float32 or float16.
+        output_dtype: float32, float16 or bfloat16.
         managed: uint8, 1-D, holding the pieces that are not ``"near"``.
 
     ``forward(features) -> KeyedTensor``, keys in module order, values [B, sum of dims].
@@ -202,7 +202,7 @@ class PooledLookup(nn.Module):
         for first, last, column, width in self._mean_runs:
             inverse_BF = (1.0 / lengths_FB[first:last].clamp(min=1).float()).t()
             run = out_BD[:, column : column + (last - first) * width]
-            run.view(-1, last - first, width).mul_(inverse_BF.to(run.dtype).unsqueeze(2))
+            run.view(-1, last - first, width).mul_(inverse_BF.unsqueeze(2))  # in float32, whatever the output is
 
 
 def _mean_runs(

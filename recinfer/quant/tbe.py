@@ -37,10 +37,12 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "OUTPUT_DTYPES",
     "IntNBitTableBatchedEmbeddingBagsCodegen",
     "Memory",
     "TableBatch",
     "TableSlot",
+    "embedding_location",
     "managed_bytes",
     "quantize_rows",
 ]
@@ -57,11 +59,21 @@ _POOLING_MODES = {
     PoolingType.MEAN: PoolingMode.MEAN,
     PoolingType.NONE: PoolingMode.NONE,
 }
-_OUTPUT_TYPES = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16}
+_OUTPUT_TYPES = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16, torch.bfloat16: SparseType.BF16}
+OUTPUT_DTYPES = frozenset(_OUTPUT_TYPES)
+"""What looked-up vectors may be."""
 
 
 Memory = Literal["near", "managed", "cached"]
 """Where a table's rows are: in the device's own memory, in the host's, or in the host's behind a cache on the device."""
+
+
+def embedding_location(memory: Memory, device: torch.device) -> EmbeddingLocation:
+    """FBGEMM's word for rows that are in ``memory`` when ``device`` looks them up: HOST on anything but CUDA."""
+    if device.type != "cuda":
+        return EmbeddingLocation.HOST
+    locations = {"managed": EmbeddingLocation.MANAGED, "cached": EmbeddingLocation.MANAGED_CACHING}
+    return locations.get(memory, EmbeddingLocation.DEVICE)
 
 
 def managed_bytes(size: int, device: torch.device) -> Tensor:
@@ -127,7 +139,7 @@ class TableBatch(nn.Module):
         pooling: SUM or MEAN for bags; NONE for one row per id (then all slots have one padded width).
         buffer: uint8, 1-D. Kept and read, never copied or written.
         row_alignment: 1 for CPU buffers, 16 for CUDA ones.
-        output_dtype: float32 or float16.
+        output_dtype: float32, float16 or bfloat16.
         managed: uint8, 1-D: what holds the slots that are not ``"near"``.
 
     :attr:`knows_rows` says whether the op refuses ids beyond the tables' rows.
@@ -150,7 +162,7 @@ class TableBatch(nn.Module):
     ) -> None:
         super().__init__()
         if output_dtype not in _OUTPUT_TYPES:
-            raise ConfigError(f"output_dtype: got {output_dtype}; expected torch.float32 or torch.float16")
+            raise ConfigError(f"output_dtype: got {output_dtype}; expected one of {sorted(map(str, OUTPUT_DTYPES))}")
         self.slots = tuple(slots)
         self.feature_slots = tuple(feature_slots)
         self.pooling = pooling
@@ -181,7 +193,7 @@ class TableBatch(nn.Module):
         self._head: tuple[Any, ...] = (
             buffer,
             self._managed,
-            tensor([self._location(s).value for s in used], torch.int32),
+            tensor([embedding_location(s.memory, device).value for s in used], torch.int32),
             tensor([self._offset(s) for s in used], torch.int64),
             tensor([_SPARSE_TYPES[s.data_type].as_int() for s in used], torch.uint8),
             tensor(column_offsets, torch.int32),
@@ -200,16 +212,9 @@ class TableBatch(nn.Module):
         self._pooling_mode = int(_POOLING_MODES[pooling])
         self._tail = (_OUTPUT_TYPES[output_dtype].as_int(), None, None, row_alignment, 0, -1, -1)
         self._op = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
-        self._fbgemm_module: IntNBitTableBatchedEmbeddingBagsCodegen | None = None
+        self._fbgemm_modules: dict[tuple[int, ...], IntNBitTableBatchedEmbeddingBagsCodegen] = {}
         if device.type == "cuda" and any(slot.memory == "cached" for slot in used):
             self._through_cache = self.fbgemm_module()  # which keeps the cache's state and fills it before each lookup
-
-    def _location(self, slot: TableSlot) -> EmbeddingLocation:
-        if self.weights.device.type != "cuda":
-            return EmbeddingLocation.HOST
-        if slot.memory == "near":
-            return EmbeddingLocation.DEVICE
-        return EmbeddingLocation.MANAGED_CACHING if slot.memory == "cached" else EmbeddingLocation.MANAGED
 
     def _offset(self, slot: TableSlot) -> int:
         """Byte offset for the op. On CPU it takes one buffer, so the second one's tables lie at a distance from it.
@@ -290,24 +295,45 @@ class TableBatch(nn.Module):
         """:meth:`forward` for torch.export, on the registered buffer itself: an exported program saves it once."""
         return self._op(*self._head, indices, offsets, self._pooling_mode, per_sample_weights, *self._tail)
 
-    def fbgemm_module(self) -> IntNBitTableBatchedEmbeddingBagsCodegen:
-        """FBGEMM's own TBE module over the same bytes (built at the first call), for registration and inspection."""
-        if self._fbgemm_module is None:
+    @property
+    def is_cached(self) -> bool:
+        """Whether lookups run through :meth:`fbgemm_module` of all slots, which keeps a cache of rows on the device."""
+        return self._through_cache is not None
+
+    def forget_cached(self) -> None:
+        """Rows of ``"cached"`` slots were written: the cache reads them anew."""
+        if self._through_cache is not None:
+            self._through_cache.reset_cache_states()
+
+    def fbgemm_module(self, slots: Sequence[int] | None = None) -> IntNBitTableBatchedEmbeddingBagsCodegen:
+        """FBGEMM's own TBE module over the same bytes (built at the first call), for registration and inspection.
+
+        Args:
+            slots: numbers of the slots that it has; None: all. Its features are the batch's that read them, in order.
+        """
+        chosen = tuple(range(len(self.slots)) if slots is None else slots)
+        if chosen not in self._fbgemm_modules:
             device = self.weights.device
-            locations = [self._location(slot) for slot in self.slots]
+            own = [self.slots[i] for i in chosen]
             tbe: Any = IntNBitTableBatchedEmbeddingBagsCodegen(
                 embedding_specs=[
-                    (s.name, s.rows, padded_dim(s.dim, s.data_type), _SPARSE_TYPES[s.data_type], location)
-                    for s, location in zip(self.slots, locations)
+                    (
+                        s.name,
+                        s.rows,
+                        padded_dim(s.dim, s.data_type),
+                        _SPARSE_TYPES[s.data_type],
+                        embedding_location(s.memory, device),
+                    )
+                    for s in own
                 ],
-                feature_table_map=list(self.feature_slots),
+                feature_table_map=[chosen.index(i) for i in self.feature_slots if i in chosen],
                 pooling_mode=_POOLING_MODES[self.pooling],
                 device=device,
                 bounds_check_mode=BoundsCheckMode.NONE,
                 output_dtype=_OUTPUT_TYPES[self.output_dtype],
                 row_alignment=self.row_alignment,
             )
-            tbe.weights_physical_offsets = [self._offset(s) for s in self.slots]
+            tbe.weights_physical_offsets = [self._offset(s) for s in own]
             tbe.initialize_logical_weights_placements_and_offsets()
             size = self.weights.numel()
             tbe.host_size, tbe.dev_size = (size, 0) if device.type == "cpu" else (0, size)
@@ -317,5 +343,5 @@ class TableBatch(nn.Module):
                 tbe.weights_dev = self.weights
                 tbe.weights_uvm, tbe.uvm_size = self._managed, self._managed.numel()
             tbe.weight_initialized = True
-            self.__dict__["_fbgemm_module"] = tbe  # not a submodule: its buffers are ours
-        return self._fbgemm_module
+            self._fbgemm_modules[chosen] = tbe  # in a dict, so not a submodule: its buffers are ours
+        return self._fbgemm_modules[chosen]

@@ -42,7 +42,8 @@ def tensors(kjt: KeyedJaggedTensor) -> list[Tensor]:
     """Lengths, values, batch size of each key (variable batch only), weights (if any)."""
     result = [kjt.lengths(), kjt.values()]
     if kjt.variable_stride_per_key():
-        result.append(torch.tensor(kjt.stride_per_key(), dtype=torch.int64, device=kjt.device()))
+        strides = kjt.stride_per_key()[: len(kjt.keys())]  # empty_like has batch sizes and no keys
+        result.append(torch.tensor(strides, dtype=torch.int64, device=kjt.device()))
     weights = kjt.weights_or_none()
     if weights is not None:
         result.append(weights)

@@ -79,14 +79,19 @@ class JaggedTensor(metaclass=Proxyable):
 
     @staticmethod
     def empty_like(jt: JaggedTensor, device: torch.device | None = None) -> JaggedTensor:
-        """No rows and no values; dtypes (and the device, unless given) of ``jt``."""
+        """No rows and no values, of the dtypes and the device of ``jt``.
+
+        Args:
+            device: given, the result has ``jt``'s sizes there, and memory with no numbers in it yet: what :meth:`copy_`
+                fills.
+        """
+        if device is not None:
+            return jt._map(lambda tensor: torch.empty_like(tensor, device=device))
         lengths = jt._lengths if jt._lengths is not None else jt.offsets()
         return JaggedTensor.from_parts_unchecked(
-            torch.empty((0, *jt._values.shape[1:]), dtype=jt._values.dtype, device=device or jt._values.device),
-            None
-            if jt._weights is None
-            else torch.empty((0, *jt._weights.shape[1:]), dtype=jt._weights.dtype, device=device or jt._weights.device),
-            torch.empty(0, dtype=lengths.dtype, device=device or lengths.device),
+            jt._values.new_empty((0, *jt._values.shape[1:])),
+            None if jt._weights is None else jt._weights.new_empty((0, *jt._weights.shape[1:])),
+            lengths.new_empty(0),
         )
 
     @staticmethod

@@ -135,16 +135,26 @@ class KeyedJaggedTensor(KeyedParts):
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | None = None) -> KeyedJaggedTensor:
-        """No keys and no values; dtypes, batch size (and the device, unless given) of ``kjt``."""
+        """No keys and no values, of the dtypes, the device and the batch sizes of ``kjt``.
+
+        Args:
+            device: given, the result has ``kjt``'s keys and sizes there, and memory with no numbers in it yet: what
+                :meth:`copy_` fills.
+        """
+        if device is not None:
+
+            def uninitialised(tensor: Tensor) -> Tensor:
+                return torch.empty_like(tensor, device=device)
+
+            return kjt._map(uninitialised, uninitialised)
         lengths = kjt._lengths if kjt._lengths is not None else kjt.offsets()
-        variable = kjt.variable_stride_per_key()
         return KeyedJaggedTensor.from_parts_unchecked(
             [],
-            kjt._values.new_empty((0, *kjt._values.shape[1:]), device=device),
-            lengths.new_empty(0, device=device),
-            weights=None if kjt._weights is None else kjt._weights.new_empty(0, device=device),
+            kjt._values.new_empty((0, *kjt._values.shape[1:])),
+            lengths.new_empty(0),
+            weights=None if kjt._weights is None else kjt._weights.new_empty(0),
             stride=kjt.stride(),
-            stride_per_key_per_rank=[] if variable else None,
+            stride_per_key_per_rank=kjt._stride_per_key_per_rank,
         )
 
     @staticmethod
@@ -288,10 +298,16 @@ class KeyedJaggedTensor(KeyedParts):
 
     def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> KeyedJaggedTensor:
         """Copy the numbers of ``kjt``, of the same keys and sizes, into this one's memory; returns self."""
+        mine_inverse, inverse = self._inverse_indices, kjt._inverse_indices
         pairs = [
             ("values", self._values, kjt._values),
             ("weights", self._weights, kjt._weights),
             ("lengths", self.lengths(), kjt.lengths()),
+            (
+                "inverse indices",
+                None if mine_inverse is None else mine_inverse[1],
+                None if inverse is None else inverse[1],
+            ),
         ]
         for name, mine, theirs in pairs:
             mine_shape = None if mine is None else tuple(mine.shape)
@@ -305,6 +321,10 @@ class KeyedJaggedTensor(KeyedParts):
                 mine.copy_(theirs, non_blocking=non_blocking)
         if self._offsets is not None:
             self._offsets.copy_(kjt.offsets(), non_blocking=non_blocking)
+        if mine_inverse is not None and inverse is not None:
+            self._inverse_indices = (inverse[0], mine_inverse[1])
+        self._stride_per_key_per_rank = kjt._stride_per_key_per_rank
+        self._stride_per_key = self._lengths_offset_per_key = None
         return self.unsync()
 
     # ---- exchange between ranks

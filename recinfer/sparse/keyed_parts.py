@@ -235,8 +235,10 @@ class KeyedParts(metaclass=Proxyable):
     def _compute_length_per_key(self) -> list[int]:
         if self._jt_dict is not None:
             return [self._jt_dict[k].values().shape[0] for k in self._keys]
+        if not self._keys:
+            return []
         known = self._lengths if self._lengths is not None else self._offsets
-        if self._keys and self._values.is_meta and known is not None and known.is_meta:
+        if self._values.is_meta and known is not None and known.is_meta:
             share, rest = divmod(self._values.shape[0], len(self._keys))
             return [share + rest, *[share] * (len(self._keys) - 1)]
         strides = self.stride_per_key()

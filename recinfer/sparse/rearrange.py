@@ -40,13 +40,15 @@ def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         variable or len(strides) == 1,
         f"KeyedJaggedTensor.concat: got batch sizes (strides) {strides}; expected one",
     )
+    # One without keys may have batch sizes all the same (empty_like).
+    strides_of_keys = [s for k in kjt_list for s in k.stride_per_key_per_rank()[: len(k._keys)]]
     result = kjt_list[0].from_parts_unchecked(
         [key for k in kjt_list for key in k._keys],
         torch.cat([k._values for k in kjt_list]),
         torch.cat([k.lengths() for k in kjt_list]),
         weights=torch.cat([k.weights() for k in kjt_list]) if weighted.pop() else None,
         stride=None if variable else strides[0],
-        stride_per_key_per_rank=[s for k in kjt_list for s in k.stride_per_key_per_rank()] if variable else None,
+        stride_per_key_per_rank=strides_of_keys if variable else None,
         inverse_indices=_concat_inverse([k._inverse_indices for k in kjt_list]),
     )
     if all(k._length_per_key is not None for k in kjt_list):
@@ -85,10 +87,12 @@ def cut(kjt: KeyedJaggedTensor, start: int, stop: int) -> KeyedJaggedTensor:
     """The keys from place ``start`` to before ``stop``, as views."""
     if start == 0 and stop == len(kjt._keys):
         return kjt
-    if start == stop:
-        return kjt.empty_like(kjt)
-    at, lengths_at = kjt.offset_per_key(), kjt.lengths_offset_per_key()
     variable = kjt.variable_stride_per_key()
+    if start == stop:
+        part = kjt.empty_like(kjt)
+        part._stride_per_key_per_rank = [] if variable else None
+        return part
+    at, lengths_at = kjt.offset_per_key(), kjt.lengths_offset_per_key()
     part = kjt.from_parts_unchecked(
         kjt._keys[start:stop],
         kjt._values[at[start] : at[stop]],

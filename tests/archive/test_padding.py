@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from recinfer.distributed import quant_layout
-from recinfer.distributed.quant_layout import PackedShard, place_shards
+from recinfer.distributed import quant_buffers
+from recinfer.distributed.quant_buffers import place_shards
+from recinfer.distributed.quant_layout import PackedShard
 from recinfer.modules.embedding_configs import DataType
 from recinfer.quant.packing import row_bytes
 from tests.archive.models import make_archive
@@ -16,7 +17,7 @@ from tests.archive.models import make_archive
 
 @pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4, DataType.FP16])
 def test_rows_are_padded_on_the_way(tmp_path: Path, precision: DataType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quant_layout, "_COPY_BYTES", 500)  # several steps a shard
+    monkeypatch.setattr(quant_buffers, "_COPY_BYTES", 500)  # several steps a shard
     _, archive = make_archive(tmp_path, precision=precision, kinds=("row_wise", "column_wise"), ranks=2)
     mapped = archive.map_shards()
     configs = archive.manifest.configs("ebc")

@@ -25,6 +25,7 @@ from recinfer.distributed.types import ShardingEnv
 from recinfer.errors import CheckpointError, ConfigError, InputError
 from recinfer.modules.embedding_configs import DataType, EmbeddingTableConfig, PoolingType
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
+from recinfer.quant.tbe import embedding_location
 from tests.distributed.plans import sharding
 from tests.quant.cases import float_bags, quantized_sequences, random_features
 
@@ -130,6 +131,73 @@ def test_rows_of_ids() -> None:
     features.values()[0] = config.num_embeddings
     with pytest.raises(InputError, match="out of range"):
         one(features)
+
+
+def test_compute_kernels_say_where_rows_are() -> None:
+    module = EmbeddingBagCollection.from_float(float_bags())
+    tables = infos(module, "row_wise")
+    kernels = dict(zip("abcd", ["quant", "quant_uvm", "quant_uvm_caching", "quant_uvm"]))
+    for info in tables:
+        info.param_sharding.compute_kernel = kernels[info.embedding_config.name]
+    made = create_infer_embedding_bag_sharding("row_wise", tables, ShardingEnv.from_local(2, 0))
+    lookup = made.create_lookup()
+    shards = [s for of_rank in lookup.lookups for group in of_rank._groups for s in group.shards]
+    assert {s.table for s in shards} == set("abcd")
+    for shard in shards:
+        location = embedding_location(shard.memory, torch.device("cuda"))
+        assert location.name == {"quant": "DEVICE", "quant_uvm": "MANAGED"}.get(kernels[shard.table], "MANAGED_CACHING")
+    for tbe, group in lookup.get_tbes_to_register().items():
+        assert [name for name, *_ in tbe.embedding_specs] == [t.name for t in group.embedding_tables]
+        assert {t.compute_kernel for t in group.embedding_tables} == {group.compute_kernel}
+    features = random_features(module.embedding_bag_configs(), 6)
+    found = made.create_output_dist()(lookup(made.create_input_dist()(features)), made.create_context(features))
+    torch.testing.assert_close(found, module(features).values(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kernel", ["quant", "quant_uvm", "quant_uvm_caching"])
+def test_kernels_on_a_gpu(kernel: str) -> None:
+    module = EmbeddingBagCollection.from_float(float_bags())
+    tables = infos(module, "row_wise")
+    for info in tables:
+        info.param_sharding.compute_kernel = kernel
+        info.param_sharding.sharding_spec.shards[1:] = []
+        info.param_sharding.sharding_spec.shards[0].shard_sizes[0] = info.embedding_config.num_embeddings
+    device = torch.device("cuda")
+    made = create_infer_embedding_bag_sharding("row_wise", tables, ShardingEnv.from_local(1, 0), device)
+    lookup = made.create_lookup()
+    (tbe,) = lookup.get_tbes_to_register()
+    assert (tbe.weights_dev.numel() > tbe.weights_uvm.numel()) == (kernel == "quant")
+    for seed in range(3):  # the second and third find rows in the cache
+        features = random_features(module.embedding_bag_configs(), 6, seed=seed)
+        ids, context = made.create_input_dist()(features.to(device)), made.create_context(features.to(device))
+        found = made.create_output_dist(device)(lookup(ids), context)
+        torch.testing.assert_close(found.cpu(), module(features).values(), rtol=1e-5, atol=1e-5)
+    lookup.load_state_dict({name: torch.zeros_like(rows) for name, rows in lookup.state_dict().items()})
+    assert not any(part.any() for part in lookup(ids))
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+def test_ids_are_cut_on_the_device_where_they_are(device: str) -> None:
+    module = EmbeddingBagCollection.from_float(float_bags())
+    made = create_infer_embedding_bag_sharding("row_wise", infos(module, "row_wise"), ShardingEnv.from_local(2, 0))
+    features = random_features(module.embedding_bag_configs(), 6)
+    dist = made.create_input_dist()
+    here, there = dist(features), dist(features.to(torch.device(device)))
+    for mine, theirs in zip(here, there, strict=True):
+        assert torch.equal(mine.values(), theirs.values()) and torch.equal(mine.lengths(), theirs.lengths())
+    (expansion,) = [e for (kind, _), e in dist._expand._expansions.items() if kind.type == device]
+    assert expansion.block_sizes.device.type == device
 
 
 def test_misuse_is_named() -> None:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from recinfer.distributed.planner.plan import column_unit
+from recinfer.distributed.quant_buffers import place_shards
 from recinfer.distributed.quant_embedding import QuantEmbeddingCollectionSharder, ShardedQuantEmbeddingCollection
 from recinfer.distributed.quant_embeddingbag import (
     QuantEmbeddingBagCollectionSharder,
     ShardedQuantEmbeddingBagCollection,
 )
-from recinfer.distributed.quant_layout import PackedShard, place_shards
+from recinfer.distributed.quant_layout import PackedShard
 from recinfer.distributed.types import ParameterSharding, ShardingEnv
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recinfer.quant.packing import PACKED_TYPES
+from recinfer.quant.packing import PACKED_TYPES, padded_dim
 from tests.distributed.plans import sharding
 from tests.quant.cases import MIXED, float_bags, quantized_sequences, random_features
 
@@ -166,6 +169,68 @@ def test_bad_ids_and_bad_plans_are_refused_by_name() -> None:
     if torch.cuda.device_count() < 2:
         with pytest.raises(ConfigError, match=r"planned on cuda:[01], but this machine has"):
             ShardedQuantEmbeddingBagCollection(module, plan_for(module, "row_wise", 2, "cuda"), env)
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "mixed"])
+@pytest.mark.parametrize("types", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("pooled", [True, False], ids=["bags", "rows"])
+def test_every_tbe_is_registered_with_its_own_tables(types: dict[str, DataType], kind: str, pooled: bool) -> None:
+    env = ShardingEnv.from_local(2, 0)
+    module: EmbeddingBagCollection | EmbeddingCollection
+    sharded: ShardedQuantEmbeddingBagCollection | ShardedQuantEmbeddingCollection
+    if pooled:
+        module = EmbeddingBagCollection.from_float(float_bags(), per_table=types)
+        sharded = ShardedQuantEmbeddingBagCollection(module, plan_for(module, kind, 2), env)
+    else:
+        module = quantized_sequences(types)
+        sharded = ShardedQuantEmbeddingCollection(module, plan_for(module, kind, 2), env)
+    features = random_features(sharded._configs, 7)
+    rects = []
+    for tbe, group in sharded.tbes_configs().items():
+        tables = group.embedding_tables
+        rects += [(t.name, t.local_rows, t.local_cols) for t in tables]
+        assert [(name, rows, dim) for name, rows, dim, *_ in tbe.embedding_specs] == [
+            (t.name, t.local_rows, padded_dim(t.local_cols, t.data_type)) for t in tables
+        ]
+        assert {t.data_type for t in tables} == {group.data_type} and len({s[3] for s in tbe.embedding_specs}) == 1
+        assert tbe.embedding_specs[0][3].name == group.data_type.value
+        assert len(tbe.feature_table_map) == group.num_features()
+        if kind != "table_wise":
+            continue
+        # A registered module reads the very rows: it gives what the collection gives for its features.
+        mine = features.permute([features.keys().index(f) for f in group.feature_names()])
+        got, want = tbe(mine.values(), mine.offsets()), module(features)
+        if pooled:
+            assert torch.equal(got, torch.cat([want[f] for f in group.feature_names()], dim=1))
+        else:
+            assert torch.equal(got, torch.cat([want[f].values() for f in group.feature_names()]))
+    assert sorted(rects) == sorted((s.table, s.rows, s.cols) for s in sharded.shards)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_packed_shards_that_do_not_cover_a_table_are_refused(fused: bool | None) -> None:
+    module = EmbeddingBagCollection.from_float(float_bags())
+    env = ShardingEnv.from_local(2, 0)
+    shared = ShardedQuantEmbeddingBagCollection(module, plan_for(module, "grid", 2), env)
+    whole = packed_twin(module, shared, world_size=2, fused=fused)
+    buffer = whole._source.buffer
+
+    def refused(shards: list[PackedShard], match: str) -> None:
+        with pytest.raises(ConfigError, match=match):
+            type(whole).from_packed(whole._configs, shards, buffer, world_size=2, fused=fused)
+
+    assert len(whole.shards) > len(whole._configs)
+    for shard in whole.shards:
+        others = [s for s in whole.shards if s is not shard]
+        not_once = rf"table '{shard.table}': shards .* do not cover its \d+ rows x \d+ columns exactly once"
+        refused(others, not_once)
+        refused([*whole.shards, shard], not_once)
+        if shard.rows > 1:
+            refused([*others, replace(shard, row_stop=shard.row_stop - 1)], not_once)
+            refused([*others, replace(shard, row_start=shard.row_start + 1)], not_once)
+        refused([*others, replace(shard, col_stop=shard.col_stop + 4)], not_once)
+        refused([*others, replace(shard, offset=buffer.numel())], r"is bytes \d+:\d+ of a buffer of \d+")
+        refused([*others, replace(shard, rank=2)], "rank 2; expected 0 to 1")
 
 
 def test_sharders() -> None:

@@ -45,6 +45,7 @@ from recinfer.distributed.sharding.combine import Block, ColumnPlan, JoinGroups,
 from recinfer.distributed.sharding.dedup import deduplicated
 from recinfer.distributed.sharding.features import ShardFeaturesDist, join_keys
 from recinfer.distributed.sharding.layout import ShardLayout
+from recinfer.distributed.sharding.tables import PooledSharding
 from recinfer.distributed.types import BoundsCheckMode, CacheParams, NoWait, ParameterSharding, ShardingEnv
 from recinfer.distributed.utils import (
     add_params_from_parameter_sharding,
@@ -162,6 +163,16 @@ class TestFeatures:
         parts = [part.tolist() for part in sent.values().split(sent.length_per_key())]
         assert parts == [[1, 0], [], [1, 6, 5, 0], [1, 0], [2], [1, 6, 5, 0], [2]]
         assert sent.lengths().tolist() == [1, 1, 0, 0, 2, 2, 1, 1, 0, 1, 2, 2, 1, 0]
+
+    def test_block_sizes_are_where_the_ids_are(self) -> None:
+        """Whatever device the sharding was made for: ids of a batch may come from another one."""
+        table = info("t", 10, 4, ["a"], plan("row_wise", [(0, 0, 5, 4, 0), (5, 0, 5, 4, 1)]))
+        layout = ShardLayout([table], 2, is_weighted=False, pooled=True)
+        sharding = PooledSharding([table], ShardingEnv.from_local(2, 0), torch.device("meta"))
+        given = features(a=([2, 2], [1, 6, 5, 0]))
+        sent = sharding.create_input_dist(torch.device("meta"))(given).wait().wait()
+        expected = ShardFeaturesDist(layout, None)(given).wait().wait()
+        assert torch.equal(sent.values(), expected.values()) and torch.equal(sent.lengths(), expected.lengths())
 
     def test_a_missing_feature_is_named(self) -> None:
         with pytest.raises(MissingKeyError, match=r"\['c'\] are not in the input"):

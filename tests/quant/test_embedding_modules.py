@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.ao import quantization
 
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -181,6 +183,19 @@ def test_meta_needs_no_memory() -> None:
     assert out.values().shape == (3, 128)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_meta_features_in_any_order(weighted: bool) -> None:
+    configs = bag_configs([SUM, MEAN, MEAN, SUM])
+    module = EmbeddingBagCollection(configs, weighted, "meta")
+    features = random_features(configs, 5, weighted=weighted)
+    order = [3, 0, 4, 2, 1]
+    for given in (features, features.permute(order), KeyedJaggedTensor.concat([features, features.permute(order)])):
+        bare = KeyedJaggedTensor(given.keys(), given.values(), given.weights_or_none(), lengths=given.lengths())
+        out = module(bare.to(torch.device("meta")))
+        assert out.values().is_meta and out.values().shape == (5, 8 + 16 + 24 * 2 + 8)
+        assert out.keys() == ["f0", "f1", "f2", "f3", "f4"]
+
+
 def test_codes_and_scales_as_torchrec_hands_them() -> None:
     source = EmbeddingBagCollection.from_float(float_bags())
     pairs = {t: (source.packed_table(t)[:, 4:], source.packed_table(t)[:, :4]) for t in "abcd"}
@@ -207,4 +222,60 @@ def test_bad_configs_are_refused() -> None:
     source = float_bags()
     source.embedding_bags["c"].weight.data[123, 4] = float("inf")
     with pytest.raises(InputError, match="table 'c', row 123, column 4: got inf"):
+        EmbeddingBagCollection.from_float(source)
+
+
+class QuantConfig(NamedTuple):
+    """TorchRec's: torch's QConfig with a type for some tables."""
+
+    activation: Any
+    weight: Any
+    per_table_weight_dtype: dict[str, torch.dtype] | None = None
+
+
+def observer(dtype: torch.dtype) -> Any:
+    return quantization.PlaceholderObserver.with_args(dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_vectors_are_of_the_type_of_the_qconfig(dtype: torch.dtype) -> None:
+    tables = [EmbeddingConfig(num_embeddings=50, embedding_dim=8, name=n, feature_names=["f" + n]) for n in "ab"]
+    model = torch.nn.ModuleDict(
+        {"bags": float_bags([SUM, MEAN, MEAN, SUM], shapes=ODD), "rows": FloatEmbeddingCollection(tables=tables)}
+    )
+    exact = EmbeddingBagCollection.from_float(model["bags"])
+    qconfig = quantization.QConfig(activation=observer(dtype), weight=observer(torch.qint8))
+    mapping = {type(model["bags"]): EmbeddingBagCollection, FloatEmbeddingCollection: EmbeddingCollection}
+    quantized = quantization.quantize_dynamic(model, dict.fromkeys(mapping, qconfig), mapping=mapping)
+    bags, rows = quantized["bags"], quantized["rows"]
+    assert isinstance(bags, EmbeddingBagCollection) and isinstance(rows, EmbeddingCollection)
+    assert bags.output_dtype() == rows.output_dtype() == dtype
+    features = random_features(bags.embedding_bag_configs(), 12)
+    out = bags(features).values()
+    assert out.dtype == dtype
+    step = {torch.float32: 0.0, torch.float16: 2**-10, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(out.float(), exact(features).values(), rtol=step, atol=1e-6)
+    assert rows(random_features(tables, 3))["fa"].values().dtype == dtype
+
+
+def test_a_qconfig_says_the_precision_of_each_table() -> None:
+    source = float_bags()
+    source.qconfig = QuantConfig(
+        observer(torch.float32), observer(torch.qint8), {"b": torch.quint4x2, "other": torch.quint4x2}
+    )
+    module = EmbeddingBagCollection.from_float(source)
+    assert [c.data_type for c in module.embedding_bag_configs()] == [
+        DataType.INT8,
+        DataType.INT4,
+        DataType.INT8,
+        DataType.INT8,
+    ]
+    given = EmbeddingBagCollection.from_float(source, per_table={"a": DataType.FP16}, output_dtype=torch.float16)
+    assert [c.data_type for c in given.embedding_bag_configs()][:2] == [DataType.FP16, DataType.INT4]
+    assert given.output_dtype() == torch.float16
+    assert {c.data_type for c in EmbeddingBagCollection.from_float(source, data_type=DataType.INT2)._configs} == {
+        DataType.INT2
+    }
+    source.qconfig = quantization.default_dynamic_qconfig
+    with pytest.raises(ConfigError, match=r"the activation is torch\.quint8; looked-up vectors are one of"):
         EmbeddingBagCollection.from_float(source)

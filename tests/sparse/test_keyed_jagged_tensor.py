@@ -17,6 +17,7 @@ from recinfer.sparse.jagged_tensor import (
     ComputeKJTToJTDict,
     JaggedTensor,
     KeyedJaggedTensor,
+    jt_is_equal,
     kjt_is_equal,
 )
 from tests.sparse.naive import NaiveFeatures, features
@@ -129,6 +130,45 @@ def test_empty_and_empty_like() -> None:
     like = KeyedJaggedTensor.empty_like(sample(weighted=True))
     assert (like.keys(), like.stride(), like.weights().numel()) == ([], 2, 0)
     assert KeyedJaggedTensor.concat([like, sample(weighted=True)]).keys() == ["a", "b", "c"]
+
+
+def variable_batch() -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        ["a", "b"],
+        torch.arange(6),
+        torch.rand(6),
+        lengths=torch.tensor([1, 2, 0, 2, 1]),
+        stride_per_key_per_rank=[[2, 1], [1, 1]],
+        inverse_indices=(["b", "a"], torch.tensor([[0, 1, 1, 0], [1, 0, 2, 1]])),
+    )
+
+
+def test_empty_like_keeps_the_batch_sizes_of_a_variable_batch() -> None:
+    kjt = variable_batch()
+    like = KeyedJaggedTensor.empty_like(kjt)
+    assert (like.keys(), like.values().numel(), like.length_per_key(), like.to_dict()) == ([], 0, [], {})
+    assert (like.stride_per_key_per_rank(), like.stride_per_key(), like.stride()) == ([[2, 1], [1, 1]], [3, 2], 4)
+    assert like.to(torch.device("cpu")).stride_per_key_per_rank() == [[2, 1], [1, 1]]
+    assert [tensor.numel() for tensor in like.dist_tensors()] == [0, 0, 0, 0]
+    both = KeyedJaggedTensor.concat([like, kjt])
+    assert (both.keys(), both.stride_per_key_per_rank()) == (["a", "b"], [[2, 1], [1, 1]])
+    none, everything = kjt.split([0, 2])
+    assert (none.keys(), none.stride_per_key_per_rank(), everything) == ([], [], kjt)
+
+
+def test_empty_like_on_a_device_has_the_sizes_that_copy_fills() -> None:
+    for kjt in (sample(weighted=True), variable_batch()):
+        on_meta = KeyedJaggedTensor.empty_like(kjt, torch.device("meta"))
+        assert on_meta.values().is_meta and on_meta.keys() == kjt.keys()
+        assert on_meta.values().shape == kjt.values().shape and on_meta.stride_per_key() == kjt.stride_per_key()
+        target = KeyedJaggedTensor.empty_like(kjt, torch.device("cpu"))
+        assert target.values().data_ptr() != kjt.values().data_ptr()
+        assert kjt_is_equal(target.copy_(kjt), kjt)
+        if kjt.inverse_indices_or_none() is not None:
+            assert target.inverse_indices()[0] == ["b", "a"]
+            assert torch.equal(target.inverse_indices()[1], kjt.inverse_indices()[1])
+    jagged = sample(weighted=True)["c"]
+    assert jt_is_equal(JaggedTensor.empty_like(jagged, torch.device("cpu")).copy_(jagged), jagged)
 
 
 def test_sync_keeps_and_unsync_forgets_the_sizes() -> None:

@@ -90,7 +90,7 @@ class _Expansion:
     Args:
         layout: the slots.
         keys: keys of the input.
-        device: where block sizes go.
+        device: where the ids are.
 
     Raises:
         InputError: a key comes twice.
@@ -159,7 +159,6 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
     Args:
         layout: the slots.
         pg: the ranks; None for a world of one.
-        device: where the received features lie.
         want_permute: note where bucketized ids went (unpooled outputs are put back in order with it).
         send_weights: weights go with the ids; False when they are made and sent later.
     """
@@ -168,17 +167,15 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         self,
         layout: ShardLayout,
         pg: dist.ProcessGroup | None,
-        device: torch.device | None = None,
         want_permute: bool = False,
         send_weights: bool = True,
     ) -> None:
         super().__init__()
         self._send_weights = send_weights and layout.is_weighted
         self._layout = layout
-        self._device = torch.device(device) if device is not None else torch.device("cpu")
         self._want_permute = want_permute
         self._dist = KJTAllToAll(pg, layout.slots_per_rank) if pg is not None else None
-        self._expansions: dict[tuple[str, ...], _Expansion] = {}
+        self._expansions: dict[tuple[torch.device, tuple[str, ...]], _Expansion] = {}
 
     def forward(
         self, sparse_features: KeyedJaggedTensor, sharding_ctx: EmbeddingShardingContext | None = None
@@ -206,10 +203,10 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         return self._dist(slots)
 
     def _expand(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Sent]:
-        keys = tuple(features.keys())
-        expansion = self._expansions.get(keys)
+        device, keys = features.device(), tuple(features.keys())
+        expansion = self._expansions.get((device, keys))
         if expansion is None:
-            expansion = self._expansions[keys] = _Expansion(self._layout, keys, self._device)
+            expansion = self._expansions[device, keys] = _Expansion(self._layout, keys, device)
         return expansion.expand(features, self._want_permute)
 
     def weights_in_order(self, features: KeyedJaggedTensor) -> Tensor:

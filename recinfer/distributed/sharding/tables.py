@@ -147,7 +147,6 @@ class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):
         return ShardFeaturesDist(
             self.layout,
             self._exchange_pg,
-            device or self._device,
             want_permute=not self.pooled,
             send_weights=send_weights,
         )
