@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape, render
 
 from recinfer import env
-from recinfer.errors import RecinferError
+from recinfer.errors import MismatchError, RecinferError
 
 __all__ = ["EXIT_ERROR", "EXIT_FAILED_CHECK", "EXIT_INTERRUPTED", "JsonOption", "Output", "set_debug", "verb"]
 
@@ -110,7 +110,8 @@ class Output:
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: an expected error becomes one red line on stderr and exit code 2, Ctrl-C exit code 130.
+    """Wrap a command: an expected error becomes one red line on stderr and exit code 2 (1 for a MismatchError), Ctrl-C exit
+    code 130.
 
     With ``--log-json`` that line is one of the log. With ``--json`` the error is also printed as ``{"error": {"type", "message"}}``, so a caller always gets an object.
     A bug of ours keeps its traceback; ``--debug`` and ``RECINFER_DEBUG=1`` show one for expected errors too.
@@ -133,12 +134,12 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             if message is None or _debug or env.debug():
                 raise
             as_json, log_json = (bool(kwargs.get(name)) for name in ("as_json", "log_json"))
-            _fail(type(error).__name__, message, as_json=as_json, log_json=log_json)
+            _fail(error, message, as_json=as_json, log_json=log_json)
 
     return run
 
 
-def _fail(kind: str, message: str, *, as_json: bool, log_json: bool) -> NoReturn:
+def _fail(error: Exception, message: str, *, as_json: bool, log_json: bool) -> NoReturn:
     if log_json:
         from recinfer.serving.observe import log_as_json
 
@@ -149,8 +150,11 @@ def _fail(kind: str, message: str, *, as_json: bool, log_json: bool) -> NoReturn
             f"[bold red]error:[/bold red] [red]{escape(message)}[/red]", highlight=False, soft_wrap=True
         )
     if as_json:
-        print(json.dumps({"error": {"type": kind, "message": message}}), flush=True)
-    raise typer.Exit(EXIT_ERROR) from None
+        payload: dict[str, Any] = {"error": {"type": type(error).__name__, "message": message}}
+        if isinstance(error, MismatchError):
+            payload["reference"] = _finite(error.comparison.to_dict())
+        print(json.dumps(payload), flush=True)
+    raise typer.Exit(EXIT_FAILED_CHECK if isinstance(error, MismatchError) else EXIT_ERROR) from None
 
 
 def _explain(error: Exception) -> str | None:

@@ -14,6 +14,7 @@ from recinfer.cli.inspect import describe_archive
 from recinfer.cli.models import (
     CheckpointOption,
     ModelOption,
+    ReferenceOption,
     TablePrecisionOption,
     open_checkpoint,
     parse_precisions,
@@ -58,6 +59,7 @@ def run(
     max_auc_drop: Annotated[
         float | None, typer.Option(min=0, help="Write nothing if more of the AUC is lost on --eval-data.")
     ] = None,
+    reference: ReferenceOption = None,
     missing_shards: Annotated[
         MissingShards,
         typer.Option(help="What a ranker may do without a rank: refuse, or answer with default rows, flagged."),
@@ -71,6 +73,7 @@ def run(
     """
     from recinfer.inference.evaluation import EvalData
     from recinfer.inference.export import export_archive
+    from recinfer.inference.recorded import RecordedReference
 
     if max_auc_drop is not None and eval_data is None:
         raise ConfigError("--max-auc-drop needs rows to measure on: --eval-data FILE --format FORMAT")
@@ -80,6 +83,7 @@ def run(
     chosen = _plan(module, plan, world_size, precision, table_precision)
     about = reader.model_json or {}
     held_out = EvalData.read(eval_data, format.value, reader.contract, eval_limit) if eval_data else None
+    recorded = None if reference is None else RecordedReference.read(reference)
     reports: list[ExportReport] = []
 
     def on_report(report: ExportReport) -> None:
@@ -100,6 +104,7 @@ def run(
         eval_data=held_out,
         eval_output=eval_output,
         max_auc_drop=max_auc_drop,
+        reference=recorded,
         on_report=on_report,
     )
     manifest = archive.manifest

@@ -32,7 +32,8 @@ from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.writer import ArchiveFolder, ShardWriter, archive_folder
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import Plan, TablePlan
-from recinfer.errors import ArchiveError, ConfigError, InputError
+from recinfer.errors import ArchiveError, ConfigError, InputError, MismatchError
+from recinfer.inference.comparison import compare_export
 from recinfer.inference.evaluation import EvalData, Evaluation, evaluate
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import (
@@ -45,6 +46,7 @@ from recinfer.inference.prepare import (
 )
 from recinfer.inference.progress import byte_bar
 from recinfer.inference.quantize import one_thread_an_operator, quantize_tables
+from recinfer.inference.recorded import RecordedReference
 from recinfer.inference.reference import FloatRows, compare_with_float
 from recinfer.inference.report import ExportReport, make_report
 
@@ -71,6 +73,7 @@ def export_archive(
     eval_data: EvalData | None = None,
     eval_output: str | None = None,
     max_auc_drop: float | None = None,
+    reference: RecordedReference | None = None,
     on_report: Callable[[ExportReport], None] | None = None,
 ) -> Archive:
     """Quantize, shard and pack ``model`` with the weights of ``checkpoint``.
@@ -91,7 +94,9 @@ def export_archive(
         eval_data: held-out rows; float and quantized model are measured on them.
         eval_output: the output that holds the logits, where the model has several.
         max_auc_drop: refuse to write an archive that loses more than this of the AUC on ``eval_data``.
-        on_report: given the error and bytes of each table, and the evaluation, before the archive gets its name.
+        reference: the user's recorded inputs and float outputs; refuse to write an archive of a model that gives others.
+        on_report: given the error and bytes of each table, the evaluation and the comparison, before the archive gets its
+            name.
 
     Returns:
         the archive, opened.
@@ -101,6 +106,7 @@ def export_archive(
         CheckpointError: a key is missing or has another shape.
         InputError: weights that are not finite, with table and row.
         ArchiveError: the target exists, or more than ``max_auc_drop`` would be lost; names the worst tables.
+        MismatchError: the model does not give the outputs of ``reference``.
         UnavailableError: the disk is full.
     """
     if max_auc_drop is not None and (eval_data is None or not max_auc_drop >= 0):
@@ -118,7 +124,9 @@ def export_archive(
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend
             raise ConfigError(f"this model does not fit an archive: {error}") from None
         requests = make_requests(manifest)
-        rows = FloatRows(manifest, [*requests, *(eval_data.requests if eval_data else ())])
+        recorded = reference.batches(manifest) if reference else []
+        wanted = [*requests, *(eval_data.requests if eval_data else ()), *(batch.request for batch in recorded)]
+        rows = FloatRows(manifest, wanted)
         stats = _write_shards(folder, plan, keys, checkpoint, rows, max_chunk_bytes, progress)
         folder.add("plan.json", plan.to_json().encode())
         _write_dense(folder, dense, leaves, checkpoint)
@@ -130,8 +138,12 @@ def export_archive(
         found = None
         if eval_data is not None:
             found = _evaluate(predictor, rows, eval_data, weights, eval_output, max_auc_drop)
+        compared = compare_export(predictor, rows, reference, recorded, weights) if reference else None
         if on_report is not None:
-            on_report(make_report(manifest, {k: checkpoint.dtype(key).itemsize for k, key in keys.items()}, found))
+            sizes = {k: checkpoint.dtype(key).itemsize for k, key in keys.items()}
+            on_report(make_report(manifest, sizes, found, compared))
+        if compared is not None and not compared.ok:
+            raise MismatchError(f"{compared.message()}. No archive was written", compared)
         if max_auc_drop is not None and found is not None:
             _refuse_drop(found, max_auc_drop)
         folder.write_manifest(manifest.to_json())
