@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from recinfer.cli.console import JsonOption, Output
 from recinfer.cli.format import mebibytes
@@ -110,6 +111,9 @@ def run(
     manifest = archive.manifest
     worst = max(manifest.tables, key=lambda table: table.quantization.max_abs_error)
     error = f"largest error of a stored value {worst.quantization.max_abs_error:.2g}, in table {worst.full_name}"
+    if manifest.dense is not None:
+        colour = "green" if manifest.dense.engine == "onnx" else "yellow"
+        output.show(f"the dense part runs on [{colour}]{escape(manifest.dense.runs_on)}[/{colour}]")
     seconds = time.perf_counter() - started
     output.show(f"[green]wrote[/green] {out}  {mebibytes(manifest.bytes_total)}, {error}  {seconds:.1f} s")
     output.finish(

@@ -21,7 +21,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint, ``right.npz`` with its outputs, ``wrong.npz`` with those of another model's weights."""
     folder = tmp_path_factory.mktemp("recorded")
     save_checkpoint(folder / "tiny.ckpt", build_model(), model_name="tiny", model_version="3")
-    dense, features = make_request(ROWS)
+    dense, features = make_request(5, ROWS)
     arrays = {"dense": dense.numpy()}
     for key in features.keys():  # noqa: SIM118 - not a dict
         arrays[f"{key}.values"] = features[key].values().numpy()
