@@ -6,19 +6,31 @@ import functools
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape, render
 
+import recinfer
 from recinfer import env
 from recinfer.errors import MismatchError, RecinferError
 
-__all__ = ["EXIT_ERROR", "EXIT_FAILED_CHECK", "EXIT_INTERRUPTED", "JsonOption", "Output", "set_debug", "verb"]
+__all__ = [
+    "EXIT_ERROR",
+    "EXIT_FAILED_CHECK",
+    "EXIT_INTERRUPTED",
+    "JsonOption",
+    "Output",
+    "set_debug",
+    "verb",
+    "where_rules_are",
+]
 
 EXIT_FAILED_CHECK = 1  # the command ran, and what it checked is not right
 EXIT_ERROR = 2  # the command could not do what was asked
@@ -165,7 +177,18 @@ def _explain(error: Exception) -> str | None:
     if isinstance(error, OSError) and not isinstance(error, RecinferError):
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror or error}{where}"
-    return " ".join(str(error).split())
+    message = " ".join(str(error).split())
+    where = where_rules_are(message)
+    return f"{message} ({where})" if where else message
+
+
+def where_rules_are(message: str) -> str:
+    """Where to read about the rules that a message names as [C2]; empty where it names none."""
+    rules = list(dict.fromkeys(re.findall(r"\[([FJMPSDCX]\d)\]", message)))
+    files = list(dict.fromkeys("DELTA.md" if rule.startswith("X") else "FORMAT.md" for rule in rules))
+    folder = Path(recinfer.__file__).parent / "archive"
+    paths = " and ".join(str(folder / file) for file in files)
+    return f"rule{'s' if len(rules) > 1 else ''} {', '.join(rules)}: see {paths}" if rules else ""
 
 
 def _finite(value: Any) -> Any:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
-from recinfer.archive.check import ANSWERS, REQUESTS, Request, pack_answers, pack_requests
+from recinfer.archive.check import ANSWERS, REQUESTS, Answer, Request, odd_rows, pack_answers, pack_requests
 from recinfer.archive.cut import Leaf, find_leaves
 from recinfer.archive.dense import ExportedDense
 from recinfer.archive.layout import layout_rank, pieces_by_rank
@@ -102,7 +103,7 @@ def export_archive(
         the archive, opened.
 
     Raises:
-        ConfigError: plan, contract or model do not fit together, or the dense part cannot be cut out.
+        ConfigError: plan, contract or model do not fit together, the dense part cannot be cut out, or an output is NaN.
         CheckpointError: a key is missing or has another shape.
         InputError: weights that are not finite, with table and row.
         ArchiveError: the target exists, or more than ``max_auc_drop`` would be lost; names the worst tables.
@@ -134,7 +135,9 @@ def export_archive(
         tables = tuple(replace(t, quantization=stats[t.module, t.name]) for t in manifest.tables)
         manifest = replace(manifest, tables=tables, files=tuple(folder.files))
         weights = read_positions(leaves, checkpoint)
-        manifest, predictor = _answer(folder, manifest, plan, requests, rows, weights)
+        manifest, predictor = _answer(
+            folder, manifest, plan, requests, rows, weights, None if cut is None else cut.program
+        )
         found = None
         if eval_data is not None:
             found = _evaluate(predictor, rows, eval_data, weights, eval_output, max_auc_drop)
@@ -189,11 +192,13 @@ def _answer(
     requests: list[Request],
     rows: FloatRows,
     position_weights: Mapping[str, Mapping[str, Tensor]],
+    program: nn.Module | None,
 ) -> tuple[Manifest, Predictor]:
     """Let the archive answer its requests, compare with the float model, write the answers; the final manifest."""
     layouts = tuple(layout_rank(pieces, rank, plan.hash) for rank, pieces in enumerate(pieces_by_rank(plan)))
     predictor = Predictor(Archive(folder.root, manifest, plan, layouts))
     answers = [predictor.replay(request) for request in requests]
+    _refuse_odd_outputs(manifest, answers, program)
     errors = compare_with_float(predictor, rows, requests, answers, position_weights)
     folder.add(ANSWERS, pack_answers(answers))
     files = tuple(sorted(folder.files, key=lambda file: file.path))
@@ -204,6 +209,26 @@ def _answer(
         bytes_total=sum(file.bytes for file in files),
     )
     return manifest, predictor
+
+
+def _refuse_odd_outputs(manifest: Manifest, answers: Sequence[Answer], program: nn.Module | None) -> None:
+    """Raise ConfigError for outputs that are not finite: no server could be compared with them."""
+    if manifest.dense is None or program is None:
+        return
+    for index, answer in enumerate(answers):
+        for output, values in zip(manifest.dense.outputs, answer.outputs):
+            odd = odd_rows(values)
+            if not odd:
+                continue
+            tensors = [*program.named_parameters(), *program.named_buffers()]
+            broken = [n.removeprefix("model.") for n, t in tensors if not bool(torch.isfinite(t).all())]
+            cause = (
+                f"the checkpoint's {', '.join(broken[:5])} hold NaN or infinity: training diverged, or the checkpoint is damaged"
+                if broken
+                else "the weights are finite, so forward makes it of its inputs, which are random here (dense ones normal, "
+                "also below zero; bags also empty): look for a logarithm, a root, a division or an overflow, and clamp there"
+            )
+            raise ConfigError(f"the model's output {output.name!r} is {odd} of golden request {index}; {cause}")
 
 
 def _evaluate(
