@@ -7,6 +7,7 @@
     ├── ConfigError (ValueError)       a config, plan or contract that does not hold together
     ├── CheckpointError (ValueError)   a checkpoint that cannot be read, or does not match the model
     ├── ArchiveError (ValueError)      an archive that breaks a rule of archive/FORMAT.md (``.rule`` names it)
+    ├── MismatchError (ValueError)     a model whose outputs are not the recorded ones (``.comparison`` has the rows)
     └── UnavailableError (RuntimeError) something that would work elsewhere or later: a missing extra, a stopped server
         ├── OverloadedError            the server has as many requests waiting as it may (``.retry_after`` seconds)
         └── DeadlineError              a request's deadline passed before it was run
@@ -17,12 +18,15 @@ One table in :mod:`recinfer.serving.codec` maps them to gRPC and HTTP codes.
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "ArchiveError",
     "CheckpointError",
     "ConfigError",
     "DeadlineError",
     "InputError",
+    "MismatchError",
     "NotFoundError",
     "NotPreparedError",
     "OverloadedError",
@@ -65,6 +69,18 @@ class ArchiveError(RecinferError, ValueError):
     def __init__(self, message: str, *, rule: str = "") -> None:
         super().__init__(f"[{rule}] {message}" if rule else message)
         self.rule = rule
+
+
+class MismatchError(RecinferError, ValueError):
+    """A model whose outputs are not those that were recorded for the same inputs.
+
+    Attributes:
+        comparison: a :class:`recinfer.inference.comparison.Comparison`: which rows, and how far off.
+    """
+
+    def __init__(self, message: str, comparison: Any) -> None:
+        super().__init__(message)
+        self.comparison = comparison
 
 
 class UnavailableError(RecinferError, RuntimeError):

@@ -21,6 +21,7 @@ __all__ = [
     "Request",
     "compare_answers",
     "golden_requests",
+    "odd_rows",
     "pack_answers",
     "pack_requests",
     "read_requests",
@@ -179,6 +180,17 @@ def _answer_shapes(manifest: Manifest, request: Request) -> dict[str, tuple[int,
     }
 
 
+def odd_rows(output: Tensor) -> str:
+    """Where an output [B, ...] is NaN or infinite, for messages; empty where it is neither."""
+    odd = ~torch.isfinite(output)
+    if not bool(odd.any()):
+        return ""
+    kind = "NaN" if bool(output.isnan().any()) else "infinite"
+    rows = odd.reshape(len(output), -1).any(1).nonzero().flatten().tolist()
+    shown = ", ".join(map(str, rows[:8])) + (" ..." if len(rows) > 8 else "")
+    return f"{kind} in {len(rows)} of {len(output)} rows ({shown})"
+
+
 def compare_answers(index: int, given: Answer, stored: Answer) -> float:
     """The largest difference; raises ArchiveError (C2) when it is over the tolerance of FORMAT.md."""
     worst = 0.0
@@ -189,6 +201,15 @@ def compare_answers(index: int, given: Answer, stored: Answer) -> float:
         for j, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             if a.shape != b.shape:
                 raise ArchiveError(f"request {index}: {kind} {j} is {list(a.shape)}; stored {list(b.shape)}", rule="C2")
+            if odd := odd_rows(a):
+                stored_too = odd_rows(b)
+                also = f"the stored answer is {stored_too}" if stored_too else "the stored answer is finite"
+                what = "tables" if kind == "embedding" else "dense part"
+                raise ArchiveError(
+                    f"request {index}: {kind} {j} is {odd}; {also}. Run `recinfer verify`: a {what} that is damaged breaks other "
+                    "rules too; otherwise look at what is special about this machine",
+                    rule="C2",
+                )
             if not b.numel():
                 continue
             difference = float((a - b).abs().max())

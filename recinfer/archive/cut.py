@@ -147,19 +147,19 @@ class _FindDense(TorchFunctionMode):
 
 def _discover(body: nn.Module, slots: Slots, num_dense: int | None) -> tuple[str, int]:
     """The path and the width of the dense input; ("", 0) without one."""
-    path = ""
+    path = use = ""
     width = num_dense
     while True:
         slots.given = [None] * len(slots.leaves)
         try:
-            _run(body, slots, path, width, 4)
+            _run(body, slots, path, width, 4, use)
         except UsedAsTensor as used:
             if path:
                 raise ConfigError(
-                    f"forward uses two inputs as tensors, {path!r} and {used.path!r}; recinfer gives a model one dense "
-                    "tensor: concatenate them, or cut the training part (the loss) off"
+                    f"forward uses two inputs as tensors, {path!r} and {used.path!r}: {use}, and {used.use}; recinfer "
+                    "gives a model one dense tensor: concatenate them, or cut the training part (the loss) off"
                 ) from None
-            path = used.path
+            path, use = used.path, used.use
             continue
         except _Found as found:
             width = found.num_dense
@@ -175,8 +175,8 @@ def _discover(body: nn.Module, slots: Slots, num_dense: int | None) -> tuple[str
     return path, width
 
 
-def _run(body: nn.Module, slots: Slots, path: str, width: int | None, batch: int) -> dict[str, Tensor]:
-    """One run on random embeddings; a dense input of unknown width gets the probe's."""
+def _run(body: nn.Module, slots: Slots, path: str, width: int | None, batch: int, use: str = "") -> dict[str, Tensor]:
+    """One run on random embeddings; a dense input of unknown width gets the probe's. ``use``: why it is the dense one."""
     dense = {path: torch.zeros(batch, _PROBE_WIDTH if width is None else width)} if path else {}
     slots.fill(_example(slots.leaves, 0, batch, 0))
     try:
@@ -187,13 +187,14 @@ def _run(body: nn.Module, slots: Slots, path: str, width: int | None, batch: int
     except Refused as refused:
         raise ConfigError(f"the dense part cannot be cut out: {refused}") from None
     except Exception as error:
+        why = f"; {path!r} was taken for the dense input, because forward uses {use}" if use else ""
         if path and width is None:
             raise ConfigError(
-                f"cannot tell the width of the dense input {path!r} ({type(error).__name__}: {error}); give num_dense"
+                f"cannot tell the width of the dense input {path!r} ({type(error).__name__}: {error}); give num_dense{why}"
             ) from None
         came = f"the dense input {path!r} of shape {(batch, width)}" if path else "no dense input"
         raise ConfigError(
-            f"forward failed on the tables' outputs and {came}: {type(error).__name__}: {error}"
+            f"forward failed on the tables' outputs and {came}: {type(error).__name__}: {error}{why}"
         ) from error
 
 

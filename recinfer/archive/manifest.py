@@ -10,6 +10,7 @@ from typing import Any, Literal
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 
 __all__ = [
+    "ENGINE_PACKAGES",
     "FORMAT",
     "FORMAT_VERSION",
     "MAX_ONNX_ERROR",
@@ -26,6 +27,7 @@ __all__ = [
     "QuantizationInfo",
     "TableInfo",
     "dense_inputs",
+    "engine_text",
     "required_files",
     "shard_path",
 ]
@@ -33,6 +35,8 @@ __all__ = [
 FORMAT = "recinfer.archive"
 FORMAT_VERSION = 1
 MAX_ONNX_ERROR = 1e-5
+ENGINE_PACKAGES = {"onnx": "onnxruntime", "torch": "torch"}
+"""The package that each engine of the dense program is in: how people know it."""
 
 Precision = Literal["int8", "int4", "int2", "fp16", "fp32"]
 MissingShards = Literal["reject", "default_rows"]
@@ -149,6 +153,11 @@ class DenseInfo:
     onnx: OnnxInfo | None
     onnx_refused: str | None
 
+    @property
+    def runs_on(self) -> str:
+        """What runs it on the CPU, for people: ``onnxruntime``, or ``torch`` and why."""
+        return engine_text(self.engine, self.onnx_refused)
+
 
 @dataclass(frozen=True)
 class CheckInfo:
@@ -245,6 +254,13 @@ class Manifest:
                 pooling = PoolingType(t.pooling.upper())
                 configs.append(EmbeddingBagConfig(feature_names=list(t.features), pooling=pooling, **common))
         return configs
+
+
+def engine_text(engine: str, reason: str | None) -> str:
+    """An engine's name for people; of torch with the reason why it is not onnxruntime."""
+    if engine == "onnx":
+        return ENGINE_PACKAGES[engine]
+    return f"torch, which is slower than onnxruntime, because {reason}" if reason else "torch"
 
 
 def shard_path(rank: int) -> str:

@@ -13,7 +13,7 @@ from recinfer.errors import ArchiveError, InputError
 from recinfer.modules.positions import offsets_to_positions
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["PATH", "PositionWeights", "pack_position_weights", "read_position_weights"]
+__all__ = ["PATH", "PositionWeights", "pack_position_weights", "read_position_tensors", "read_position_weights"]
 
 PATH = "dense/position_weights.safetensors"
 
@@ -70,7 +70,12 @@ def pack_position_weights(weights: Mapping[str, Mapping[str, Tensor]]) -> bytes:
 
 
 def read_position_weights(archive: Archive) -> dict[str, PositionWeights]:
-    """Module path -> its weights; raises ArchiveError (D4) unless they are the manifest's."""
+    """Module path -> its weights, ready to apply; raises ArchiveError (D4)."""
+    return {path: PositionWeights(weights) for path, weights in read_position_tensors(archive).items()}
+
+
+def read_position_tensors(archive: Archive) -> dict[str, dict[str, Tensor]]:
+    """Module path -> feature -> weights [positions]; raises ArchiveError (D4) unless they are the manifest's."""
     modules = [module for module in archive.manifest.modules if module.position_weights is not None]
     if not modules:
         return {}
@@ -88,6 +93,5 @@ def read_position_weights(archive: Archive) -> dict[str, PositionWeights]:
             f"{PATH}: {odd or 'numbers that are not finite float32'}; expected the manifest's", rule="D4"
         )
     return {
-        module.path: PositionWeights({f: tensors[f"{module.path}/{f}"] for f in module.position_weights or {}})
-        for module in modules
+        module.path: {f: tensors[f"{module.path}/{f}"] for f in module.position_weights or {}} for module in modules
     }

@@ -8,9 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from recinfer.archive.leaves import Leaf
-from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = ["Argument", "Refused", "Slots", "Stub", "UsedAsTensor", "named_outputs"]
+
+
+_IF_SPARSE = " (if it is a KeyedJaggedTensor, forward must hand it to the embedding modules as it is)"
 
 
 class Refused(Exception):
@@ -18,8 +21,10 @@ class Refused(Exception):
 
 
 class UsedAsTensor(Exception):
-    def __init__(self, path: str) -> None:
-        self.path = path
+    """Forward uses an argument as only a tensor can be used; ``use`` says how, for messages."""
+
+    def __init__(self, path: str, use: str) -> None:
+        self.path, self.use = path, use
 
 
 class Argument:
@@ -36,13 +41,23 @@ class Argument:
         if name.startswith("__"):
             raise AttributeError(name)
         if hasattr(Tensor, name):
-            raise UsedAsTensor(self._path)
+            both = hasattr(KeyedJaggedTensor, name)
+            raise UsedAsTensor(self._path, f".{name} of it" + (_IF_SPARSE if both else ""))
         return self._child(f"{self._path}.{name}")
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str | int):
             return self._child(f"{self._path}[{key!r}]")
-        raise UsedAsTensor(self._path)
+        raise UsedAsTensor(self._path, "a slice of it")
+
+    def split(self, sizes: Any, *args: Any, **kwargs: Any) -> Any:
+        """As a KeyedJaggedTensor's: each part stands for the whole, for an embedding module takes its features by name.
+
+        A tensor is split along a dimension that is named: the default is the batch, which has no fixed sizes.
+        """
+        if args or kwargs or not isinstance(sizes, list | tuple):
+            raise UsedAsTensor(self._path, ".split of it")
+        return [Argument(self._path, self._dense) for _ in sizes]
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise Refused(
@@ -57,13 +72,13 @@ class Argument:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in _flat([*args, *(kwargs or {}).values()]):
             if isinstance(value, Argument):
-                raise UsedAsTensor(value._path)
+                raise UsedAsTensor(value._path, f"{getattr(function, '__name__', function)} with it")
         raise AssertionError("a torch function without the stand-in that called it")
 
 
 def _arithmetic(name: str) -> None:
     def used(self: Argument, *_: Any) -> Any:
-        raise UsedAsTensor(self._path)
+        raise UsedAsTensor(self._path, f"{name} with it")
 
     setattr(Argument, name, used)
 

@@ -8,7 +8,7 @@ import sys
 
 from torch import nn
 
-from recinfer.errors import ConfigError, NotFoundError
+from recinfer.errors import ConfigError, NotFoundError, UnavailableError
 
 __all__ = ["resolve_model"]
 
@@ -22,6 +22,7 @@ def resolve_model(spec: str) -> nn.Module:
     Raises:
         ConfigError: not of the form ``pkg.module:function``, or something else than a module came back.
         NotFoundError: no such module or function.
+        UnavailableError: the user's module imports a package that is not installed.
     """
     name, colon, function = spec.partition(":")
     if not (colon and name and function.isidentifier()):
@@ -32,18 +33,32 @@ def resolve_model(spec: str) -> nn.Module:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(name)
+        build = getattr(module, function, None)
+        if not callable(build):
+            known = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+            raise NotFoundError(
+                f"--model {spec!r}: {name} has no function {function!r}; it has {', '.join(known[:10])}"
+            )
+        model = build()
     except ModuleNotFoundError as error:
-        if error.name is None or not (name + ".").startswith(error.name + "."):
-            raise  # the user's module is there, something that it imports is not
-        raise NotFoundError(f"--model {spec!r}: no module {error.name!r}; looked in {here} and in sys.path") from error
+        missing = error.name or str(error)
+        if (name + ".").startswith(missing + "."):
+            raise NotFoundError(f"--model {spec!r}: no module {missing!r}; looked in {here} and in sys.path") from error
+        raise UnavailableError(_not_installed(spec, missing)) from error
     finally:
         if added:
             sys.path.remove(here)
-    build = getattr(module, function, None)
-    if not callable(build):
-        known = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise NotFoundError(f"--model {spec!r}: {name} has no function {function!r}; it has {', '.join(known[:10])}")
-    model = build()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--model {spec!r}: returned a {type(model).__name__}, expected a torch.nn.Module")
     return model
+
+
+def _not_installed(spec: str, missing: str) -> str:
+    """What the user's module imports and is not there, and what to do."""
+    text = f"--model {spec!r}: it imports {missing!r}, which is not installed where recinfer runs; "
+    if missing.partition(".")[0] == "torchrec":
+        return text + (
+            "install torchrec beside recinfer, and the model works as it is; or let `recinfer migrate` rewrite its imports "
+            "to recinfer's"
+        )
+    return text + "install it there, or build the model without it"

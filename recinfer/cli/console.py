@@ -6,19 +6,31 @@ import functools
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape, render
 
+import recinfer
 from recinfer import env
-from recinfer.errors import RecinferError
+from recinfer.errors import MismatchError, RecinferError
 
-__all__ = ["EXIT_ERROR", "EXIT_FAILED_CHECK", "EXIT_INTERRUPTED", "JsonOption", "Output", "set_debug", "verb"]
+__all__ = [
+    "EXIT_ERROR",
+    "EXIT_FAILED_CHECK",
+    "EXIT_INTERRUPTED",
+    "JsonOption",
+    "Output",
+    "set_debug",
+    "verb",
+    "where_rules_are",
+]
 
 EXIT_FAILED_CHECK = 1  # the command ran, and what it checked is not right
 EXIT_ERROR = 2  # the command could not do what was asked
@@ -110,7 +122,8 @@ class Output:
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: an expected error becomes one red line on stderr and exit code 2, Ctrl-C exit code 130.
+    """Wrap a command: an expected error becomes one red line on stderr and exit code 2 (1 for a MismatchError), Ctrl-C exit
+    code 130.
 
     With ``--log-json`` that line is one of the log. With ``--json`` the error is also printed as ``{"error": {"type", "message"}}``, so a caller always gets an object.
     A bug of ours keeps its traceback; ``--debug`` and ``RECINFER_DEBUG=1`` show one for expected errors too.
@@ -133,12 +146,12 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
             if message is None or _debug or env.debug():
                 raise
             as_json, log_json = (bool(kwargs.get(name)) for name in ("as_json", "log_json"))
-            _fail(type(error).__name__, message, as_json=as_json, log_json=log_json)
+            _fail(error, message, as_json=as_json, log_json=log_json)
 
     return run
 
 
-def _fail(kind: str, message: str, *, as_json: bool, log_json: bool) -> NoReturn:
+def _fail(error: Exception, message: str, *, as_json: bool, log_json: bool) -> NoReturn:
     if log_json:
         from recinfer.serving.observe import log_as_json
 
@@ -149,8 +162,11 @@ def _fail(kind: str, message: str, *, as_json: bool, log_json: bool) -> NoReturn
             f"[bold red]error:[/bold red] [red]{escape(message)}[/red]", highlight=False, soft_wrap=True
         )
     if as_json:
-        print(json.dumps({"error": {"type": kind, "message": message}}), flush=True)
-    raise typer.Exit(EXIT_ERROR) from None
+        payload: dict[str, Any] = {"error": {"type": type(error).__name__, "message": message}}
+        if isinstance(error, MismatchError):
+            payload["reference"] = _finite(error.comparison.to_dict())
+        print(json.dumps(payload), flush=True)
+    raise typer.Exit(EXIT_FAILED_CHECK if isinstance(error, MismatchError) else EXIT_ERROR) from None
 
 
 def _explain(error: Exception) -> str | None:
@@ -161,7 +177,18 @@ def _explain(error: Exception) -> str | None:
     if isinstance(error, OSError) and not isinstance(error, RecinferError):
         where = f": {error.filename}" if error.filename else ""
         return f"{error.strerror or error}{where}"
-    return " ".join(str(error).split())
+    message = " ".join(str(error).split())
+    where = where_rules_are(message)
+    return f"{message} ({where})" if where else message
+
+
+def where_rules_are(message: str) -> str:
+    """Where to read about the rules that a message names as [C2]; empty where it names none."""
+    rules = list(dict.fromkeys(re.findall(r"\[([FJMPSDCX]\d)\]", message)))
+    files = list(dict.fromkeys("DELTA.md" if rule.startswith("X") else "FORMAT.md" for rule in rules))
+    folder = Path(recinfer.__file__).parent / "archive"
+    paths = " and ".join(str(folder / file) for file in files)
+    return f"rule{'s' if len(rules) > 1 else ''} {', '.join(rules)}: see {paths}" if rules else ""
 
 
 def _finite(value: Any) -> Any:

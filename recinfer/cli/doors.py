@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.markup import escape
 
 from recinfer.cli.console import Output
@@ -19,12 +21,15 @@ def show_doors(
     http_port: int | None = None,
     metrics_port: int | None = None,
     tls: bool = False,
+    engines: Sequence[str] = (),
 ) -> None:
-    """Say what is served, and on which ports: one line a port, each with an address that can be copied from it.
+    """Say what is served, and on which ports: one line a port, each with an address that can be copied from it; then a
+    line of ``engines`` each.
 
     Args:
         what: the models, or ranks; names as they are, which may look like rich's markup.
         tls: whether the ports speak TLS.
+        engines: of each model, what runs its dense part.
     """
     secure = "s" if tls else ""
     output.show(f"[green]serving[/green] {escape(f'{what} on {join_address(host, port)}')}  (Ctrl-C stops)")
@@ -32,3 +37,5 @@ def show_doors(
         output.show(escape(f"Open Inference Protocol over HTTP{secure.upper()} on {join_address(host, http_port)}"))
     if metrics_port is not None:
         output.show(escape(f"status page on http{secure}://{join_address(host, metrics_port)}/"))
+    for engine in engines:
+        output.show(escape(engine))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from recinfer.cli.console import JsonOption, Output
 from recinfer.cli.format import mebibytes
@@ -14,6 +15,7 @@ from recinfer.cli.inspect import describe_archive
 from recinfer.cli.models import (
     CheckpointOption,
     ModelOption,
+    ReferenceOption,
     TablePrecisionOption,
     open_checkpoint,
     parse_precisions,
@@ -74,6 +76,7 @@ def run(
             show_default="reject, or the feature contract's",
         ),
     ] = None,
+    reference: ReferenceOption = None,
     missing_shards: Annotated[
         MissingShards,
         typer.Option(help="What a ranker may do without a rank: refuse, or answer with default rows, flagged."),
@@ -87,6 +90,7 @@ def run(
     """
     from recinfer.inference.evaluation import EvalData
     from recinfer.inference.export import export_archive
+    from recinfer.inference.recorded import RecordedReference
 
     if max_auc_drop is not None and eval_data is None:
         raise ConfigError("--max-auc-drop needs rows to measure on: --eval-data FILE --format FORMAT")
@@ -96,6 +100,7 @@ def run(
     chosen = _plan(module, plan, world_size, precision, table_precision)
     about = reader.model_json or {}
     held_out = EvalData.read(eval_data, format.value, reader.contract, eval_limit) if eval_data else None
+    recorded = None if reference is None else RecordedReference.read(reference)
     reports: list[ExportReport] = []
 
     def on_report(report: ExportReport) -> None:
@@ -118,11 +123,15 @@ def run(
         eval_data=held_out,
         eval_output=eval_output,
         max_auc_drop=max_auc_drop,
+        reference=recorded,
         on_report=on_report,
     )
     manifest = archive.manifest
     worst = max(manifest.tables, key=lambda table: table.quantization.max_abs_error)
     error = f"largest error of a stored value {worst.quantization.max_abs_error:.2g}, in table {worst.full_name}"
+    if manifest.dense is not None:
+        colour = "green" if manifest.dense.engine == "onnx" else "yellow"
+        output.show(f"the dense part runs on [{colour}]{escape(manifest.dense.runs_on)}[/{colour}]")
     seconds = time.perf_counter() - started
     output.show(f"[green]wrote[/green] {out}  {mebibytes(manifest.bytes_total)}, {error}  {seconds:.1f} s")
     output.finish(

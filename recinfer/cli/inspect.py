@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output
@@ -48,6 +49,8 @@ def run(
 
 def describe_archive(manifest: Manifest) -> dict[str, Any]:
     """The manifest in short, as plain data: what ``inspect --json`` prints of an archive."""
+    from recinfer.archive.manifest import ENGINE_PACKAGES
+
     dense = manifest.dense
     return {
         "kind": "archive",
@@ -77,7 +80,8 @@ def describe_archive(manifest: Manifest) -> dict[str, Any]:
         "features": [asdict(feature) for feature in manifest.features],
         "num_dense": dense.num_dense if dense else 0,
         "outputs": [o.name for o in dense.outputs] if dense else [],
-        "engine": dense.engine if dense else None,
+        "engine": ENGINE_PACKAGES[dense.engine] if dense else None,
+        "engine_reason": dense.onnx_refused if dense and dense.engine == "torch" else None,
         "has_contract": manifest.contract is not None,
         "missing_shards": manifest.missing_shards,
         "num_files": len(manifest.files),
@@ -121,7 +125,7 @@ def _tables(manifest: Manifest) -> list[Table]:
     about.add_row("size", f"{mebibytes(manifest.bytes_total)} in {len(manifest.files)} files")
     if dense:
         outputs = ", ".join(o.name for o in dense.outputs)
-        about.add_row("dense part", f"{dense.num_dense} dense inputs -> {outputs}, runs on {dense.engine}")
+        about.add_row("dense part", f"{dense.num_dense} dense inputs -> {outputs}, runs on {escape(dense.runs_on)}")
     about.add_row("raw rows", "yes, it holds its feature contract" if manifest.contract else "no feature contract")
     if manifest.missing_shards == "default_rows":
         about.add_row("missing shards", "default rows instead, flagged")

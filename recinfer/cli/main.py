@@ -12,6 +12,7 @@ from recinfer import __version__
 from recinfer.cli import (
     bench,
     calibrate,
+    compare,
     delta,
     demo,
     deploy,
@@ -49,6 +50,7 @@ for _module in (
     export,
     inspect,
     verify,
+    compare,
     reshard,
     delta,
     serve,

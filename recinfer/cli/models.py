@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointOption",
     "ModelOption",
+    "ReferenceOption",
     "TablePrecisionOption",
     "open_checkpoint",
     "parse_precisions",
@@ -38,6 +39,14 @@ ModelOption = Annotated[
 TablePrecisionOption = Annotated[
     list[str] | None,
     typer.Option("--table-precision", metavar="TABLE=PRECISION", help="Another precision for one table; repeatable."),
+]
+ReferenceOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--reference",
+        help="Inputs and float outputs recorded in training (.npz or .pt); write nothing if this model gives others.",
+        show_default=False,
+    ),
 ]
 
 

@@ -196,6 +196,17 @@ def _newest_of_shards(options: ServeOptions, fanout: Fanout, store: ModelStore) 
 # --------------------------------------------------------------------------------------------------- from start to stop
 
 
+def _engine_of(model: ServedModel) -> str:
+    """A line of what runs the dense part of a model."""
+    from recinfer.archive.manifest import engine_text
+
+    predictor = model.predictor
+    if predictor.engine is None:
+        return f"{model.name} {model.version} has no dense part: lookups only"
+    reason = predictor.engine_reason
+    return f"the dense part of {model.name} {model.version} runs on {engine_text(predictor.engine, reason)}"
+
+
 class _Life:
     """What happens, and what is told, when the server starts, is ready and has stopped."""
 
@@ -229,16 +240,18 @@ class _Life:
             predictors: list[Predictor] = [model.predictor for model in self._models]
             set_serving_when_there(predictors, self._fanout, output, self._server.set_serving, self._stopped)
         served = [f"{m.name} {m.version}" for m in self._models]
+        engines = [_engine_of(m) for m in self._models]
         http_port, shown = self._server.http_port, self._server.metrics_port
         if self._link is None:  # else the supervisor says it, once for all workers
             tls = self._options.security.tls_cert is not None
             doors = {"http_port": http_port, "metrics_port": shown}
-            show_doors(output, ", ".join(served), address.host, port, **doors, tls=tls)
+            show_doors(output, ", ".join(served), address.host, port, **doors, tls=tls, engines=engines)
         output.finish(
             {
                 "model": self._models[0].name,
                 "version": self._models[0].version,
                 "serving": served,
+                "engines": engines,
                 "host": address.host,
                 "port": port,
                 "http_port": http_port,

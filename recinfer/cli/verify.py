@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
-from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
+from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, where_rules_are
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
@@ -28,6 +29,8 @@ def run(
     output = Output(as_json)
     report = verify(archive)
     output.show(report)
+    if where := where_rules_are(" ".join(report.problems)):
+        output.show(Text(where))
     output.finish({"archive": str(archive), "ok": report.ok, **asdict(report)})
     if not report.ok:
         raise typer.Exit(EXIT_FAILED_CHECK)

@@ -80,7 +80,8 @@ def supervise(
         bound = shown.start()
         what = f"{', '.join(answer['serving'])} in {workers} processes"
         tls = security.tls_cert is not None
-        show_doors(output, what, host, answer["port"], http_port=answer["http_port"], metrics_port=bound, tls=tls)
+        doors = {"http_port": answer["http_port"], "metrics_port": bound}
+        show_doors(output, what, host, answer["port"], **doors, tls=tls, engines=answer["engines"])
         output.finish({**answer, "metrics_port": bound, "workers": workers})
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
-from recinfer.archive.check import ANSWERS, REQUESTS, Request, pack_answers, pack_requests
+from recinfer.archive.check import ANSWERS, REQUESTS, Answer, Request, odd_rows, pack_answers, pack_requests
 from recinfer.archive.cut import Leaf, find_leaves
 from recinfer.archive.dense import ExportedDense
 from recinfer.archive.layout import layout_rank, pieces_by_rank
@@ -32,7 +33,8 @@ from recinfer.archive.reader import Archive, open_archive
 from recinfer.archive.writer import ArchiveFolder, ShardWriter, archive_folder
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import Plan, TablePlan
-from recinfer.errors import ArchiveError, ConfigError, InputError
+from recinfer.errors import ArchiveError, ConfigError, InputError, MismatchError
+from recinfer.inference.comparison import compare_export
 from recinfer.inference.evaluation import EvalData, Evaluation, evaluate
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.prepare import (
@@ -47,6 +49,7 @@ from recinfer.inference.prepare import (
 )
 from recinfer.inference.progress import byte_bar
 from recinfer.inference.quantize import one_thread_an_operator, quantize_tables
+from recinfer.inference.recorded import RecordedReference
 from recinfer.inference.reference import FloatRows, compare_with_float
 from recinfer.inference.report import ExportReport, make_report
 
@@ -75,6 +78,7 @@ def export_archive(
     eval_data: EvalData | None = None,
     eval_output: str | None = None,
     max_auc_drop: float | None = None,
+    reference: RecordedReference | None = None,
     on_report: Callable[[ExportReport], None] | None = None,
 ) -> Archive:
     """Quantize, shard and pack ``model`` with the weights of ``checkpoint``.
@@ -100,17 +104,20 @@ def export_archive(
         eval_data: held-out rows; float and quantized model are measured on them.
         eval_output: the output that holds the logits, where the model has several.
         max_auc_drop: refuse to write an archive that loses more than this of the AUC on ``eval_data``.
-        on_report: given the error and bytes of each table, and the evaluation, before the archive gets its name.
+        reference: the user's recorded inputs and float outputs; refuse to write an archive of a model that gives others.
+        on_report: given the error and bytes of each table, the evaluation and the comparison, before the archive gets its
+            name.
 
     Returns:
         the archive, opened.
 
     Raises:
-        ConfigError: plan, contract or model do not fit together, the dense part cannot be cut out, or a policy is for no
-            feature of the model or none that there is.
+        ConfigError: plan, contract or model do not fit together, the dense part cannot be cut out, an output is NaN, or a
+            policy is for no feature of the model or none that there is.
         CheckpointError: a key is missing or has another shape.
         InputError: weights that are not finite, with table and row.
         ArchiveError: the target exists, or more than ``max_auc_drop`` would be lost; names the worst tables.
+        MismatchError: the model does not give the outputs of ``reference``.
         UnavailableError: the disk is full.
     """
     if max_auc_drop is not None and (eval_data is None or not max_auc_drop >= 0):
@@ -130,7 +137,9 @@ def export_archive(
         except ArchiveError as error:  # a name too long, a contract with more ids than rows: the caller's to mend
             raise ConfigError(f"this model does not fit an archive: {error}") from None
         requests = make_requests(manifest)
-        rows = FloatRows(manifest, [*requests, *(eval_data.requests if eval_data else ())])
+        recorded = reference.batches(manifest) if reference else []
+        wanted = [*requests, *(eval_data.requests if eval_data else ()), *(batch.request for batch in recorded)]
+        rows = FloatRows(manifest, wanted)
         stats = _write_shards(folder, plan, keys, checkpoint, rows, max_chunk_bytes, progress)
         folder.add("plan.json", plan.to_json().encode())
         _write_dense(folder, dense, leaves, checkpoint)
@@ -138,12 +147,18 @@ def export_archive(
         tables = tuple(replace(t, quantization=stats[t.module, t.name]) for t in manifest.tables)
         manifest = replace(manifest, tables=tables, files=tuple(folder.files))
         weights = read_positions(leaves, checkpoint)
-        manifest, predictor = _answer(folder, manifest, plan, requests, rows, weights)
+        manifest, predictor = _answer(
+            folder, manifest, plan, requests, rows, weights, None if cut is None else cut.program
+        )
         found = None
         if eval_data is not None:
             found = _evaluate(predictor, rows, eval_data, weights, eval_output, max_auc_drop)
+        compared = compare_export(predictor, rows, reference, recorded, weights) if reference else None
         if on_report is not None:
-            on_report(make_report(manifest, {k: checkpoint.dtype(key).itemsize for k, key in keys.items()}, found))
+            sizes = {k: checkpoint.dtype(key).itemsize for k, key in keys.items()}
+            on_report(make_report(manifest, sizes, found, compared))
+        if compared is not None and not compared.ok:
+            raise MismatchError(f"{compared.message()}. No archive was written", compared)
         if max_auc_drop is not None and found is not None:
             _refuse_drop(found, max_auc_drop)
         folder.write_manifest(manifest.to_json())
@@ -189,11 +204,13 @@ def _answer(
     requests: list[Request],
     rows: FloatRows,
     position_weights: Mapping[str, Mapping[str, Tensor]],
+    program: nn.Module | None,
 ) -> tuple[Manifest, Predictor]:
     """Let the archive answer its requests, compare with the float model, write the answers; the final manifest."""
     layouts = tuple(layout_rank(pieces, rank, plan.hash) for rank, pieces in enumerate(pieces_by_rank(plan)))
     predictor = Predictor(Archive(folder.root, manifest, plan, layouts))
     answers = [predictor.replay(request) for request in requests]
+    _refuse_odd_outputs(manifest, answers, program)
     errors = compare_with_float(predictor, rows, requests, answers, position_weights)
     folder.add(ANSWERS, pack_answers(answers))
     files = tuple(sorted(folder.files, key=lambda file: file.path))
@@ -204,6 +221,26 @@ def _answer(
         bytes_total=sum(file.bytes for file in files),
     )
     return manifest, predictor
+
+
+def _refuse_odd_outputs(manifest: Manifest, answers: Sequence[Answer], program: nn.Module | None) -> None:
+    """Raise ConfigError for outputs that are not finite: no server could be compared with them."""
+    if manifest.dense is None or program is None:
+        return
+    for index, answer in enumerate(answers):
+        for output, values in zip(manifest.dense.outputs, answer.outputs):
+            odd = odd_rows(values)
+            if not odd:
+                continue
+            tensors = [*program.named_parameters(), *program.named_buffers()]
+            broken = [n.removeprefix("model.") for n, t in tensors if not bool(torch.isfinite(t).all())]
+            cause = (
+                f"the checkpoint's {', '.join(broken[:5])} hold NaN or infinity: training diverged, or the checkpoint is damaged"
+                if broken
+                else "the weights are finite, so forward makes it of its inputs, which are random here (dense ones normal, "
+                "also below zero; bags also empty): look for a logarithm, a root, a division or an overflow, and clamp there"
+            )
+            raise ConfigError(f"the model's output {output.name!r} is {odd} of golden request {index}; {cause}")
 
 
 def _evaluate(

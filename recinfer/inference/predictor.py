@@ -131,6 +131,18 @@ class Predictor(States):
         return None if engine is None else engine.name
 
     @property
+    def engine_reason(self) -> str | None:
+        """Why torch runs the dense part and not onnxruntime, which is faster on the CPU; None where it does not."""
+        dense = self.manifest.dense
+        if dense is None or self.engine != "torch":
+            return None
+        if self.device.type != "cpu":
+            return f"the device is {self.device}"
+        if self._dense_options["engine"] == "torch":
+            return "it was loaded with dense_engine='torch'"
+        return dense.onnx_refused or "the archive's manifest says so"
+
+    @property
     def mapped_bytes(self) -> int:
         """Bytes of table rows that are mapped into this process's memory."""
         return 0 if self._mapped is None else self._mapped.buffer.numel()

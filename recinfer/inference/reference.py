@@ -13,7 +13,7 @@ from recinfer.errors import ArchiveError
 from recinfer.inference.predictor import Predictor
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
-__all__ = ["FloatRows", "compare_with_float", "float_embeddings"]
+__all__ = ["FloatRows", "compare_with_float", "float_embeddings", "rounding_bound"]
 
 
 class FloatRows:
@@ -38,6 +38,16 @@ class FloatRows:
         """Float rows [N, dim] of ids [N]."""
         key = table.module, table.name
         return self._rows[key][torch.searchsorted(self._ids[key], ids)]
+
+    def ids(self, table: TableInfo) -> Tensor:
+        """The ids whose rows are here, ascending."""
+        return self._ids[table.module, table.name]
+
+    def with_rows(self, rows: Mapping[tuple[str, str], Tensor]) -> FloatRows:
+        """The same ids with other rows: (module path, table) -> float32 [ids, dim]."""
+        other = FloatRows.__new__(FloatRows)
+        other._ids, other._rows = self._ids, dict(rows)
+        return other
 
 
 def compare_with_float(
@@ -100,7 +110,7 @@ def _module_floats(
         for table, name in features:
             bag = request.features[name]
             vectors = rows.rows(table, bag.values())
-            parts.append((name, vectors, _allowed(table, vectors), bag.lengths().long()))
+            parts.append((name, vectors, rounding_bound(table, vectors), bag.lengths().long()))
         return parts
     pooled, bounds = [], []
     for table, name in features:
@@ -110,11 +120,16 @@ def _module_floats(
     return [("pooled", torch.cat(pooled, 1), torch.cat(bounds, 1), None)]
 
 
-def _allowed(table: TableInfo, vectors: Tensor) -> Tensor:
-    """Per element: what rounding to the table's codes may change, with room for fp16 scale and bias."""
+def rounding_bound(table: TableInfo, vectors: Tensor, step: Tensor | None = None) -> Tensor:
+    """Per element of rows [N, dim]: what rounding to the table's codes may change, with room for fp16 scale and bias.
+
+    Args:
+        step: the scale step of each row, [N, 1]; the table's largest if None.
+    """
     largest = vectors.abs().amax(1, keepdim=True) if vectors.shape[0] else vectors[:, :1]
     relative = 2e-6 if table.precision == "fp32" else 2**-9
-    return (0.5 * table.quantization.max_step + relative * largest + 1e-7).expand_as(vectors)
+    half = 0.5 * (table.quantization.max_step if step is None else step)
+    return (half + relative * largest + 1e-7).expand_as(vectors)
 
 
 def _pooled(
@@ -122,7 +137,7 @@ def _pooled(
 ) -> tuple[Tensor, Tensor]:
     lengths = bag.lengths().long()
     vectors = rows.rows(table, bag.values())
-    bound = _allowed(table, vectors)
+    bound = rounding_bound(table, vectors)
     sample = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     if module.is_weighted:
         if module.position_weights is None:

@@ -8,15 +8,20 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from recinfer.archive.manifest import Manifest
+from recinfer.inference.comparison import Comparison
 from recinfer.inference.evaluation import Evaluation
 from recinfer.quant.packing import row_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Group, RenderableType
     from rich.table import Table
 
 __all__ = ["ExportReport", "TableReport", "make_report"]
 
+_NOT_COMPARED = (
+    "compared with the checkpoint's own model as it is built here, and with nothing else; --reference FILE compares with "
+    "outputs recorded in training"
+)
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -40,14 +45,16 @@ class TableReport:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """All tables, and the evaluation where held-out rows were given."""
+    """All tables, the evaluation where held-out rows were given, and the comparison where recorded outputs were."""
 
     tables: tuple[TableReport, ...]
     evaluation: Evaluation | None
+    reference: Comparison | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         data = asdict(self)
+        data["reference"] = None if self.reference is None else self.reference.to_dict()
         if self.evaluation is not None:
             data["evaluation"]["auc_drop"] = self.evaluation.auc_drop
         return data
@@ -55,9 +62,10 @@ class ExportReport:
     def __rich__(self) -> Group:
         from rich.console import Group
 
-        parts = [self._table_of_tables()]
+        parts: list[RenderableType] = [self._table_of_tables()]
         if self.evaluation is not None:
             parts.append(_table_of_quality(self.evaluation))
+        parts.append(_NOT_COMPARED if self.reference is None else self.reference)
         return Group(*parts)
 
     def _table_of_tables(self) -> Table:
@@ -103,7 +111,10 @@ def _table_of_quality(found: Evaluation) -> Table:
 
 
 def make_report(
-    manifest: Manifest, element_bytes: Mapping[tuple[str, str], int], evaluation: Evaluation | None
+    manifest: Manifest,
+    element_bytes: Mapping[tuple[str, str], int],
+    evaluation: Evaluation | None,
+    reference: Comparison | None = None,
 ) -> ExportReport:
     """The report; ``element_bytes`` is a table's (module path, name) -> bytes of a number in the checkpoint."""
     tables = tuple(
@@ -120,4 +131,4 @@ def make_report(
         )
         for t in manifest.tables
     )
-    return ExportReport(tables, evaluation)
+    return ExportReport(tables, evaluation, reference)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from recinfer.errors import ConfigError, InputError
 from recinfer.sparse.checks import is_plain
+from recinfer.sparse.offsets import offsets_to_rows
 
 __all__ = ["check_positions", "new_position_weights", "offsets_to_positions", "position_weights"]
 
@@ -28,7 +29,7 @@ def new_position_weights(
 def offsets_to_positions(offsets: Tensor, num_values: int) -> Tensor:
     """``offsets[n + 1]`` to ``int64[num_values]``: 0, 1, 2, ... in each bag."""
     offsets = offsets.long()
-    starts = torch.repeat_interleave(offsets[:-1], offsets[1:] - offsets[:-1], output_size=num_values)
+    starts = offsets.index_select(0, offsets_to_rows(offsets, num_values))
     return torch.arange(num_values, device=offsets.device) - starts
 
 

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from recinfer.archive.manifest import ENGINE_PACKAGES
 from recinfer.errors import NotFoundError
 from recinfer.inference.stages import HistogramState, Stages
 from recinfer.serving.batcher import BatcherState
@@ -201,7 +202,8 @@ def _described(model: ServedModel, weight: int) -> dict[str, Any]:
         "age": max(0.0, time.monotonic() - model.since),
         "precision": manifest.precision,
         "plan": manifest.plan_hash[:12],
-        "engine": predictor.engine or "none",
+        "engine": "none" if predictor.engine is None else ENGINE_PACKAGES[predictor.engine],
+        "engine_reason": predictor.engine_reason,
         "mapped": predictor.mapped_bytes,
         "features": len(intake.names),
         "dense": predictor.num_dense,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,14 +159,15 @@ class JaggedTensor(metaclass=Proxyable):
         return None if self._weights is None else self._padded(self._weights, desired_length, padding_value)
 
     def _padded(self, flat: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
-        lengths, offsets = self.lengths().long(), self.offsets().long()
-        rows = lengths.numel()
-        width = desired_length if desired_length is not None else int(lengths.max()) if rows else 0
-        dense = flat.new_full((rows, width, *flat.shape[1:]), padding_value)
-        row = torch.repeat_interleave(torch.arange(rows, device=flat.device), lengths, output_size=flat.shape[0])
-        column = torch.arange(flat.shape[0], device=flat.device) - offsets[:-1].index_select(0, row)
-        kept = column < width
-        return dense.index_put((row[kept], column[kept]), flat[kept])
+        lengths, starts = self.lengths().long().unsqueeze(1), self.offsets()[:-1].long().unsqueeze(1)
+        width: Any = desired_length
+        if width is None:
+            width = lengths.max().item() if lengths.numel() else 0  # torch.export follows item(), not int()
+        # Every place of the result reads a value, or the one row of padding behind them: operators that ONNX has too.
+        column = torch.arange(width, device=flat.device)
+        source = torch.where(column < lengths, starts + column, flat.shape[0])
+        padded = torch.cat([flat, flat.new_full((1, *flat.shape[1:]), padding_value)])
+        return padded.index_select(0, source.flatten()).reshape(*source.shape, *flat.shape[1:])
 
     def values(self) -> Tensor:
         """``[N, ...]``."""

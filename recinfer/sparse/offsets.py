@@ -16,6 +16,7 @@ __all__ = [
     "gather_segments",
     "lengths_to_offsets",
     "offsets_to_lengths",
+    "offsets_to_rows",
     "prefix_sums",
     "segment_sums",
 ]
@@ -34,6 +35,13 @@ def offsets_to_lengths(offsets: Tensor) -> Tensor:
 def batched_lengths_to_offsets(lengths_FB: Tensor) -> Tensor:
     """``lengths[F, B]`` to ``offsets[F, B + 1]``; each row starts at 0 again."""
     return torch.nn.functional.pad(lengths_FB.cumsum(1, dtype=lengths_FB.dtype), (1, 0))
+
+
+def offsets_to_rows(offsets: Tensor, num_values: int) -> Tensor:
+    """``offsets[n + 1]`` to ``int64[num_values]``: the row of each value; in operators that ONNX has too."""
+    ends = offsets[1:].long()
+    ended = torch.zeros(num_values + 1, dtype=torch.int64, device=offsets.device)
+    return ended.scatter_add(0, ends, torch.ones_like(ends)).cumsum(0)[:num_values]
 
 
 def prefix_sums(sizes: Sequence[int]) -> list[int]:

@@ -278,6 +278,54 @@ def test_refusals_name_the_place(forward: Callable[..., Any], message: str) -> N
         cut(model, 3)
 
 
+class TwoCollections(nn.Module):
+    """Two embedding modules that read one KeyedJaggedTensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = tables("t"), tables("u", ("c",))
+        self.linear = nn.Linear(8 + 4 + 3, 2)
+
+
+def test_a_split_of_the_sparse_input_goes_to_two_modules() -> None:
+    class Split(TwoCollections):
+        def forward(self, dense, sparse):
+            first, second = sparse.split([2, 1])
+            return self.linear(torch.cat([dense, self.one(first).values(), self.two(second).values()], 1))
+
+    model = Split()
+    made = cut(model)
+    assert made.num_dense == 3
+    features, dense = kjt("a", "b", "c"), torch.randn(3, 3)
+    with torch.no_grad():
+        expected = model(dense, features)
+        pooled = [model.one(features).values(), model.two(features).values()]
+        torch.testing.assert_close(made.program(dense, *pooled)["output"], expected)
+
+
+def test_a_sparse_input_that_is_read_as_a_tensor_is_named_so() -> None:
+    class Reads(TwoCollections):
+        def forward(self, sparse, dense):
+            scale = sparse.values().float().mean()
+            return self.linear(torch.cat([dense, self.one(sparse).values(), self.two(sparse).values()], 1)) * scale
+
+    for num_dense in (None, 3):
+        with pytest.raises(
+            ConfigError, match=r"'sparse' was taken for the dense input, because forward uses \.values of it"
+        ) as e:
+            cut(Reads(), num_dense)
+        assert "if it is a KeyedJaggedTensor, forward must hand it to the embedding modules as it is" in str(e.value)
+
+
+def test_a_dense_input_may_be_split_too() -> None:
+    class Halves(TwoCollections):
+        def forward(self, dense, sparse):
+            left, right = dense.split([2, 1], dim=1)
+            return self.linear(torch.cat([right, left, self.one(sparse).values(), self.two(sparse).values()], 1))
+
+    assert cut(Halves(), 3).num_dense == 3
+
+
 def test_one_feature_in_two_inputs_is_refused() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from recinfer.checkpoint import CheckpointReader, resolve_model, save_checkpoint
-from recinfer.errors import CheckpointError, ConfigError, NotFoundError
+from recinfer.errors import CheckpointError, ConfigError, NotFoundError, UnavailableError
 from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
@@ -174,7 +174,7 @@ def test_a_function_of_the_users_gives_the_module(tmp_path: Path, monkeypatch: p
         resolve_model("nowhere_ab:build")
     with pytest.raises(ConfigError, match="returned a int"):
         resolve_model("my_ranker_ab:other")
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+    with pytest.raises(UnavailableError, match="it imports 'a_package_that_is_not_there', which is not"):
         resolve_model("my_broken_ab:build")
     for spec in ("my_ranker_ab", "my_ranker_ab:", ":build", "a.b:c.d"):
         with pytest.raises(ConfigError, match=r"expected pkg\.module:function"):

@@ -34,8 +34,9 @@ def test_what_is_said_of_the_ports_can_be_copied(exported: Exported, tmp_path: P
     arguments = ["--model-store", tmp_path / "store", "--host", "::1", "--port", 0, "--workers", workers]
     arguments += ["--http-port", 0, "--metrics-port", 0, "--tls-cert", tls / "cert.pem", "--tls-key", tls / "key.pem"]
     with Program(RECINFER, "serve", *arguments) as process:
-        said = [process.stdout.readline() for _ in range(3)]
+        said = [process.stdout.readline() for _ in range(4)]
         assert said[0].startswith("serving tiny[red] 1") and " on [::1]:" in said[0]
+        assert said[3] == "the dense part of tiny[red] 1 runs on onnxruntime\n"
         context = ssl.create_default_context(cafile=str(tls / "ca.pem"))
         http, page = said[1].split()[-1], said[2].split()[-1]
         for url, words in ((f"https://{http}/v2/models/tiny%5Bred%5D", '"tiny[red]"'), (page, "<html")):

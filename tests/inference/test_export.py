@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import recinfer
+from recinfer.archive.check import Answer, compare_answers
 from recinfer.archive.manifest_rules import read_manifest
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import Plan
-from recinfer.errors import ConfigError
+from recinfer.errors import ArchiveError, ConfigError
 from recinfer.inference.export import export_archive
 from recinfer.inference.verify import verify
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
@@ -228,3 +229,37 @@ def test_embeddings_only(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="embeddings only"):
         predictor.predict(None, kjt)
     assert verify(archive.root).ok
+
+
+def test_weights_that_are_nan_are_named(tmp_path: Path) -> None:
+    model = Ranker()
+    with torch.no_grad():
+        model.top[0].weight[3, 5] = float("nan")
+    with pytest.raises(
+        ConfigError, match=r"output 'output' is NaN in 2 of 2 rows \(0, 1\) of golden request 0"
+    ) as caught:
+        make_archive(tmp_path, model=model)
+    assert "the checkpoint's top.0.weight hold NaN" in str(caught.value)
+    assert not (tmp_path / "small.rqa").exists()
+
+
+def test_nan_that_forward_makes_is_said_to_be_forwards(tmp_path: Path) -> None:
+    class Logarithm(Ranker):
+        def forward(self, dense: Tensor, kjt: KeyedJaggedTensor) -> dict[str, Tensor]:
+            return {"score": super().forward(dense, kjt), "log": dense[:, 0].log() + self.bottom(dense)[:, 0]}
+
+    with pytest.raises(ConfigError, match=r"output 'log' is NaN in \d+ of \d+ rows") as caught:
+        make_archive(tmp_path, model=Logarithm())
+    assert "the weights are finite, so forward makes it of its inputs" in str(caught.value)
+    assert "not what was exported" not in str(caught.value)
+
+
+def test_an_answer_that_is_nan_is_called_so() -> None:
+    stored, found = torch.zeros(12), torch.zeros(12)
+    found[2:] = float("nan")
+    with pytest.raises(
+        ArchiveError, match=r"request 1: output 0 is NaN in 10 of 12 rows \(2, 3, .* 9 \.\.\.\)"
+    ) as caught:
+        compare_answers(1, Answer([], [found]), Answer([], [stored]))
+    assert "the stored answer is finite" in str(caught.value)
+    assert caught.value.rule == "C2"

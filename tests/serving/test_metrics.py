@@ -90,6 +90,7 @@ def test_status_holds_the_plan(door: Server):
     status = json.loads(get(door, "/status.json")[0])
     model = status["models"][0]
     assert (model["name"], model["version"], model["features"]) == ("tiny", "3", len(ROWS))
+    assert (model["engine"], model["engine_reason"]) == ("onnxruntime", None)
     assert [table["name"] for table in model["tables"]] == ["t_user", "t_item", "t_shop"]
     assert [rank["rank"] for rank in model["ranks"]] == [0, 1]
     assert sum(rank["cells"] for rank in model["ranks"]) == (50 + 40 + 30) * 8

@@ -1,0 +1,43 @@
+"""``recinfer compare``: an archive's outputs against those that a training program recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
+
+__all__ = ["EXAMPLE", "NAME", "run"]
+
+NAME = "compare"
+EXAMPLE = "Example: recinfer compare movielens.rqa --reference recorded.npz"
+
+
+def run(
+    archive: Annotated[Path, typer.Argument(help="Archive folder.", show_default=False)],
+    reference: Annotated[
+        Path,
+        typer.Option(
+            "--reference", help="Inputs and float outputs recorded in training (.npz or .pt).", show_default=False
+        ),
+    ],
+    as_json: JsonOption = False,
+) -> None:
+    """Run recorded inputs through an archive and compare its outputs with the recorded ones, within what its precision allows.
+
+    Exit code 0: all rows agree. 1: some do not. 2: the archive or the file cannot be used.
+    """
+    from recinfer.inference.comparison import compare_archive
+    from recinfer.inference.recorded import RecordedReference
+
+    output = Output(as_json)
+    found = compare_archive(archive, RecordedReference.read(reference))
+    output.show(found)
+    if not found.ok:
+        output.show(Text(found.message(), style="red"))
+    output.finish({"archive": str(archive), **found.to_dict()})
+    if not found.ok:
+        raise typer.Exit(EXIT_FAILED_CHECK)

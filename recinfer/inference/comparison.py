@@ -1,0 +1,327 @@
+"""A model's outputs compared with recorded ones: what another program computed for the same inputs.
+
+Two comparisons, by what is at hand:
+
+* An export has the checkpoint's float rows. Float rows through the exported dense program must give the recorded outputs up
+  to the rounding of float32 sums; each embedding of the archive must be as near to the float one as its precision allows.
+* An archive alone has quantized rows. Each element of a row is within half a step of its float value, so the dense program
+  is run on rows moved up or down by that, at random: the root mean square of what this does to an output, times
+  ``_DEVIATIONS``, is how far off the float model's output may be. Rounding errors are spread evenly over the step, so this
+  is 7 of their standard deviations, for any dense program, shared tables and repeated ids included. Where the archive's
+  output lies on a flat part of the program (a saturated sigmoid) small moves show nothing: rows are also moved by
+  ``_DEVIATIONS`` times as much, and the larger of the two figures counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from recinfer.archive.manifest import Manifest, TableInfo
+from recinfer.archive.positions import read_position_tensors
+from recinfer.archive.reader import Archive, open_archive
+from recinfer.archive.rows import RowReader
+from recinfer.inference.predictor import Predictor
+from recinfer.inference.recorded import RecordedBatch, RecordedReference
+from recinfer.inference.reference import FloatRows, compare_with_float, float_embeddings, rounding_bound
+from recinfer.quant.packing import quantization_step, unpack_rows
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+
+__all__ = ["Comparison", "RowDifference", "compare_archive", "compare_export"]
+
+_RELATIVE = 1e-4  # of the largest recorded value of an output: float32 sums in another order, on another machine
+_ABSOLUTE = 1e-6
+_DRAWS = 16
+_DEVIATIONS = 4.0
+_SHOWN = 10
+_GAP = 64  # rows of a table that are read rather than skipped
+
+PositionWeights = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class RowDifference:
+    """The worst element of one output in one recorded row that is too far off."""
+
+    row: int
+    output: str
+    recorded: float
+    found: float
+    difference: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Recorded outputs against those of a model here.
+
+    Attributes:
+        reference: the file's name.
+        model: what was compared: ``"float"``, the checkpoint's float model as an export built it, or ``"archive"``.
+        rows, num_wrong: recorded rows; those with an output over its bound.
+        max_difference: largest difference of the compared model from the record.
+        max_bound: the largest difference that was allowed.
+        archive_difference: largest difference of the archive from the record: with ``"float"`` what the precision costs.
+        wrong: rows over their bound, the furthest over it first, at most 10.
+        blunt: outputs for which the precision allows more than the standard deviation of the recorded values, so that a
+            wrong model may pass.
+    """
+
+    reference: str
+    model: Literal["float", "archive"]
+    rows: int
+    num_wrong: int
+    max_difference: float
+    max_bound: float
+    archive_difference: float
+    wrong: tuple[RowDifference, ...]
+    blunt: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every recorded output is within its bound."""
+        return not self.num_wrong
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"ok": self.ok, **asdict(self)}
+
+    def message(self) -> str:
+        """What is wrong, and what most often is the cause."""
+        worst = self.wrong[0]
+        explains = "float32 arithmetic" if self.model == "float" else "the archive's precision"
+        return (
+            f"{self.num_wrong} of {self.rows} rows of {self.reference} have other outputs than this model: row {worst.row}, "
+            f"output {worst.output!r}: recorded {worst.recorded:.6g}, here {worst.found:.6g}, off by {worst.difference:.3g} "
+            f"where {explains} explains {worst.bound:.3g}. The usual cause: forward concatenates pooled.values(). TorchRec's "
+            "DistributedModelParallel gives its blocks in the order of the sharding, recinfer in the order of the module's "
+            "features; take them by name, torch.cat([pooled[name] for name in NAMES], dim=1), with NAMES as "
+            "pooled.keys() printed them in training. Other causes: outputs recorded in training mode (dropout, batch norm), "
+            "under autocast, or with other weights than the checkpoint's"
+        )
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        what = "the float model" if self.model == "float" else "the archive"
+        summary = (
+            f"reference {self.reference}: {self.rows - self.num_wrong} of {self.rows} rows agree; {what} is off by at most "
+            f"{self.max_difference:.3g}, allowed is {self.max_bound:.3g}"
+        )
+        if self.model == "float" and self.ok:
+            summary += f"; the archive is off by at most {self.archive_difference:.3g}"
+        parts: list[RenderableType] = [Text(summary)]
+        if self.wrong:
+            table = Table("row", "output", "recorded", what.removeprefix("the "), "difference", "bound")
+            for w in self.wrong:
+                numbers = (f"{n:.6g}" for n in (w.recorded, w.found, w.difference, w.bound))
+                table.add_row(str(w.row), w.output, *numbers)
+            for column in (0, 2, 3, 4, 5):
+                table.columns[column].justify = "right"
+            parts.append(table)
+        if self.blunt:
+            names = ", ".join(self.blunt)
+            text = (
+                f"little is proven for {names}: the precision allows more than the standard deviation of the recorded "
+                "values; compare at export, where the float rows are"
+            )
+            parts.append(Text(text))
+        return Group(*parts)
+
+
+def compare_archive(path: str | os.PathLike[str], reference: RecordedReference) -> Comparison:
+    """Compare an archive with recorded float outputs, within what its precision explains.
+
+    Raises:
+        ArchiveError: the archive breaks a rule of FORMAT.md.
+        ConfigError, InputError: the reference does not fit the model.
+    """
+    archive = open_archive(path)
+    manifest = archive.manifest
+    batches = reference.batches(manifest)
+    predictor = Predictor(archive)
+    stored, bounds = _stored_rows(archive, FloatRows(manifest, [batch.request for batch in batches]))
+    positions = read_position_tensors(archive)
+    generator = torch.Generator().manual_seed(0)
+    near, far = (
+        [stored.with_rows(_moved(manifest, stored, bounds, generator, scale)) for _ in range(_DRAWS)]
+        for scale in (1.0, _DEVIATIONS)
+    )
+    tally = _Tally(reference, manifest, batches, "archive")
+    for batch in batches:
+        found = predictor.replay(batch.request).outputs
+        little = _root_mean_squares(predictor, near, batch, positions, found)
+        much = _root_mean_squares(predictor, far, batch, positions, found)
+        tally.add(batch, found, found, [torch.maximum(_DEVIATIONS * a, b) for a, b in zip(little, much)])
+    return tally.comparison()
+
+
+def compare_export(
+    predictor: Predictor,
+    rows: FloatRows,
+    reference: RecordedReference,
+    batches: Sequence[RecordedBatch],
+    position_weights: PositionWeights,
+) -> Comparison:
+    """Compare the float model of a checkpoint with recorded outputs, and the archive's embeddings with the float model's.
+
+    Args:
+        predictor: the archive that is being written.
+        rows: the float rows of the recorded ids.
+        batches: ``reference.batches`` of the archive's manifest.
+
+    Raises:
+        ArchiveError: an embedding of the archive is further off than its precision explains.
+    """
+    manifest = predictor.manifest
+    tally = _Tally(reference, manifest, batches, "float")
+    for batch in batches:
+        answer = predictor.replay(batch.request)
+        compare_with_float(predictor, rows, [batch.request], [answer], position_weights)
+        vectors, lengths = float_embeddings(manifest, rows, batch.request, position_weights)
+        found = predictor.run_dense_on(batch.request.dense, vectors, lengths)
+        tally.add(batch, found, answer.outputs, [torch.zeros_like(output) for output in found])
+    return tally.comparison()
+
+
+class _Tally:
+    """Counts the rows that are off, and keeps the worst."""
+
+    def __init__(
+        self,
+        reference: RecordedReference,
+        manifest: Manifest,
+        batches: Sequence[RecordedBatch],
+        model: Literal["float", "archive"],
+    ) -> None:
+        assert manifest.dense is not None
+        self._reference, self._model = reference, model
+        self._outputs = [output.name for output in manifest.dense.outputs]
+        recorded = [torch.cat([batch.outputs[i] for batch in batches]) for i in range(len(self._outputs))]
+        self._tight = [_RELATIVE * float(r.abs().max()) + _ABSOLUTE if r.numel() else _ABSOLUTE for r in recorded]
+        self._spread = [float(r.std(0).max()) if len(r) > 1 and r.numel() else float("inf") for r in recorded]
+        self._rows = sum(len(batch.outputs[0]) for batch in batches)
+        self._num_wrong = 0
+        self._differences, self._bounds, self._archive = [0.0], [0.0], [0.0]
+        self._median_bounds: list[list[float]] = [[] for _ in self._outputs]
+        self._wrong: list[tuple[float, RowDifference]] = []
+
+    def add(
+        self, batch: RecordedBatch, found: Sequence[Tensor], archive: Sequence[Tensor], allowed: Sequence[Tensor]
+    ) -> None:
+        """Outputs found for a batch, those of the archive, and what may lie between them and the record but for rounding."""
+        rows = len(batch.outputs[0])
+        wrong = torch.zeros(rows, dtype=torch.bool)
+        for i, name in enumerate(self._outputs):
+            here, recorded = found[i].reshape(rows, -1), batch.outputs[i].reshape(rows, -1)
+            if not here.shape[1]:
+                continue
+            bound = allowed[i].reshape(rows, -1) + self._tight[i]
+            difference = (here - recorded).abs()
+            over = ~(difference <= bound)  # also where it is NaN
+            excess = torch.where(over, (difference / bound).nan_to_num(torch.inf, torch.inf), 0.0)
+            self._differences.append(_largest(difference))
+            self._bounds.append(_largest(bound))
+            self._archive.append(_largest((archive[i].reshape(rows, -1) - recorded).abs()))
+            self._median_bounds[i].append(float(bound.median()))
+            wrong |= over.any(1)
+            worst, column = excess.max(1)
+            for row in worst.argsort(descending=True, stable=True)[:_SHOWN].tolist():
+                if worst[row] > 0:
+                    at = row, int(column[row])
+                    numbers = (float(t[at]) for t in (recorded, here, difference, bound))
+                    self._wrong.append((float(worst[row]), RowDifference(batch.first_row + row, name, *numbers)))
+        self._num_wrong += int(wrong.sum())
+        self._wrong = sorted(self._wrong, key=lambda pair: -pair[0])[:_SHOWN]
+
+    def comparison(self) -> Comparison:
+        """What was found."""
+        blunt = tuple(
+            name
+            for name, bounds, spread in zip(self._outputs, self._median_bounds, self._spread)
+            if self._model == "archive" and bounds and max(bounds) > spread
+        )
+        return Comparison(
+            reference=self._reference.path,
+            model=self._model,
+            rows=self._rows,
+            num_wrong=self._num_wrong,
+            max_difference=_largest(torch.tensor(self._differences)),
+            max_bound=_largest(torch.tensor(self._bounds)),
+            archive_difference=_largest(torch.tensor(self._archive)),
+            wrong=tuple(row for _, row in self._wrong),
+            blunt=blunt,
+        )
+
+
+def _largest(values: Tensor) -> float:
+    """The largest; NaN where one is NaN."""
+    return float(values.max()) if values.numel() else 0.0
+
+
+def _root_mean_squares(
+    predictor: Predictor,
+    draws: Sequence[FloatRows],
+    batch: RecordedBatch,
+    position_weights: PositionWeights,
+    outputs: Sequence[Tensor],
+) -> list[Tensor]:
+    """What other rows change in each element of the outputs, over the draws."""
+    squares = [torch.zeros_like(output) for output in outputs]
+    for rows in draws:
+        vectors, lengths = float_embeddings(predictor.manifest, rows, batch.request, position_weights)
+        moved = predictor.run_dense_on(batch.request.dense, vectors, lengths)
+        for total, there, here in zip(squares, moved, outputs):
+            total += (there - here).square()
+    return [(total / len(draws)).sqrt() for total in squares]
+
+
+def _stored_rows(archive: Archive, rows: FloatRows) -> tuple[FloatRows, dict[tuple[str, str], Tensor]]:
+    """The archive's rows of these ids as float32, and how far each element [ids, dim] may be from the float model's."""
+    bounds = {}
+    with RowReader(archive) as reader:
+        for table in archive.manifest.tables:
+            planned = archive.plan.table(table.module, table.name)
+            ids = rows.ids(table)
+            steps = torch.zeros(len(ids))
+            for first, last in _runs(ids):
+                start, stop = int(ids[first]), int(ids[last - 1]) + 1
+                packed = reader.read(planned, start, stop)
+                rows.collect(table.module, table.name, start, unpack_rows(packed, table.dim, table.data_type))
+                steps[first:last] = quantization_step(packed, table.dim, table.data_type)[ids[first:last] - start]
+            bounds[table.module, table.name] = rounding_bound(table, rows.rows(table, ids), steps.unsqueeze(1))
+    return rows, bounds
+
+
+def _runs(ids: Tensor) -> list[tuple[int, int]]:
+    """Ascending ids cut where a gap is large: (first, last) places in them."""
+    cuts = ((ids[1:] - ids[:-1]) > _GAP).nonzero().flatten() + 1
+    edges = [0, *cuts.tolist(), len(ids)]
+    return [(first, last) for first, last in pairwise(edges) if first < last]
+
+
+def _moved(
+    manifest: Manifest,
+    stored: FloatRows,
+    bounds: Mapping[tuple[str, str], Tensor],
+    generator: torch.Generator,
+    scale: float,
+) -> dict[tuple[str, str], Tensor]:
+    """Each element of each row moved up or down by ``scale`` times its bound."""
+
+    def moved(table: TableInfo) -> Tensor:
+        bound = bounds[table.module, table.name]
+        signs = torch.randint(0, 2, bound.shape, generator=generator) * 2 - 1
+        return stored.rows(table, stored.ids(table)) + scale * signs * bound
+
+    return {(table.module, table.name): moved(table) for table in manifest.tables}

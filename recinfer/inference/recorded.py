@@ -1,0 +1,184 @@
+"""Recorded references: a user's own inputs and float outputs, read from an ``.npz`` or ``.pt`` file without pickle.
+
+The file holds ``F.values`` (int64 [ids]) and ``F.lengths`` (int32 [B]) for each feature F, ``F.weights`` (float32 [ids]) for
+features of weighted tables, ``dense`` (float32 [B, num_dense]), and each output under its name (``output`` where there is
+one), float32 [B, ...].
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recinfer.archive.check import Request
+from recinfer.archive.manifest import Manifest
+from recinfer.errors import ConfigError, InputError
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["RecordedBatch", "RecordedReference"]
+
+_BATCH = 1024
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_FLOATS = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class RecordedBatch:
+    """Recorded rows ``first_row ...`` as a request, and the outputs recorded for them, in the manifest's order."""
+
+    first_row: int
+    request: Request
+    outputs: list[Tensor]
+
+
+@dataclass(frozen=True)
+class RecordedReference:
+    """The tensors of a reference file, by name."""
+
+    path: str
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> RecordedReference:
+        """Read an ``.npz`` (numpy.savez) or ``.pt`` (torch.save of a dict of tensors) file; nothing in it is run.
+
+        Raises:
+            InputError: another kind of file, or one that holds something else than numbers.
+            OSError: it cannot be opened.
+        """
+        file = Path(path)
+        if file.suffix not in (".npz", ".pt"):
+            raise InputError(f"reference {file.name}: expected a file named *.npz (numpy.savez) or *.pt (torch.save)")
+        with file.open("rb"):  # what cannot be opened is an OSError that names it
+            pass
+        try:
+            found = (
+                _read_npz(file) if file.suffix == ".npz" else torch.load(file, map_location="cpu", weights_only=True)
+            )
+        except Exception as error:  # both libraries raise what their parsers met
+            kind = "an .npz of plain arrays" if file.suffix == ".npz" else "a .pt of tensors (weights_only)"
+            raise InputError(
+                f"reference {file.name} cannot be read as {kind}: {type(error).__name__}: {str(error)[:300]}"
+            ) from None
+        if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+            raise InputError(f"reference {file.name}: expected a dict of tensors, name -> tensor")
+        return cls(file.name, {str(name): value.detach() for name, value in found.items()})
+
+    def batches(self, manifest: Manifest) -> list[RecordedBatch]:
+        """The recorded rows as requests of at most 1024 rows each.
+
+        Raises:
+            ConfigError: the model has no dense part, so no outputs.
+            InputError: a tensor is missing, unknown, or has another dtype or shape than the model's; an id is out of range;
+                a recorded number is not finite.
+        """
+        if manifest.dense is None:
+            raise ConfigError("reference: this model is embedding tables only, it has no outputs to compare")
+        weighted = {f for m in manifest.modules if m.is_weighted and m.position_weights is None for f in m.features}
+        names = [feature.name for feature in manifest.features]
+        expected = [f"{name}.{part}" for name in names for part in ("values", "lengths")]
+        expected += [f"{name}.weights" for name in names if name in weighted]
+        expected += ["dense"] if manifest.dense.num_dense else []
+        expected += [output.name for output in manifest.dense.outputs]
+        missing = [name for name in expected if name not in self.tensors]
+        unknown = sorted(set(self.tensors) - set(expected))
+        if missing or unknown:
+            raise InputError(
+                f"reference {self.path}: expected {_some(expected)}; missing {_some(missing)}, unknown {_some(unknown)}"
+            )
+        rows = len(self._integers(f"{names[0]}.lengths"))
+        if not rows:
+            raise InputError(f"reference {self.path}: it has no rows; record at least one batch")
+        lengths = {name: self._lengths(name, rows) for name in names}
+        offsets = {name: torch.cat([torch.zeros(1, dtype=torch.int64), n.cumsum(0)]) for name, n in lengths.items()}
+        values = {
+            name: self._ids(name, int(offsets[name][-1]), min(t.rows for t in manifest.feature_tables[name]))
+            for name in names
+        }
+        weights = {name: self._weights(name, name in weighted, len(values[name])) for name in names}
+        dense = self._floats("dense", (rows, manifest.dense.num_dense)) if manifest.dense.num_dense else None
+        outputs = [self._floats(o.name, (rows, *o.shape)) for o in manifest.dense.outputs]
+        batches = []
+        for start in range(0, rows, _BATCH):
+            stop = min(start + _BATCH, rows)
+            spans = {name: slice(int(offsets[name][start]), int(offsets[name][stop])) for name in names}
+            features = KeyedJaggedTensor(
+                names,
+                torch.cat([values[name][spans[name]] for name in names]),
+                torch.cat([weights[name][spans[name]] for name in names]) if weighted else None,
+                lengths=torch.cat([lengths[name][start:stop] for name in names]).int(),
+            )
+            request = Request(None if dense is None else dense[start:stop], features)
+            batches.append(RecordedBatch(start, request, [output[start:stop] for output in outputs]))
+        return batches
+
+    def _integers(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
+        if tensor.dtype not in _INTEGERS or tensor.dim() != 1:
+            raise InputError(f"reference {self.path}: {name} is {_shape(tensor)}; expected integers with one dimension")
+        return tensor.long()
+
+    def _lengths(self, name: str, rows: int) -> Tensor:
+        lengths = self._integers(f"{name}.lengths")
+        if len(lengths) != rows:
+            raise InputError(
+                f"reference {self.path}: {name}.lengths has {len(lengths)} rows, another feature's lengths {rows}"
+            )
+        if bool((lengths < 0).any()):
+            raise InputError(f"reference {self.path}: {name}.lengths has negative numbers")
+        return lengths
+
+    def _ids(self, name: str, count: int, rows: int) -> Tensor:
+        values = self._integers(f"{name}.values")
+        if len(values) != count:
+            raise InputError(
+                f"reference {self.path}: {name}.values has {len(values)} ids, {name}.lengths sum to {count}"
+            )
+        bad = ((values < 0) | (values >= rows)).nonzero()
+        if len(bad):
+            at = int(bad[0])
+            raise InputError(
+                f"reference {self.path}: {name}.values[{at}] is {int(values[at])}; expected ids below {rows}, the rows "
+                "of its table"
+            )
+        return values
+
+    def _weights(self, name: str, weighted: bool, count: int) -> Tensor:
+        return self._floats(f"{name}.weights", (count,)) if weighted else torch.ones(count)
+
+    def _floats(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self.tensors[name]
+        same = [n for n in tensor.shape if n != 1] == [n for n in shape if n != 1]  # [B] and [B, 1] are one thing
+        if tensor.dtype not in _FLOATS or not same:
+            raise InputError(
+                f"reference {self.path}: {name} is {_shape(tensor)}; expected float32 {list(shape)}, as the model gives it "
+                "without autocast"
+            )
+        bad = (~torch.isfinite(tensor)).nonzero()
+        if len(bad):
+            at = bad[0].tolist()
+            raise InputError(
+                f"reference {self.path}: {name}{at} is {float(tensor[tuple(at)])}; expected finite numbers"
+            )
+        return tensor.float().reshape(shape)
+
+
+def _read_npz(file: Path) -> dict[str, Any]:
+    with np.load(file, allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(np.ascontiguousarray(arrays[name])) for name in arrays.files}
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _some(names: list[str], shown: int = 8) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return (", ".join(names[:shown]) + more) or "nothing"
