@@ -25,8 +25,14 @@ from recinfer.distributed.embedding_types import (
     ShardedEmbeddingTable,
     compute_kernel_to_embedding_location,
 )
-from recinfer.distributed.fused_optimizer import GroupFusedOptimizer, TablePiece, sharded_or_local
-from recinfer.distributed.fused_params import FusedSettings
+from recinfer.distributed.fused_optimizer import (
+    GroupFusedOptimizer,
+    TablePiece,
+    UnnamedOptimizer,
+    mark_fused,
+    sharded_or_local,
+)
+from recinfer.distributed.fused_params import FusedSettings, names_optimizer
 from recinfer.distributed.infer_lookup import (
     InferGroupedEmbeddingsLookup,
     InferGroupedLookupMixin,
@@ -97,11 +103,11 @@ class _GroupKernel(nn.Module):
         super().__init__()
         self.config = config
         self.is_fused = config.compute_kernel is not EmbeddingComputeKernel.DENSE
-        tables = config.embedding_tables
+        tables, params = config.embedding_tables, _fused_params(config)
         self.group = make_table_group(
             [TableShape(t.name, t.local_rows, t.local_cols, t.num_features()) for t in tables],
             pooling,
-            FusedSettings.from_params(_fused_params(config)) if self.is_fused else None,
+            FusedSettings.from_params(params) if self.is_fused else None,
             data_type_to_dtype(config.data_type),
             device,
             compute_kernel_to_embedding_location(config.compute_kernel),
@@ -114,10 +120,11 @@ class _GroupKernel(nn.Module):
         else:
             parameters, states = [nn.Parameter(w) for w in self.group.table_weights()], self.group.table_states()
             for parameter in parameters:
-                # How in_backward_optimizer_filter, and a user, sees that no other optimizer may step it.
-                parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
+                mark_fused(parameter)
         # A list of dataclasses, so that the parameters are not registered here under other names.
         self.pieces = [TablePiece(t, p, s) for t, p, s in zip(tables, parameters, states)]
+        unnamed = self.is_fused and not names_optimizer(params)
+        self._unnamed = UnnamedOptimizer(self.group, [t.name for t in tables]) if unnamed else None
 
     def forward(self, features: KeyedJaggedTensor, weight_gradient_factor: int = 1) -> Tensor:
         weights = features.weights_or_none() if self.config.is_weighted else None
@@ -125,7 +132,7 @@ class _GroupKernel(nn.Module):
             weights = CommOpGradientScaling.apply(weights, weight_gradient_factor)
         batch_sizes = features.stride_per_key_per_rank() if features.variable_stride_per_key() else None
         out: Tensor = self.group(features.values(), features.offsets(), weights, batch_sizes)
-        return out
+        return out if self._unnamed is None else self._unnamed(out)
 
 
 @torch.no_grad()

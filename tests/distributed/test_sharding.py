@@ -297,7 +297,7 @@ class TestInfos:
         assert x.names() == ["f@x", "x"]
         assert x.fused_params == {"eps": 1.0, "bounds_check_mode": BoundsCheckMode.FATAL, "cache_load_factor": 0.5}
         assert y.fused_params == {"eps": 1.0, "lr": 0.25, "optimizer": OptimType.ADAGRAD}
-        assert y.param_sharding.compute_kernel == "fused"  # a replica with an optimizer in its backward
+        assert y.param_sharding.compute_kernel == "dense"  # the plan's kernel counts, as in TorchRec
 
     def test_a_plan_must_name_the_tables(self) -> None:
         whole = plan("table_wise", [(0, 0, 4, 4, 0)])
