@@ -29,7 +29,6 @@ from recinfer.distributed.fused_optimizer import (
     GroupFusedOptimizer,
     TablePiece,
     UnnamedOptimizer,
-    mark_fused,
     sharded_or_local,
 )
 from recinfer.distributed.fused_params import FusedSettings, names_optimizer
@@ -47,7 +46,7 @@ from recinfer.distributed.types import ShardingEnv, ShardingType
 from recinfer.distributed.utils import append_prefix
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.modules.embedding_configs import PoolingType, data_type_to_dtype
-from recinfer.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
+from recinfer.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule, mark_fused
 from recinfer.optim.keyed import KeyedOptimizer
 from recinfer.optim.local_tensors import local_tensors
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor

@@ -26,9 +26,9 @@ from recinfer.distributed.fused_params import FusedSettings
 from recinfer.distributed.global_tensors import global_tensor
 from recinfer.distributed.table_group import TableGroup
 from recinfer.errors import ConfigError
-from recinfer.optim.fused import EmptyFusedOptimizer, FusedOptimizer
+from recinfer.optim.fused import FusedOptimizer
 
-__all__ = ["GroupFusedOptimizer", "TablePiece", "UnnamedOptimizer", "mark_fused", "sharded_or_local"]
+__all__ = ["GroupFusedOptimizer", "TablePiece", "UnnamedOptimizer", "sharded_or_local"]
 
 _STEPS = "iter"
 
@@ -40,11 +40,6 @@ class TablePiece:
     table: ShardedEmbeddingTable
     parameter: nn.Parameter
     state: dict[str, Tensor]
-
-
-def mark_fused(parameter: nn.Parameter) -> None:
-    """Say on ``parameter`` that its kernel steps it: in_backward_optimizer_filter then keeps it from other optimizers."""
-    parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
 
 
 class UnnamedOptimizer:

@@ -138,7 +138,10 @@ class TestLayout:
             ([(0, 0, 5, 4, 0)], "do not tile"),
             ([(0, 0, 10, 2, 0)], "do not tile"),
             ([(0, 0, 4, 4, 0), (5, 0, 5, 4, 1)], "do not tile"),
-            ([(0, 0, 10, 2, 0), (0, 2, 5, 2, 1)], r"'t': shard \[0:5, 2:4\]@1 ends at row 5, column 4; expected row 10"),
+            (
+                [(0, 0, 10, 2, 0), (0, 2, 5, 2, 1)],
+                r"'t': shard \[0:5, 2:4\]@1 ends at row 5, column 4; expected row 10",
+            ),
             ([(0, 0, 10, 4, 0), (0, 4, 5, 2, 1)], r"shard \[0:5, 4:6\]@1 ends at row 5, column 6; .*after 4"),
             ([(0, 0, 10, 4, 0), (0, 4, 10, 2, 1)], r"shard \[0:10, 4:6\]@1 ends at row 10, column 6; .*after 4"),
             ([(0, 0, 10, 4, 0), (3, 7, 2, 2, 1)], r"shard \[3:5, 7:9\]@1 begins at row 3, column 7; expected 0, 4"),

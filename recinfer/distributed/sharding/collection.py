@@ -20,7 +20,6 @@ from recinfer.distributed.embedding_types import (
     ShardedEmbeddingModule,
     ShrdCtx,
 )
-from recinfer.distributed.fused_optimizer import mark_fused
 from recinfer.distributed.sharding.combine import JoinGroups
 from recinfer.distributed.sharding.hosts import summed_inside_hosts
 from recinfer.distributed.sharding.infos import by_sharding_type
@@ -38,7 +37,7 @@ from recinfer.distributed.types import (
     ShardMetadata,
 )
 from recinfer.modules.embedding_configs import data_type_to_dtype
-from recinfer.optim.fused import FusedOptimizerModule
+from recinfer.optim.fused import FusedOptimizerModule, mark_fused
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 __all__ = ["ShardedCollection"]

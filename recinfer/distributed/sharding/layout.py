@@ -116,7 +116,9 @@ def _check_tiling(name: str, rows: int, cols: int, pieces: list[Piece]) -> None:
                 break
             row = piece.row_stop
         if not wrong and (row != rows or stop > cols):
-            wrong = f"shard {_rect(piece)} ends at row {row}, column {stop}; expected row {rows}, no column after {cols}"
+            wrong = (
+                f"shard {_rect(piece)} ends at row {row}, column {stop}; expected row {rows}, no column after {cols}"
+            )
         if wrong:
             break
         col = stop
