@@ -57,7 +57,10 @@ def _plan(package: str, ebc: Any, sharding: str) -> Any:
         "table_column_wise": lambda i: plans.column_wise(ranks=list(range(RANKS))),
         "table_row_wise": lambda i: plans.table_row_wise(host_index=0),
         "grid_shard": lambda i: plans.grid_shard(host_indexes=[0]),
-        "data_parallel": lambda i: plans.data_parallel(),
+        # TorchRec's replicas are dense, whatever the plan says.
+        "data_parallel": lambda i: plans.data_parallel(
+            **({"compute_kernel": "fused"} if package == "recinfer" else {})
+        ),
     }[sharding]
 
     class Sharder(bags.EmbeddingBagCollectionSharder):  # type: ignore[name-defined,misc]

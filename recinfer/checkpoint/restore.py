@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from recinfer.checkpoint.dcp import Chunk, StoredTensor
 from recinfer.checkpoint.loading import LoadReport
 from recinfer.checkpoint.reader import CheckpointReader
+from recinfer.checkpoint.shard_state import state_of_all_ranks
 from recinfer.distributed.embedding_types import ShardedEmbeddingModule
 from recinfer.errors import CheckpointError
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
@@ -70,7 +71,7 @@ def load_checkpoint(
     if optimizer is not None:
         keyed = keyed_optimizer(model, optimizer)
         keyed.init_state()
-        plans = _optimizer_plan(reader, keyed, own_names(model, keyed), strict)
+        plans = _optimizer_plan(reader, keyed, own_names(model, keyed), model.state_dict(), strict)
     for key in report.loaded:
         stored = reader.tensor(key)
         for target, offsets in local_pieces(state[key]):
@@ -145,12 +146,16 @@ def _match(reader: CheckpointReader, state: Mapping[str, Any], strict: bool) -> 
 
 
 def _optimizer_plan(
-    reader: CheckpointReader, optimizer: KeyedOptimizer, names: Mapping[str, str], strict: bool
+    reader: CheckpointReader,
+    optimizer: KeyedOptimizer,
+    names: Mapping[str, str],
+    model: Mapping[str, Any],
+    strict: bool,
 ) -> list[Any]:
     """What copies each state of ``optimizer`` out of the checkpoint, all found before anything is changed."""
     plans, missing = [], []
     stored = set(reader.stored_keys())
-    for name, values in optimizer.state_dict()["state"].items():
+    for name, values in state_of_all_ranks(optimizer, names, model).items():
         found = {
             state_name: _stored_state(stored, names[name], str(state_name))
             for state_name, value in values.items()
@@ -164,7 +169,7 @@ def _optimizer_plan(
                     missing.append(f"{names[name]}: {state_name}")
                 continue
             weight = reader.tensor(names[name])
-            plans.append(_state_plan(reader.stored(key), key, value, optimizer.params[name], weight))
+            plans.append(_state_plan(reader.stored(key), key, value, model[names[name]], weight))
     if missing and strict:
         raise CheckpointError(
             f"{reader.path}: {len(missing)} states of the optimizer are not in it ({_some(missing)}); strict=False "

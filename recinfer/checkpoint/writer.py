@@ -24,6 +24,7 @@ from recinfer.checkpoint.dcp import METADATA_FILE
 from recinfer.checkpoint.folders import put, sync_folder
 from recinfer.checkpoint.model_json import MODEL_FORMAT, MODEL_JSON, describe_model
 from recinfer.checkpoint.restore import keyed_optimizer, own_names
+from recinfer.checkpoint.shard_state import state_of_all_ranks
 from recinfer.distributed.copying import copying_to
 from recinfer.errors import CheckpointError
 from recinfer.optim.local_tensors import local_tensors
@@ -152,7 +153,8 @@ class _Saving:
         if optimizer is not None:
             keyed = keyed_optimizer(model, optimizer)
             names = own_names(model, keyed)
-            self.state["optim"] = {"state": {names[n]: v for n, v in keyed.state_dict()["state"].items()}}
+            states = state_of_all_ranks(keyed, names, self.state["model"])
+            self.state["optim"] = {"state": {names[n]: v for n, v in states.items()}}
         description = {
             "format": MODEL_FORMAT,
             "name": model_name,

@@ -26,8 +26,13 @@ from recinfer.distributed.embedding_types import (
     ShardedEmbeddingTable,
     compute_kernel_to_embedding_location,
 )
-from recinfer.distributed.fused_optimizer import GroupFusedOptimizer, TablePiece, sharded_or_local
-from recinfer.distributed.fused_params import FusedSettings
+from recinfer.distributed.fused_optimizer import (
+    GroupFusedOptimizer,
+    TablePiece,
+    UnnamedOptimizer,
+    sharded_or_local,
+)
+from recinfer.distributed.fused_params import FusedSettings, names_optimizer
 from recinfer.distributed.infer_lookup import (
     InferGroupedEmbeddingsLookup,
     InferGroupedLookupMixin,
@@ -42,7 +47,7 @@ from recinfer.distributed.types import ShardingEnv, ShardingType
 from recinfer.distributed.utils import append_prefix
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.modules.embedding_configs import PoolingType, data_type_to_dtype
-from recinfer.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
+from recinfer.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule, mark_fused
 from recinfer.optim.keyed import KeyedOptimizer
 from recinfer.optim.local_tensors import local_tensors
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
@@ -98,11 +103,11 @@ class _GroupKernel(nn.Module):
         super().__init__()
         self.config = config
         self.is_fused = config.compute_kernel is not EmbeddingComputeKernel.DENSE
-        tables = config.embedding_tables
+        tables, params = config.embedding_tables, _fused_params(config)
         self.group = make_table_group(
             [TableShape(t.name, t.local_rows, t.local_cols, t.num_features()) for t in tables],
             pooling,
-            FusedSettings.from_params(_fused_params(config)) if self.is_fused else None,
+            FusedSettings.from_params(params) if self.is_fused else None,
             data_type_to_dtype(config.data_type),
             device,
             compute_kernel_to_embedding_location(config.compute_kernel),
@@ -118,10 +123,11 @@ class _GroupKernel(nn.Module):
             states = self.group.table_states()
             for parameter in parameters:
                 parameter.requires_grad_()
-                # How in_backward_optimizer_filter, and a user, sees that no other optimizer may step it.
-                parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
+                mark_fused(parameter)
         # A list of dataclasses, so that the parameters are not registered here under other names.
         self.pieces = [TablePiece(t, p, s) for t, p, s in zip(tables, parameters, states)]
+        unnamed = self.is_fused and not names_optimizer(params)
+        self._unnamed = UnnamedOptimizer(self.group, [t.name for t in tables]) if unnamed else None
 
     def forward(self, features: KeyedJaggedTensor, weight_gradient_factor: int = 1) -> Tensor:
         weights = features.weights_or_none() if self.config.is_weighted else None
@@ -129,7 +135,7 @@ class _GroupKernel(nn.Module):
             weights = CommOpGradientScaling.apply(weights, weight_gradient_factor)
         batch_sizes = features.stride_per_key_per_rank() if features.variable_stride_per_key() else None
         out: Tensor = self.group(features.values(), features.offsets(), weights, batch_sizes)
-        return out
+        return out if self._unnamed is None else self._unnamed(out)
 
 
 @torch.no_grad()

@@ -22,11 +22,13 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed.device_mesh import DeviceMesh
 
 from recinfer.distributed.embedding_types import ShardedEmbeddingTable
+from recinfer.distributed.fused_params import FusedSettings
 from recinfer.distributed.global_tensors import global_tensor
 from recinfer.distributed.table_group import TableGroup
+from recinfer.errors import ConfigError
 from recinfer.optim.fused import FusedOptimizer
 
-__all__ = ["GroupFusedOptimizer", "TablePiece", "sharded_or_local"]
+__all__ = ["GroupFusedOptimizer", "TablePiece", "UnnamedOptimizer", "sharded_or_local"]
 
 _STEPS = "iter"
 
@@ -38,6 +40,54 @@ class TablePiece:
     table: ShardedEmbeddingTable
     parameter: nn.Parameter
     state: dict[str, Tensor]
+
+
+class UnnamedOptimizer:
+    """Refuses the first backward of fused tables whose settings name neither an optimizer nor a rate.
+
+    They would be stepped by SGD at FBGEMM's own rate, and an optimizer of the caller's would do nothing. A rate that was
+    set in the kernel's ``param_groups`` since then counts as named.
+
+    Args:
+        group: the tables.
+        names: theirs.
+
+    ``guard(vectors)`` gives the looked-up ``vectors`` back; their backward raises ConfigError.
+    """
+
+    def __init__(self, group: TableGroup, names: Iterable[str]) -> None:
+        self._group = group
+        self._names = tuple(dict.fromkeys(names))
+        self._refuses = True
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        guarded: Tensor = _Guard.apply(vectors, self)
+        return guarded
+
+    def check(self) -> None:
+        """Called in a backward, before the tables are stepped."""
+        if self._refuses and self._group.param_group["lr"] == FusedSettings.learning_rate:
+            raise ConfigError(
+                f"backward through fused tables that have no optimizer: {', '.join(self._names)}. Call "
+                "apply_optimizer_in_backward for their parameters before they are sharded, or give the sharder "
+                'fused_params={"optimizer": ..., "learning_rate": ...}; or plan them with the kernel dense, to train them '
+                "by an optimizer of your own. To evaluate, use torch.no_grad()"
+            )
+        self._refuses = False
+
+
+class _Guard(torch.autograd.Function):
+    """The identity; its backward lets an :class:`UnnamedOptimizer` check."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, unnamed: UnnamedOptimizer) -> Tensor:
+        ctx.unnamed = unnamed
+        return vectors.view_as(vectors)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.unnamed.check()
+        return grad_output, None
 
 
 class GroupFusedOptimizer(FusedOptimizer):

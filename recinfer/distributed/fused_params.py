@@ -16,7 +16,7 @@ from recinfer.errors import ConfigError
 if TYPE_CHECKING:
     from recinfer.optim.row_updates import Hyper
 
-__all__ = ["FusedSettings", "WeightDecayMode", "check_output_dtype", "output_dtype_of"]
+__all__ = ["FusedSettings", "WeightDecayMode", "check_output_dtype", "names_optimizer", "output_dtype_of"]
 
 
 class WeightDecayMode(Enum):
@@ -231,6 +231,11 @@ def _member(kind: Any, value: Any) -> Any:
     if text not in kind.__members__:
         raise ConfigError(f"fused_params: {value!r}; expected one of {sorted(kind.__members__)}")
     return kind[text]
+
+
+def names_optimizer(params: Mapping[str, Any] | None) -> bool:
+    """Whether ``fused_params`` say how tables are trained: an optimizer, or the rate of the default one, SGD."""
+    return bool(params) and not {"optimizer", "learning_rate", "lr"}.isdisjoint(params or {})
 
 
 def output_dtype_of(params: Mapping[str, Any] | None) -> torch.dtype:

@@ -213,7 +213,10 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by the model's own names, sharded ones (their local part) too."""
+        """Parameters by the model's own names, sharded ones (their local part) too.
+
+        Every rank names every table: one that lies on other ranks is an empty parameter here, as in TorchRec.
+        """
         seen: set[int] = set()
         for name, parameter in _named_parameters(get_module(self), prefix, recurse):
             if not remove_duplicate or id(parameter) not in seen:

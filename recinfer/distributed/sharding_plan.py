@@ -10,6 +10,7 @@ from torch import nn
 
 from recinfer import env
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
+from recinfer.distributed.fused_params import names_optimizer
 from recinfer.distributed.planner.constants import MIN_CW_DIM
 from recinfer.distributed.planner.plan import placement
 from recinfer.distributed.planner.space import column_pieces
@@ -21,6 +22,7 @@ from recinfer.distributed.types import (
     ShardingType,
     ShardMetadata,
 )
+from recinfer.distributed.utils import has_optimizer_in_backward
 from recinfer.errors import ConfigError
 
 __all__ = [
@@ -43,6 +45,10 @@ __all__ = [
 # (parameter, ranks a host, ranks, device type, sharder) -> sharding of the parameter
 ParameterShardingGenerator = Callable[[Any, int, int, str, ModuleSharder[nn.Module]], ParameterSharding]
 Rects = list[tuple[list[int], list[int]]]  # (size, offset)
+
+_Kernel = EmbeddingComputeKernel
+_QUANTIZED = tuple(k.value for k in (_Kernel.QUANT, _Kernel.QUANT_UVM, _Kernel.QUANT_UVM_CACHING))
+_FLOAT = tuple(k.value for k in (_Kernel.DENSE, _Kernel.FUSED, _Kernel.FUSED_UVM, _Kernel.FUSED_UVM_CACHING))
 
 
 def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
@@ -128,21 +134,28 @@ def _split(heights: list[int], cols: int) -> tuple[list[list[int]], list[list[in
     return [[h, cols] for h in heights], offsets
 
 
-def _kernel(sharder: ModuleSharder[nn.Module], kind: ShardingType, device: str, asked: str | None) -> str:
-    offered = sharder.compute_kernels(kind.value, device)
+def _kernel(param: Any, sharder: ModuleSharder[nn.Module], kind: ShardingType, device: str, asked: str | None) -> str:
+    """The kernel asked for, or the default.
+
+    That is ``quant`` for quantized tables, and ``fused`` for a table whose optimizer runs in the backward: noted on
+    ``param`` by apply_optimizer_in_backward, or named in the sharder's ``fused_params``. Any other table is ``dense``:
+    its parameter is for an optimizer of the caller's. So is a replica's, as in TorchRec.
+    """
+    quantized = EmbeddingComputeKernel.QUANT.value in sharder.compute_kernels(kind.value, device)
+    known = _QUANTIZED if quantized else _FLOAT
     if asked is not None:
-        if asked not in offered:
-            raise ConfigError(
-                f"compute_kernel {asked!r} is not offered for {kind.value} on {device}; expected one of {offered}"
-            )
+        if asked not in known:
+            raise ConfigError(f"compute_kernel {asked!r}: {type(sharder).__name__} shards to one of {', '.join(known)}")
         return asked
-    for preferred in (EmbeddingComputeKernel.QUANT.value, EmbeddingComputeKernel.FUSED.value):
-        if preferred in offered:
-            return preferred
-    return offered[0]
+    if quantized:
+        return EmbeddingComputeKernel.QUANT.value
+    in_backward = has_optimizer_in_backward(param) or names_optimizer(getattr(sharder, "fused_params", None))
+    fused = in_backward and kind != ShardingType.DATA_PARALLEL
+    return (EmbeddingComputeKernel.FUSED if fused else EmbeddingComputeKernel.DENSE).value
 
 
 def _sharding(
+    param: Any,
     rects: Rects,
     ranks: list[int],
     kind: ShardingType,
@@ -152,12 +165,13 @@ def _sharding(
     compute_kernel: str | None = None,
     devices: list[str] | None = None,
 ) -> ParameterSharding:
-    allowed = sharder.sharding_types(device_type)
+    # What a sharder offers on a CPU is what a planner should try there; the others run too.
+    allowed = list(dict.fromkeys([*sharder.sharding_types(device_type), *sharder.sharding_types("cuda")]))
     if kind.value not in allowed:
         raise ConfigError(
             f"{kind.value} is not offered by {type(sharder).__name__} on {device_type}; expected {allowed}"
         )
-    kernel = _kernel(sharder, kind, device_type, compute_kernel)
+    kernel = _kernel(param, sharder, kind, device_type, compute_kernel)
     spec = None
     if kind != ShardingType.DATA_PARALLEL:
         kinds = devices or [device_type] * len(rects)
@@ -178,13 +192,20 @@ def _check_ranks(ranks: list[int], world_size: int) -> None:
         raise ConfigError(f"ranks {wrong} are outside the world of {world_size} ranks")
 
 
-def data_parallel() -> ParameterShardingGenerator:
-    """The whole table on every rank."""
+def data_parallel(compute_kernel: str | None = None) -> ParameterShardingGenerator:
+    """The whole table on every rank.
+
+    Args:
+        compute_kernel: ``dense`` (default): an optimizer of the caller's steps it. ``fused``: its optimizer runs in the
+            backward, and ranks exchange ids and gradients of vectors instead of whole tables.
+    """
 
     def generate(param: Any, local_size: int, world_size: int, device_type: str, sharder: Any) -> ParameterSharding:
         rects = [([*param.shape], [0, 0])] * world_size
         ranks = list(range(world_size))
-        return _sharding(rects, ranks, ShardingType.DATA_PARALLEL, local_size, device_type, sharder)
+        return _sharding(
+            param, rects, ranks, ShardingType.DATA_PARALLEL, local_size, device_type, sharder, compute_kernel
+        )
 
     return generate
 
@@ -197,7 +218,7 @@ def table_wise(rank: int, device: str | None = None, compute_kernel: str | None 
         rects = [([*param.shape], [0, 0])]
         kinds = [device] if device is not None else None
         return _sharding(
-            rects, [rank], ShardingType.TABLE_WISE, local_size, device_type, sharder, compute_kernel, kinds
+            param, rects, [rank], ShardingType.TABLE_WISE, local_size, device_type, sharder, compute_kernel, kinds
         )
 
     return generate
@@ -206,7 +227,10 @@ def table_wise(rank: int, device: str | None = None, compute_kernel: str | None 
 def row_wise(
     sizes_placement: tuple[list[int], str | list[str]] | None = None, compute_kernel: str | None = None
 ) -> ParameterShardingGenerator:
-    """Rows over all ranks: evenly, or (rows of each rank, device kinds) in ``sizes_placement``."""
+    """Rows over all ranks: evenly, or (sizes, device kinds) in ``sizes_placement``.
+
+    Size ``i`` goes to rank ``i``; where there are more sizes than ranks, they go round the ranks again.
+    """
 
     def generate(param: Any, local_size: int, world_size: int, device_type: str, sharder: Any) -> ParameterSharding:
         rows, cols = param.shape
@@ -218,11 +242,14 @@ def row_wise(
             if sum(heights) != rows:
                 raise ConfigError(f"row_wise sizes sum to {sum(heights)}; the table has {rows} rows")
             devices = [kinds] * len(heights) if isinstance(kinds, str) else list(kinds)
+            if len(devices) != len(heights):
+                raise ConfigError(f"row_wise has {len(heights)} sizes and {len(devices)} device kinds; give one each")
         sizes, offsets = _split(list(heights), cols)
-        ranks = list(range(len(heights)))
-        _check_ranks(ranks, world_size)
+        ranks = [i % world_size for i in range(len(heights))]
         rects = list(zip(sizes, offsets))
-        return _sharding(rects, ranks, ShardingType.ROW_WISE, local_size, device_type, sharder, compute_kernel, devices)
+        return _sharding(
+            param, rects, ranks, ShardingType.ROW_WISE, local_size, device_type, sharder, compute_kernel, devices
+        )
 
     return generate
 
@@ -256,7 +283,15 @@ def column_wise(
             rects.append(([rows, width], [0, at]))
             at += width
         return _sharding(
-            rects, places, ShardingType.COLUMN_WISE, local_size, device_type, sharder, compute_kernel, device_types
+            param,
+            rects,
+            places,
+            ShardingType.COLUMN_WISE,
+            local_size,
+            device_type,
+            sharder,
+            compute_kernel,
+            device_types,
         )
 
     return generate
@@ -270,7 +305,7 @@ def table_row_wise(host_index: int) -> ParameterShardingGenerator:
         _check_ranks(ranks, world_size)
         sizes, offsets = _split(_evenly(param.shape[0], local_size), param.shape[1])
         rects = list(zip(sizes, offsets))
-        return _sharding(rects, ranks, ShardingType.TABLE_ROW_WISE, local_size, device_type, sharder)
+        return _sharding(param, rects, ranks, ShardingType.TABLE_ROW_WISE, local_size, device_type, sharder)
 
     return generate
 
@@ -290,7 +325,7 @@ def grid_shard(host_indexes: list[int]) -> ParameterShardingGenerator:
             rects += [(size, [row, piece * width]) for size, (row, _) in zip(sizes, offsets)]
             ranks += range(host * local_size, (host + 1) * local_size)
         _check_ranks(ranks, world_size)
-        return _sharding(rects, ranks, ShardingType.GRID_SHARD, local_size, device_type, sharder)
+        return _sharding(param, rects, ranks, ShardingType.GRID_SHARD, local_size, device_type, sharder)
 
     return generate
 
@@ -336,6 +371,10 @@ def construct_module_sharding_plan(
     device_type: str | None = None,
 ) -> EmbeddingModuleShardingPlan:
     """The plan of one module.
+
+    A generator that names no kernel plans a table ``fused`` when its optimizer runs in the backward
+    (:func:`~recinfer.optim.apply_optimizer_in_backward.apply_optimizer_in_backward` was called for it, or the sharder's
+    ``fused_params`` name one), else ``dense``: then its parameter is for an optimizer of the caller's.
 
     Args:
         module: the embedding module.

@@ -19,6 +19,7 @@ __all__ = [
     "append_prefix",
     "filter_state_dict",
     "get_unsharded_module_names",
+    "has_optimizer_in_backward",
     "merge_fused_params",
     "optimizer_fused_params",
     "optimizer_type_to_emb_opt_type",
@@ -65,6 +66,11 @@ def optimizer_type_to_emb_opt_type(optimizer_class: type) -> OptimType:
             f"optimizer {optimizer_class.__name__} has no fused kernel; expected one of {', '.join(_OPTIMIZERS)}"
         )
     return found
+
+
+def has_optimizer_in_backward(parameter: Any) -> bool:
+    """Whether apply_optimizer_in_backward was called for ``parameter``."""
+    return bool(getattr(parameter, "_optimizer_classes", None))
 
 
 def optimizer_fused_params(parameter: Any) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import abc
 from typing import Any
 
+from torch import nn
+
 from recinfer.optim.keyed import KeyedOptimizer
 
-__all__ = ["EmptyFusedOptimizer", "FusedOptimizer", "FusedOptimizerModule"]
+__all__ = ["EmptyFusedOptimizer", "FusedOptimizer", "FusedOptimizerModule", "mark_fused"]
 
 
 class FusedOptimizer(KeyedOptimizer, abc.ABC):
@@ -39,6 +41,11 @@ class EmptyFusedOptimizer(FusedOptimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Nothing."""
+
+
+def mark_fused(parameter: nn.Parameter) -> None:
+    """Say on ``parameter`` that its kernel steps it: in_backward_optimizer_filter then keeps it from other optimizers."""
+    parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
 
 
 class FusedOptimizerModule(abc.ABC):

@@ -174,11 +174,16 @@ class ShardedTrainer(Trainer):
         apply_optimizer_in_backward(RowWiseAdagrad, model.sparse_arch.parameters(), {"lr": sparse_lr, "eps": _EPS})
         with_loss = DLRMTrain(model)
         sharders = [_any_type_sharder()]
+        made = _sharding_plan(with_loss, plan, sharding or {}, sharders, batch_size, self.device)
+        for of_module in made.plan.values():
+            for table in of_module.values():  # type: ignore[attr-defined]
+                if table.compute_kernel == "dense":  # a replica; it learns as the other tables do
+                    table.compute_kernel = "fused"
         self._dmp = DistributedModelParallel(
             with_loss,
             env=ShardingEnv.from_process_group(group),
             device=self.device,
-            plan=_sharding_plan(with_loss, plan, sharding or {}, sharders, batch_size, self.device),
+            plan=made,
             sharders=sharders,
         )
         self.model = self._dmp.module.model  # type: ignore[assignment]

@@ -47,7 +47,7 @@ def generator(layout: str, at: int, world: int, local: int) -> Any:
         "cw": lambda: column_wise(ranks=[world - 1, 0], size_per_rank=[[4, 4], [5, 3]][at % 2]),
         "twrw": lambda: table_row_wise(host_index=at % hosts),
         "grid": lambda: grid_shard(host_indexes=list(range(hosts))),
-        "dp": lambda: data_parallel(),
+        "dp": lambda: data_parallel(compute_kernel="fused"),
     }[layout]()
 
 

@@ -64,7 +64,7 @@ def test_a_feature_processor_weighs_the_ids_and_learns() -> None:
     with torch.no_grad():
         weight.copy_(torch.tensor([2.0, 3.0, 5.0]))
     sharding = create_embedding_bag_sharding("table_wise", [table], ALONE)
-    lookup = sharding.create_lookup(feature_processor=processor)
+    lookup = sharding.create_lookup(fused_params={"learning_rate": 0.0}, feature_processor=processor)
     rows = lookup.state_dict()["t.weight"].clone()
     out = lookup(BATCH)
     torch.testing.assert_close(out, torch.stack([2 * rows[0] + 3 * rows[3], 2 * rows[3]]))

@@ -72,7 +72,7 @@ def make_plan(model: nn.Module, world_size: int) -> ShardingPlan:
         "t0": row_wise(),
         "t1": column_wise(ranks=[r % world_size for r in range(2)]),
         "t2": table_wise(rank=world_size - 1),
-        "t3": data_parallel(),
+        "t3": data_parallel(compute_kernel="fused"),
     }
     made = construct_module_sharding_plan(
         module, per_table, AnySharder(), local_size=world_size, world_size=world_size, device_type="cpu"

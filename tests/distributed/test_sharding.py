@@ -139,13 +139,37 @@ class TestLayout:
             ([(0, 0, 5, 4, 0)], "do not tile"),
             ([(0, 0, 10, 2, 0)], "do not tile"),
             ([(0, 0, 4, 4, 0), (5, 0, 5, 4, 1)], "do not tile"),
-            ([(0, 0, 10, 2, 0), (0, 2, 5, 2, 1)], "do not tile"),
+            (
+                [(0, 0, 10, 2, 0), (0, 2, 5, 2, 1)],
+                r"'t': shard \[0:5, 2:4\]@1 ends at row 5, column 4; expected row 10",
+            ),
+            ([(0, 0, 10, 4, 0), (0, 4, 5, 2, 1)], r"shard \[0:5, 4:6\]@1 ends at row 5, column 6; .*after 4"),
+            ([(0, 0, 10, 4, 0), (0, 4, 10, 2, 1)], r"shard \[0:10, 4:6\]@1 ends at row 10, column 6; .*after 4"),
+            ([(0, 0, 10, 4, 0), (3, 7, 2, 2, 1)], r"shard \[3:5, 7:9\]@1 begins at row 3, column 7; expected 0, 4"),
+            ([(0, 0, 10, 4, 0), (10, 0, 2, 4, 1)], r"shard \[10:12, 0:4\]@1 ends at row 12"),
             ([(0, 0, 10, 4, 2)], "is on rank 2; the world has 2"),
         ],
     )
     def test_what_does_not_tile_is_refused(self, rects: list[tuple[int, int, int, int, int]], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             ShardLayout([info("t", 10, 4, ["a"], plan("row_wise", rects))], 2, is_weighted=False, pooled=True)
+
+    @pytest.mark.parametrize(
+        ("rects", "message"),
+        [
+            ([(0, 0, 10, 4, 0), (0, 2, 10, 2, 1)], r"shard \[0:10, 2:4\]@1 begins at row 0, column 2; expected 0, 4"),
+            ([(0, 0, 10, 4, 0), (0, 2, 5, 2, 1)], r"shard \[0:5, 2:4\]@1 begins at row 0, column 2"),
+            ([(0, 0, 10, 4, 0), (0, 0, 10, 4, 1)], r"shard \[0:10, 0:4\]@1 begins at row 0, column 0; expected 10, 0"),
+            ([(0, 0, 6, 4, 0), (5, 0, 5, 4, 1)], r"shard \[5:10, 0:4\]@1 begins at row 5, column 0; expected 6, 0"),
+        ],
+    )
+    def test_overlaps_are_refused(self, rects: list[tuple[int, int, int, int, int]], message: str) -> None:
+        whole = plan("row_wise", rects[:1])
+        assert isinstance(whole.sharding_spec, EnumerableShardingSpec)
+        # Past torch's own check, which is made when the spec is, and cannot name the table.
+        whole.sharding_spec.shards += plan("row_wise", rects[1:]).sharding_spec.shards  # type: ignore[union-attr]
+        with pytest.raises(ConfigError, match=message):
+            ShardLayout([info("t", 10, 4, ["a"], whole)], 2, is_weighted=False, pooled=True)
 
     def test_a_plan_without_shards_is_refused(self) -> None:
         table = info("t", 10, 4, ["a"], ParameterSharding("table_wise", "fused", [0], None))
@@ -308,7 +332,7 @@ class TestInfos:
         assert x.names() == ["f@x", "x"]
         assert x.fused_params == {"eps": 1.0, "bounds_check_mode": BoundsCheckMode.FATAL, "cache_load_factor": 0.5}
         assert y.fused_params == {"eps": 1.0, "lr": 0.25, "optimizer": OptimType.ADAGRAD}
-        assert y.param_sharding.compute_kernel == "fused"  # a replica with an optimizer in its backward
+        assert y.param_sharding.compute_kernel == "dense"  # the plan's kernel counts, as in TorchRec
 
     def test_a_plan_must_name_the_tables(self) -> None:
         whole = plan("table_wise", [(0, 0, 4, 4, 0)])

@@ -268,8 +268,6 @@ def test_explains_when_all_together_are_too_large() -> None:
 def test_nothing_to_plan_is_said() -> None:
     with pytest.raises(ConfigError, match="no embedding collection"):
         plan_inference(torch.nn.Linear(2, 2), world_size=1)
-    with pytest.raises(ConfigError, match="no table that the sharders"):
-        train_planner(1).plan(torch.nn.Linear(2, 2), sharders())
     with pytest.raises(ConfigError, match=r"constraints name tables \['other'\]"):
         plan_inference(model([(10, 8)]), world_size=1, constraints={"other": ParameterConstraints()})
 

@@ -70,6 +70,12 @@ class EmbeddingEnumerator(Enumerator):
             self._given = [estimator] if isinstance(estimator, ShardEstimator) else list(estimator)
         self._sharder_map: dict[str, ModuleSharder[nn.Module]] = {}
         self._last: list[ShardingOption] | None = None
+        self._tables: list[TableInfo] | None = None
+
+    @property
+    def last_tables(self) -> list[TableInfo] | None:
+        """(ours) The tables of the last :meth:`space` or :meth:`enumerate`."""
+        return self._tables
 
     @property
     def sharder_map(self) -> dict[str, ModuleSharder[nn.Module]]:
@@ -82,18 +88,15 @@ class EmbeddingEnumerator(Enumerator):
         return self._last
 
     def space(self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]) -> SearchSpace | None:
-        """The options as arrays; None when the estimators only know objects.
+        """The options as arrays; None when the estimators only know objects, or there is nothing to shard.
 
         Raises:
             PlannerError: a table without any option.
-            ConfigError: nothing to shard, or constraints that do not fit.
+            ConfigError: constraints that do not fit.
         """
         self._sharder_map = {sharder_name(s.module_type): s for s in sharders}
-        tables = model_tables(module, sharders, self._topology, self._batch_size, self._constraints)
-        if not tables:
-            kinds = ", ".join(s.module_type.__name__ for s in sharders) or "none"
-            raise ConfigError(f"{type(module).__name__} has no table that the sharders (for {kinds}) can shard")
-        estimate = self.estimate_of(tables, self._topology)
+        self._tables = tables = model_tables(module, sharders, self._topology, self._batch_size, self._constraints)
+        estimate = self.estimate_of(tables, self._topology) if tables else None
         if estimate is None:
             return None
         return build_space(tables, self._topology, estimate, column_unit_of=precision_unit)
@@ -121,11 +124,13 @@ class EmbeddingEnumerator(Enumerator):
         return both
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
-        """Valid options of every table, with perf and storage filled in."""
+        """Valid options of every table, with perf and storage filled in; none when there is nothing to shard."""
         space = self.space(module, sharders)
+        if not self._tables:
+            self._last = []
+            return []
         if space is None:
-            tables = model_tables(module, sharders, self._topology, self._batch_size, self._constraints)
-            space = build_space(tables, self._topology, _nothing, column_unit_of=precision_unit)
+            space = build_space(self._tables, self._topology, _nothing, column_unit_of=precision_unit)
             options = [option_object(space, o, self._batch_size, estimated=False) for o in range(space.num_options)]
             self.populate_estimates(options)
         else:

@@ -12,11 +12,24 @@ from recinfer.distributed.planner.problem import Problem, describe_option, make_
 from recinfer.distributed.planner.search import search
 from recinfer.distributed.planner.space import Estimate, SearchSpace, TableInfo, build_space
 from recinfer.distributed.planner.topology import CustomTopologyData, Topology
+from recinfer.distributed.planner.types import PlannerErrorType
 
-__all__ = ["explain"]
+__all__ = ["error_type", "explain"]
 
 _MEMORIES = ("hbm", "ddr")
 _MAX_SHARDS = 400_000  # above this, changes that need a new search space are not tried
+
+
+def error_type(problem: Problem) -> PlannerErrorType:
+    """Which error it is that nothing fits, as TorchRec tells them apart.
+
+    INSUFFICIENT_STORAGE: all ranks' memory together is less than the tables need at the least. STRICT_CONSTRAINTS: it is
+    enough, but the pieces that the constraints and sharders allow do not fit the single ranks.
+    """
+    p = problem
+    needs = ((p.option_hbm, p.hbm_cap), (p.option_ddr, p.ddr_cap), (p.option_hbm + p.option_ddr, p.hbm_cap + p.ddr_cap))
+    short = any(np.minimum.reduceat(used, p.unit_ptr[:-1]).sum() > cap.sum() for used, cap in needs)
+    return PlannerErrorType.INSUFFICIENT_STORAGE if short else PlannerErrorType.STRICT_CONSTRAINTS
 
 
 def explain(

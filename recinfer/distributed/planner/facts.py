@@ -136,7 +136,10 @@ def _shape(name: str, tensor: torch.Tensor) -> tuple[int, int]:
 def _per_feature(
     name: str, c: ParameterConstraints, num: int, batch_size: int
 ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
-    # A single figure stands for every feature. (TorchRec drops the features beyond the list.)
+    # A single figure stands for every feature. (TorchRec drops the features beyond the list.) More pooling factors than
+    # features count all, as in TorchRec: the table is looked up that often.
+    num = max(num, len(c.pooling_factors or ()))
+
     def spread(what: str, given: Sequence[float] | None, default: float) -> tuple[float, ...]:
         values = [float(x) for x in given or [default]]
         if len(values) not in (1, num):

@@ -19,14 +19,14 @@ from recinfer.distributed.planner.estimates import (
     packed_row_bytes,
     storage_bytes,
 )
-from recinfer.distributed.planner.explain import explain
+from recinfer.distributed.planner.explain import error_type, explain
 from recinfer.distributed.planner.outcome import build_plan, pin_tables
 from recinfer.distributed.planner.plan import Plan, TablePlan, embedding_tables
 from recinfer.distributed.planner.problem import make_problem
 from recinfer.distributed.planner.search import search
 from recinfer.distributed.planner.space import Estimate, TableInfo, build_space, precision_unit
 from recinfer.distributed.planner.topology import Topology
-from recinfer.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
+from recinfer.distributed.planner.types import ParameterConstraints, PlannerError
 from recinfer.distributed.planner.utils import gb_to_bytes
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
@@ -97,7 +97,7 @@ def _table(
     limit: ParameterConstraints | None,
 ) -> TableInfo:
     c = limit or ParameterConstraints()
-    num = max(len(config.feature_names), 1)
+    num = max(len(config.feature_names), len(c.pooling_factors or ()), 1)
     offers = tuple(
         (s, k)
         for s in _TYPES
@@ -213,7 +213,7 @@ def plan_inference(
         narrower = {DataType.FP32: DataType.FP16, DataType.FP16: DataType.INT8, DataType.INT8: DataType.INT4}
         smaller = tables_at(narrower.get(precision, DataType.INT2)) if precision != DataType.INT2 else None
         message = explain(space, problem, topology, lambda t: inference_estimate(t, tables), smaller_tables=smaller)
-        raise PlannerError(message, PlannerErrorType.INSUFFICIENT_STORAGE)
+        raise PlannerError(message, error_type(problem))
     plan = build_plan(space, problem, placement, report, topology, batch_size=batch_size, keep_empty=False)
     return plan
 

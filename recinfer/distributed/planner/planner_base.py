@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from recinfer import env
 from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.plan import placement
+from recinfer.distributed.planner.space import TableInfo
 from recinfer.distributed.planner.stats import EmbeddingStats
 from recinfer.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from recinfer.distributed.planner.topology import Topology
@@ -33,11 +35,15 @@ from recinfer.distributed.types import (
     ShardingType,
     ShardMetadata,
 )
+from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 __all__ = ["Callbacks", "EmbeddingPlannerBase", "to_sharding_plan"]
+
+# All that is known of a table but the objects it comes from; constraints are told apart by themselves.
+_TABLE_FACTS = [f.name for f in fields(TableInfo) if f.name not in ("module", "tensor", "constraints", "sharder")]
 
 Callbacks = list[Callable[[list[ShardingOption]], list[ShardingOption]]]
 
@@ -137,7 +143,11 @@ class EmbeddingPlannerBase(ShardingPlanner):
         return message[0]
 
     def hash_planner_context_inputs(self) -> int:
-        """Number that changes with topology, batch size, reservation or constraints."""
+        """Number that changes with the tables, topology, hardware profile, batch size, reservation or constraints.
+
+        Raises:
+            ConfigError: before :meth:`plan`, or the enumerator's ``enumerate``, has read the tables of a model.
+        """
         return int(self.hash_planner_context_inputs_str()[:15], 16)
 
     def hash_planner_context_inputs_str(self) -> str:
@@ -151,5 +161,30 @@ class EmbeddingPlannerBase(ShardingPlanner):
             type(reservation).__name__,
             sorted(facts.items()),
             limits,
+            self._table_facts(),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def _table_facts(self) -> list[tuple[Any, ...]]:
+        """What the enumerator found in the model, as plain data."""
+        if isinstance(self._enumerator, EmbeddingEnumerator):
+            tables = self._enumerator.last_tables
+            if tables is not None:
+                return [tuple(getattr(table, name) for name in _TABLE_FACTS) for table in tables]
+        options = getattr(self._enumerator, "last_stored_search_space", None)
+        if options is None:
+            raise ConfigError(
+                "the hash of a planner's inputs covers the tables, and none are known yet; call plan(module, sharders) "
+                "or the enumerator's enumerate(module, sharders) first"
+            )
+        return [
+            (
+                o.fqn,
+                tuple(o.tensor.shape),
+                str(o.tensor.dtype),
+                o.sharding_type,
+                o.compute_kernel,
+                tuple(o.input_lengths),
+            )
+            for o in options
+        ]

@@ -14,7 +14,7 @@ from torch import nn
 
 from recinfer import env
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator, option_object
-from recinfer.distributed.planner.explain import explain
+from recinfer.distributed.planner.explain import error_type, explain
 from recinfer.distributed.planner.facts import sharded_modules
 from recinfer.distributed.planner.outcome import build_plan, chosen_options, pin_tables
 from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner
@@ -45,7 +45,6 @@ from recinfer.distributed.types import (
     ModuleSharder,
     ShardingPlan,
 )
-from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     pass
@@ -119,11 +118,11 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         self.last_plan: Plan | None = None
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """The plan of every table that ``sharders`` can shard.
+        """The plan of every table that ``sharders`` can shard; an empty one when there is none.
 
         Raises:
             PlannerError: no plan fits; the message says what binds and what would help.
-            ConfigError: nothing to shard, or inputs that do not hold together.
+            ConfigError: inputs that do not hold together.
         """
         begin = time.monotonic()
         deadline = begin + self._timeout_seconds if self._timeout_seconds is not None else float("inf")
@@ -191,7 +190,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
             def estimator(topology: Topology) -> Any:
                 return enumerator.estimate_of(space.tables, topology)
 
-            raise PlannerError(explain(space, problem, reserved, estimator), PlannerErrorType.INSUFFICIENT_STORAGE)
+            raise PlannerError(explain(space, problem, reserved, estimator), error_type(problem))
         self.report = report
         self.last_plan = build_plan(space, problem, found, report, reserved, batch_size=self._batch_size)
         options = sorted(chosen_options(problem, found), key=lambda pair: int(space.option_table[pair[0]]))
@@ -210,9 +209,10 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
     ) -> tuple[list[ShardingOption], int, int]:
         options = self._enumerator.enumerate(module=module, sharders=sharders)
         if not options:
-            raise ConfigError(f"{type(module).__name__} has no table that the sharders can shard")
+            self.report = self.last_plan = None
+            return [], 0, 0
         best: list[ShardingOption] | None = None
-        best_rating, last_error = float("inf"), ""
+        best_rating, last_error, last_kind = float("inf"), "", PlannerErrorType.INSUFFICIENT_STORAGE
         proposals = plans = 0
         seen: dict[tuple[Any, ...], tuple[bool, float | None]] = {}
         for proposer in self._proposers:
@@ -234,11 +234,12 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
                     if best is None or rating < best_rating:
                         best, best_rating = copy.deepcopy(placed), rating
                 except PlannerError as error:
-                    last_error = str(error)
+                    last_error, last_kind = str(error), error.error_type
                 seen[key] = (rating is not None, rating)
                 proposer.feedback(*_as_feedback(seen[key], proposal, reserved))
         if best is None:
-            raise PlannerError(self._why(space, reserved, last_error), PlannerErrorType.INSUFFICIENT_STORAGE)
+            kind = last_kind if space is None else error_type(make_problem(space, reserved))
+            raise PlannerError(self._why(space, reserved, last_error), kind)
         bound = lower_bound(make_problem(space, reserved)).value if space is not None else float("nan")
         worst = NoopPerfModel(self._topology).rate(best)
         self.report = SearchReport(worst, bound, num_proposals=proposals, num_plans=plans, source="proposers")
@@ -258,6 +259,8 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
 
     def _load(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption] | None:
         assert self._plan_loader is not None
+        if not isinstance(self._enumerator, EmbeddingEnumerator):
+            self._enumerator.enumerate(module=module, sharders=sharders)  # the hash covers what it finds
         wanted = self._plan_loader.plan_context_hash()
         mine = self.hash_planner_context_inputs_str()
         if wanted is not None and wanted != mine:

@@ -203,7 +203,7 @@ class Topology:
         hbm_cap: bytes of device memory a rank (default 32 GiB; 0 on CPU). A list gives one figure a rank.
         ddr_cap: bytes of host memory a rank (default 128 GiB). A list gives one figure a rank.
         ssd_cap: accepted for compatibility; no kernel here lives on disk.
-        local_world_size: ranks a host; default all on one.
+        local_world_size: ranks a host; default all on one. A host has no more than there are: 8 in a world of 2 are 2.
         pod_size: accepted for compatibility.
         hbm_mem_bw, ddr_mem_bw, hbm_to_ddr_mem_bw: memory bandwidths, bytes per millisecond.
         intra_host_bw, inter_host_bw: link bandwidths, bytes per millisecond.
@@ -243,8 +243,8 @@ class Topology:
             raise ConfigError(f"compute_device {compute_device!r}; expected cuda, cpu or mtia")
         if world_size < 1:
             raise ConfigError(f"world_size {world_size}; expected at least 1")
-        local = local_world_size or world_size
-        if local > world_size or world_size % local:
+        local = min(local_world_size or world_size, world_size)
+        if local < 1 or world_size % local:
             raise ConfigError(f"local_world_size {local} must divide world_size {world_size}")
         self._world_size = world_size
         self._local_world_size = local
@@ -359,7 +359,9 @@ class Topology:
         caps = tuple((d.storage.hbm, d.storage.ddr) for d in self._devices)
         factors = (self._bwd_compute_multiplier, self._weighted_multiplier, self._uneven_multiplier)
         links = (self.intra_host_bw, self.inter_host_bw)
-        return (self._world_size, self._local_world_size, self._compute_device, caps, self._bandwidths, links, factors)
+        sizes = (self._world_size, self._local_world_size, self._compute_device)
+        hardware = None if self.hardware is None else self.hardware.to_json()
+        return (*sizes, caps, self._bandwidths, links, factors, hardware)
 
     def __repr__(self) -> str:
         lines = [f"world_size={self._world_size}", f"compute_device={self._compute_device}", "devices="]

@@ -36,7 +36,8 @@ from recinfer.distributed.types import (
     ShardingType,
     ShardMetadata,
 )
-from recinfer.optim.fused import FusedOptimizerModule
+from recinfer.modules.embedding_configs import data_type_to_dtype
+from recinfer.optim.fused import FusedOptimizerModule, mark_fused
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 __all__ = ["ShardedCollection"]
@@ -132,7 +133,7 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, ShrdC
                 metadata = None if group.replicated else global_metadata(info, pieces)
                 states[id(info)] = TableState(
                     [piece for piece, _ in mine],
-                    [p for _, p in mine],
+                    [p for _, p in mine] or [_held_elsewhere(info, self._device)],
                     metadata,
                     self._env.process_group,
                     self._env.state_mesh,
@@ -231,6 +232,15 @@ def _contexts(ctx: Any) -> list[Any]:
     """What the groups' exchanges carry from the input to the output."""
     contexts: list[Any] = ctx.sharding_contexts
     return contexts
+
+
+def _held_elsewhere(info: EmbeddingShardingInfo, device: torch.device) -> nn.Parameter:
+    """What stands for a table of which this rank holds nothing: an empty parameter, marked as the other ranks' are."""
+    dtype = data_type_to_dtype(info.embedding_config.data_type)
+    parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=device))
+    if info.param_sharding.compute_kernel != EmbeddingComputeKernel.DENSE.value:
+        mark_fused(parameter)
+    return parameter
 
 
 def _placed_on(info: EmbeddingShardingInfo, device: torch.device) -> EmbeddingShardingInfo:

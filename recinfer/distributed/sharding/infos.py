@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
-from recinfer.distributed.types import ParameterSharding, ShardingType
+from recinfer.distributed.fused_params import names_optimizer
+from recinfer.distributed.types import ParameterSharding
 from recinfer.distributed.utils import (
     add_params_from_parameter_sharding,
     merge_fused_params,
@@ -21,6 +22,8 @@ from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingTab
 from recinfer.modules.embedding_modules import get_embedding_names_by_table
 
 __all__ = ["by_sharding_type", "table_infos"]
+
+logger = logging.getLogger(__name__)
 
 
 def table_infos(
@@ -36,7 +39,9 @@ def table_infos(
         configs: the tables.
         parameters: the values of each, or meta tensors; with what apply_optimizer_in_backward noted on them.
         table_name_to_parameter_sharding: the plan.
-        fused_params: kernel settings of all tables; those of a table's optimizer and plan win.
+        fused_params: kernel settings of all tables; those of a table's optimizer and plan win. They are for fused
+            kernels: a table that the plan keeps dense is for an optimizer of the caller's, and a warning says so where
+            an optimizer was asked for in its backward.
         is_weighted: ids carry weights.
 
     Raises:
@@ -49,27 +54,27 @@ def table_infos(
         raise ConfigError(
             f"the plan lacks tables {missing} and names unknown ones {unknown}; it needs a sharding for each of {names}"
         )
-    infos = []
+    infos, unused = [], []
     for config, outputs in zip(configs, get_embedding_names_by_table(configs)):
         sharding, parameter = table_name_to_parameter_sharding[config.name], parameters[config.name]
-        optimizer = optimizer_fused_params(parameter)
-        settings = merge_fused_params(dict(fused_params or {}), optimizer)
+        settings = merge_fused_params(dict(fused_params or {}), optimizer_fused_params(parameter))
+        if sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value and names_optimizer(settings):
+            unused.append(config.name)
         infos.append(
             EmbeddingShardingInfo(
                 embedding_config=_table_config(config, outputs, is_weighted),
-                param_sharding=_replica_kernel(sharding) if optimizer else sharding,
+                param_sharding=sharding,
                 param=parameter,
                 fused_params=add_params_from_parameter_sharding(settings, sharding),
             )
         )
+    if unused:
+        logger.warning(
+            "tables %s: the plan keeps them dense, so the optimizer asked for in their backward does not run; give their "
+            "parameters to an optimizer (in_backward_optimizer_filter lists them), or plan them with the kernel fused",
+            ", ".join(unused),
+        )
     return infos
-
-
-def _replica_kernel(sharding: ParameterSharding) -> ParameterSharding:
-    """A replica whose optimizer runs in the backward is fused: ranks exchange ids and gradients, not whole tables."""
-    if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
-        return replace(sharding, compute_kernel=EmbeddingComputeKernel.FUSED.value)
-    return sharding
 
 
 def _table_config(config: BaseEmbeddingConfig, outputs: list[str], is_weighted: bool) -> EmbeddingTableConfig:

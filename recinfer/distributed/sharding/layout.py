@@ -104,16 +104,33 @@ def _rank_of(shard: ShardMetadata, index: int, ranks: Sequence[int] | None) -> i
 
 def _check_tiling(name: str, rows: int, cols: int, pieces: list[Piece]) -> None:
     """Column pieces side by side, each cut into rows from top to bottom: what every sharding type makes."""
-    at = 0
-    for start, stop in sorted({(p.col_start, p.col_stop) for p in pieces}):
-        column = sorted((p for p in pieces if (p.col_start, p.col_stop) == (start, stop)), key=lambda p: p.row_start)
-        edges = [0, *(p.row_stop for p in column)]
-        if start != at or [p.row_start for p in column] != edges[:-1] or edges[-1] != rows:
+    columns: dict[tuple[int, int], list[Piece]] = {}
+    for piece in pieces:
+        columns.setdefault((piece.col_start, piece.col_stop), []).append(piece)
+    wrong, col = "", 0
+    for start, stop in sorted(columns):
+        row = 0
+        for piece in sorted(columns[start, stop], key=lambda p: p.row_start):
+            if (piece.row_start, start) != (row, col):
+                wrong = f"shard {_rect(piece)} begins at row {piece.row_start}, column {start}; expected {row}, {col}"
+                break
+            row = piece.row_stop
+        if not wrong and (row != rows or stop > cols):
+            wrong = (
+                f"shard {_rect(piece)} ends at row {row}, column {stop}; expected row {rows}, no column after {cols}"
+            )
+        if wrong:
             break
-        at = stop
-    if at != cols:
-        got = "; ".join(f"[{p.row_start}:{p.row_stop}, {p.col_start}:{p.col_stop}]@{p.rank}" for p in pieces)
-        raise ConfigError(f"table {name!r}: shards {got} do not tile its {rows} x {cols}")
+        col = stop
+    if not wrong and col != cols:
+        wrong = f"no shard holds columns {col} to {cols}"
+    if wrong:
+        got = "; ".join(_rect(piece) for piece in pieces)
+        raise ConfigError(f"table {name!r}: {wrong}. The shards {got} do not tile its {rows} x {cols}")
+
+
+def _rect(piece: Piece) -> str:
+    return f"[{piece.row_start}:{piece.row_stop}, {piece.col_start}:{piece.col_stop}]@{piece.rank}"
 
 
 def global_metadata(info: EmbeddingShardingInfo, pieces: Sequence[Piece]) -> ShardedTensorMetadata:

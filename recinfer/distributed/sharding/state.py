@@ -25,12 +25,14 @@ class TableState(nn.Module):
     """One table of a sharded collection.
 
     ``weight`` is the parameter of the first local rectangle and ``weight_1``, ``weight_2`` ... those of further ones (a
-    table cut in columns may have several on a rank); a rank without a rectangle has no parameter. The state dict always
-    has one entry, ``weight``: a ShardedTensor or DTensor, or the plain tensor of a replica.
+    table cut in columns may have several on a rank). A rank without a rectangle has an empty ``weight``, of shape
+    ``[0]``, as in TorchRec: so the ranks' parameters have the same names, and an optimizer over them is never one of no
+    parameters. The state dict always has one entry, ``weight``: a ShardedTensor or DTensor, or the plain tensor of a
+    replica.
 
     Args:
         pieces: the local rectangles.
-        parameters: their rows, in the same order; views on what the kernel reads.
+        parameters: their rows, in the same order, views on what the kernel reads; an empty one where there are none.
         metadata: all ranks' rectangles; None for a replica.
         pg: the ranks.
         mesh: the same ranks, where the entry shall be a DTensor.

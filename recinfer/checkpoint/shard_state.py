@@ -1,0 +1,82 @@
+"""State that a plain optimizer keeps of a table's local shard, as one tensor of all ranks.
+
+A table with the kernel ``dense`` is sharded, but its parameter on a rank is an ordinary tensor, and so is the state that
+torch's optimizers make for it. Written as it is, every rank's part would have the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from recinfer.distributed.global_tensors import dtensor_of, global_tensor
+from recinfer.errors import CheckpointError
+from recinfer.optim.keyed import KeyedOptimizer
+from recinfer.optim.local_tensors import local_pieces
+
+__all__ = ["state_of_all_ranks"]
+
+
+def state_of_all_ranks(
+    optimizer: KeyedOptimizer, names: Mapping[str, str], model: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The optimizer's state by its own names of the parameters, with the state of local shards placed in the whole.
+
+    Args:
+        optimizer: over parameters of the model.
+        names: its name of a parameter -> the model's.
+        model: the model's state dict; sharded tables are ShardedTensors or DTensors in it.
+
+    Returns:
+        parameter -> state name -> value; nothing of tables that lie on other ranks.
+
+    Raises:
+        CheckpointError: state that is neither one number an element nor one a row of the table.
+    """
+    found = {}
+    for name, values in optimizer.state_dict()["state"].items():
+        parameter, whole = optimizer.params[name], model[names[name]]
+        plain = isinstance(parameter, Tensor) and not isinstance(parameter, DTensor | ShardedTensor)
+        if plain and isinstance(whole, DTensor | ShardedTensor):
+            if not local_pieces(whole):
+                continue
+            values = {key: _placed(f"{names[name]}: {key}", value, parameter, whole) for key, value in values.items()}
+        found[name] = values
+    return found
+
+
+def _placed(what: str, value: Any, parameter: Tensor, whole: ShardedTensor | DTensor) -> Any:
+    if not isinstance(value, Tensor) or not value.dim():
+        return value  # a count of steps: the same on every rank
+    rows, cols = whole.size()
+    by_row = value.shape in ((parameter.shape[0],), (parameter.shape[0], 1)) and parameter.shape[1] == cols
+    if value.shape != parameter.shape and not by_row:
+        raise CheckpointError(
+            f"{what}: has shape {tuple(value.shape)} for a local shard {tuple(parameter.shape)} of {rows} x {cols}; state of "
+            "a sharded dense table is saved element by element, or row by row where it is not cut in columns. Plan the "
+            "table with the kernel fused, or leave this optimizer out of the checkpoint"
+        )
+    size = torch.Size([rows, *((cols if value.shape == parameter.shape else 1,) * (value.dim() - 1))])
+    ((_, offsets),) = local_pieces(whole)
+    if isinstance(whole, DTensor):
+        return dtensor_of([(value, offsets[: value.dim()])], size, whole.device_mesh, whole.placements[0])
+    metadata = whole.metadata()
+    shards = [
+        ShardMetadata(
+            shard_offsets=shard.shard_offsets[: value.dim()],
+            shard_sizes=[min(n, of) for n, of in zip(shard.shard_sizes, size)],
+            placement=shard.placement,
+        )
+        for shard in metadata.shards_metadata
+    ]
+    properties = replace(metadata.tensor_properties, dtype=value.dtype, requires_grad=False)
+    (own,) = (s for s in shards if tuple(s.shard_offsets) == tuple(offsets[: value.dim()]))
+    described = replace(metadata, shards_metadata=shards, size=size, tensor_properties=properties)
+    return global_tensor([(value, own)], described, whole._process_group)

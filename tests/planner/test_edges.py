@@ -1,0 +1,241 @@
+"""What TorchRec's planner takes: nothing to shard, odd sizes; which error it is when nothing fits; what the hash covers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from recinfer.distributed.model_parallel import DistributedModelParallel
+from recinfer.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from recinfer.distributed.planner.calibration import PROFILE_FORMAT, HardwareProfile
+from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
+from recinfer.distributed.planner.inference import plan_inference
+from recinfer.distributed.planner.proposers import GreedyProposer
+from recinfer.distributed.planner.types import (
+    Enumerator,
+    PlanLoader,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+)
+from recinfer.distributed.sharding_plan import get_default_sharders
+from recinfer.errors import ConfigError
+from recinfer.modules.embedding_configs import EmbeddingBagConfig
+from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from tests.distributed.spawn import run_ranks
+
+MIB = 1 << 20
+
+
+def model(rows: list[int], num_features: int = 1, dim: int = 4) -> nn.Module:
+    holder = nn.Module()
+    holder.ebc = EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(r, dim, f"t{i}", feature_names=[f"f{i}_{k}" for k in range(num_features)])
+            for i, r in enumerate(rows)
+        ],
+        device=torch.device("meta"),
+    )
+    return holder
+
+
+def planner(topology: Topology | None = None, **kwargs: Any) -> EmbeddingShardingPlanner:
+    return EmbeddingShardingPlanner(topology=topology or Topology(2, "cpu"), debug=False, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------- nothing to shard
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"proposer": GreedyProposer()}])
+@pytest.mark.parametrize("of", ["no tables", "no sharders", "empty collection", "another device"])
+def test_nothing_to_shard_is_an_empty_plan(of: str, kwargs: dict[str, Any]) -> None:
+    sharders: Any = [] if of == "no sharders" else get_default_sharders()
+    module = {"no tables": nn.Linear(2, 2), "empty collection": model([])}.get(of, model([8]))
+    if of == "another device":
+        kwargs = {**kwargs, "constraints": {"t0": ParameterConstraints(device_group="cuda")}}
+    made = planner(**kwargs)
+    assert made.plan(module, sharders).plan == {}
+    assert made.report is None and made.last_plan is None
+
+
+def without_tables(rank: int, world_size: int) -> tuple[list[str], bool]:
+    torch.manual_seed(rank)
+    dmp = DistributedModelParallel(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    bags = nn.Sequential(EmbeddingBagCollection([EmbeddingBagConfig(8, 4, "t", feature_names=["f"])]))
+    replicated = DistributedModelParallel(bags, sharders=[])
+    assert not dmp.plan.plan and not replicated.plan.plan and not dmp.fused_optimizer.params
+    dmp(torch.ones(1, 2) + rank).sum().backward()
+    weight = dict(dmp.named_parameters())["0.weight"]
+    found = [torch.empty_like(weight) for _ in range(world_size)]
+    dist.all_gather(found, weight.grad)
+    return [n for n, _ in replicated.named_parameters()], torch.equal(*found)
+
+
+def test_a_model_without_tables_is_replicated() -> None:
+    assert run_ranks(2, without_tables) == [(["0.embedding_bags.t.weight"], True)] * 2
+
+
+# ------------------------------------------------------------------------------------------------- odd sizes
+
+
+def test_a_host_has_no_more_ranks_than_there_are() -> None:
+    topology = Topology(2, "cuda", local_world_size=8)
+    assert (topology.world_size, topology.local_world_size) == (2, 2)
+    limits = {"t0": ParameterConstraints(sharding_types=["table_row_wise"])}
+    sharders: Any = get_default_sharders()
+    made: Any = planner(topology, constraints=limits).plan(model([8]), sharders)
+    assert made.plan["ebc"]["t0"].ranks == [0, 1]
+    with pytest.raises(ConfigError, match="local_world_size 4 must divide world_size 6"):
+        Topology(6, "cuda", local_world_size=4)
+
+
+def test_more_pooling_factors_than_features_count_all() -> None:
+    sharders: Any = get_default_sharders()
+
+    def option(factors: list[float], num_features: int) -> ShardingOption:
+        limit = ParameterConstraints(
+            pooling_factors=factors, sharding_types=["table_wise"], compute_kernels=["fused"], batch_sizes=None
+        )
+        enumerator = EmbeddingEnumerator(Topology(2, "cuda"), constraints={"t0": limit})
+        (found,) = enumerator.enumerate(model([100], num_features), sharders)
+        return found
+
+    long, right = option([1.0, 2.0, 3.0], 1), option([1.0, 2.0, 3.0], 3)
+    assert long.input_lengths == right.input_lengths == [1.0, 2.0, 3.0]
+    assert (long.shards[0].perf, long.shards[0].storage) == (right.shards[0].perf, right.shards[0].storage)
+    with pytest.raises(ConfigError, match="pooling_factors has 2 figures for 3 features"):
+        option([1.0, 2.0], 3)
+    limit = {"t0": ParameterConstraints(pooling_factors=[1.0, 2.0, 3.0])}
+    assert plan_inference(model([100]), world_size=1, constraints=limit).tables
+
+
+# ------------------------------------------------------------------------------------------------- which error
+
+WHOLE = {"t0": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])}
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"proposer": GreedyProposer()}])
+@pytest.mark.parametrize(
+    ("hbm", "constraints", "kind"),
+    [
+        (130, WHOLE, PlannerErrorType.STRICT_CONSTRAINTS),  # row_wise would fit
+        (30, WHOLE, PlannerErrorType.INSUFFICIENT_STORAGE),
+        (30, None, PlannerErrorType.INSUFFICIENT_STORAGE),
+    ],
+)
+def test_constraints_or_memory(hbm: int, constraints: Any, kind: PlannerErrorType, kwargs: dict[str, Any]) -> None:
+    topology = Topology(2, "cuda", hbm_cap=hbm * MIB, ddr_cap=0)
+    sharders: Any = get_default_sharders()
+    with pytest.raises(PlannerError) as error:
+        planner(topology, constraints=constraints, **kwargs).plan(model([10_000_000]), sharders)
+    assert error.value.error_type is kind
+    if kind is PlannerErrorType.STRICT_CONSTRAINTS:
+        assert "row_wise among the sharding types" in str(error.value)
+
+
+def test_pieces_that_do_not_pack() -> None:
+    limits = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(3)}
+    with pytest.raises(PlannerError) as error:
+        plan_inference(model([100_000] * 3, dim=64), world_size=2, ddr_gb=10 * MIB / (1 << 30), constraints=limits)
+    assert error.value.error_type is PlannerErrorType.STRICT_CONSTRAINTS
+
+
+# ------------------------------------------------------------------------------------------------- the hash
+
+
+def profile(call_ms: float) -> HardwareProfile:
+    grid = {
+        "row_bytes": [8.0, 64.0],
+        "set_bytes": [1e3, 1e6],
+        "ids_per_bag": [1.0, 8.0],
+        "bags_per_call": [64.0, 64.0],
+        "bag_ns": [[[1.0, 2.0], [3.0, 4.0]]] * 2,
+    }
+    data = {
+        "format": PROFILE_FORMAT,
+        "device": "cpu",
+        "name": "test",
+        "threads": 1,
+        "call_ms": call_ms,
+        "feature_ms": 0.0,
+        "grids": {"8": grid},
+        "memory_bytes_per_ms": 1e7,
+    }
+    return HardwareProfile.from_json(json.dumps(data))
+
+
+def hashed(module: nn.Module, topology: Topology | None = None, sharder: Any = None, **kwargs: Any) -> str:
+    made = planner(topology, **kwargs)
+    made.plan(module, [sharder or EmbeddingBagCollectionSharder()])  # type: ignore[list-item]
+    return made.hash_planner_context_inputs_str()
+
+
+def test_the_hash_covers_tables_and_hardware() -> None:
+    limit = {"t0": ParameterConstraints(pooling_factors=[3.0])}
+    hashes = [
+        hashed(model([8, 9])),
+        hashed(model([8, 10])),
+        hashed(model([8])),
+        hashed(model([8, 9], dim=8)),
+        hashed(model([8, 9], num_features=2)),
+        hashed(nn.Sequential(model([8, 9]))),
+        hashed(model([8, 9]), constraints=limit),
+        hashed(model([8, 9]), batch_size=7),
+        hashed(model([8, 9]), sharder=EmbeddingBagCollectionSharder(fused_params={"optimizer": "ADAM"})),
+        hashed(model([8, 9]), Topology(2, "cpu", hardware=profile(1.0))),
+        hashed(model([8, 9]), Topology(2, "cpu", hardware=profile(2.0))),
+    ]
+    assert len(set(hashes)) == len(hashes)
+    assert hashed(model([8, 9])) == hashes[0]
+    assert hashed(model([8, 9]), Topology(2, "cpu", hardware=profile(2.0))) == hashes[-1]
+    with pytest.raises(ConfigError, match="call plan"):
+        planner().hash_planner_context_inputs()
+
+
+class Stored(PlanLoader):
+    """A plan made earlier, with the hash of its inputs."""
+
+    def __init__(self, made: str) -> None:
+        self.made, self.loads = made, 0
+
+    def load(self) -> dict[int, ShardingOption] | None:
+        self.loads += 1
+        return None
+
+    def plan_context_hash(self) -> str | None:
+        return self.made
+
+
+class OwnEnumerator(Enumerator):
+    """A user's: TorchRec's interface and nothing of ours."""
+
+    def __init__(self, topology: Topology, *args: Any, **kwargs: Any) -> None:
+        self._inner = EmbeddingEnumerator(topology)
+        self.last_stored_search_space: list[ShardingOption] | None = None
+
+    def enumerate(self, module: nn.Module, sharders: Any) -> list[ShardingOption]:
+        self.last_stored_search_space = self._inner.enumerate(module, sharders)
+        return self.last_stored_search_space
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        self._inner.populate_estimates(sharding_options)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_earlier_plan_is_for_the_same_tables(own: bool) -> None:
+    def enumerator() -> Any:
+        return {"enumerator": OwnEnumerator(Topology(2, "cpu"))} if own else {}
+
+    sharders: Any = [EmbeddingBagCollectionSharder()]
+    stored = Stored(hashed(model([8, 9]), **enumerator()))
+    planner(plan_loader=stored, **enumerator()).plan(model([8, 9]), sharders)
+    assert stored.loads == 1
+    with pytest.raises(PlannerError, match="made from other inputs") as error:
+        planner(plan_loader=stored, **enumerator()).plan(model([8, 10]), sharders)
+    assert error.value.error_type is PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH and stored.loads == 1
