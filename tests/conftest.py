@@ -29,7 +29,6 @@ _FIRST = (
     "tests/torchserve/",
     "tests/serving/remote/test_docs.py",
     "tests/test_readme.py",
-    "tests/sizing/test_measure.py",
     "tests/deploy/test_ray",
     "tests/e2e/test_demo.py",
 )

@@ -1,4 +1,4 @@
-"""``recinfer bench serve``: load on a running server, as a table and a picture."""
+"""``recinfer bench``: load on a server, as a table and a picture."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from recinfer.cli import bench_capacity
 from recinfer.cli.client import ClientOptions, TargetOption, client_arguments, open_client
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, verb
 from recinfer.cli.declared import takes
@@ -24,7 +25,7 @@ EXAMPLE = (
     "With TLS and a token: recinfer bench serve --target rankers.example:8500 --tls-ca ca.pem --token-file token.txt"
 )
 
-app = typer.Typer(help="Measure a running server.", no_args_is_help=True, rich_markup_mode="rich")
+app = typer.Typer(help="Measure a server.", no_args_is_help=True, rich_markup_mode="rich")
 
 _PERCENTILES = (50, 90, 99, 99.9)
 
@@ -91,6 +92,7 @@ def serve(options: BenchServeOptions) -> None:
 
 
 app.command(name="serve", epilog=EXAMPLE)(verb(serve))
+app.command(name="capacity", epilog=bench_capacity.EXAMPLE)(verb(bench_capacity.capacity))
 
 
 def _levels(text: str) -> list[int]:

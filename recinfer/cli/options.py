@@ -7,7 +7,7 @@ from typing import Literal
 
 from recinfer.errors import ConfigError
 
-__all__ = ["DataFormat", "Device", "MissingShards", "Precision", "parse_pair"]
+__all__ = ["DataFormat", "Device", "MissingShards", "Precision", "RequestKind", "parse_pair"]
 
 
 class DataFormat(StrEnum):
@@ -45,6 +45,13 @@ class Precision(StrEnum):
     int2 = "int2"
     fp16 = "fp16"
     fp32 = "fp32"
+
+
+class RequestKind(StrEnum):
+    """What requests ask for."""
+
+    lookup = "lookup"
+    predict = "predict"
 
 
 def parse_pair(text: str, option: str, expected: str, *, allow_empty: bool = False) -> tuple[str, str]:

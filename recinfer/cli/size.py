@@ -1,216 +1,201 @@
-"""``recinfer size``: how many hosts of which kind a load needs, what it costs, by simulating the candidates."""
+"""``recinfer size``: how many hosts of which kind a rate needs, and what they cost, from measured capacity."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recinfer.cli.console import EXIT_FAILED_CHECK, Output
+from recinfer.cli.bench_capacity import Asked, LoadOptions, as_data, measure, show_measured
+from recinfer.cli.client import ClientOptions
+from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
 from recinfer.cli.declared import takes
-from recinfer.cli.size_options import AskedCall, CandidateOptions, LoadOptions, ServerOptions, SizeOptions
+from recinfer.cli.options import RequestKind
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from recinfer.archive.reader import Archive
-    from recinfer.distributed.planner.calibration import HardwareProfile
-    from recinfer.sizing.arrivals import Trace
-    from recinfer.sizing.costs import ServingCosts
+    from recinfer.archive.manifest import Manifest
+    from recinfer.sizing.capacity import Measured
+    from recinfer.sizing.deployment import Deployment, Goal
     from recinfer.sizing.hosts import HostType
-    from recinfer.sizing.search import Candidate, Goal, Settings
-    from recinfer.sizing.workload import Model
 
 __all__ = ["EXAMPLE", "NAME", "run"]
 
 NAME = "size"
-EXAMPLE = "Example: recinfer size --archive movielens.rqa --qps 20000 --p99-ms 10"
-
-Progress = Callable[[str, int, int], None]
+EXAMPLE = (
+    "Example: recinfer size --archive movielens.rqa --qps 20000 --p99-ms 10\n\n"
+    "With what was measured before: recinfer size --archive movielens.rqa --qps 20000 --capacity capacity.json"
+)
 
 
 @dataclass(frozen=True)
-class _Question:
-    """What is searched for, and all that the simulation needs to know."""
+class HostOptions:
+    """What may be chosen from, and what it costs."""
 
-    goal: Goal
-    arrivals: Trace
-    model: Model
-    costs: ServingCosts
-    hosts: Sequence[HostType]
-    precisions: list[str]
-    settings: Settings
-    hardware: HardwareProfile | None
+    hosts: Annotated[
+        Path | None, typer.Option(help="Kinds of hosts with their prices (JSON).", show_default="made-up ones")
+    ] = None
+    price: Annotated[list[str] | None, typer.Option(metavar="NAME=PRICE", help="Price of a kind; repeatable.")] = None
+    shards: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the plan.", show_default="as many as the memory needs")
+    ] = None
+    min_replicas: Annotated[int, typer.Option(min=1, help="Hosts of everything, so that some may be lost.")] = 2
+    max_hosts: Annotated[int, typer.Option(min=1, help="Of a deployment.")] = 1000
+
+
+@dataclass(frozen=True)
+class SizeOptions:
+    """All of them."""
+
+    hosts: HostOptions
+    archive: Annotated[Path, typer.Option("--archive", help="Archive folder: the model to serve.")]
+    qps: Annotated[float | None, typer.Option(min=0.1, help="Requests a second.", show_default="the trace's")] = None
+    p99_ms: Annotated[
+        float | None,
+        typer.Option("--p99-ms", min=0.01, help="The promise.", show_default="that of --capacity"),
+    ] = None
+    capacity: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="What `recinfer bench capacity --out` wrote; repeatable: of a server, of a ranker and shard.",
+            show_default="measured now",
+        ),
+    ] = None
+    trace: Annotated[Path | None, typer.Option(help="When requests come and how large they are.")] = None
+    call: Annotated[
+        RequestKind | None, typer.Option(help="What requests are.", show_default="predict, if the model can")
+    ] = None
+    batch: Annotated[int, typer.Option(min=1, help="Samples a request, without a trace.")] = 1
+    ids: Annotated[float, typer.Option(min=0, help="Ids a sample and feature, without a trace.")] = 1.0
+    seconds: Annotated[float, typer.Option(min=0.2, help="Of one stretch of load, where capacity is measured.")] = 3.0
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the measured p50 and p99 against the rate.")
+    ] = None
+    as_json: JsonOption = False
 
 
 @takes(SizeOptions)
 def run(options: SizeOptions) -> None:
-    """Find the cheapest deployment that answers so many requests a second in time: shards, replicas, rankers, precision.
+    """Say how many hosts of which kind answer so many requests a second in time, and what they cost.
 
-    Queues, merged runs, fan-out, hedging and stragglers are simulated request by request with measured costs. Nothing
-    is started. Exit code 1: none of the candidates keeps the promise.
+    The planner says how many ranks the memory needs. Capacity is measured: a real server is loaded until it no longer keeps
+    the promise (`recinfer bench capacity`), and hosts are planned for 70 % of that. Only what several shards add to each
+    other is computed. Exit code 1: no kind of host keeps the promise.
     """
-    from recinfer.sizing.arrivals import write_trace
-    from recinfer.sizing.report import as_data, check_picture, check_place
+    from recinfer.archive.reader import open_archive
+    from recinfer.sizing.deployment import deployment
+    from recinfer.sizing.hosts import EXAMPLE_HOSTS, priced, read_hosts
+    from recinfer.sizing.report import as_data as as_row
+    from recinfer.sizing.report import check_picture, draw_curve
 
-    output, started = Output(options.as_json), time.perf_counter()
+    output, given = Output(options.as_json), options.hosts
     if options.plot is not None:
         check_picture(options.plot)
-    if options.write_trace is not None:
-        check_place("--write-trace", options.write_trace)
-    asked = _question(options)
-    goal = asked.goal
-    with output.bar("sizing") as progress:
-        found = _search(asked, options, progress)
-        best = found[0] if found[0].meets else None
-        if options.plot is not None and best is not None:
-            _draw(options.plot, best, asked, options.seed, progress)
-    if options.write_trace is not None:
-        write_trace(asked.arrivals.at_rate(goal.qps, options.requests, options.seed), options.write_trace)
-    _show(output, found, goal, asked.model)
-    _show_what_is_assumed(output, options.candidates, asked)
-    if options.plot is not None and best is not None:
+    hosts = priced(read_hosts(given.hosts) if given.hosts is not None else EXAMPLE_HOSTS, given.price or [])
+    manifest = open_archive(options.archive, ranks=()).manifest
+    server, sharded = _read(options, manifest)
+    goal = _goal(options, server or sharded)
+    if not options.capacity:
+        server, sharded = _measured_now(options, goal, manifest, hosts, output)
+    found = [
+        deployment(manifest, host, goal, server, sharded, shards=given.shards, max_hosts=given.max_hosts)
+        for host in hosts
+    ]
+    found.sort(key=lambda each: (not each.meets, each.cost or math.inf, each.hosts))
+    _show(output, found, goal, [each for each in (server, sharded) if each is not None])
+    _show_what_is_assumed(output, given, hosts, found, sharded)
+    if options.plot is not None and (drawn := server or sharded) is not None:
+        draw_curve(drawn, options.plot)
         output.note(f"wrote {options.plot}")
+    best = found[0] if found[0].meets else None
     output.finish(
         {
             "qps": goal.qps,
-            "p99_ms": options.load.p99_ms,
-            "chosen": None if best is None else as_data(best),
-            "candidates": [as_data(c) for c in found],
-            "seconds": time.perf_counter() - started,
+            "p99_ms": goal.p99_s * 1e3,
+            "chosen": None if best is None else as_row(best),
+            "deployments": [as_row(each) for each in found],
+            "measured": [as_data(each) for each in (server, sharded) if each is not None],
         }
     )
     if best is None:
         raise typer.Exit(EXIT_FAILED_CHECK)
 
 
-def _question(options: SizeOptions) -> _Question:
-    """What the options ask; raises ConfigError, and the errors of the files that they name."""
-    from recinfer.archive.reader import open_archive
-    from recinfer.distributed.planner.calibration import HardwareProfile
-    from recinfer.sizing.arrivals import read_trace
-    from recinfer.sizing.costs import ServingCosts
-    from recinfer.sizing.hosts import EXAMPLE_HOSTS, priced, read_hosts
-    from recinfer.sizing.search import Goal
-    from recinfer.sizing.typical import TYPICAL_COSTS
+def _read(options: SizeOptions, manifest: Manifest) -> tuple[Measured | None, Measured | None]:
+    """What --capacity holds: of a server, and of a ranker and shard."""
+    from recinfer.sizing.capacity import Measured
 
-    load, given = options.load, options.candidates
-    trace = read_trace(load.trace) if load.trace is not None else None
-    qps = load.qps if load.qps is not None else None if trace is None else trace.qps
+    found: dict[str, Measured] = {}
+    for path in options.capacity or []:
+        each = Measured.load(path)
+        if each.what in found:
+            raise ConfigError(f"--capacity {path}: another file is of a {each.what} too; give one of each")
+        if each.model != manifest.model:
+            raise ConfigError(f"--capacity {path}: it is of {each.model}, the archive is of {manifest.model}")
+        if options.p99_ms is not None and not math.isclose(each.p99_s * 1e3, options.p99_ms):
+            raise ConfigError(
+                f"--capacity {path}: its knee is for a p99 within {each.p99_s * 1e3:g} ms, not {options.p99_ms:g}; measure "
+                f"that promise: recinfer bench capacity ARCHIVE --p99-ms {options.p99_ms:g} --out FILE"
+            )
+        found[each.what] = each
+    return found.get("server"), found.get("ranker and shard")
+
+
+def _goal(options: SizeOptions, measured: Measured | None) -> Goal:
+    from recinfer.sizing.arrivals import read_trace
+    from recinfer.sizing.deployment import Goal
+
+    qps = options.qps
+    if qps is None and options.trace is not None:
+        qps = read_trace(options.trace).qps
     if qps is None:
         raise ConfigError("--qps: give the requests a second, or a --trace that has them")
-    hosts = priced(read_hosts(given.hosts) if given.hosts is not None else EXAMPLE_HOSTS, given.price or [])
-    costs = ServingCosts.load(given.serving) if given.serving is not None else TYPICAL_COSTS
-    hardware = HardwareProfile.load(given.hardware) if given.hardware is not None else None
-    archive = open_archive(load.archive)
-    goal = Goal(qps, load.p99_ms / 1e3)
-    model, arrivals = _load_of(archive, load, trace, goal.qps, options.requests, options.seed)
-    chosen = [p.value for p in given.precision] if given.precision else [archive.manifest.precision, "int8", "int4"]
-    settings = _settings(options.servers, given)
-    return _Question(goal, arrivals, model, costs, hosts, list(dict.fromkeys(chosen)), settings, hardware)
+    p99_s = options.p99_ms / 1e3 if options.p99_ms is not None else None if measured is None else measured.p99_s
+    if p99_s is None:
+        raise ConfigError("--p99-ms: give the milliseconds within which 99 % of requests are answered")
+    return Goal(qps, p99_s, options.hosts.min_replicas)
 
 
-def _settings(servers: ServerOptions, candidates: CandidateOptions) -> Settings:
-    from recinfer.serving.batcher import BatchConfig
-    from recinfer.sizing.ranker import Hedging
-    from recinfer.sizing.search import Settings
-    from recinfer.sizing.servers import Network
-    from recinfer.sizing.simulate import Stragglers
+def _measured_now(
+    options: SizeOptions, goal: Goal, manifest: Manifest, hosts: Sequence[HostType], output: Output
+) -> tuple[Measured | None, Measured | None]:
+    """What the hosts that come into question need to be measured, in that order: one server, a ranker and a shard."""
+    from recinfer.distributed.planner.types import PlannerError
+    from recinfer.sizing.deployment import ranks_needed
 
-    return Settings(
-        batching=BatchConfig(
-            max_batch=servers.max_batch, max_delay_us=servers.max_delay_us, max_queue=servers.max_queue
-        ),
-        network=Network(servers.network_us * 1e-6, servers.network_gbps * 1.25e8),
-        stragglers=Stragglers(servers.straggler_share, servers.straggler_ms * 1e-3),
-        hedging=Hedging(servers.hedge_budget),
-        min_replicas=candidates.min_replicas,
-        max_hosts=candidates.max_hosts,
+    counts = {options.hosts.shards} if options.hosts.shards is not None else set()
+    for host in hosts if not counts else ():
+        try:
+            counts.add(ranks_needed(manifest, host))
+        except PlannerError:
+            continue
+    load = LoadOptions(
+        p99_ms=goal.p99_s * 1e3,
+        trace=options.trace,
+        call=options.call,
+        batch=options.batch,
+        ids=options.ids,
+        seconds=options.seconds,
     )
+    asked = Asked(options.archive)
+    server = measure(asked, load, ClientOptions(), output) if 1 in counts else None
+    sharded = measure(replace(asked, sharded=True), load, ClientOptions(), output) if counts - {1} else None
+    for each in (server, sharded):
+        if each is not None:
+            show_measured(output, each)
+    return server, sharded
 
 
-def _load_of(
-    archive: Archive, load: LoadOptions, trace: Trace | None, qps: float, requests: int, seed: int
-) -> tuple[Model, Trace]:
-    """The model as asked, and the requests that come."""
-    from recinfer.sizing.arrivals import poisson
-    from recinfer.sizing.workload import Model, measure_dense
-
-    manifest = archive.manifest
-    features = list(manifest.feature_tables)
-    predicts = manifest.dense is not None if load.call is None else load.call is AskedCall.predict
-    dense = measure_dense(archive) if predicts else None
-    if trace is None:
-        model = Model.of(manifest, dict.fromkeys(features, load.ids), dense)
-        return model, poisson(qps, requests, batch=load.batch, ids_per_sample=model.ids_per_sample, seed=seed)
-    unknown = sorted(set(trace.ids_by_feature) - set(features))
-    if unknown:
-        raise ConfigError(
-            f"--trace: the model has no feature {', '.join(unknown[:5])}; it has {', '.join(features[:20])}"
-        )
-    by_feature = dict(trace.ids_by_feature) or dict.fromkeys(features, trace.ids_per_sample / len(features))
-    return Model.of(manifest, {name: by_feature.get(name, 0.0) for name in features}, dense), trace
-
-
-def _search(asked: _Question, options: SizeOptions, progress: Progress) -> list[Candidate]:
-    from recinfer.sizing.search import search
-
-    return search(
-        asked.goal,
-        asked.arrivals,
-        asked.model,
-        asked.costs,
-        hosts=asked.hosts,
-        precisions=asked.precisions,
-        shard_counts=options.candidates.shards or (),
-        settings=asked.settings,
-        hardware=asked.hardware,
-        requests=options.requests,
-        seed=options.seed,
-        progress=progress,
-    )
-
-
-def _draw(path: Path, best: Candidate, asked: _Question, seed: int, progress: Progress) -> None:
-    from recinfer.sizing.report import picture
-    from recinfer.sizing.search import latency_curve
-
-    curve = latency_curve(
-        best,
-        asked.goal,
-        asked.arrivals,
-        asked.model,
-        asked.costs,
-        settings=asked.settings,
-        hardware=asked.hardware,
-        seed=seed,
-        progress=lambda done, total: progress("drawing", done, total),
-    )
-    picture(curve, asked.goal, _said(best), path)
-
-
-def _said(best: Candidate) -> str:
-    d = best.deployment
-    assert d is not None
-    if not d.rankers:
-        what = f"{d.replicas} {best.host.name} hosts, each with all tables"
-    else:
-        what = f"{d.shards} shards x {d.replicas} replicas and {d.rankers} rankers on {best.host.name} hosts"
-    return f"{what}, {best.precision}, {d.workers} workers a host"
-
-
-def _show(output: Output, found: list[Candidate], goal: Goal, model: Model) -> None:
+def _show(output: Output, found: Sequence[Deployment], goal: Goal, measured: Sequence[Measured]) -> None:
     from rich.table import Table
 
     from recinfer.sizing.report import COLUMNS, rows
 
-    kind = "Predict" if model.predicts else "Lookup"
-    title = f"{goal.qps:,.0f} {kind} a second of {model.manifest.model}, p99 within {goal.p99_s * 1e3:g} ms"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=f"{goal.qps:,.0f} requests a second, p99 within {goal.p99_s * 1e3:g} ms", title_justify="left")
     for name in COLUMNS:
         table.add_column(name, no_wrap=True)
     shown = rows(found)
@@ -218,36 +203,45 @@ def _show(output: Output, found: list[Candidate], goal: Goal, model: Model) -> N
         style = "bold green" if not at and found[0].meets else "dim" if not found[at].meets else ""
         table.add_row(*row, style=style)
     output.show(table)
-    if len(found) > len(shown):
-        output.note(f"{len(found) - len(shown)} more candidates are in --json")
     best = found[0]
-    if best.meets:
-        margin = goal.p99_s / best.p99_s
+    if not best.meets:
+        output.show("[bold red]no kind of host keeps the promise[/bold red]; why is in the last column")
+        return
+    what = f"{best.replicas} {best.host.name} hosts, each with all tables"
+    if best.rankers:
+        what = f"{best.shards} shards x {best.replicas} replicas and {best.rankers} rankers on {best.host.name} hosts"
+    output.show(f"[bold green]{what}[/bold green]: {best.share:.0%} of the knee each, {best.cost:,.2f} an hour")
+    if best.share_one_lost > 1:
         output.show(
-            f"[bold green]{_said(best)}[/bold green]: p50 {best.p50_s * 1e3:.2f} ms, p99 {best.p99_s * 1e3:.2f} ms, "
-            f"{best.cost:,.2f} an hour"
-            + (" (little room: the simulation is good to about 30 %)" if margin < 1.3 else "")
+            "[yellow]while one host is gone, the others get more than they can take: give --min-replicas[/yellow]"
         )
-        if best.precision != model.manifest.precision:
-            output.note(
-                f"the archive has {model.manifest.precision}: export it in {best.precision}, and look at quality"
-            )
-    else:
-        fastest = min((c.p99_s for c in found if math.isfinite(c.p99_s)), default=None)
-        said = "why is in the last column" if fastest is None else f"the fastest has a p99 of {fastest * 1e3:.2f} ms"
-        output.show(f"[bold red]no candidate keeps it[/bold red]; {said}")
+    for each in measured:
+        where = each.machine
+        output.note(
+            f"{each.what}: knee {each.knee_qps:,.0f} requests a second, measured on {where['cores']} cores of "
+            f"{where['processor']}, {where['date']}"
+        )
 
 
-def _show_what_is_assumed(output: Output, given: CandidateOptions, asked: _Question) -> None:
-    from recinfer.serving.limits import Limits
+def _show_what_is_assumed(
+    output: Output,
+    given: HostOptions,
+    hosts: Sequence[HostType],
+    found: Sequence[Deployment],
+    sharded: Measured | None,
+) -> None:
+    from recinfer.sizing.fanout import agreement
 
-    largest, taken = int(asked.arrivals.batches.max()), Limits().max_batch
-    if largest > taken:
-        output.note(f"servers take {taken:,} samples a request unless told: recinfer serve --max-samples {largest}")
-    if given.serving is None:
-        output.note("costs of calls are typical ones; measure yours: recinfer calibrate --serving serving.json")
+    output.note("a host's knee is taken to grow with its cores; measure on the host itself where you can")
+    if sharded is not None and sharded.service_s and any(each.shards > 1 and each.replicas for each in found):
+        paper = agreement(sharded)
+        said = f"p99 at {paper.qps:,.0f} requests a second: {paper.carried_s * 1e3:.2f} ms, measured {paper.measured_s * 1e3:.2f}"
+        if paper.agrees:
+            output.note(f"p99 of several shards is computed from the measured one; the queue on paper has a {said}")
+        else:
+            output.note(f"no p99 of several shards: the queue on paper does not give what was measured ({said})")
     priced = {text.partition("=")[0] for text in given.price or []}
-    made_up = [] if given.hosts is not None else [host.name for host in asked.hosts if host.name not in priced]
+    made_up = [] if given.hosts is not None else [host.name for host in hosts if host.name not in priced]
     if made_up:
         whose = f" of {', '.join(made_up)}" if priced else ""
         output.note(f"prices{whose} are made up; give yours: --hosts FILE or --price NAME=PRICE")

@@ -1,1 +1,1 @@
-"""How many hosts a model needs for a load: measured costs, a simulation of the queues, and a search over deployments."""
+"""How many hosts a model needs for a rate: capacity measured on a real server, ranks from the planner, prices."""

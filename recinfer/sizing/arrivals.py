@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from recinfer.errors import InputError, NotFoundError
 
-__all__ = ["Trace", "poisson", "read_trace", "write_trace"]
+__all__ = ["Trace", "poisson", "read_trace"]
 
 _COLUMNS = ("time", "batch", "ids")
 _MAX_LINE = 1 << 20
@@ -152,18 +152,6 @@ def read_trace(path: Path) -> Trace:
     begin = np.array(times)
     means = {name: total / samples for name, total in sorted(by_feature.items())}
     return Trace(begin - begin[0], np.array(batches, np.int64), np.array(ids, np.int64), means)
-
-
-def write_trace(trace: Trace, path: Path) -> None:
-    """Write JSON lines, or CSV where ``path`` ends so."""
-    with path.open("w", encoding="utf-8") as file:
-        if path.suffix.lower() == ".csv":
-            file.write(",".join(_COLUMNS) + "\n")
-        for time, batch, ids in zip(trace.times.tolist(), trace.batches.tolist(), trace.ids.tolist()):
-            if path.suffix.lower() == ".csv":
-                file.write(f"{time:.6f},{batch},{ids}\n")
-            else:
-                file.write(json.dumps({"time": round(time, 6), "batch": batch, "ids": ids}) + "\n")
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

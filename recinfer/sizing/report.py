@@ -1,4 +1,4 @@
-"""What a search found, for people: a table of candidates, and a picture of the chosen one's latency."""
+"""Capacity and deployments for people: tables and pictures."""
 
 from __future__ import annotations
 
@@ -9,72 +9,57 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.errors import ConfigError
-from recinfer.sizing.search import Candidate, Goal
+from recinfer.sizing.capacity import Measured
+from recinfer.sizing.deployment import Deployment
 
-__all__ = ["as_data", "check_picture", "check_place", "picture", "rows"]
+__all__ = ["COLUMNS", "as_data", "check_picture", "check_place", "draw_curve", "rows"]
+
+COLUMNS = (
+    "", "host", "shards", "replicas", "rankers", "hosts", "of the knee", "one host lost", "p99 ms", "per hour", "",
+)  # fmt: skip
+"""Headings of :func:`rows`."""
 
 
-COLUMNS = ("", "host", "precision", "shards", "replicas", "rankers", "hosts", "tables", "p50", "p99 ms", "busy", "per hour", "")  # fmt: skip
-"""Headings of :func:`rows`. Busy are the cores of servers, or of shards / rankers."""
-
-
-def rows(candidates: Sequence[Candidate], most: int = 12) -> list[tuple[str, ...]]:
-    """One line a candidate, the chosen one marked; ``most`` of them."""
-    found: list[tuple[str, ...]] = []
-    for at, c in enumerate(candidates[:most]):
-        d = c.deployment
-        counts = (str(d.shards), str(d.replicas), str(d.rankers or "-"), str(d.hosts)) if d else ("-",) * 4
-        found.append(
-            (
-                "->" if not at and c.meets else "",
-                c.host.name,
-                c.precision,
-                *counts,
-                _size(c.table_bytes),
-                _ms(c.p50_s),
-                _ms(c.p99_s),
-                " / ".join(f"{share:.0%}" for share in c.busy.values()) or "-",
-                _money(c),
-                c.why or "keeps it",
-            )
+def rows(found: Sequence[Deployment], most: int = 12) -> list[tuple[str, ...]]:
+    """One line a deployment, the first one marked where it keeps the promise; ``most`` of them."""
+    return [
+        (
+            "->" if not at and each.meets else "",
+            each.host.name,
+            str(each.shards),
+            str(each.replicas or "-"),
+            str(each.rankers or "-"),
+            str(each.hosts or "-"),
+            _percent(each.share),
+            _percent(each.share_one_lost),
+            "-" if each.p99_s is None else f"{each.p99_s * 1e3:.2f}",
+            f"{each.cost:,.2f}" if each.hosts else "-",
+            each.why_not or "keeps it",
         )
-    return found
+        for at, each in enumerate(found[:most])
+    ]
 
 
-def _money(c: Candidate) -> str:
-    if not math.isfinite(c.cost):
-        return "-"
-    return f"{'' if math.isfinite(c.p99_s) else 'from '}{c.cost:,.2f}"
-
-
-def _ms(seconds: float) -> str:
-    return "-" if math.isnan(seconds) else "never" if math.isinf(seconds) else f"{seconds * 1e3:.2f}"
-
-
-def _size(num_bytes: int) -> str:
-    return "-" if not num_bytes else f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.1f} MiB"  # fmt: skip
-
-
-def as_data(c: Candidate) -> dict[str, Any]:
-    """A candidate as JSON has it; milliseconds."""
-    d = c.deployment
+def as_data(each: Deployment) -> dict[str, Any]:
+    """A deployment as JSON has it; milliseconds."""
     return {
-        "host": c.host.name,
-        "precision": c.precision,
-        "shards": d.shards if d else None,
-        "replicas": d.replicas if d else None,
-        "rankers": d.rankers if d else None,
-        "hosts": d.hosts if d else None,
-        "workers_per_host": d.workers if d else None,
-        "table_bytes": c.table_bytes,
-        "p50_ms": c.p50_s * 1e3,
-        "p99_ms": c.p99_s * 1e3,
-        "busy": c.busy,
-        "hedged": c.hedged,
-        "cost_per_hour": c.cost,
-        "meets": c.meets,
-        "why": c.why,
+        "host": each.host.name,
+        "shards": each.shards,
+        "replicas": each.replicas,
+        "rankers": each.rankers,
+        "hosts": each.hosts,
+        "host_knee_qps": each.host_qps,
+        "share_of_knee": each.share,
+        "share_of_knee_one_host_lost": each.share_one_lost,
+        "p99_ms": None if each.p99_s is None else each.p99_s * 1e3,
+        "cost_per_hour": each.cost,
+        "meets": each.meets,
+        "why_not": each.why_not,
     }
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else "too much" if math.isinf(share) else f"{share:.0%}"
 
 
 def check_picture(path: Path) -> None:
@@ -95,26 +80,35 @@ def check_place(option: str, path: Path) -> None:
         raise ConfigError(f"{option} {path}: cannot be written; name a file in a folder of yours")
 
 
-def picture(curve: Sequence[tuple[float, float, float]], goal: Goal, title: str, path: Path) -> None:
-    """Draw p50 and p99 against the rate, with the goal."""
+def draw_curve(measured: Measured, path: Path) -> None:
+    """Draw p50 and p99 against the rate, with the promise and the knee."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for name, at in (("p99", 2), ("p50", 1)):
-        points = [(line[0], line[at] * 1e3) for line in curve if math.isfinite(line[at])]
-        axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
-    axes.axhline(goal.p99_s * 1e3, color="tab:red", linestyle="--", label=f"goal: p99 {goal.p99_s * 1e3:g} ms")
-    axes.axvline(goal.qps, color="tab:grey", linestyle=":", label=f"{goal.qps:,.0f} requests/s")
+    points = [point for point in measured.points if math.isfinite(point.p99_s)]
+    rates = [point.qps for point in points]
+    spread = [[(p.p99_s - p.spread_s[0]) * 1e3 for p in points], [_beyond(p.p99_s, p.spread_s[1]) for p in points]]
+    axes.errorbar(rates, [p.p99_s * 1e3 for p in points], yerr=spread, marker="o", capsize=3, label="p99")
+    axes.plot(rates, [p.p50_s * 1e3 for p in points], marker="o", label="p50")
+    promise = f"promise: p99 {measured.p99_s * 1e3:g} ms"
+    axes.axhline(measured.p99_s * 1e3, color="tab:red", linestyle="--", label=promise)
+    if measured.knee_qps:
+        knee = f"knee: {measured.knee_qps:,.0f} requests/s"
+        axes.axvline(measured.knee_qps, color="tab:grey", linestyle=":", label=knee)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlim(left=0)
     axes.set_xlabel("requests a second")
     axes.set_ylabel("ms")
-    axes.set_title(title)
+    axes.set_title(f"{measured.what} of {measured.model} {measured.version}, {measured.call} of {measured.batch:g}")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def _beyond(p99_s: float, most_s: float) -> float:
+    return (most_s - p99_s) * 1e3 if math.isfinite(most_s) else 0.0

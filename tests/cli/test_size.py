@@ -1,92 +1,133 @@
-"""Sizing by the command line: the table and its chosen line, JSON, pictures, traces, and what it refuses."""
+"""Sizing by the command line: capacity of a real server, hosts from what was measured, and what is refused."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from recinfer.sizing.arrivals import read_trace
-from recinfer.sizing.sample import write_sample_archive
+from recinfer.serving.server import Server
+from recinfer.sizing.capacity import Measured
 from tests.e2e.commands import run, run_json
-from tests.sizing.models import COSTS
+from tests.serving.conftest import archive, predictor, server  # noqa: F401
+from tests.sizing.simulated import QueueDriver
+from tests.sizing.test_capacity import measured
+
+SHORT = ("--seconds", 0.2, "--max-qps", 25, "--p99-ms", 20_000)
 
 
 @pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sample_archive(tmp_path_factory.mktemp("size"), tables=((500, 8),) * 4)
-
-
-@pytest.fixture(scope="module")
-def options(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    folder = tmp_path_factory.mktemp("options")
-    COSTS.save(folder / "serving.json")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with server.json and sharded.json, what was measured of a queue, and hosts.json."""
+    folder = tmp_path_factory.mktemp("size")
+    found = measured(QueueDriver(1e-3, 1e-3), 20e-3)
+    found = replace(found, model="tiny", machine={**found.machine, "cores": 4})
+    found.save(folder / "server.json")
+    replace(found, what="ranker and shard").save(folder / "sharded.json")
     hosts = [{"name": "four", "cores": 4, "memory_gib": 8, "price": 1.0}]
     (folder / "hosts.json").write_text(json.dumps({"format": "recinfer.hosts", "version": 1, "hosts": hosts}))
-    return [
-        *("size", "--archive", archive, "--serving", folder / "serving.json", "--hosts", folder / "hosts.json"),
-        *("--requests", 1000, "--precision", "int8"),
-    ]
+    return folder
+
+
+@pytest.fixture
+def options(archive: Path, files: Path) -> list[object]:  # noqa: F811
+    return ["size", "--archive", archive, "--capacity", files / "server.json", "--hosts", files / "hosts.json"]
+
+
+# --------------------------------------------------------------------------------------------------- bench capacity
+
+
+def test_a_running_server_is_measured(server: Server, tmp_path: Path) -> None:  # noqa: F811
+    pytest.importorskip("matplotlib")
+    out, plot = tmp_path / "capacity.json", tmp_path / "capacity.png"
+    target = f"127.0.0.1:{server.port}"
+    found = run_json("bench", "capacity", "--target", target, *SHORT, "--out", out, "--plot", plot)
+    assert (found["knee_qps"], found["knee_is_at_least"], found["call"]) == (25.0, True, "predict")
+    assert all(rate["kept"] for rate in found["rates"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert Measured.load(out).model == found["model"]
+    code, text, err = run("bench", "capacity", "--target", target, *SHORT, "--call", "lookup")
+    assert code == 0, err
+    assert "knee: at least 25 requests a second" in text
+
+
+@pytest.mark.parametrize("more", [(), ("--sharded",)])
+def test_a_server_of_an_archive_is_started_measured_and_stopped(archive: Path, more: tuple[str, ...]) -> None:  # noqa: F811
+    found = run_json("bench", "capacity", archive, *SHORT, *more)
+    assert found["knee_qps"] == 25.0
+    assert found["what"] == ("ranker and shard" if more else "server")
+    expected = {"ranker", "shard", "driver"} if more else {"server", "driver"}
+    assert set(found["cpu_s_per_request"]) == expected
+
+
+def test_a_promise_that_no_rate_keeps_ends_with_one(server: Server) -> None:  # noqa: F811
+    target = f"127.0.0.1:{server.port}"
+    code, out, _ = run("bench", "capacity", "--target", target, "--seconds", 0.2, "--p99-ms", 0.01)
+    assert code == 1
+    assert "no rate keeps it: alone a request takes" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "give an archive"),
+        (("none.rqa", "--target", "127.0.0.1:1"), "give an archive"),
+        (("none.rqa",), "none.rqa"),
+        (("--target", "127.0.0.1:1"), "127.0.0.1:1"),
+        (("--target", "127.0.0.1:1", "--out", "/nonexistent/x.json"), "--out"),
+        (("--target", "127.0.0.1:1", "--plot", "x.txt"), ".txt"),
+    ],
+)
+def test_what_cannot_be_measured_is_named(arguments: tuple[str, ...], says: str) -> None:
+    error = run_json("bench", "capacity", "--p99-ms", 10, *arguments, code=2)["error"]
+    assert says in error["message"]
+
+
+# --------------------------------------------------------------------------------------------------- size
 
 
 def test_the_table_marks_the_chosen_one(options: list[object]) -> None:
-    code, out, err = run(*options, "--qps", 1500, "--p99-ms", 20, "--price", "four=2.5")
+    code, out, err = run(*options, "--qps", 1500, "--price", "four=2.5")
     assert code == 0, err
-    assert "1,500 Predict a second of sample, p99 within 20 ms" in out
+    assert "1,500 requests a second, p99 within 20 ms" in out
     (chosen,) = (line for line in out.splitlines() if "->" in line)
-    assert all(text in chosen for text in ("four", "int8", "5.00", "keeps it"))
-    assert "2 four hosts, each with all tables, int8, 3 workers a host: p50" in out
+    assert all(text in chosen for text in ("four", "keeps it"))
+    assert "four hosts, each with all tables: " in out
     assert "made up" not in err
-    assert "typical" not in err
+    assert "measured on 4 cores" in err
 
 
 def test_json_says_the_same_each_time(options: list[object]) -> None:
-    asked = [*options, "--qps", 1500, "--p99-ms", 20, "--call", "lookup", "--seed", 3]
-    first, again = run_json(*asked), run_json(*asked)
-    assert first.pop("seconds") > 0
-    again.pop("seconds")
+    first, again = run_json(*options, "--qps", 1500), run_json(*options, "--qps", 1500)
     assert first == again
-    assert first["chosen"] == first["candidates"][0]
+    assert first["chosen"] == first["deployments"][0]
     assert first["chosen"]["meets"]
     assert first["chosen"]["p99_ms"] <= 20
 
 
-def test_a_promise_that_cannot_be_kept_ends_with_one(options: list[object]) -> None:
-    found = run_json(*options, "--qps", 100, "--p99-ms", 0.1, code=1)
+def test_shards_are_computed_from_a_ranker_and_one_shard(options: list[object], files: Path) -> None:
+    code, out, err = run(*options, "--capacity", files / "sharded.json", "--qps", 1500, "--shards", 4)
+    assert code == 0, err
+    assert "4 shards x" in out
+    assert "the queue on paper has a p99" in err
+
+
+def test_no_kind_of_host_keeps_the_promise(options: list[object]) -> None:
+    found = run_json(*options, "--qps", 1e6, "--max-hosts", 10, code=1)
     assert found["chosen"] is None
-    code, out, _ = run(*options, "--qps", 100, "--p99-ms", 0.1)
+    code, out, _ = run(*options, "--qps", 1e6, "--max-hosts", 10)
     assert code == 1
-    assert "no candidate keeps it" in out
+    assert "no kind of host keeps the promise; why is in the last column" in out
+    assert "more than --max-hosts 10" in out
 
 
-def test_where_nothing_could_be_simulated_the_reason_is_said(options: list[object]) -> None:
-    code, out, _ = run(*options, "--qps", 100, "--p99-ms", 20, "--max-hosts", 1)
-    assert code == 1
-    assert "no candidate keeps it; why is in the last column" in out
-    assert "more than 1 hosts" in out
-
-
-def test_a_trace_gives_rate_and_sizes(options: list[object], tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    lines = [{"time": i / 800, "batch": 1 + i % 4, "ids": {"f0": 2 * (1 + i % 4), "f1": 3}} for i in range(400)]
-    trace.write_text("\n".join(map(json.dumps, lines)))
-    written = tmp_path / "made.csv"
-    found = run_json(*options, "--trace", trace, "--p99-ms", 20, "--write-trace", written)
-    assert found["qps"] == pytest.approx(800, rel=0.01)
-    made = read_trace(written)
-    assert len(made) == 1000
-    assert made.qps == pytest.approx(800, rel=0.1)
-    assert set(made.batches.tolist()) == {1, 2, 3, 4}
-
-
-def test_a_picture(options: list[object], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "curve.png"
-    run_json(*options, "--qps", 1500, "--p99-ms", 20, "--plot", picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    error = run_json(*options, "--qps", 1500, "--p99-ms", 20, "--plot", tmp_path / "curve.txt", code=2)["error"]
-    assert ".txt" in error["message"]
+def test_without_a_file_the_capacity_is_measured(archive: Path, files: Path) -> None:  # noqa: F811
+    asked = ["size", "--archive", archive, "--hosts", files / "hosts.json", "--qps", 5]
+    found = run_json(*asked, "--p99-ms", 0.01, "--seconds", 0.2, code=1)
+    assert found["deployments"][0]["why_not"] == "no rate kept the promise"
+    assert [each["what"] for each in found["measured"]] == ["server"]
 
 
 @pytest.mark.parametrize(
@@ -95,30 +136,32 @@ def test_a_picture(options: list[object], tmp_path: Path) -> None:
         ((), "--qps"),
         (("--qps", 10, "--price", "five=1"), "--price"),
         (("--qps", 10, "--hosts", "none.json"), "none.json"),
+        (("--qps", 10, "--capacity", "none.json"), "none.json"),
+        (("--qps", 10, "--p99-ms", 5), "its knee is for a p99 within 20 ms, not 5"),
         (("--trace", "none.jsonl"), "none.jsonl"),
-        (("--qps", 10, "--serving", "none.json"), "none.json"),
-        (("--qps", 10, "--write-trace", "/nonexistent/x.csv"), "--write-trace"),
-        (("--qps", 10, "--write-trace", "/"), "cannot be written"),
+        (("--qps", 10, "--plot", "/nonexistent/x.png"), "--plot"),
     ],
 )
 def test_what_is_missing_is_named(options: list[object], more: tuple[object, ...], says: str) -> None:
-    error = run_json(*options, "--p99-ms", 20, *more, code=2)["error"]
-    assert says in error["message"]
+    assert says in run_json(*options, *more, code=2)["error"]["message"]
 
 
-def test_a_feature_the_model_does_not_have(options: list[object], tmp_path: Path) -> None:
-    trace = tmp_path / "trace.csv"
-    trace.write_text("time,ids.colour\n0,1\n1,2\n")
-    error = run_json(*options, "--p99-ms", 20, "--trace", trace, code=2)["error"]
-    assert "no feature colour" in error["message"]
+def test_two_files_of_one_kind_or_of_another_model(options: list[object], files: Path, tmp_path: Path) -> None:
+    again = run_json(*options, "--qps", 10, "--capacity", files / "server.json", code=2)["error"]["message"]
+    assert "another file is of a server too" in again
+    other = tmp_path / "other.json"
+    replace(Measured.load(files / "sharded.json"), model="other").save(other)
+    assert "it is of other" in run_json(*options, "--qps", 10, "--capacity", other, code=2)["error"]["message"]
 
 
 def test_help_has_an_example() -> None:
-    code, out, _ = run("size", "--help")
-    assert code == 0
-    assert "Example: recinfer size --archive" in out
+    for verb, example in (("size",), "recinfer size --archive"), (("bench", "capacity"), "recinfer bench capacity"):
+        code, out, _ = run(*verb, "--help")
+        assert code == 0
+        assert f"Example: {example}" in " ".join(out.split())
 
 
 def test_calibrate_needs_a_file() -> None:
-    error = run_json("calibrate", code=2)["error"]
-    assert "--serving" in error["message"]
+    code, _, err = run("calibrate")
+    assert code == 2
+    assert "--out" in err

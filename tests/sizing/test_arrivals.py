@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recinfer.errors import InputError, NotFoundError
-from recinfer.sizing.arrivals import Trace, poisson, read_trace, write_trace
+from recinfer.sizing.arrivals import Trace, poisson, read_trace
 
 
 def wrote(tmp_path: Path, name: str, text: str) -> Path:
@@ -31,17 +31,6 @@ def test_json_lines_and_csv_say_the_same(tmp_path: Path) -> None:
         assert trace.ids_by_feature == {"a": pytest.approx(5 / 3), "b": pytest.approx(4 / 3)}
     assert a.qps == pytest.approx(4.0)
     assert a.ids_per_sample == 3.0
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-def test_written_and_read_again(tmp_path: Path, suffix: str) -> None:
-    trace = poisson(500.0, 300, batch=4, ids_per_sample=2.5, seed=3)
-    path = tmp_path / f"t.{suffix}"
-    write_trace(trace, path)
-    again = read_trace(path)
-    assert np.allclose(again.times, trace.times, atol=2e-6)
-    assert (again.batches == trace.batches).all()
-    assert (again.ids == trace.ids).all()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,266 @@
+"""``recinfer bench capacity``: the highest rate at which a real server keeps a promised p99, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from recinfer.cli.client import ClientOptions, client_arguments, open_client
+from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
+from recinfer.cli.declared import takes
+from recinfer.cli.options import RequestKind
+from recinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from recinfer.serving.client import ModelDescription
+    from recinfer.sizing.arrivals import Trace
+    from recinfer.sizing.capacity import Measured
+
+__all__ = ["EXAMPLE", "Asked", "LoadOptions", "capacity", "measure", "show_measured"]
+
+EXAMPLE = (
+    "Example: recinfer bench capacity movielens.rqa --p99-ms 10 --out capacity.json --plot capacity.png\n\n"
+    "A server that runs elsewhere: recinfer bench capacity --target host:8500 --p99-ms 10"
+)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """The promise, and the requests that come."""
+
+    p99_ms: Annotated[float, typer.Option("--p99-ms", min=0.01, help="99 % of requests are answered within this.")]
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="When requests come and how large they are: JSON lines or CSV; see docs/sizing.md."),
+    ] = None
+    call: Annotated[
+        RequestKind | None, typer.Option(help="What requests are.", show_default="predict, if the model can")
+    ] = None
+    batch: Annotated[int, typer.Option(min=1, help="Samples a request, without a trace.")] = 1
+    ids: Annotated[float, typer.Option(min=0, help="Ids a sample and feature, without a trace.")] = 1.0
+    seconds: Annotated[float, typer.Option(min=0.2, help="Of one stretch of load; some 20 to 40 are needed.")] = 3.0
+    max_qps: Annotated[float, typer.Option("--max-qps", min=1, help="Highest rate to try.")] = 100_000.0
+    seed: Annotated[int, typer.Option(min=0, help="Of the moments at which requests come.")] = 0
+
+
+@dataclass(frozen=True)
+class CapacityOptions:
+    """All of them."""
+
+    load: LoadOptions
+    client: ClientOptions
+    archive: Annotated[
+        Path | None, typer.Argument(help="Archive folder: a server of it is started.", show_default=False)
+    ] = None
+    target: Annotated[
+        str | None, typer.Option("--target", metavar="HOST:PORT", help="Measure this running server instead.")
+    ] = None
+    sharded: Annotated[
+        bool, typer.Option("--sharded", help="Start a ranker and one shard server that holds all ranks instead.")
+    ] = False
+    out: Annotated[Path | None, typer.Option("--out", help="Write what was measured (JSON), for recinfer size.")] = None
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw p50 and p99 against the rate.")
+    ] = None
+    as_json: JsonOption = False
+
+
+@takes(CapacityOptions)
+def capacity(options: CapacityOptions) -> None:
+    """Load a real server at rising rates and find the highest at which 99 % of requests are answered in time: the knee.
+
+    Requests come at their own moments (a trace's, or independent ones), however slow the server is, and latency counts from
+    the moment at which a request was due. The server is started here with the archive, or is a running one (--target), which
+    is better: on one machine the load takes cores from the server. Takes one to three minutes. Exit code 1: no rate keeps
+    the promise.
+    """
+    from recinfer.sizing.report import check_picture, check_place, draw_curve
+
+    output = Output(options.as_json)
+    if (options.archive is None) == (options.target is None):
+        raise ConfigError("give an archive, of which a server is started, or --target HOST:PORT of a running one")
+    if options.plot is not None:
+        check_picture(options.plot)
+    if options.out is not None:
+        check_place("--out", options.out)
+    asked = Asked(options.archive, options.target, options.sharded)
+    found = measure(asked, options.load, options.client, output)
+    show_measured(output, found)
+    if options.out is not None:
+        found.save(options.out)
+        output.note(f"wrote {options.out}")
+    if options.plot is not None:
+        draw_curve(found, options.plot)
+        output.note(f"wrote {options.plot}")
+    output.finish(as_data(found))
+    if not found.knee_qps:
+        raise typer.Exit(EXIT_FAILED_CHECK)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The server that is measured: of an archive, as a ranker and a shard server where ``sharded``, or at a target."""
+
+    archive: Path | None = None
+    target: str | None = None
+    sharded: bool = False
+
+    @property
+    def what(self) -> str:
+        """What :class:`recinfer.sizing.capacity.Measured` calls it."""
+        return "ranker and shard" if self.sharded else "server"
+
+
+def measure(asked: Asked, load: LoadOptions, client: ClientOptions, output: Output) -> Measured:
+    """Start the server that is asked for, load it, and stop it."""
+    from recinfer.sizing.capacity import Measured, find_knee, this_machine
+    from recinfer.sizing.load import Driver, encode_requests
+
+    output.note(f"starting a {asked.what} of {asked.archive}" if asked.target is None else f"loading {asked.target}")
+    with _server(asked) as (target, cpu_s):
+        arguments = client_arguments(client)
+        with open_client(target, client) as asker:
+            asker.wait_until_ready(max(client.wait, 60.0) if asked.target is None else max(client.wait, 1.0))
+            model = asker.get_model()
+        call = _call(load, asked, model)
+        trace = _trace(load, model)
+        name, version = client.model, client.version
+        requests = encode_requests(model, call, trace, name=name, version=version, seed=load.seed)
+        # A request that takes ten times as long as promised is lost; so a stretch ends soon after its last request.
+        timeout = max(1.0, load.p99_ms / 100)
+        with Driver(target, call, requests, **{**arguments, "timeout": timeout}) as driver, output.bar("") as progress:
+            found = find_knee(
+                driver,
+                trace,
+                load.p99_ms / 1e3,
+                seconds=load.seconds,
+                max_qps=load.max_qps,
+                seed=load.seed,
+                cpu_s=cpu_s,
+                progress=progress,
+            )
+    return Measured(
+        what=asked.what,
+        model=model.name,
+        version=model.version,
+        call=call,
+        batch=float(trace.batches.mean()),
+        ids=trace.ids_per_sample,
+        p99_s=load.p99_ms / 1e3,
+        machine=this_machine(),
+        **found,
+    )
+
+
+@contextmanager
+def _server(asked: Asked) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+    """Its target, and the seconds of processor that its processes have used so far."""
+    from recinfer.sizing.server_process import ServerProcess, ranker_and_shard
+
+    if asked.target is not None:
+        yield asked.target, dict
+        return
+    assert asked.archive is not None
+    if not asked.sharded:
+        with ServerProcess(asked.archive) as server:
+            yield server.target, lambda: {"server": server.cpu_s()}
+        return
+    from recinfer.archive.reader import open_archive
+
+    world_size = open_archive(asked.archive, ranks=()).manifest.world_size
+    with ranker_and_shard(asked.archive, world_size) as (ranker, shard):
+        yield ranker.target, lambda: {"ranker": ranker.cpu_s(), "shard": shard.cpu_s()}
+
+
+def _call(load: LoadOptions, asked: Asked, model: ModelDescription) -> Any:
+    if load.call is not None:
+        return load.call.value
+    if asked.archive is None:
+        return "predict" if model.num_dense else "lookup"
+    from recinfer.archive.reader import open_archive
+
+    return "predict" if open_archive(asked.archive, ranks=()).manifest.dense is not None else "lookup"
+
+
+def _trace(load: LoadOptions, model: ModelDescription) -> Trace:
+    from recinfer.sizing.arrivals import poisson, read_trace
+
+    if load.trace is not None:
+        return read_trace(load.trace)
+    features = len({feature.name.split("@")[0] for feature in model.features})
+    mean = load.ids * features
+    return poisson(1000.0, 20_000, batch=load.batch, ids_per_sample=mean, seed=load.seed, spread_ids=False)
+
+
+def show_measured(output: Output, found: Measured) -> None:
+    """The table of rates, the knee, and what limits it."""
+    from rich.table import Table
+
+    kind = f"{found.call.capitalize()} of {found.batch:g} samples, {found.ids:g} ids a sample"
+    title = f"{found.what} of {found.model} {found.version}: {kind}; promise: p99 within {found.p99_s * 1e3:g} ms"
+    table = Table(title=title, title_justify="left")
+    for name in ("requests/s", "p50 ms", "p99 ms", "least to most", "in time", "sent late by, p99", "promise"):
+        table.add_column(name, justify="right")
+    for point in found.points:
+        table.add_row(
+            f"{point.qps:,.0f}",
+            _ms(point.p50_s),
+            _ms(point.p99_s),
+            f"{_ms(point.spread_s[0])} to {_ms(point.spread_s[1])}",
+            f"{point.within:.2%}",
+            f"{_ms(point.late_s)} ms",
+            "[green]kept[/green]" if point.kept else "[red]broken[/red]",
+        )
+    output.show(table)
+    if not found.knee_qps:
+        output.show(
+            f"[bold red]no rate keeps it[/bold red]: alone a request takes {_ms(found.alone_s[100])} ms (median)"
+        )
+        return
+    least = "at least " if found.at_least else ""
+    output.show(f"[bold green]knee: {least}{found.knee_qps:,.0f} requests a second[/bold green]; plan for 70 % of it")
+    if found.cpu_s:
+        used = ", ".join(f"{name} {found.knee_qps * each:.2f}" for name, each in found.cpu_s.items())
+        output.note(f"cores in use at the knee: {used} of {found.machine['cores']}")
+    if found.driver_late:
+        output.note(
+            "the load itself was late near the knee, so the server may take more: load it from another machine (--target)"
+        )
+
+
+def as_data(found: Measured) -> dict[str, Any]:
+    """What ``--json`` prints; milliseconds."""
+    return {
+        "what": found.what,
+        "model": found.model,
+        "version": found.version,
+        "call": found.call,
+        "batch": found.batch,
+        "ids_per_sample": found.ids,
+        "p99_ms": found.p99_s * 1e3,
+        "knee_qps": found.knee_qps,
+        "knee_is_at_least": found.at_least,
+        "driver_late": found.driver_late,
+        "cpu_s_per_request": found.cpu_s,
+        "machine": found.machine,
+        "rates": [
+            {
+                "qps": point.qps,
+                "p50_ms": point.p50_s * 1e3,
+                "p99_ms": point.p99_s * 1e3,
+                "within": point.within,
+                "kept": point.kept,
+                "late_ms": point.late_s * 1e3,
+            }
+            for point in found.points
+        ],
+    }
+
+
+def _ms(seconds: float) -> str:
+    return "never" if seconds == float("inf") else f"{seconds * 1e3:.2f}"

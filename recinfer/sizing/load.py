@@ -1,0 +1,220 @@
+"""Open-loop load on a running server: each request is sent when it is due, whatever became of those before it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recinfer.errors import InputError, RecinferError
+from recinfer.serving import codec
+from recinfer.serving.bench import random_features
+from recinfer.serving.client import AsyncInferenceClient, ModelDescription
+from recinfer.serving.loop import run_on_loop
+from recinfer.sizing.arrivals import Trace
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["Call", "Driver", "Stretch", "encode_requests"]
+
+Call = Literal["lookup", "predict"]
+
+_DISTINCT, _MOST_BYTES = 2048, 256 << 20  # requests that are encoded beforehand, and their bytes
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What became of the requests of one stretch of load.
+
+    Attributes:
+        qps: requests a second that were due.
+        sent_s: seconds from when a request was due to when it was sent, float64 ``[N]``: the driver's own delay.
+        latency_s: seconds from when a request was due to its answer, float64 ``[N]``; infinite where there was none.
+        done_s: seconds from the stretch's begin to each answer, ascending, float64 ``[answered]``.
+        errors: requests without an answer, by the error's name.
+        reason: the message of the first of them.
+    """
+
+    qps: float
+    sent_s: NDArray[np.float64]
+    latency_s: NDArray[np.float64]
+    done_s: NDArray[np.float64]
+    errors: dict[str, int]
+    reason: str = ""
+
+    def percentile(self, percent: float) -> float:
+        """Seconds within which ``percent`` of all requests that were due were answered; infinite where they were not."""
+        ordered = self._ordered
+        return float(ordered[min(int(np.ceil(percent / 100 * ordered.size)), ordered.size) - 1])
+
+    def share_within(self, seconds: float) -> float:
+        """The share of all requests that were due that was answered within ``seconds``."""
+        return float(np.searchsorted(self._ordered, seconds, side="right") / self._ordered.size)
+
+    @cached_property
+    def _ordered(self) -> NDArray[np.float64]:
+        return np.sort(self.latency_s)
+
+
+def encode_requests(
+    model: ModelDescription, call: Call, trace: Trace, *, name: str = "", version: str = "", seed: int = 0
+) -> list[bytes]:
+    """Serialized requests with the sizes of the first requests of ``trace`` and random ids; at most 2,048 of them.
+
+    The ids of a request are spread over the model's features evenly, or as ``trace.ids_by_feature`` has them.
+
+    Args:
+        model: what the model takes.
+        name, version: the served model and version that the requests name; empty: the server's default.
+
+    Raises:
+        InputError: the trace names a feature that the model does not have.
+    """
+    names = list(dict.fromkeys(feature.name.split("@")[0] for feature in model.features))
+    unknown = sorted(set(trace.ids_by_feature) - set(names))
+    if unknown:
+        raise InputError(f"trace: the model has no feature {', '.join(unknown[:5])}; it has {', '.join(names[:20])}")
+    total = sum(trace.ids_by_feature.values())
+    shares = [trace.ids_by_feature.get(name, 0.0) / total if total else 1 / len(names) for name in names]
+    random = torch.Generator().manual_seed(seed)
+    requests: list[bytes] = []
+    num_bytes = 0
+    for batch, ids in zip(trace.batches[:_DISTINCT].tolist(), trace.ids[:_DISTINCT].tolist()):
+        features = _features(model, batch, [ids * share for share in shares], random)
+        if call == "lookup":
+            data = codec.encode_lookup_request(features, name, version)
+        else:
+            dense = torch.randn(batch, model.num_dense, generator=random)
+            data = codec.encode_predict_request(dense, features, name, version)
+        requests.append(data)
+        num_bytes += len(data)
+        if num_bytes > _MOST_BYTES:
+            break
+    return requests
+
+
+def _features(model: ModelDescription, batch: int, ids: Sequence[float], random: torch.Generator) -> KeyedJaggedTensor:
+    """A request's features: feature f has about ``ids[f]`` ids in all, spread evenly over the samples."""
+    one = random_features(model.features, 1, 1, random, weighted=model.needs_weights)
+    keys = one.keys()
+    if all(abs(each - batch) < 0.5 for each in ids):
+        return random_features(model.features, batch, 1, random, weighted=model.needs_weights)
+    lengths = []
+    for mean in ids:
+        # A fraction of an id is an id of so many requests; the rest goes to the first samples.
+        count = int(mean) + int(torch.rand((), generator=random).item() < mean % 1)
+        each = torch.full((batch,), count // batch, dtype=torch.int32)
+        each[: count % batch] += 1
+        lengths.append(each)
+    most = max(1, max(int(each.max()) for each in lengths))
+    full = random_features(model.features, batch, most, random, weighted=model.needs_weights)
+    taken = torch.cat([torch.arange(most)[None, :] < each[:, None] for each in lengths]).reshape(-1)
+    weights = full.weights_or_none()
+    return KeyedJaggedTensor(
+        keys,
+        full.values()[taken],
+        weights=None if weights is None else weights[taken],
+        lengths=torch.cat(lengths),
+        stride=batch,
+    )
+
+
+class Driver:
+    """Sends encoded requests to one server; :meth:`run` may be called from any one thread at a time.
+
+    Args:
+        target: ``"host:port"``.
+        call: method of the requests.
+        requests: serialized requests, taken in turns.
+        timeout: seconds after which a request counts as not answered.
+        client: what else AsyncInferenceClient takes: token, tls_ca and the like.
+    """
+
+    def __init__(self, target: str, call: Call, requests: Sequence[bytes], *, timeout: float, **client: Any) -> None:
+        self._call, self._requests, self._timeout = call.capitalize(), requests, timeout
+        # A client that retries or holds requests back would hide what the server refuses.
+        self._client = AsyncInferenceClient(target, **{**client, "retries": 0, "throttle": False, "timeout": timeout})
+
+    def run(self, due_s: NDArray[np.float64]) -> Stretch:
+        """Send a request at each of ``due_s`` (seconds from the begin, ascending) and wait for all answers."""
+        return run_on_loop(self._run(due_s))
+
+    def close(self) -> None:
+        """Close the connection."""
+        run_on_loop(self._client.close())
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _run(self, due_s: NDArray[np.float64]) -> Stretch:
+        count = due_s.size
+        sent, done = np.full(count, np.nan), np.full(count, np.inf)
+        errors: Counter[str] = Counter()
+        reasons: list[str] = []
+        await self._client._call(self._call, self._requests[0], self._timeout)  # the connection is there then
+
+        async def ask(i: int) -> None:
+            sent[i] = time.perf_counter() - begin
+            try:
+                await self._client._call(self._call, self._requests[i % len(self._requests)], self._timeout)
+            except RecinferError as error:
+                errors[type(error).__name__] += 1
+                if not reasons:
+                    reasons.append(str(error))
+            else:
+                done[i] = time.perf_counter() - begin
+
+        tasks: list[asyncio.Task[None]] = []
+        all_sent = asyncio.Event()
+
+        def send(first: int, last: int) -> None:
+            tasks.extend(asyncio.ensure_future(ask(i)) for i in range(first, last))
+            if last == count:
+                all_sent.set()
+
+        stopped = threading.Event()
+        begin = time.perf_counter() + 0.01
+        arguments = (asyncio.get_running_loop(), due_s, begin, send, stopped)
+        threading.Thread(target=_when_due, args=arguments, name="recinfer-due", daemon=True).start()
+        try:
+            await all_sent.wait()
+            await asyncio.gather(*tasks)
+        finally:
+            stopped.set()
+            for task in tasks:
+                task.cancel()
+        spread = float(due_s[-1] - due_s[0]) * count / max(count - 1, 1)
+        answered = np.sort(done[np.isfinite(done)])
+        reason = reasons[0] if reasons else ""
+        return Stretch(count / (spread or 1.0), sent - due_s, done - due_s, answered, dict(errors), reason)
+
+
+def _when_due(
+    loop: asyncio.AbstractEventLoop,
+    due_s: NDArray[np.float64],
+    begin: float,
+    send: Callable[[int, int], None],
+    stopped: threading.Event,
+) -> None:
+    """Call ``send(first, last)`` on ``loop`` for requests as they become due. An event loop's own timers are 1 ms apart."""
+    at = 0
+    while at < due_s.size and not stopped.is_set():
+        wait = begin + due_s[at] - time.perf_counter()
+        if wait > 0:
+            time.sleep(wait)
+        now = time.perf_counter() - begin
+        last = int(np.searchsorted(due_s, now, side="right"))
+        if last > at:
+            loop.call_soon_threadsafe(send, at, last)
+            at = last
