@@ -23,8 +23,9 @@ import os, sys, time
 os.sched_setaffinity(0, {int(sys.argv[1])})
 print("here", flush=True)
 sys.stdin.readline()
-while time.process_time() < 0.3: pass
-print(time.process_time(), flush=True)
+begin = time.process_time()
+while time.process_time() < begin + 0.3: pass
+print(time.process_time() - begin, flush=True)
 sys.stdin.readline()
 """
 
@@ -50,9 +51,9 @@ def test_what_a_strange_process_has_of_a_core_is_seen_and_ours_is_not() -> None:
         finally:
             child.kill()
     its = [stint for stint in recorder.stints if stint.pid == child.pid]
-    # It had used some of that before it was asked to go on: to import what it needs.
-    assert 0.1 < sum(stint.seconds for stint in its) < spent + 0.01
-    assert all(begin <= stint.begin <= end for stint in its)
+    # It has the core for at least as long as it computes: longer where the hypervisor takes the core away meanwhile.
+    assert sum(stint.seconds for stint in its) > 0.5 * spent
+    assert all(begin <= stint.begin and stint.begin + stint.seconds <= end for stint in its)
     assert {stint.core for stint in its} == {sorted(os.sched_getaffinity(0)).index(core)}
     assert recorder.cores == len(os.sched_getaffinity(0))
     assert 0 < recorder.seconds <= end - begin
