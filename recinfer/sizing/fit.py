@@ -53,18 +53,17 @@ def fit_serving(loads: dict[Kind, Means], run: InProcess) -> ServingCosts:
         grpc_byte_s=max(large_busy.grpc - busy.grpc, 0.0) / more_bytes,
         io_byte_s=max(large_busy.io - busy.io, 0.0) / more_bytes,
     )
-    timer_s = _on_time(loads) if run.direct else 0.0
+    timer_s = _on_time(loads)
     client = _client(lone, busy, large_busy, more_bytes, timer_s)
     run_costs = RunCosts(max(run_s - run.op_one, 0.0), request_s, byte_s)
-    direct = _fit_direct(loads, run, client, timer_s) if run.direct else None
-    shard, shard_end, fan = _fit_remote(loads, run, direct.server if direct else server, server, client, run_costs)
-    name, its = ("direct", direct.server) if direct else ("whole", server)
-    lone = [loads[name, SMALL, callers] for callers in LONE]
+    direct = _fit_direct(loads, run, client, timer_s)
+    shard, shard_end, fan = _fit_remote(loads, run, direct.server, server, client, run_costs)
+    lone = [loads["direct", SMALL, callers] for callers in LONE]
     first = lone[0]
     ends = first.all + first.client_loop + first.client_grpc + first.client_io
-    on_the_way = ends - (1 - TAKEN) * its.grpc_s - (1 - READ) * (first.io + first.client_io)
+    on_the_way = ends - (1 - TAKEN) * direct.server.grpc_s - (1 - READ) * (first.io + first.client_io)
     wakes = _ascending([(means.cycle - means.grpc, means.wake) for means in lone if means.wake])
-    woken = (_WAKES if direct else _WAKES + 1) * at_sleep(wakes[:1], math.inf)
+    woken = _WAKES * at_sleep(wakes[:1], math.inf)
     return ServingCosts(
         server=server,
         client=client,
@@ -219,7 +218,7 @@ def _fit_remote(
     two = loads["ranker of 2", SMALL, 1]
     single, two_single = (loads[f"ranker of {num}, single", SMALL, MANY] for num in (1, 2))
     op_many = run.op_one + (run.op_few - run.op_one) / (FEW - 1) * (1 / many.runs - 1)
-    saved_s = max(run.op_one - run.direct_one, 0.0) if run.direct else 0.0
+    saved_s = max(run.op_one - run.direct_one, 0.0)
     # Its ranker is busy, but a shard sleeps between two runs of that.
     taken = small.grpc / many.runs
     base_s = max(taken - at_once.grpc_s - _woken(at_once, many.cycle / many.runs - taken) - op_many + saved_s, 0.0)

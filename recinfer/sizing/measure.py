@@ -77,10 +77,8 @@ def measure_serving(*, seconds: float = 0.3, progress: Callable[[str, int, int],
         with ExitStack() as stack:
             # Lookups that pass by the queue, and then the queue's costs: those of merged predictions, contexts and rankers.
             lone = tuple((SMALL, callers) for callers in LONE)
-            if in_process.direct:
-                server = stack.enter_context(ServerProcess(archive))
-                kinds = ((SMALL, MANY), (LARGE, 1), *lone, (SMALL, FOUR), (SMALL, ON_TIME))
-                bench.add("direct", server, *kinds)
+            server = stack.enter_context(ServerProcess(archive))
+            bench.add("direct", server, (SMALL, MANY), (LARGE, 1), *lone, (SMALL, FOUR), (SMALL, ON_TIME))
             server = stack.enter_context(ServerProcess(archive, direct=False))
             bench.add("whole", server, (SMALL, MANY), (LARGE, 1), (LARGE, BUSY_LARGE), *lone)
             # The same without merging: what each request costs that is run by itself while others wait.

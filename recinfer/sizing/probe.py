@@ -249,7 +249,7 @@ def _server(archive: Path, batching: BatchConfig, shards: Path | None, direct: b
     tune_process()
     server = Server({predictor.manifest.model: predictor}, batching=batching, shards=fanout)
     if not direct:
-        server.service.direct.available = False
+        server.service.direct.enabled = False
     return server.start()
 
 
