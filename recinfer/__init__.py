@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
-import os
 from typing import TYPE_CHECKING, Any
+
+from recinfer.compiled import check_compiled
+
+check_compiled()
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,24 +39,6 @@ _HOMES = {
     "PoolingType": "recinfer.modules.embedding_configs",
     "load": "recinfer.inference.predictor",
 }
-
-_COMPILED = ("quant/_rows", "quant/_tables", "serving/_ranks", "serving/_wire")
-
-
-def _check_compiled() -> None:
-    """A source tree that was never built says so at its import, not where a request needs what is missing."""
-    folder = os.path.dirname(__file__)
-    for name in _COMPILED:
-        path = os.path.join(folder, name)
-        if not any(os.path.exists(path + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES):
-            root = os.path.dirname(folder)
-            raise ImportError(
-                f"recinfer in {root} is a source tree that was not built ({name}.c is not compiled): run `pip install -e .` "
-                "there, or `make install`; that needs a C compiler and Python's headers."
-            )
-
-
-_check_compiled()
 
 
 def __getattr__(name: str) -> Any:

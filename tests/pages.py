@@ -49,17 +49,28 @@ def script_of(page: Path, more: str = "") -> tuple[str, list[str]]:
     return "".join(script), skipped
 
 
-def shell_environment(folder: Path) -> dict[str, str]:
-    """An environment in which `recinfer` is this source tree's, installed or not, and `python` runs this interpreter."""
+def shell_environment(folder: Path, beside: str = "") -> dict[str, str]:
+    """An environment in which `recinfer` is this source tree's, installed or not, and `python` runs this interpreter.
+
+    ``beside``: a folder of further packages, looked at last.
+    """
     tools = folder / "bin"
     tools.mkdir()
     for name, module in (("recinfer", " -m recinfer"), ("python", "")):
         (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{module} "$@"\n')
         (tools / name).chmod(0o755)
-    return {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT)]
+    if beside:  # at the end of the path, which PYTHONPATH cannot say
+        (folder / "beside").mkdir()
+        (folder / "beside/sitecustomize.py").write_text(f"import sys\nsys.path.append({beside!r})\n")
+        paths.append(str(folder / "beside"))
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def run_page(script: str, folder: Path, changes: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def run_page(
+    script: str, folder: Path, changes: Mapping[str, str] | None = None, beside: str = ""
+) -> subprocess.CompletedProcess[str]:
     """Run a script in an empty folder, with some of its text changed; whatever it leaves in the background is ended."""
     # At once: what a text is changed to may be another one that is to be changed.
     script = re.sub("|".join(map(re.escape, changes)), lambda found: changes[found[0]], script) if changes else script
@@ -68,7 +79,7 @@ def run_page(script: str, folder: Path, changes: Mapping[str, str]) -> subproces
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", "trap 'kill -9 $(jobs -p) 2>/dev/null || true' EXIT\n" + script],
         cwd=work,
-        env=shell_environment(folder),
+        env=shell_environment(folder, beside),
         capture_output=True,
         text=True,
         timeout=900,

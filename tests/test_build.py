@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import recinfer
+from recinfer.compiled import COMPILED
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -78,7 +79,7 @@ def test_a_mistake_in_the_code_is_not_said_to_be_a_missing_compiler(tree: Path) 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_one_wheel_serves_python_3_11_and_later(tree: Path) -> None:
     built = tree / f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}/recinfer"
-    for name in recinfer._COMPILED:  # what is there already and newer than its source is not compiled again
+    for name in COMPILED:  # what is there already and newer than its source is not compiled again
         (built / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / f"recinfer/{name}.abi3.so", built / f"{name}.abi3.so")
     done = python(tree, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "wheels", ".")
@@ -89,13 +90,13 @@ def test_one_wheel_serves_python_3_11_and_later(tree: Path) -> None:
         names = archive.namelist()
         (about,) = (name for name in names if name.endswith(".dist-info/WHEEL"))
         assert b"Tag: cp311-abi3-linux_" in archive.read(about)
-    libraries = [f"recinfer/{name}.abi3.so" for name in recinfer._COMPILED]
+    libraries = [f"recinfer/{name}.abi3.so" for name in COMPILED]
     assert sorted(name for name in names if name.endswith(".so")) == libraries
 
 
 def test_all_that_is_compiled_is_asked_for_and_uses_the_limited_api() -> None:
     sources = sorted((ROOT / "recinfer").rglob("*.c"))
-    assert [str(path.relative_to(ROOT / "recinfer"))[:-2] for path in sources] == list(recinfer._COMPILED)
+    assert [str(path.relative_to(ROOT / "recinfer"))[:-2] for path in sources] == list(COMPILED)
     for path in sources:
         text = path.read_text()
         assert text.index("#define Py_LIMITED_API 0x030B0000") < text.index("#include <Python.h>"), path

@@ -28,8 +28,9 @@ import importlib.machinery, importlib.util, sys, sysconfig
 from pathlib import Path
 import numpy as np
 import recinfer
+from recinfer.compiled import COMPILED
 
-for name in recinfer._COMPILED:
+for name in COMPILED:
     path = Path(recinfer.__file__).parent / f"{name}.abi3.so"
     module = name.rpartition("/")[2]
     loader = importlib.machinery.ExtensionFileLoader(module, str(path))
@@ -42,7 +43,7 @@ for name in recinfer._COMPILED:
         assert rows[:, 4:].tolist() == [[0, 255], [0, 255]], rows
     if module == "_wire":
         assert found.read_request(b"not a request") is None
-print(f"Python {sys.version.split()[0]}: {', '.join(recinfer._COMPILED)} load; rows are packed as they should be")
+print(f"Python {sys.version.split()[0]}: {', '.join(COMPILED)} load; rows are packed as they should be")
 """
 
 
