@@ -1,4 +1,5 @@
-# Every target CI or a user runs. A fresh clone needs only Python 3.11 and make; all that is installed goes to .venv.
+# Every target CI or a user runs. A fresh clone needs Python 3.11 or later with its headers (python3-dev), a C compiler and make;
+# all that is installed goes to .venv.
 #
 #   make demo    train, plan, export, check, serve and query a model: the whole pipeline in one run
 #   make test    the test suite

@@ -1,6 +1,13 @@
 """The parts of recinfer that are compiled; everything else about the package is in pyproject.toml."""
 
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, ExecError, LinkError
 
 ROWS = ["recinfer/quant/_half.h", "recinfer/quant/_bags.h", "recinfer/quant/_row.h"]
 # Rounding must stay IEEE's, so no fused multiply-add that nobody asked for; the rest lets loops with rintf become vectors.
@@ -8,23 +15,60 @@ FLAGS = ["-O3", "-std=gnu11", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping
 
 
 def extension(name: str, *headers: str) -> Extension:
-    """One source file. Without a C compiler its work is done by torch's and FBGEMM's operators, slower."""
+    """One source file; with Python's limited API, so that one build serves Python 3.11 and all later ones."""
     folder, _, module = name.rpartition("/")
     return Extension(
         f"recinfer.{folder.replace('/', '.')}.{module}",
         [f"recinfer/{name}.c"],
         depends=list(headers),
         py_limited_api=True,
-        optional=True,
         extra_compile_args=FLAGS,
     )
 
 
+class BuildExt(build_ext):
+    """Says, after whatever the compiler said, what is missing and which package brings it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile one."""
+        try:
+            super().build_extension(ext)
+        except (CompileError, ExecError, LinkError, OSError) as error:
+            raise SystemExit(f"error: {self._why(ext, error)}") from None
+
+    def _why(self, ext: Extension, error: Exception) -> str:
+        compiler = self.compiler.compiler[0] if getattr(self.compiler, "compiler", None) else "cc"
+        if not self._compiles("int main(void) { return 0; }\n"):
+            return (
+                f"recinfer needs a C compiler, and {compiler!r} compiles nothing here. Install one (Debian and Ubuntu: "
+                "apt install build-essential; Fedora: dnf install gcc), or name yours in the environment variable CC."
+            )
+        if not self._compiles("#include <Python.h>\n"):
+            return (
+                f"recinfer needs Python's C headers: Python.h is not in {sysconfig.get_path('include')}. Install them "
+                "(Debian and Ubuntu: apt install python3-dev; Fedora: dnf install python3-devel), for the Python that you use."
+            )
+        return f"{ext.sources[0]} was not compiled by {compiler!r}; what it said is above ({error})."
+
+    def _compiles(self, code: str) -> bool:
+        probe = Path(self.build_temp, "probe.c")
+        probe.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_text(code)
+        try:
+            self.compiler.compile([str(probe)], output_dir=self.build_temp, include_dirs=self.include_dirs)
+        except (CompileError, ExecError, OSError):
+            return False
+        return True
+
+
 setup(
+    cmdclass={"build_ext": BuildExt},
     ext_modules=[
         extension("quant/_rows", "recinfer/quant/_half.h"),
         extension("quant/_tables", *ROWS),
         extension("serving/_ranks", *ROWS, "recinfer/serving/_reader.h"),
         extension("serving/_wire", "recinfer/serving/_reader.h"),
-    ]
+    ],
+    # One wheel for Python 3.11 and later: what Py_LIMITED_API says in the sources.
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING
 
 from recinfer.lazy import lazy_names
 
+from recinfer.compiled import check_compiled
+
+check_compiled()
+
 __version__ = "0.1.0"
 __all__ = [
     "DataType",

@@ -3,64 +3,46 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from tests.pages import blocks, run_page, script_of
 from tests.ports import held_port
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recinfer/archive").glob("*.md")])
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture
-def shell_environment(tmp_path: Path) -> dict[str, str]:
-    """An environment in which `recinfer` is this source tree's, installed or not."""
-    script = tmp_path / "bin" / "recinfer"
-    script.parent.mkdir()
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m recinfer "$@"\n')
-    script.chmod(0o755)
-    paths = {"PATH": f"{script.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    return {**os.environ, **paths}
-
-
-def test_the_commands_and_the_example_of_the_readme_run(tmp_path: Path, shell_environment: dict[str, str]) -> None:
+def test_the_commands_and_the_example_of_the_readme_run(tmp_path: Path) -> None:
     (commands,) = blocks(ROOT / "README.md", "bash")
     (example,) = blocks(ROOT / "README.md", "python")
-    commands = commands.replace("--limit 20000", "--limit 2000").replace("--wait 60", "--wait 600")
     with held_port() as port:
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", commands.replace("8500", str(port)) + "wait\n"],
-            cwd=tmp_path,
-            env=shell_environment,
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
+        changes = {"--limit 20000": "--limit 2000", "--wait 60": "--wait 600", "8500": str(port)}
+        done = run_page(f"{commands}wait\npython - <<'END'\n{example}END\n", tmp_path, changes)
     assert done.returncode == 0, done.stderr
     assert "C1" in done.stdout
-    done = subprocess.run(
-        [sys.executable, "-c", example],
-        cwd=tmp_path,
-        env=shell_environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "torch.Size([1, 16]) torch.Size([1, 16])\n"
+    assert done.stdout.endswith("torch.Size([1, 16]) torch.Size([1, 16])\n")
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
+
+
+def test_the_blocks_of_the_howto_run_in_order(tmp_path: Path) -> None:
+    for needed in ("onnx", "aiohttp", "pyarrow", "matplotlib", "tritonclient.grpc", "torchmetrics"):
+        pytest.importorskip(needed)
+    script, skipped = script_of(ROOT / "docs/howto.md")
+    assert [reason.partition(": ")[2] for reason in skipped] == ["needs two hosts."]
+    with held_port() as port, held_port() as http, held_port() as metrics:
+        ports = {"8500": str(port), "8501": str(http), "9500": str(metrics)}
+        done = run_page(
+            script, tmp_path, ports | {"--wait 60": "--wait 600", "wait_until_ready(60)": "wait_until_ready(600)"}
+        )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert 'recinfer_requests_total{code="OK"' in done.stdout
+    assert not re.findall(
+        r"^ {4}\S.*", re.sub(r"^```.*?^```", "", (ROOT / "docs/howto.md").read_text(), flags=re.M | re.S), flags=re.M
+    ), "docs/howto.md has an indented code block, which nothing runs: fence it with its language"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -14,15 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recinfer.quant._tables import pack as _pack
+from recinfer.quant._tables import pool as _pool
 from recinfer.quant.lookup import PooledLookup
 from recinfer.quant.packing import row_bytes
 from recinfer.quant.tbe import TableBatch
-
-try:
-    from recinfer.quant._tables import pack as _pack
-    from recinfer.quant._tables import pool as _pool
-except ImportError:  # no compiler was there when recinfer was installed
-    _pack = _pool = None
 
 __all__ = ["DirectOrder", "DirectPieces", "DirectTables"]
 
@@ -83,19 +79,12 @@ class DirectPieces:
         ).reshape(-1, 6)
         self.widths = [slot.dim for slot in used]
 
-    @staticmethod
-    def available() -> bool:
-        """Whether the compiled loop was built."""
-        return _pool is not None
-
     def pool(self, steps: NDArray[np.int64], *places: Any) -> Any:
         """See ``recinfer.quant._tables.pool``, whose arguments behind ``steps`` these are."""
-        assert _pool is not None
         return _pool(self._buffer, self._pieces, steps, *places)
 
     def pack(self, steps: NDArray[np.int64], *places: Any) -> Any:
         """See ``recinfer.quant._tables.pack``, in the same way."""
-        assert _pack is not None
         return _pack(self._buffer, self._pieces, steps, *places)
 
 
@@ -121,11 +110,6 @@ class DirectTables:
         self._features, self._names, self._dims = tuple(features), tuple(names), tuple(dims)
         self._known = frozenset(features)
         self._orders: dict[bytes | tuple[bytes, bytes], DirectOrder] = {}
-
-    @staticmethod
-    def available() -> bool:
-        """Whether the compiled loop was built."""
-        return _pool is not None
 
     def order(self, block: bytes | tuple[bytes, bytes]) -> DirectOrder | None:
         """The order that was :meth:`learn` ed for these bytes."""

@@ -267,7 +267,7 @@ class LocalLookups:
 
 def _direct(manifest: Manifest, part: _LocalPart) -> DirectTables | None:
     lookup = getattr(part.run, "__self__", None)
-    if not isinstance(lookup, PooledLookup) or part.info.is_weighted or not DirectTables.available():
+    if not isinstance(lookup, PooledLookup) or part.info.is_weighted:
         return None
     batch = lookup.batch
     if batch.weights.device.type != "cpu" or any(slot.memory != "near" for slot in batch.slots):

@@ -109,7 +109,7 @@ def pack_rows(
     out_RP = torch.empty((rows, aligned), dtype=torch.uint8)
     if aligned != width:
         out_RP[:, width:] = 0
-    from recinfer.quant.rowwise import RowPacker  # loads FBGEMM for some precisions, which planning never does
+    from recinfer.quant.rowwise import RowPacker
 
     packer = RowPacker(dim, data_type, most_rows=rows)
     step = len(packer.block)

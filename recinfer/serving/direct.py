@@ -17,20 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recinfer.errors import RecinferError
-from recinfer.inference.direct import DirectTables
 from recinfer.inference.predictor import Predictor
 from recinfer.serving import codec
+from recinfer.serving._wire import read_request
 from recinfer.serving.limits import Limits
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.registry import ModelRegistry, ServedModel
 from recinfer.serving.side_by_side import SideBySide
 from recinfer.serving.stats import RequestStats
 from recinfer.serving.wire import bytes_field
-
-try:
-    from recinfer.serving._wire import read_request
-except ImportError:  # no compiler was there when recinfer was installed
-    read_request = None
 
 __all__ = ["AWAY_BYTES", "DIRECT_BYTES", "Direct", "LookUp", "PlainRequest", "lookup_head"]
 
@@ -135,12 +130,12 @@ class Direct:
         registry, limits, stats: the service's.
 
     Attributes:
-        available: whether the compiled parts were built.
+        enabled: set to False, it answers nothing: all requests take the ordinary way, as measurements of that want it.
     """
 
     def __init__(self, registry: ModelRegistry, limits: Limits, stats: RequestStats) -> None:
         self._registry, self._limits, self.stats = registry, limits, stats
-        self.available = read_request is not None and DirectTables.available()
+        self.enabled = True
         self._most = (
             min(limits.max_message_bytes, DIRECT_BYTES),
             min(limits.max_ids, _MOST_IDS),
@@ -262,7 +257,7 @@ class Direct:
 
     def samples(self, data: bytes) -> int | None:
         """Of a request that may be answered here; None: it will not be. Other reasons may stand against it yet."""
-        if len(data) > self._most_of_large[0] or not self.available or (found := read_request(data)) is None:
+        if len(data) > self._most_of_large[0] or not self.enabled or (found := read_request(data)) is None:
             return None
         batch: int = found[4][3]
         return batch if 0 < batch <= self._limits.max_batch else None
@@ -303,7 +298,7 @@ class Direct:
             large: it may take longer than others should be kept waiting.
         """
         most_bytes, most_ids, most_floats = self._most_away if away else self._most_of_large if large else self._most
-        if len(data) > most_bytes or not self.available or (found := read_request(data)) is None:
+        if len(data) > most_bytes or not self.enabled or (found := read_request(data)) is None:
             return None
         name, version, dense_at, dense_bytes, features, beside = found
         keys_at, keys_end, keys, batch, lengths_at, ids_at, ids, wide = features

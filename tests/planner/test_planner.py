@@ -167,13 +167,13 @@ def test_callbacks_change_the_plan() -> None:
 def test_timeout_bounds_the_search() -> None:
     shapes = [(10 ** (3 + i % 4), (32, 64, 128, 256)[i % 4]) for i in range(300)]
     reports = []
-    for seconds in (0.001, None):
+    for seconds in (0, None):
         planner = train_planner(32, timeout_seconds=seconds)
         planner.plan(collection(shapes), sharders())
         assert planner.last_plan is not None and planner.report is not None
         reports.append(planner.report)
     bounded, whole = reports
-    assert bounded.moves == 0 < whole.moves  # a first placement alone takes more than that millisecond
+    assert bounded.moves == 0 < whole.moves  # a first placement is made, however late it is
     assert bounded.max_perf > whole.max_perf
 
 

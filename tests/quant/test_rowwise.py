@@ -9,6 +9,7 @@ from torch import Tensor
 
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType
+from recinfer.quant import _rows as rows
 from recinfer.quant import rowwise
 from recinfer.quant.packing import PACKED_TYPES, pack_rows, quantization_step, row_bytes, unpack_rows
 from recinfer.quant.rowwise import RowError, RowPacker
@@ -16,14 +17,6 @@ from recinfer.quant.tbe import quantize_rows
 
 DIMS = [1, 2, 3, 8, 33, 64, 128]
 INTEGERS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
-
-
-@pytest.fixture(params=["compiled", "operators"])
-def compiled(request: pytest.FixtureRequest) -> bool:
-    """Both ways to pack integer rows."""
-    if request.param == "compiled" and rowwise._pack_compiled is None:
-        pytest.skip("recinfer.quant._rows was not built: no C compiler when recinfer was installed")
-    return request.param == "compiled"
 
 
 def packed_by(packer: RowPacker, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -57,27 +50,26 @@ def hard_rows(seed: int, rows: int, dim: int) -> dict[str, Tensor]:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks, several parts in each, and ragged ends."""
+    """Several blocks, and ragged ends."""
     monkeypatch.setattr(rowwise, "BLOCK_ELEMENTS", 3000)
-    monkeypatch.setattr(rowwise, "_PART_ELEMENTS", 700)
 
 
 @pytest.mark.parametrize("data_type", INTEGERS)
 @pytest.mark.parametrize("dim", DIMS)
-def test_integer_rows_are_those_of_fbgemm(data_type: DataType, dim: int, compiled: bool) -> None:
+def test_integer_rows_are_those_of_fbgemm(data_type: DataType, dim: int) -> None:
     for name, weight in hard_rows(dim, 300, dim).items():
         weight = weight.clamp(-60000, 60000).contiguous()
-        found = packed_by(RowPacker(dim, data_type, compiled=compiled), weight)
+        found = packed_by(RowPacker(dim, data_type), weight)
         assert torch.equal(found, quantize_rows(weight, INTEGERS[data_type])), name
 
 
 @pytest.mark.parametrize("data_type", PACKED_TYPES)
 @pytest.mark.parametrize("dim", [3, 8, 64])
-def test_the_error_is_that_of_the_unpacked_rows(data_type: DataType, dim: int, compiled: bool) -> None:
+def test_the_error_is_that_of_the_unpacked_rows(data_type: DataType, dim: int) -> None:
     for name, weight in hard_rows(dim + 1, 300, dim).items():
         weight = weight.clamp(-60000, 60000)
         packed = pack_rows(weight, data_type)
-        packer = RowPacker(dim, data_type, measure=True, compiled=compiled)
+        packer = RowPacker(dim, data_type, measure=True)
         assert torch.equal(packed_by(packer, weight), packed), name
         difference = (unpack_rows(packed, dim, data_type) - weight).double()
         rounding = 1e-6 * float(weight.abs().max())
@@ -88,29 +80,28 @@ def test_the_error_is_that_of_the_unpacked_rows(data_type: DataType, dim: int, c
         assert packer.error.step == max(0.0, float(quantization_step(packed, dim, data_type).max())), name
 
 
-def test_longer_rows_keep_what_is_behind(compiled: bool) -> None:
+def test_longer_rows_keep_what_is_behind() -> None:
     weight = torch.randn(50, 7)
     for data_type in PACKED_TYPES:
         width = row_bytes(7, data_type)
         out = torch.full((50, width + 5), 77, dtype=torch.uint8)
-        packed_by(RowPacker(7, data_type, compiled=compiled), weight, out)
+        packed_by(RowPacker(7, data_type), weight, out)
         assert torch.equal(out[:, :width], pack_rows(weight, data_type)) and bool((out[:, width:] == 77).all())
 
 
 @pytest.mark.parametrize("data_type", INTEGERS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e6])
-def test_what_cannot_be_packed_names_its_row(data_type: DataType, bad: float, compiled: bool) -> None:
+def test_what_cannot_be_packed_names_its_row(data_type: DataType, bad: float) -> None:
     weight = torch.randn(300, 33)
     weight[201] *= 1e-3
     weight[201, 7] = bad
     if bad == 1e6:
         weight[201, 8] = -bad  # the bias has to be an fp16 number
     with pytest.raises(InputError, match="table 't', row 201"):
-        packed_by(RowPacker(33, data_type, compiled=compiled), weight)
+        packed_by(RowPacker(33, data_type), weight)
 
 
 def test_the_compiled_loop_refuses_arrays_of_another_shape() -> None:
-    rows = pytest.importorskip("recinfer.quant._rows", reason="not built: no C compiler when recinfer was installed")
     weight, out, odd = np.zeros((4, 8), np.float32), np.zeros((4, 12), np.uint8), np.zeros(4, np.int32)
     assert rows.pack_rows(weight, out, 8, odd, 0.0, 0.0)[0] == 0
     for wrong in (

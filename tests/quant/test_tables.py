@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from recinfer.modules.embedding_configs import DataType, PoolingType
+from recinfer.quant import _tables as tables
 from recinfer.quant.packing import PACKED_TYPES, pack_rows, row_bytes
 from recinfer.quant.tbe import TableBatch, TableSlot
-
-tables = pytest.importorskip("recinfer.quant._tables", reason="not built: no C compiler when recinfer was installed")
 
 ROWS = 90
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import time
@@ -42,6 +43,12 @@ def into() -> tuple[queue.SimpleQueue[End], Asked]:
     """Where an end comes, and what is told of it."""
     ends: queue.SimpleQueue[End] = queue.SimpleQueue()
     return ends, lambda *end: ends.put(end)
+
+
+async def turns() -> None:
+    """Some turns of the event loop: what was ready, and what that makes ready, has run."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 def ask(way: Way, question: bytes) -> End:

@@ -23,6 +23,7 @@ from recinfer.serving.client import InferenceClient
 from recinfer.serving.direct import Direct
 from recinfer.serving.handling import handler
 from recinfer.serving.server import SERVICE_NAME, Server
+from tests.serving.asked import turns
 from tests.serving.conftest import make_request
 
 
@@ -84,7 +85,7 @@ def test_what_waits_runs_together_up_to_max_batch():
     async def scenario(batcher: Batcher, runs: Runs) -> None:
         first = await busy(batcher)
         waiting = [asyncio.create_task(batcher.submit(Work(samples=n))) for n in (3, 3, 3, 50, 1)]
-        await asyncio.sleep(0.01)
+        await turns()
         runs.gate.set()
         await asyncio.gather(first, *waiting)
 
@@ -96,9 +97,9 @@ def test_lanes_take_turns():
     async def scenario(batcher: Batcher, runs: Runs) -> None:
         first = await busy(batcher)
         waiting = [asyncio.create_task(batcher.submit(Work("a", 4))) for _ in range(4)]
-        await asyncio.sleep(0)
+        await turns()
         waiting += [asyncio.create_task(batcher.submit(Work("b", 4))) for _ in range(2)]
-        await asyncio.sleep(0.01)
+        await turns()
         runs.gate.set()
         await asyncio.gather(first, *waiting)
 
@@ -110,7 +111,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
     async def scenario(batcher: Batcher, runs: Runs) -> None:
         first = await busy(batcher)
         waiting = [asyncio.create_task(batcher.submit(Work())) for _ in range(3)]
-        await asyncio.sleep(0)
+        await turns()
         with pytest.raises(OverloadedError, match="3 requests waiting") as caught:
             await batcher.submit(Work())
         assert 0 < caught.value.retry_after < 60
@@ -131,12 +132,12 @@ def test_those_refused_in_the_same_moment_are_told_the_same(monkeypatch: pytest.
         assert batcher.room.refused(now[0] - 1) is None  # nobody waits
         first = await busy(batcher)
         waiting = [asyncio.create_task(batcher.submit(Work())) for _ in range(2)]
-        await asyncio.sleep(0)
+        await turns()
         assert batcher.room.refused(now[0] + 60) is None
         late = batcher.room.refused(now[0])
         assert late is not None and str(late).startswith("the server has 2 requests waiting, more than its deadline")
         waiting.append(asyncio.create_task(batcher.submit(Work())))
-        await asyncio.sleep(0)
+        await turns()
         full = batcher.room.refused(now[0])  # another reason
         assert full is not None and str(full).startswith("the server has 3 requests waiting, its limit; try again in ")
         assert 0 < full.retry_after < 60
@@ -155,7 +156,7 @@ def test_the_queue_is_bounded_in_bytes_too():
     async def scenario(batcher: Batcher, runs: Runs) -> None:
         first = await busy(batcher)
         waiting = asyncio.create_task(batcher.submit(Work()))
-        await asyncio.sleep(0)
+        await turns()
         with pytest.raises(OverloadedError):
             await batcher.submit(Work())
         runs.gate.set()
@@ -170,7 +171,7 @@ def test_a_request_past_its_deadline_is_not_run(monkeypatch: pytest.MonkeyPatch)
     async def scenario(batcher: Batcher, runs: Runs) -> None:
         first = await busy(batcher)
         waiting = asyncio.create_task(batcher.submit(late, now[0] + 0.02))
-        await asyncio.sleep(0.01)
+        await turns()
         now[0] += 0.05
         runs.gate.set()
         await first
@@ -193,11 +194,11 @@ def test_a_request_that_would_be_late_is_refused_at_once(monkeypatch: pytest.Mon
         await first
         runs.gate.clear()
         waiting = [await busy(batcher), *(asyncio.create_task(batcher.submit(Work())) for _ in range(4))]
-        await asyncio.sleep(0.01)
+        await turns()
         with pytest.raises(OverloadedError, match="4 requests waiting, more than its deadline allows"):
             await batcher.submit(Work(), now[0] + 0.05)
         waiting.append(asyncio.create_task(batcher.submit(Work(), now[0] + 20)))
-        await asyncio.sleep(0.01)
+        await turns()
         runs.gate.set()
         await asyncio.gather(*waiting)
 
@@ -231,9 +232,9 @@ def test_who_goes_away_frees_the_place():
     async def scenario(batcher: Batcher, runs: Runs) -> None:
         first = await busy(batcher)
         waiting = asyncio.create_task(batcher.submit(gone))
-        await asyncio.sleep(0.01)
+        await turns()
         waiting.cancel()
-        await asyncio.sleep(0.01)
+        await turns()
         assert batcher.state.waiting == 0
         runs.gate.set()
         await first
@@ -246,7 +247,7 @@ def test_an_error_is_its_requests_own():
         first = await busy(batcher)
         works = [Work(samples=n) for n in (1, 13, 2)]
         waiting = [asyncio.create_task(batcher.submit(work)) for work in works]
-        await asyncio.sleep(0.01)
+        await turns()
         runs.gate.set()
         answers = await asyncio.gather(first, *waiting, return_exceptions=True)
         assert [answers[1], answers[3]] == [works[0], works[2]]

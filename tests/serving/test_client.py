@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -222,13 +221,14 @@ def test_a_closed_async_client_ends_its_calls_with_an_error():
             client = AsyncInferenceClient(f"127.0.0.1:{silent.getsockname()[1]}", timeout=60)
             call = asyncio.create_task(client.lookup({"user": [1]}))
             cancelled = asyncio.create_task(client.lookup({"user": [1]}))
-            await asyncio.sleep(0.1)
+            connection, _ = await asyncio.to_thread(silent.accept)  # both calls are under way
             cancelled.cancel()
             await asyncio.wait([cancelled])
             assert cancelled.cancelled()
             await client.close()
             with pytest.raises(UnavailableError, match="make a new client"):
                 await asyncio.wait_for(call, 30)
+            connection.close()
 
         run_on_loop(ask(), timeout=60)
 
@@ -390,11 +390,11 @@ def test_a_server_that_is_back_is_found_soon():
             InferenceClient(f"127.0.0.1:{nobody.getsockname()[1]}", retries=0) as client,
             ThreadPoolExecutor(1) as pool,
         ):
-            end = time.monotonic() + 4.0
-            while time.monotonic() < end:
+            while (
+                looks < 14
+            ):  # with gRPC's own the fourteenth comes after nine minutes, and pytest ends a test after five
                 asked = pool.submit(client.is_ready, timeout=0.1)
                 with suppress(TimeoutError):
                     nobody.accept()[0].close()
                     looks += 1
                 asked.result(30)
-    assert looks >= 5  # three or four with gRPC's own

@@ -15,7 +15,6 @@ import torch
 import recinfer
 from recinfer.errors import InputError
 from recinfer.inference.delta import make_delta
-from recinfer.inference.direct import DirectTables
 from recinfer.modules.embedding_configs import DataType
 from recinfer.serving import codec
 from recinfer.serving.client import InferenceClient
@@ -30,11 +29,6 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, copy_with_missing, make_archive, make_request
 from tests.inference.test_delta import changed, save
 from tests.serving.mutations import mutated
-
-pytestmark = pytest.mark.skipif(
-    not DirectTables.available(),
-    reason="recinfer.quant._tables was not built: no C compiler when recinfer was installed",
-)
 
 
 def service_of(path: Path, limits: Limits | None = None) -> InferenceService:

@@ -9,6 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from recinfer.serving.ending_health import EndingHealth
+from tests.serving.asked import turns
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -28,11 +29,6 @@ class Call:
 
 def watch(health: EndingHealth, call: Call, service: str = "a") -> asyncio.Task[None]:
     return asyncio.create_task(health.Watch(health_pb2.HealthCheckRequest(service=service), call))
-
-
-async def turns() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 def test_one_that_leaves_takes_nothing_from_the_others():
@@ -68,7 +64,7 @@ def test_the_last_word_is_waited_for(monkeypatch: pytest.MonkeyPatch):
         await turns()
         call.ready.clear()
         ending = asyncio.create_task(health.end())
-        await asyncio.sleep(0.2)  # long, for an answer
+        await turns()
         assert not ending.done()
         call.ready.set()
         await ending

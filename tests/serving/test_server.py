@@ -157,9 +157,9 @@ def test_a_watched_server_stops_at_once_and_says_so(predictor: Predictor):
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
         heard.append(next(watch).status)
-        begin = time.monotonic()
-        server.stop(100.0)
-        assert time.monotonic() - begin < 50.0  # a Watch never ends by itself: it held the whole grace up
+        server.stop(
+            3600.0
+        )  # a Watch never ends by itself: it held the whole grace up, and pytest ends a test after 300 s
         heard += [answer.status for answer in watch]
     assert heard == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
 

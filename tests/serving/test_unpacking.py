@@ -21,6 +21,7 @@ from recinfer.serving.limits import Limits
 from recinfer.serving.loop import run_on_loop
 from recinfer.serving.server import Server
 from recinfer.serving.unpacking import Bytes, TooLargeError, unpack
+from tests.serving.asked import turns
 from tests.serving.conftest import make_request
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
@@ -179,10 +180,10 @@ def test_who_wants_bytes_that_others_have_waits_in_turn():
         tasks = [
             asyncio.create_task(take(name, n)) for name, n in (("a", 10), ("b", 6), ("gone", 9), ("c", 1), ("d", 9))
         ]
-        await asyncio.sleep(0.05)
+        await turns()
         assert seen == ["a", "b"]  # 4 + 4 are taken; who came later and wants less does not pass who waits
         tasks[2].cancel()
-        await asyncio.sleep(0.05)
+        await turns()
         assert seen == ["a", "b", "c"]
         gate.set()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -13,17 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from recinfer.serving._ranks import join, split
 from recinfer.serving.remote.fan import Answers
 from recinfer.serving.remote.messages import Parts, part_head
 from recinfer.serving.remote.packed import PACKED_ANSWER, is_packed, pairs_of
 from recinfer.serving.remote.quick import Told
 from recinfer.serving.remote.split import ModuleSplit
 from recinfer.serving.wire import Buffer
-
-try:
-    from recinfer.serving._ranks import join, split
-except ImportError:  # no compiler was there when recinfer was installed
-    join = split = None
 
 __all__ = ["RemoteOrder", "RemoteTables"]
 
@@ -89,11 +85,6 @@ class RemoteTables:
         self._names, self._dims = tuple(names), tuple(dims)
         self._known = frozenset(split.features)
         self._orders: dict[bytes, RemoteOrder] = {}
-
-    @staticmethod
-    def available() -> bool:
-        """Whether the compiled loops were built."""
-        return split is not None
 
     def order(self, block: bytes) -> RemoteOrder | None:
         """The order that was :meth:`learn` ed for these bytes."""

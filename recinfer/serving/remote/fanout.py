@@ -14,7 +14,6 @@ from recinfer.archive.manifest import Manifest
 from recinfer.errors import ConfigError
 from recinfer.serving.remote.fan import Answers, Ask, Fan, Try
 from recinfer.serving.remote.messages import Parts
-from recinfer.serving.remote.packed import can_unpack
 from recinfer.serving.remote.pool import ReplicaPool
 from recinfer.serving.remote.quick import Lookout, QuickFan, Told
 
@@ -122,8 +121,7 @@ class Fanout:
         settings = self.pool.config.settings
         until = min(deadline, time.monotonic() + settings.timeout_seconds)
         half = settings.half and not exact
-        stored = can_unpack() and not half
-        return Ask(version, batch, parts, until, half=half, stored=stored, default_rows=default_rows)
+        return Ask(version, batch, parts, until, half=half, stored=not half, default_rows=default_rows)
 
     @property
     def missing(self) -> str | None:

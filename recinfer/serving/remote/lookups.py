@@ -64,7 +64,7 @@ class RemoteLookups:
 
     def _away(self) -> RemoteTables | None:
         (part, *others), split = self.parts, self._splits[0]
-        if others or not split.layout.pooled or part.info.is_weighted or not RemoteTables.available():
+        if others or not split.layout.pooled or part.info.is_weighted:
             return None
         find = functools.partial(self._fanout.find, self.spec.key, default_rows=self._default_rows)
         begin = functools.partial(self._fanout.begin, self.spec.key, default_rows=self._default_rows)

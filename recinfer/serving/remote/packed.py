@@ -14,22 +14,13 @@ from numpy.typing import NDArray
 
 from recinfer.errors import RecinferError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
+from recinfer.serving._ranks import join
 from recinfer.serving.remote.layout import RankModule
 
-try:
-    from recinfer.serving._ranks import join
-except ImportError:  # no compiler was there when recinfer was installed
-    join = None
-
-__all__ = ["PACKED_ANSWER", "can_unpack", "is_packed", "pairs_of", "unpacked"]
+__all__ = ["PACKED_ANSWER", "is_packed", "pairs_of", "unpacked"]
 
 PACKED_ANSWER = -1
 """What ``recinfer.serving._ranks.join`` takes for the columns of a rank whose answer is packed."""
-
-
-def can_unpack() -> bool:
-    """Whether the compiled loops were built; shards may be asked for packed answers then."""
-    return join is not None
 
 
 def is_packed(values: NDArray[Any]) -> bool:
@@ -70,7 +61,6 @@ def unpacked(values: NDArray[np.uint8], pairs: NDArray[np.int64], batch: int) ->
     Raises:
         RecinferError: it is not an answer of these columns for so many samples.
     """
-    assert join is not None
     columns = int(pairs[:, 0].sum())
     found = np.empty((batch, columns), np.float32)
     try:

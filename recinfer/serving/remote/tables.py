@@ -27,6 +27,7 @@ from recinfer.errors import InputError, NotFoundError, NotPreparedError
 from recinfer.inference.bags import Bags, offsets_of
 from recinfer.inference.direct import DirectPieces
 from recinfer.modules.embedding_configs import PoolingType
+from recinfer.serving._ranks import read_find
 from recinfer.serving.limits import Limits
 from recinfer.serving.remote.layout import ModuleLayout, RankModule, module_layouts
 from recinfer.serving.remote.messages import (
@@ -38,11 +39,6 @@ from recinfer.serving.remote.messages import (
     values_head,
 )
 from recinfer.serving.remote.versions import base_of, version_key
-
-try:
-    from recinfer.serving._ranks import read_find
-except ImportError:  # no compiler was there when recinfer was installed
-    read_find = None
 
 __all__ = ["MAX_VERSIONS", "ShardModel", "ShardTables"]
 
@@ -92,7 +88,7 @@ class _RankTables:
 
     def _direct(self, mine: RankModule) -> _DirectRank | None:
         """For small requests of pooled, unweighted modules."""
-        if not self._pooled or self._weighted or not DirectPieces.available():
+        if not self._pooled or self._weighted:
             return None
         batch = self._layout.batches[0]
         pieces = DirectPieces(batch, [mine.pooling is PoolingType.MEAN] * len(self._cols))
@@ -270,7 +266,7 @@ class ShardTables:
 
     def find_directly(self, data: bytes, limits: Limits) -> bytes | None:
         """:meth:`find` of a small request of bags without weights, by the compiled loops; None for any other."""
-        found = None if read_find is None else read_find(data)
+        found = read_find(data)
         if found is None:
             return None
         key, batch, stored, parts = found

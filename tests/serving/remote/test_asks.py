@@ -24,9 +24,7 @@ from recinfer.serving.remote.server import ShardServer
 from recinfer.serving.remote.sockets import AskSocket
 from tests.ports import free_port
 from tests.serving.remote.fleet import shard, until
-from tests.serving.remote.test_direct import make_archive, pytestmark
-
-__all__ = ["pytestmark"]
+from tests.serving.remote.test_direct import make_archive
 
 LONG = 60.0
 End = tuple["bytes | None", str, str]

@@ -30,7 +30,6 @@ from recinfer.serving.limits import Limits
 from recinfer.serving.loop import run_on_loop
 from recinfer.serving.proto import inference_pb2 as pb
 from recinfer.serving.registry import ModelRegistry
-from recinfer.serving.remote.direct import RemoteTables
 from recinfer.serving.remote.fanout import Fanout
 from recinfer.serving.remote.layout import module_layouts
 from recinfer.serving.remote.lookups import remote_lookups
@@ -44,11 +43,6 @@ from tests.kept import kept
 from tests.serving.mutations import mutated
 from tests.serving.remote.fleet import allowing_default_rows, asking, shard, write_shards
 from tests.serving.remote.models import KINDS, rectangles_of
-
-pytestmark = pytest.mark.skipif(
-    not RemoteTables.available(),
-    reason="recinfer.serving._ranks was not built: no C compiler when recinfer was installed",
-)
 
 NUM_DENSE = 3
 ROWS = {"a": 53, "b": 301, "c": 301, "d": 97, "e": 40}

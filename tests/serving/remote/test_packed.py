@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recinfer.quant._tables import pack
+from recinfer.serving._ranks import join
 
 from recinfer.archive.reader import open_archive
 from recinfer.errors import RecinferError
@@ -21,7 +23,7 @@ from recinfer.serving.proto import shards_pb2 as pb
 from recinfer.serving.remote import tables as tables_module
 from recinfer.serving.remote.layout import ModuleLayout, module_layouts
 from recinfer.serving.remote.messages import decode_response, join_request
-from recinfer.serving.remote.packed import PACKED_ANSWER, can_unpack, is_packed, pairs_of, unpacked
+from recinfer.serving.remote.packed import PACKED_ANSWER, is_packed, pairs_of, unpacked
 from recinfer.serving.remote.split import ModuleSplit
 from recinfer.serving.remote.tables import ShardTables
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
@@ -30,12 +32,6 @@ from tests.serving.mutations import mutated
 from tests.serving.remote.models import KINDS
 from tests.serving.remote.models import make_archive as make_mixed
 from tests.serving.remote.test_direct import make_archive, make_request, requests
-
-if not can_unpack():
-    pytest.skip("not built: no C compiler when recinfer was installed", allow_module_level=True)
-
-from recinfer.quant._tables import pack
-from recinfer.serving._ranks import join
 
 
 def packed_by(case: Case, **changed: Any) -> bytes | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from recinfer.errors import ConfigError
 from recinfer.inference.predictor import load
 from recinfer.serving.remote.lookups import remote_lookups
-from recinfer.serving.remote.pool import ReplicaPool
+from recinfer.serving.remote.pool import ReplicaPool, _stamp
 from recinfer.serving.security import Security
 from tests.serving.remote.fleet import asking, shard, until, write_shards
 from tests.serving.remote.test_direct import make_archive, make_request
@@ -62,7 +61,9 @@ def test_what_cannot_be_taken_is_told_once_and_taken_later(
         before, missing = pool.config, tmp_path / "token"
         write_shards(path, {rank: [other.target] for rank in range(3)}, token_file=str(missing))
         until(lambda: "the shards stay as they were" in caplog.text)
-        time.sleep(0.2)  # some more looks at it
+        looks: list[Path] = []
+        monkeypatch.setattr("recinfer.serving.remote.pool._stamp", lambda path: looks.append(path) or _stamp(path))
+        until(lambda: len(looks) > 10)
         assert pool.config is before and [each.target for each in pool.everyone()] == [server.target]
         assert caplog.text.count("the shards stay as they were") == 1
         missing.write_text(TOKENS[0])

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from recinfer.serving.registry import ModelRegistry
 from recinfer.serving.remote.lookups import remote_lookups
 from recinfer.serving.remote.messages import join_request
 from recinfer.serving.remote.server import ShardServer
-from recinfer.serving.remote.tables import MAX_VERSIONS, ShardTables
+from recinfer.serving.remote.tables import _WANTED_S, MAX_VERSIONS, ShardTables
 from recinfer.serving.server import Server
 from recinfer.serving.store import ModelStore, StoreManager
 from tests.ports import free_port
@@ -280,26 +281,29 @@ def test_a_replica_that_restarts_has_what_is_asked_for_of_many_versions(tmp_path
 def test_what_a_ranker_has_loaded_stays_mapped_for_as_long(
     archives: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("recinfer.serving.remote.tables._WANTED_S", 2.0)
+    ahead = [0.0]  # how far the shards' clock is
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
+    monkeypatch.setattr("recinfer.serving.remote.tables.time", clock)
     monkeypatch.setattr("recinfer.serving.remote.pool._RENEW_S", 0.0)  # at each look
     others = [make_archive(tmp_path / str(n), "table_wise", version=str(n), seed=n) for n in range(3, 4 + MAX_VERSIONS)]
     with shard(archives["1"], (0, 1, 2)) as server:
         path = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})
         with asking(path) as fanout:
             there = load(archives["1"], lookups=remote_lookups(fanout))
-            asked = time.monotonic() + 2.5
-            until(lambda: time.monotonic() > asked)  # what was said at first does not count any more
+            key = there.lookups.spec.key  # type: ignore[union-attr]
+            ahead[0] += 2 * _WANTED_S  # what was said at first does not count any more
+            until(lambda: server.tables._wanted[key] > clock.monotonic())
             for archive in others:
                 server.tables.add(archive)
-            key = there.lookups.spec.key  # type: ignore[union-attr]
             held = set(server.tables.keys())
             assert key in held and len(held) == MAX_VERSIONS + 1
 
         def is_gone() -> bool:
+            ahead[0] += 2 * _WANTED_S
             server.tables.add(others[0])
             return key not in set(server.tables.keys())
 
-        until(is_gone, 20.0)  # nobody wants it any more
+        until(is_gone)  # nobody wants it any more
 
 
 @pytest.mark.parametrize("role", [("--ranks", "0"), ("--shards", "s.json")])

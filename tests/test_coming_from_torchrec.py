@@ -1,0 +1,42 @@
+"""The page for who comes from TorchRec is true: its blocks run, under recinfer and, where it is installed, under TorchRec."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.pages import ROOT, blocks, run_page, script_of
+
+PAGE = ROOT / "docs/coming-from-torchrec.md"
+
+
+def said(package: str) -> list[str]:
+    """What the page says that the program of the traps prints under a package: names and values, in order."""
+    (row,) = re.findall(rf"^\| `{package}.txt` \| (.*) \|$", PAGE.read_text(), flags=re.MULTILINE)
+    return row.replace(",", "").split()
+
+
+def test_the_traps_are_none_under_recinfer(tmp_path: Path) -> None:
+    (program,) = (code for code in blocks(PAGE, "python") if code.startswith("# traps.py"))
+    done = run_page(f"python - <<'END'\n{program.replace('torchrec', 'recinfer')}END\n", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == said("recinfer")
+
+
+def test_the_page_runs_beside_torchrec(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """With both packages in one interpreter, as a TorchRec user who tries recinfer has them."""
+    beside, given = "", request.config.getoption("--torchrec-python")
+    if importlib.util.find_spec("torchrec") is None:
+        if not given:
+            pytest.skip("torchrec is not installed; --torchrec-python PATH names an interpreter that has it")
+        where = "import pathlib, torchrec; print(pathlib.Path(torchrec.__file__).parents[1])"
+        beside = subprocess.run([given, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
+    script, skipped = script_of(PAGE)
+    done = run_page(script, tmp_path, beside=beside)
+    assert done.returncode == 0 and not skipped, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    for package in ("torchrec", "recinfer"):
+        assert (tmp_path / f"work/{package}.txt").read_text().split() == said(package)
