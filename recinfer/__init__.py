@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recinfer.lazy import lazy_names
-
 from recinfer.compiled import check_compiled
+from recinfer.lazy import lazy_names
 
 check_compiled()
 
