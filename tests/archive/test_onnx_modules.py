@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import recinfer.modules
 from recinfer.archive.cut import cut_model, find_leaves
 from recinfer.archive.dense import OnnxEngine, TorchEngine, export_dense
 from recinfer.models import dlrm
@@ -152,3 +155,29 @@ def test_what_is_ours_exports_to_onnx(make: Callable[[], nn.Module | None], forw
         for a, b, c in zip(onnx(tensors), engine(tensors), live.values(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(b, c, rtol=1e-5, atol=1e-6)
+
+
+# What stands before the tables, or is them: an archive runs these itself, outside of the dense part.
+NOT_DENSE = {
+    "BaseFeatureProcessor",
+    "BaseGroupedFeatureProcessor",
+    "EmbeddingBagCollection",
+    "EmbeddingBagCollectionInterface",
+    "EmbeddingCollection",
+    "EmbeddingCollectionInterface",
+    "FeatureProcessedEmbeddingBagCollection",
+    "FeatureProcessor",
+    "FeatureProcessorDictWrapper",
+    "FeatureProcessorsCollection",
+    "PositionWeightedModuleCollection",
+    "PositionWeightedProcessor",
+}
+
+
+def test_no_module_is_forgotten() -> None:
+    found = set()
+    for info in pkgutil.iter_modules(recinfer.modules.__path__, "recinfer.modules."):
+        module = importlib.import_module(info.name)
+        public = {name: getattr(module, name) for name in module.__all__}
+        found |= {name for name, value in public.items() if isinstance(value, type) and issubclass(value, nn.Module)}
+    assert found - NOT_DENSE - set(PARTS) == set()
