@@ -32,7 +32,7 @@ def test_the_blocks_of_the_howto_run_in_order(tmp_path: Path) -> None:
     for needed in ("onnx", "aiohttp", "pyarrow", "matplotlib", "tritonclient.grpc", "torchmetrics"):
         pytest.importorskip(needed)
     script, skipped = script_of(ROOT / "docs/howto.md")
-    assert [reason.partition(": ")[2] for reason in skipped] == ["needs two hosts."]
+    assert [reason.partition(": ")[2] for reason in skipped] == ["needs torchrec.", "needs two hosts."]
     with held_port() as port, held_port() as http, held_port() as metrics:
         ports = {"8500": str(port), "8501": str(http), "9500": str(metrics)}
         done = run_page(

@@ -128,14 +128,10 @@ class Direct:
 
     Args:
         registry, limits, stats: the service's.
-
-    Attributes:
-        enabled: set to False, it answers nothing: all requests take the ordinary way, as measurements of that want it.
     """
 
     def __init__(self, registry: ModelRegistry, limits: Limits, stats: RequestStats) -> None:
         self._registry, self._limits, self.stats = registry, limits, stats
-        self.enabled = True
         self._most = (
             min(limits.max_message_bytes, DIRECT_BYTES),
             min(limits.max_ids, _MOST_IDS),
@@ -257,7 +253,7 @@ class Direct:
 
     def samples(self, data: bytes) -> int | None:
         """Of a request that may be answered here; None: it will not be. Other reasons may stand against it yet."""
-        if len(data) > self._most_of_large[0] or not self.enabled or (found := read_request(data)) is None:
+        if len(data) > self._most_of_large[0] or (found := read_request(data)) is None:
             return None
         batch: int = found[4][3]
         return batch if 0 < batch <= self._limits.max_batch else None
@@ -298,7 +294,7 @@ class Direct:
             large: it may take longer than others should be kept waiting.
         """
         most_bytes, most_ids, most_floats = self._most_away if away else self._most_of_large if large else self._most
-        if len(data) > most_bytes or not self.enabled or (found := read_request(data)) is None:
+        if len(data) > most_bytes or (found := read_request(data)) is None:
             return None
         name, version, dense_at, dense_bytes, features, beside = found
         keys_at, keys_end, keys, batch, lengths_at, ids_at, ids, wide = features

@@ -294,7 +294,7 @@ class Server:
     def _door(self, batcher: Batcher) -> Door:
         # Small lookups of this process's tables are answered past the queue: they are never refused for its length.
         paths = {f"/{SERVICE_NAME}/Predict": "Predict"}
-        if self._shards is not None or not self.service.direct.enabled:
+        if self._shards is not None:
             paths |= {f"/{SERVICE_NAME}/Lookup": "Lookup", f"/{OPEN_INFERENCE}/ModelInfer": "ModelInfer"}
         files = (pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
         services = [service for file in files for service in file.services_by_name.values()]
@@ -302,7 +302,7 @@ class Server:
 
     def _fast(self, answering: Answering) -> dict[str, Fast]:
         """What gRPC's threads may answer."""
-        if not self.service.direct.enabled or (self._shards is not None and not knows_channels()):
+        if self._shards is not None and not knows_channels():
             return {}
 
         def fast(call: str) -> Fast:

@@ -188,7 +188,7 @@ class InferenceService:
         answers: list[Any] = [None] * len(works)
         messages = [(at, work) for at, work in enumerate(works) if isinstance(work, Message)]
         predicts = [(at, work.data) for at, work in messages if work.kind == "Predict"]
-        if predicts and self.direct.enabled:
+        if predicts:
             given = self.direct.predict_many([data for _, data in predicts], max_batch)
             for (at, _), answer in zip(predicts, given, strict=True):
                 answers[at] = answer
