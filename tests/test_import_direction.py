@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "sparse": BASE,
     "modules": BASE | {"sparse"},
     "data": BASE | {"sparse"},
+    "datasets": BASE | {"sparse", "data"},
     "models": MODEL_CODE,
     "distributed.types": MODEL_CODE,
     "distributed.embedding_types": MODEL_CODE | {"distributed.types"},
