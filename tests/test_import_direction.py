@@ -21,6 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "env": {"errors"},
     "streamable": set(),
+    "migrate": {"errors"},
     "sparse": BASE,
     "modules": BASE | {"sparse"},
     "data": BASE | {"sparse"},
@@ -40,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "sizing": RUNTIME | {"models", "data", "checkpoint", "archive", "inference", "serving"},
     "deploy": RUNTIME | {"models", "data", "checkpoint", "archive", "inference", "serving"},
     "cli": RUNTIME
-    | {"models", "data", "checkpoint", "archive", "inference", "training", "serving", "sizing", "deploy"},
+    | {"models", "data", "checkpoint", "archive", "inference", "training", "serving", "sizing", "deploy", "migrate"},
 }
 
 # What points up all the same, each with its reason. All of them stand inside a function, so nothing is imported by them
