@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from recinfer.lazy import lazy_names
 
 __version__ = "0.1.0"
 __all__ = [
+    "DataType",
     "EmbeddingBagCollection",
+    "EmbeddingBagCollectionInterface",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
+    "Multistreamable",
+    "Pipelineable",
     "PoolingType",
     "load",
 ]
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import load
-    from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
-    from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+    from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+    from recinfer.modules.embedding_modules import (
+        EmbeddingBagCollection,
+        EmbeddingBagCollectionInterface,
+        EmbeddingCollection,
+    )
     from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+    from recinfer.streamable import Multistreamable, Pipelineable
 
-_HOMES = {
-    "EmbeddingBagCollection": "recinfer.modules.embedding_modules",
-    "EmbeddingBagConfig": "recinfer.modules.embedding_configs",
-    "EmbeddingCollection": "recinfer.modules.embedding_modules",
-    "EmbeddingConfig": "recinfer.modules.embedding_configs",
-    "JaggedTensor": "recinfer.sparse.jagged_tensor",
-    "KeyedJaggedTensor": "recinfer.sparse.jagged_tensor",
-    "KeyedTensor": "recinfer.sparse.jagged_tensor",
-    "PoolingType": "recinfer.modules.embedding_configs",
-    "load": "recinfer.inference.predictor",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # Lazy, so that ``import recinfer`` (and ``recinfer --help``) costs no torch import.
-    if name not in _HOMES:
-        raise AttributeError(f"module 'recinfer' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+# Lazy, so that ``import recinfer`` (and ``recinfer --help``) costs no torch import.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "DataType": "recinfer.modules.embedding_configs",
+        "EmbeddingBagCollection": "recinfer.modules.embedding_modules",
+        "EmbeddingBagCollectionInterface": "recinfer.modules.embedding_modules",
+        "EmbeddingBagConfig": "recinfer.modules.embedding_configs",
+        "EmbeddingCollection": "recinfer.modules.embedding_modules",
+        "EmbeddingConfig": "recinfer.modules.embedding_configs",
+        "JaggedTensor": "recinfer.sparse.jagged_tensor",
+        "KeyedJaggedTensor": "recinfer.sparse.jagged_tensor",
+        "KeyedTensor": "recinfer.sparse.jagged_tensor",
+        "Multistreamable": "recinfer.streamable",
+        "Pipelineable": "recinfer.streamable",
+        "PoolingType": "recinfer.modules.embedding_configs",
+        "load": "recinfer.inference.predictor",
+    },
+    # What TorchRec's own ``import torchrec`` makes reachable by attribute.
+    modules=("distributed", "fx", "modules", "optim", "quant", "sparse", "streamable", "types"),
+)

@@ -13,13 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recinfer"
 
 # A module belongs to the longest prefix it matches. A layer may import itself and what ALLOWED names, nothing else.
-BASE = {"errors", "env", "streamable"}
+BASE = {"errors", "env", "lazy", "streamable"}
 MODEL_CODE = BASE | {"sparse", "modules"}
 PLAN_CODE = MODEL_CODE | {"distributed.types", "distributed.embedding_types", "distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "env": {"errors"},
+    "lazy": set(),
     "streamable": set(),
     "migrate": {"errors"},
     "sparse": BASE,
@@ -27,12 +28,14 @@ ALLOWED: dict[str, set[str]] = {
     "data": BASE | {"sparse"},
     "datasets": BASE | {"sparse", "data"},
     "models": MODEL_CODE,
+    "types": MODEL_CODE,
     "distributed.types": MODEL_CODE,
     "distributed.embedding_types": MODEL_CODE | {"distributed.types"},
     "distributed.planner": MODEL_CODE | {"distributed.types", "distributed.embedding_types"},
     "quant": MODEL_CODE,
     "optim": MODEL_CODE,
     "distributed": RUNTIME,
+    "fx": RUNTIME,
     "checkpoint": RUNTIME | {"models", "data"},
     "archive": RUNTIME | {"models", "data", "checkpoint"},
     "inference": RUNTIME | {"models", "data", "checkpoint", "archive"},

@@ -22,11 +22,14 @@ __all__ = ["copying_to"]
 
 
 @contextmanager
-def copying_to(device: torch.device) -> Iterator[None]:
-    """Inside, ``copy.deepcopy`` shares process groups and puts tensors on ``device`` as it copies them."""
+def copying_to(device: torch.device | None) -> Iterator[None]:
+    """Inside, ``copy.deepcopy`` shares process groups and puts tensors on ``device`` as it copies them.
 
-    def same(group: Any, memo: dict[int, Any]) -> Any:
-        return group
+    With None it shares tensors as well.
+    """
+
+    def same(shared: Any, memo: dict[int, Any]) -> Any:
+        return shared
 
     storages: dict[int, Tensor] = {}  # by the storage copied from: tensors that share one still do afterwards
 
@@ -67,7 +70,7 @@ def copying_to(device: torch.device) -> Iterator[None]:
 
     before_tensor, before_parameter = Tensor.__deepcopy__, nn.Parameter.__deepcopy__
     shared: list[Any] = [dist.ProcessGroup, DeviceMesh]
-    Tensor.__deepcopy__ = nn.Parameter.__deepcopy__ = tensor_copy  # type: ignore[method-assign,assignment]
+    Tensor.__deepcopy__ = nn.Parameter.__deepcopy__ = same if device is None else tensor_copy  # type: ignore[method-assign,assignment]
     for kind in shared:
         kind.__deepcopy__ = same
     try:

@@ -13,12 +13,17 @@ from recinfer.distributed.sharded_bags import (
     create_sharding_infos_by_sharding,
     replace_placement_with_meta_device,
 )
+from recinfer.modules.embedding_configs import EmbeddingBagConfig
+from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingBagCollectionInterface
 
 __all__ = [
     "EmbeddingAwaitable",
+    "EmbeddingBagCollection",
     "EmbeddingBagCollectionAwaitable",
     "EmbeddingBagCollectionContext",
+    "EmbeddingBagCollectionInterface",
     "EmbeddingBagCollectionSharder",
+    "EmbeddingBagConfig",
     "EmbeddingBagSharder",
     "ShardedEmbeddingBag",
     "ShardedEmbeddingBagCollection",

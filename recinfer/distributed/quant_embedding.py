@@ -20,7 +20,9 @@ from recinfer.quant.embedding_modules import EmbeddingCollection
 from recinfer.quant.lookup import SequenceLookup
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-__all__ = ["QuantEmbeddingCollectionSharder", "ShardedQuantEmbeddingCollection"]
+__all__ = ["QuantEmbeddingCollection", "QuantEmbeddingCollectionSharder", "ShardedQuantEmbeddingCollection"]
+
+QuantEmbeddingCollection = EmbeddingCollection
 
 
 class ShardedQuantEmbeddingCollection(ShardedQuantState[EmbeddingConfig]):

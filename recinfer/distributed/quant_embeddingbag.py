@@ -27,10 +27,13 @@ from recinfer.quant.lookup import PooledLookup
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
+    "QuantEmbeddingBagCollection",
     "QuantEmbeddingBagCollectionSharder",
     "ShardedQuantEmbeddingBagCollection",
     "create_infer_embedding_bag_sharding",
 ]
+
+QuantEmbeddingBagCollection = EmbeddingBagCollection
 
 
 def create_infer_embedding_bag_sharding(

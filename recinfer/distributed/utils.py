@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
+from torch import nn
+
 from recinfer.distributed.embedding_types import OptimType
-from recinfer.distributed.types import ParameterSharding
+from recinfer.distributed.types import ParameterSharding, ShardedModule
 from recinfer.errors import ConfigError
 
 __all__ = [
     "add_params_from_parameter_sharding",
     "append_prefix",
     "filter_state_dict",
+    "get_unsharded_module_names",
     "merge_fused_params",
     "optimizer_fused_params",
     "optimizer_type_to_emb_opt_type",
+    "sharded_model_copy",
 ]
 
 T = TypeVar("T")
@@ -108,3 +114,39 @@ def merge_fused_params(
 ) -> dict[str, Any]:
     """The settings of all tables with those of one table, which win."""
     return {**(fused_params or {}), **(param_fused_params or {})}
+
+
+def get_unsharded_module_names(model: nn.Module) -> list[str]:
+    """Paths of the outermost modules without a sharded module in them, beside the sharded ones; [] without any."""
+
+    def holds_sharded(module: nn.Module) -> bool:
+        return any(isinstance(m, ShardedModule) for m in module.modules())
+
+    def names(module: nn.Module, prefix: str) -> Iterator[str]:
+        for name, child in module.named_children():
+            if not holds_sharded(child):
+                yield prefix + name
+            elif not isinstance(child, ShardedModule):
+                yield from names(child, f"{prefix}{name}.")
+
+    return list(names(model, "")) if holds_sharded(model) and not isinstance(model, ShardedModule) else []
+
+
+@contextmanager
+def sharded_model_copy(device: torch.device | str | int | None) -> Iterator[None]:
+    """Inside, ``copy.deepcopy`` of a sharded model puts tensors on ``device`` and shares process groups.
+
+    Args:
+        device: None shares the tensors too, and copies the modules alone.
+
+    For a DistributedModelParallel its own ``copy(device)`` does the same and leaves DistributedDataParallel out.
+
+    Example::
+
+        with sharded_model_copy("cpu"):
+            on_cpu = copy.deepcopy(dmp.module)
+    """
+    from recinfer.distributed.copying import copying_to  # DTensor: a server that copies nothing need not import it
+
+    with copying_to(None if device is None else torch.device(device)):
+        yield

@@ -1,13 +1,15 @@
 """From a float model to a quantized one, and from that to a sharded one; names and signatures are TorchRec's.
 
-Both return a new model that shares the dense parameters with the one they were given, which is not changed. Only the
-embedding collections differ. ``shard_quant_model`` returns the module with its weights (TorchRec's comes without).
+``quantize_inference_model`` and ``shard_quant_model`` return a new model that shares the dense parameters with the one
+they were given, which is not changed. Only the embedding collections differ. ``shard_quant_model`` returns the module with its weights (TorchRec's comes without).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -21,10 +23,11 @@ from recinfer.distributed.quant_embedding import QuantEmbeddingCollectionSharder
 from recinfer.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
 from recinfer.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv, ShardingPlan
 from recinfer.errors import ConfigError
-from recinfer.modules.embedding_configs import DataType, dtype_to_data_type
+from recinfer.modules import embedding_modules as float_modules
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, QuantConfig, dtype_to_data_type
 from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-__all__ = ["quantize_inference_model", "replace_modules", "shard_quant_model"]
+__all__ = ["quantize_embeddings", "quantize_inference_model", "replace_modules", "shard_quant_model"]
 
 _DEFAULT_SHARDERS: tuple[BaseQuantEmbeddingSharder, ...] = (
     QuantEmbeddingBagCollectionSharder(),
@@ -131,6 +134,104 @@ def quantize_inference_model(
             f"per_table_weight_dtype names {', '.join(unknown)}; the model has: {', '.join(sorted(known))}"
         )
     return result
+
+
+def quantize_embeddings(
+    module: nn.Module,
+    dtype: torch.dtype,
+    inplace: bool,
+    additional_qconfig_spec_keys: list[type[nn.Module]] | None = None,
+    additional_mapping: dict[type[nn.Module], type[nn.Module]] | None = None,
+    output_dtype: torch.dtype = torch.float,
+    per_table_weight_dtype: dict[str, torch.dtype] | None = None,
+) -> nn.Module:
+    """Replace modules by class: every EmbeddingBagCollection by its quantized one, and what the caller adds.
+
+    Args:
+        module: the model.
+        dtype: precision of the rows, as in :func:`quantize_inference_model`.
+        inplace: change ``module``; else a deep copy of it is changed (its float tables are not copied).
+        additional_qconfig_spec_keys: more classes to replace, such as the float EmbeddingCollection; each needs an entry in
+            ``additional_mapping``.
+        additional_mapping: float class -> class with ``from_float(module)``, which finds a :class:`QuantConfig` at
+            ``module.qconfig``.
+        output_dtype: element type of the looked-up vectors.
+        per_table_weight_dtype: table -> precision, where it differs.
+
+    Returns:
+        the model; the quantized collection itself if ``module`` is one to replace.
+
+    Raises:
+        ConfigError: nothing to replace, a class without a mapping, or an unknown table in ``per_table_weight_dtype``.
+        InputError: a weight is not finite (names table and row).
+    """
+    mapping: dict[type[nn.Module], type[nn.Module]] = {
+        float_modules.EmbeddingBagCollection: EmbeddingBagCollection,
+        **(additional_mapping or {}),
+    }
+    kinds: set[type[nn.Module]] = {float_modules.EmbeddingBagCollection, *(additional_qconfig_spec_keys or [])}
+    unmapped = [kind.__name__ for kind in kinds if kind not in mapping]
+    if unmapped:
+        raise ConfigError(f"no quantized class for {', '.join(unmapped)}; add it to additional_mapping")
+    qconfig = QuantConfig(
+        activation=partial(SimpleNamespace, dtype=output_dtype),
+        weight=partial(SimpleNamespace, dtype=dtype),
+        per_table_weight_dtype=per_table_weight_dtype,
+    )
+    found: list[nn.Module] = []
+
+    def find(child: nn.Module) -> None:
+        if type(child) in kinds:
+            found.append(child)
+            return
+        for below in child.children():
+            find(below)
+
+    find(module)
+    if not found:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ConfigError(f"{type(module).__name__} holds no {names}; nothing to quantize")
+    known = {config.name for child in found for config in _configs_of(child)}
+    unknown = sorted(set(per_table_weight_dtype or {}) - known)
+    if unknown:
+        raise ConfigError(
+            f"per_table_weight_dtype names {', '.join(unknown)}; the model has: {', '.join(sorted(known))}"
+        )
+    swapped = {id(child): _from_float(child, mapping[type(child)], qconfig) for child in found}
+    if id(module) in swapped:
+        return swapped[id(module)]
+    if not inplace:
+        return copy.deepcopy(module, dict(swapped))
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if id(child) in swapped:
+                setattr(parent, name, swapped[id(child)])
+    return module
+
+
+def _configs_of(module: nn.Module) -> list[BaseEmbeddingConfig]:
+    """The tables of a collection; [] of any other module."""
+    for method in ("embedding_bag_configs", "embedding_configs"):
+        configs = getattr(module, method, None)
+        if callable(configs):
+            return list(configs())
+    return []
+
+
+def _from_float(module: nn.Module, kind: type[nn.Module], qconfig: QuantConfig) -> nn.Module:
+    """``kind.from_float(module)`` with ``qconfig`` on the module for that time."""
+    before = module.__dict__.get("qconfig")
+    module.qconfig = qconfig  # type: ignore[assignment]
+    try:
+        if issubclass(kind, EmbeddingBagCollection | EmbeddingCollection):
+            quantized: nn.Module = kind.from_float(module, output_dtype=qconfig.activation().dtype)
+        else:
+            quantized = kind.from_float(module)  # type: ignore[attr-defined]
+    finally:
+        module.__dict__.pop("qconfig")
+        if before is not None:
+            module.qconfig = before
+    return quantized
 
 
 def _data_type(dtype: torch.dtype | DataType) -> DataType:

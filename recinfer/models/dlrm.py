@@ -14,6 +14,7 @@ from recinfer.errors import ConfigError
 from recinfer.modules.crossnet import LowRankCrossNet
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from recinfer.modules.mlp import MLP
+from recinfer.sparse.checks import is_plain
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
@@ -127,8 +128,10 @@ class InteractionArch(nn.Module):
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         if torch.jit.is_scripting():  # it has no dictionary by device
             places = self._pairs.to(products.device)
-        else:
+        elif is_plain(products):
             places = self._pair_places(products.device)
+        else:  # a tracer's symbol, whose device is one too
+            places = self._pairs.to(products.device)
         pairs = products.index_select(1, places)
         return torch.cat((dense_features, pairs), dim=1)
 

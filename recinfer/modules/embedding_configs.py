@@ -6,18 +6,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, unique
+from typing import Any, NamedTuple
 
 import torch
 
 from recinfer.errors import ConfigError
 
 __all__ = [
+    "DATA_TYPE_NUM_BITS",
     "BaseEmbeddingConfig",
     "DataType",
     "EmbeddingBagConfig",
     "EmbeddingConfig",
     "EmbeddingTableConfig",
     "PoolingType",
+    "QuantConfig",
     "check_table_name",
     "data_type_to_dtype",
     "dtype_to_data_type",
@@ -44,7 +47,7 @@ class DataType(Enum):
     @property
     def bits(self) -> int:
         """Bits per element."""
-        return _BITS[self]
+        return DATA_TYPE_NUM_BITS[self]
 
     @classmethod
     def parse(cls, text: str | DataType) -> DataType:
@@ -58,7 +61,7 @@ class DataType(Enum):
             raise ConfigError(f"unknown data type {text!r}; expected one of: {known}") from None
 
 
-_BITS = {
+DATA_TYPE_NUM_BITS: dict[DataType, int] = {
     DataType.FP32: 32,
     DataType.FP16: 16,
     DataType.BF16: 16,
@@ -107,6 +110,15 @@ class PoolingType(Enum):
     NONE = "NONE"
 
 
+_DYNAMIC_ROWS = (
+    "total_num_buckets",
+    "use_virtual_table",
+    "virtual_table_eviction_policy",
+    "enable_embedding_update",
+    "stash_weights",
+)
+
+
 @dataclass
 class BaseEmbeddingConfig:
     """One table.
@@ -121,9 +133,12 @@ class BaseEmbeddingConfig:
         num_embeddings_post_pruning: accepted for compatibility; pruning is not applied.
         init_fn: fills the weight in place instead of the uniform values.
         need_pos: the features carry positions (position-weighted processors).
+        input_dim, total_num_buckets, use_virtual_table, virtual_table_eviction_policy, enable_embedding_update,
+            stash_weights: TorchRec's settings of tables that allocate, evict or move rows while they train. Here a table has
+            all its rows from the start: only the defaults (and ``input_dim`` equal to the rows) are taken.
 
     Raises:
-        ConfigError: rows or dim below 1.
+        ConfigError: rows or dim below 1; a setting of tables that allocate rows while they train.
     """
 
     num_embeddings: int
@@ -136,12 +151,28 @@ class BaseEmbeddingConfig:
     num_embeddings_post_pruning: int | None = None
     init_fn: Callable[[torch.Tensor], torch.Tensor | None] | None = None
     need_pos: bool = False
+    input_dim: int | None = None
+    total_num_buckets: int | None = None
+    use_virtual_table: bool = False
+    virtual_table_eviction_policy: Any | None = None
+    enable_embedding_update: bool = False
+    stash_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.num_embeddings < 1 or self.embedding_dim < 1:
             raise ConfigError(
                 f"table {self.name!r}: got num_embeddings={self.num_embeddings}, "
                 f"embedding_dim={self.embedding_dim}; both must be at least 1"
+            )
+        asked = [name for name in _DYNAMIC_ROWS if getattr(self, name)]
+        if self.input_dim not in (None, self.num_embeddings):
+            asked.append("input_dim")
+        if asked:
+            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in asked)
+            raise ConfigError(
+                f"table {self.name!r}: got {given}; a table has all its rows from the start here, and none is "
+                "allocated, evicted or moved while it trains. Leave this out, and map ids to 0 ... "
+                f"{self.num_embeddings - 1} before the lookup (by a hash or a vocabulary)"
             )
 
     def get_weight_init_max(self) -> float:
@@ -155,6 +186,20 @@ class BaseEmbeddingConfig:
     def num_features(self) -> int:
         """How many features read this table."""
         return len(self.feature_names)
+
+
+class QuantConfig(NamedTuple):
+    """How ``from_float`` of the quantized collections quantizes a module that carries this as ``qconfig``.
+
+    Attributes:
+        activation: call it for an object whose ``dtype`` is that of the outputs.
+        weight: the same, of the packed rows (``qint8``, ``quint4x2``, ``quint2x4``, ``float16`` ...).
+        per_table_weight_dtype: table -> precision, where it differs.
+    """
+
+    activation: Any
+    weight: Any
+    per_table_weight_dtype: dict[str, torch.dtype] | None = None
 
 
 def check_table_name(what: str, name: str) -> None:

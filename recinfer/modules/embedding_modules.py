@@ -24,6 +24,7 @@ from recinfer.modules.embedding_configs import (
 )
 from recinfer.sparse.checks import MissingKeyError, is_plain
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from recinfer.sparse.opaque import Opaque
 
 __all__ = [
     "EmbeddingBagCollection",
@@ -97,7 +98,7 @@ def _fill(table: BaseEmbeddingConfig, weight: Tensor) -> None:
         weight.uniform_(table.get_weight_init_min(), table.get_weight_init_max())
 
 
-class EmbeddingBagCollectionInterface(abc.ABC, nn.Module):
+class EmbeddingBagCollectionInterface(Opaque, abc.ABC, nn.Module):
     """What every collection of pooled tables offers, float or quantized, sharded or not."""
 
     @abc.abstractmethod
@@ -254,7 +255,7 @@ def _pool(bag: nn.EmbeddingBag, name: str, feature: JaggedTensor, weighted: bool
     return pooled
 
 
-class EmbeddingCollectionInterface(abc.ABC, nn.Module):
+class EmbeddingCollectionInterface(Opaque, abc.ABC, nn.Module):
     """What every collection of unpooled tables offers, float or quantized, sharded or not."""
 
     @abc.abstractmethod

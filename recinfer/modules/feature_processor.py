@@ -10,6 +10,7 @@ from torch import nn
 from recinfer.modules.feature_processor_ import PositionWeightedModuleCollection
 from recinfer.modules.positions import new_position_weights, position_weights
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from recinfer.sparse.opaque import Opaque
 
 __all__ = [
     "BaseFeatureProcessor",
@@ -19,7 +20,7 @@ __all__ = [
 ]
 
 
-class BaseFeatureProcessor(nn.Module):
+class BaseFeatureProcessor(Opaque, nn.Module):
     """Changes a dict of features."""
 
     @abc.abstractmethod
@@ -27,7 +28,7 @@ class BaseFeatureProcessor(nn.Module):
         """The same features, changed."""
 
 
-class BaseGroupedFeatureProcessor(nn.Module):
+class BaseGroupedFeatureProcessor(Opaque, nn.Module):
     """Changes all features of a KeyedJaggedTensor."""
 
     @abc.abstractmethod

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from recinfer.errors import ConfigError
 from recinfer.modules.positions import new_position_weights, position_weights
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from recinfer.sparse.opaque import Opaque
 
 __all__ = [
     "FeatureProcessor",
@@ -20,7 +21,7 @@ __all__ = [
 ]
 
 
-class FeatureProcessor(nn.Module):
+class FeatureProcessor(Opaque, nn.Module):
     """Changes the weights of one feature."""
 
     @abc.abstractmethod
@@ -28,7 +29,7 @@ class FeatureProcessor(nn.Module):
         """The same ids with other weights."""
 
 
-class FeatureProcessorsCollection(nn.Module):
+class FeatureProcessorsCollection(Opaque, nn.Module):
     """Changes the weights of several features at once."""
 
     @abc.abstractmethod

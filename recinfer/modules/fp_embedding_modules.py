@@ -11,6 +11,7 @@ from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from recinfer.modules.feature_processor_ import FeatureProcessor, FeatureProcessorsCollection, with_weights
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from recinfer.sparse.opaque import Opaque
 
 __all__ = [
     "FeatureProcessedEmbeddingBagCollection",
@@ -60,7 +61,7 @@ class FeatureProcessorDictWrapper(FeatureProcessorsCollection):
         return apply_feature_processors_to_kjt(features, self._feature_processors)  # type: ignore[arg-type]
 
 
-class FeatureProcessedEmbeddingBagCollection(nn.Module):
+class FeatureProcessedEmbeddingBagCollection(Opaque, nn.Module):
     """Feature processors in front of a weighted EmbeddingBagCollection.
 
     Args:

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import DataType, data_type_to_dtype
 from recinfer.sparse.jagged_tensor import KeyedTensor, regroup_kts
+from recinfer.sparse.opaque import Opaque
 
 __all__ = ["KTRegroupAsDict"]
 
 
-class KTRegroupAsDict(nn.Module):
+class KTRegroupAsDict(Opaque, nn.Module):
     """Regroup keyed tensors into named dense tensors.
 
     Args:

@@ -15,6 +15,7 @@ from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, ch
 from recinfer.quant.lookup import ColumnPiece
 from recinfer.quant.packing import QPARAM_BYTES, pack_rows, row_bytes, unpack_rows
 from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
+from recinfer.sparse.opaque import Opaque
 
 __all__ = ["SLACK_BYTES", "PackedTable", "QuantizedCollection", "allocate_tables", "row_alignment_for"]
 
@@ -67,7 +68,7 @@ def _unpacked_weights(name: str, quantized: tuple[Tensor, Tensor | None], data_t
     return torch.cat([qparams.reshape(-1, QPARAM_BYTES), codes], dim=1)
 
 
-class QuantizedCollection(nn.Module, Generic[C, L]):
+class QuantizedCollection(Opaque, nn.Module, Generic[C, L]):
     """What the two collections share: the buffer, the views, state, copies to devices.
 
     ``C`` is the kind of config, ``L`` the lookup behind forward.

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import (
@@ -27,7 +27,14 @@ from recinfer.quant.lookup import ColumnPiece, PooledLookup, SequenceLookup
 from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["EmbeddingBagCollection", "EmbeddingCollection", "PackedTable", "allocate_tables", "chosen_data_types"]
+__all__ = [
+    "EmbeddingBagCollection",
+    "EmbeddingCollection",
+    "PackedTable",
+    "allocate_tables",
+    "chosen_data_types",
+    "quant_prep_enable_cache_features_order",
+]
 
 C = TypeVar("C", bound=BaseEmbeddingConfig)
 
@@ -120,7 +127,9 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
         users say it), else INT8. Raises InputError for a weight that is not finite, naming table and row.
         """
         configs = list(module.embedding_bag_configs())
-        types = chosen_data_types(configs, data_type or _qconfig_type(module), per_table)
+        types = chosen_data_types(
+            configs, data_type or _qconfig_type(module), per_table or _qconfig_tables(module, data_type)
+        )
         tables = [_requantized(c, types[c.name], EmbeddingBagConfig) for c in configs]
         weights = {c.name: module.embedding_bags[c.name].weight for c in configs}
         return cls(tables, bool(module.is_weighted()), _device_of(weights), output_dtype)._holding(weights)
@@ -198,7 +207,9 @@ class EmbeddingCollection(QuantizedCollection[EmbeddingConfig, SequenceLookup]):
     ) -> EmbeddingCollection:
         """As :meth:`EmbeddingBagCollection.from_float`, for ``embeddings[name].weight``."""
         configs = list(module.embedding_configs())
-        types = chosen_data_types(configs, data_type or _qconfig_type(module), per_table)
+        types = chosen_data_types(
+            configs, data_type or _qconfig_type(module), per_table or _qconfig_tables(module, data_type)
+        )
         tables = [_requantized(c, types[c.name], EmbeddingConfig) for c in configs]
         weights = {c.name: module.embeddings[c.name].weight for c in configs}
         need_indices = bool(module.need_indices()) if hasattr(module, "need_indices") else False
@@ -215,6 +226,15 @@ def _qconfig_type(module: Any) -> DataType:
     return dtype_to_data_type(qconfig.weight().dtype) if qconfig is not None else DataType.INT8
 
 
+def _qconfig_tables(module: Any, data_type: DataType | None) -> dict[str, DataType]:
+    """Its tables' types, where ``qconfig`` is a QuantConfig that has some; {} if the caller gave a type for all."""
+    given = getattr(getattr(module, "qconfig", None), "per_table_weight_dtype", None) if data_type is None else None
+    if not given:
+        return {}
+    configs = module.embedding_bag_configs() if hasattr(module, "embedding_bag_configs") else module.embedding_configs()
+    return {config.name: dtype_to_data_type(given[config.name]) for config in configs if config.name in given}
+
+
 def _requantized(config: Any, data_type: DataType, kind: type[C]) -> C:
     """Our config with the packed precision, from ours or TorchRec's (read by attributes)."""
     fields: dict[str, Any] = {
@@ -227,3 +247,7 @@ def _requantized(config: Any, data_type: DataType, kind: type[C]) -> C:
     if kind is EmbeddingBagConfig:
         fields["pooling"] = PoolingType(config.pooling.value)
     return kind(**fields)
+
+
+def quant_prep_enable_cache_features_order(module: nn.Module, module_types: list[type[nn.Module]]) -> None:
+    """TorchRec's switch for keeping the order of features between batches. Ours always do: nothing is changed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from recinfer.sparse.checks import MissingKeyError, is_plain, require
 from recinfer.sparse.offsets import prefix_sums
@@ -164,7 +164,8 @@ class KeyedTensor(metaclass=Proxyable):
             len(groups) == len(keys),
             f"KeyedTensor.regroup_as_dict: got {len(groups)} groups and {len(keys)} keys; expected one a group",
         )
-        return dict(zip(keys, regroup_kts(keyed_tensors, groups)))
+        grouped = regroup_kts(keyed_tensors, groups)
+        return {key: grouped[i] for i, key in enumerate(keys)}  # by place: a symbol of torch.fx has no iterator
 
     def to(self, device: torch.device, non_blocking: bool = False) -> KeyedTensor:
         """A KeyedTensor on ``device``."""
@@ -193,6 +194,7 @@ class KeyedTensor(metaclass=Proxyable):
         return summary("KeyedTensor", self._keys, values=self._values)
 
 
+@fx.wrap  # one node in a graph that torch.fx traces: the keyed tensors are symbols there, whose keys nobody knows
 def regroup_kts(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
     """The work of :meth:`KeyedTensor.regroup`: neighbouring keys that stay neighbours are copied as one slice."""
     require(len(keyed_tensors) > 0, "KeyedTensor.regroup: got no keyed tensors; expected at least one")

@@ -114,26 +114,7 @@ class KeyedJaggedTensor(KeyedParts):
         Raises:
             InputError: an empty dict, or weights for some keys only.
         """
-        require(len(jt_dict) > 0, "KeyedJaggedTensor.from_jt_dict: got no keys; use KeyedJaggedTensor.empty")
-        parts = list(jt_dict.values())
-        weighted = [k for k, jt in jt_dict.items() if jt.weights_or_none() is not None]
-        require(
-            len(weighted) in (0, len(parts)),
-            f"KeyedJaggedTensor.from_jt_dict: weights for {weighted} but not for all of {list(jt_dict)}; "
-            "give them for all keys or for none",
-        )
-        strides = [jt.lengths().numel() for jt in parts]
-        uniform = len(set(strides)) == 1
-        kjt = KeyedJaggedTensor(
-            list(jt_dict),
-            torch.cat([jt.values() for jt in parts]),
-            torch.cat([jt.weights() for jt in parts]) if weighted else None,
-            lengths=torch.cat([jt.lengths() for jt in parts]),
-            stride=strides[0] if uniform else None,
-            stride_per_key_per_rank=None if uniform else [[s] for s in strides],
-        )
-        kjt._length_per_key = [jt.values().shape[0] for jt in parts]
-        return kjt
+        return rearrange.from_parts(jt_dict)
 
     @staticmethod
     def empty(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from recinfer.errors import InputError
 from recinfer.sparse.checks import require
@@ -17,9 +17,13 @@ from recinfer.sparse.offsets import batched_lengths_to_offsets, gather_segments,
 if TYPE_CHECKING:
     from recinfer.sparse.keyed_jagged import KeyedJaggedTensor
 
-__all__ = ["by_key", "concat", "cut", "permute"]
+__all__ = ["by_key", "concat", "cut", "from_parts", "permute"]
+
+# fx.wrap: in a graph that torch.fx traces, a call of these is one node. What they take are lists and dicts of symbols,
+# which their Python could not look into.
 
 
+@fx.wrap
 def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     """See :meth:`KeyedJaggedTensor.concat`."""
     require(len(kjt_list) > 0, "KeyedJaggedTensor.concat: got an empty list; expected at least one")
@@ -48,6 +52,33 @@ def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     if all(k._length_per_key is not None for k in kjt_list):
         result._length_per_key = [n for k in kjt_list for n in k._length_per_key or ()]
     return result
+
+
+@fx.wrap
+def from_parts(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
+    """See :meth:`KeyedJaggedTensor.from_jt_dict`."""
+    from recinfer.sparse.keyed_jagged import KeyedJaggedTensor  # which imports this module
+
+    require(len(jt_dict) > 0, "KeyedJaggedTensor.from_jt_dict: got no keys; use KeyedJaggedTensor.empty")
+    parts = list(jt_dict.values())
+    weighted = [k for k, jt in jt_dict.items() if jt.weights_or_none() is not None]
+    require(
+        len(weighted) in (0, len(parts)),
+        f"KeyedJaggedTensor.from_jt_dict: weights for {weighted} but not for all of {list(jt_dict)}; "
+        "give them for all keys or for none",
+    )
+    strides = [jt.lengths().numel() for jt in parts]
+    uniform = len(set(strides)) == 1
+    kjt = KeyedJaggedTensor(
+        list(jt_dict),
+        torch.cat([jt.values() for jt in parts]),
+        torch.cat([jt.weights() for jt in parts]) if weighted else None,
+        lengths=torch.cat([jt.lengths() for jt in parts]),
+        stride=strides[0] if uniform else None,
+        stride_per_key_per_rank=None if uniform else [[s] for s in strides],
+    )
+    kjt._length_per_key = [jt.values().shape[0] for jt in parts]
+    return kjt
 
 
 def cut(kjt: KeyedJaggedTensor, start: int, stop: int) -> KeyedJaggedTensor:

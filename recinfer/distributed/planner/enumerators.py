@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.estimates import FloatN, IntN, ShardArrays
 from recinfer.distributed.planner.facts import model_tables
@@ -31,11 +33,11 @@ from recinfer.distributed.planner.types import (
     ShardingOption,
     partition_by_of,
 )
-from recinfer.distributed.planner.utils import sharder_name
+from recinfer.distributed.planner.utils import build_sharder_data_map, sharder_name
 from recinfer.distributed.types import ModuleSharder
 from recinfer.errors import ConfigError
 
-__all__ = ["EmbeddingEnumerator", "get_partition_by_type", "option_object"]
+__all__ = ["EmbeddingComputeKernel", "EmbeddingEnumerator", "get_partition_by_type", "option_object"]
 
 get_partition_by_type = partition_by_of
 
@@ -132,7 +134,11 @@ class EmbeddingEnumerator(Enumerator):
         return options
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Estimate ``sharding_options`` (again), for example after changing their cache parameters."""
+        """Estimate ``sharding_options`` (again), for example after changing their cache parameters.
+
+        An estimator whose ``estimate`` names its second parameter ``sharder_data_map``, as TorchRec 1.8's does, gets
+        :class:`~recinfer.distributed.planner.types.SharderData` by name; any other gets the sharders.
+        """
         estimators = self._given
         if estimators is None:
             inference = all(o.compute_kernel.startswith("quant") for o in sharding_options)
@@ -141,7 +147,10 @@ class EmbeddingEnumerator(Enumerator):
                 EmbeddingStorageEstimator(self._topology, self._constraints, is_inference=inference),
             ]
         for estimator in estimators:
-            estimator.estimate(sharding_options, self._sharder_map)
+            sharders: Any = self._sharder_map
+            if "sharder_data_map" in inspect.signature(estimator.estimate).parameters:
+                sharders = build_sharder_data_map(self._sharder_map)
+            estimator.estimate(sharding_options, sharders)
 
 
 def _nothing(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:

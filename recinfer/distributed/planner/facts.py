@@ -12,7 +12,7 @@ from recinfer.distributed.planner.constants import BIGINT_DTYPE, kernel_bw_looku
 from recinfer.distributed.planner.space import KERNEL_CODES, TableInfo
 from recinfer.distributed.planner.topology import Topology
 from recinfer.distributed.planner.types import ParameterConstraints, ShardingOption
-from recinfer.distributed.planner.utils import sharder_name
+from recinfer.distributed.planner.utils import codec_bytes, sharder_name
 from recinfer.distributed.types import CacheParams, CommOp, ModuleSharder, ShardingType
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, dtype_to_data_type
@@ -193,9 +193,8 @@ def _comm_bytes(sharder: ModuleSharder[Any], default: float, pooled: bool) -> tu
     for op in (to_all, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER):
         codecs = registry.get(op.name) or registry.get(op.value)
         for codec in (codecs.forward, codecs.backward) if codecs is not None else (None, None):
-            dtype = getattr(codec, "quantized_dtype", None)
-            dtype = dtype() if callable(dtype) else dtype  # the no-op codec has it as a method
-            sizes.append(default if dtype is None else float(dtype.itemsize))
+            size = codec_bytes(codec)
+            sizes.append(default if size is None else size)
     return sizes[0], sizes[1], sizes[2], sizes[3]
 
 

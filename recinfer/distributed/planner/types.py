@@ -36,6 +36,8 @@ from recinfer.distributed.types import (
     BoundsCheckMode,
     CacheParams,
     DataType,
+    KeyValueParams,
+    ShardingPlan,
     ShardingType,
 )
 from recinfer.errors import ConfigError, RecinferError
@@ -58,10 +60,14 @@ __all__ = [
     "Proposer",
     "Shard",
     "ShardEstimator",
+    "SharderData",
+    "SharderDataMap",
     "ShardingOption",
+    "ShardingPlan",
     "Stats",
     "Storage",
     "StorageReservation",
+    "StorageUsageType",
     "Topology",
 ]
 
@@ -128,7 +134,7 @@ class ParameterConstraints:
     feature_names: list[str] | None = None
     output_dtype: DataType | None = None
     device_group: str | None = None
-    key_value_params: Any | None = None
+    key_value_params: KeyValueParams | None = None
     use_virtual_table: bool = False
     colocate_with: str | None = None
 
@@ -149,6 +155,33 @@ class ParameterConstraints:
                 self.colocate_with,
             )
         )
+
+
+class StorageUsageType(Enum):
+    """Which kind of sharder says how many bytes a table takes."""
+
+    BASE_QUANT = "BaseQuantEmbeddingSharder"
+    BASE = "BaseEmbeddingSharder"
+    DEFAULT = "ModuleSharder"
+
+
+@dataclass
+class SharderData:
+    """What an estimator reads of a sharder, as plain data; see ``planner.utils.build_sharder_data_map``.
+
+    Attributes:
+        fused_params: the sharder's settings for its kernels.
+        qcomm_dtype_sizes: ``CommOp`` name -> bytes of an element in the forward and in the backward collective, for
+            collectives with a codec.
+        storage_usage_type: its kind.
+    """
+
+    fused_params: dict[str, Any]
+    qcomm_dtype_sizes: dict[str, tuple[float, float]]
+    storage_usage_type: StorageUsageType
+
+
+SharderDataMap = dict[str, SharderData]  # by ``sharder_name(sharder.module_type)``
 
 
 class PlannerErrorType(Enum):
@@ -226,7 +259,7 @@ class ShardingOption:
         is_pooled: bool | None = None,
         feature_names: list[str] | None = None,
         output_dtype: DataType | None = None,
-        key_value_params: Any | None = None,
+        key_value_params: KeyValueParams | None = None,
         num_poolings: list[float] | None = None,
     ) -> None:
         self.name = name

@@ -5,12 +5,14 @@ from __future__ import annotations
 from recinfer.distributed.dist_data import SplitsAllToAllAwaitable
 from recinfer.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
 from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext
+from recinfer.distributed.train_pipeline.evaluation import EvalPipelineSparseDist
 from recinfer.distributed.train_pipeline.forwards import (
     BaseForward,
     KJTAllToAllForward,
     PipelinedForward,
     PrefetchPipelinedForward,
 )
+from recinfer.distributed.train_pipeline.loading import DataLoadingThread
 from recinfer.distributed.train_pipeline.pipelines import (
     PrefetchTrainPipelineSparseDist,
     TrainPipeline,
@@ -22,6 +24,8 @@ from recinfer.distributed.train_pipeline.tracing import ArgInfo, Tracer
 __all__ = [
     "ArgInfo",
     "BaseForward",
+    "DataLoadingThread",
+    "EvalPipelineSparseDist",
     "FusedKJTListSplitsAwaitable",
     "KJTAllToAllForward",
     "KJTSplitsAllToAllMeta",

@@ -87,6 +87,9 @@ class _Steps(TrainPipeline[In, Out]):
             )
         return result
 
+    def _trains(self) -> bool:
+        return self._model.training
+
     def _update(self, losses: torch.Tensor) -> None:
         torch.sum(losses, dim=0).backward()
         self._optimizer.step()
@@ -113,7 +116,7 @@ class TrainPipelineBase(_Steps[In, Out]):
         batch = self._next
         if batch is None:
             raise StopIteration
-        training = self._model.training
+        training = self._trains()
         if training:
             self._optimizer.zero_grad()
         self._arrive(batch, self._memcpy_stream)
@@ -261,7 +264,7 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
         if not self._batches or (self._exhausted and not self._execute_all_batches):
             self._forget()
             raise StopIteration
-        training = self._model.training
+        training = self._trains()
         if training:
             self._optimizer.zero_grad()
         self._arrive(self._batches[0], self._memcpy_stream)

@@ -7,6 +7,7 @@ the package's name. Nothing here touches a device or a process group.
 from __future__ import annotations
 
 from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardingSpec
 
 from recinfer.distributed.types.awaitables import (
@@ -36,13 +37,13 @@ from recinfer.distributed.types.enums import (
     ShardingType,
 )
 from recinfer.distributed.types.modules import (
-    Multistreamable,
     NullShardedModuleContext,
     NullShardingContext,
     ShardedModule,
 )
 from recinfer.distributed.types.plans import (
     EmbeddingModuleShardingPlan,
+    KeyValueParams,
     ModuleShardingPlan,
     ParameterSharding,
     ShardingEnv,
@@ -54,6 +55,7 @@ from recinfer.distributed.types.sharders import (
     ShardingPlanner,
 )
 from recinfer.modules.embedding_configs import DataType
+from recinfer.streamable import Multistreamable
 
 __all__ = [
     "Awaitable",
@@ -68,6 +70,7 @@ __all__ = [
     "EmbeddingModuleShardingPlan",
     "EnumerableShardingSpec",
     "GenericMeta",
+    "KeyValueParams",
     "LazyAwaitable",
     "LazyNoWait",
     "ModuleSharder",
@@ -82,8 +85,11 @@ __all__ = [
     "PipelineType",
     "QuantizedCommCodec",
     "QuantizedCommCodecs",
+    "Shard",
     "ShardMetadata",
     "ShardedModule",
+    "ShardedTensor",
+    "ShardedTensorMetadata",
     "ShardingEnv",
     "ShardingPlan",
     "ShardingPlanner",

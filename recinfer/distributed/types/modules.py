@@ -10,9 +10,10 @@ from torch import nn
 
 from recinfer.distributed.types.awaitables import Awaitable, LazyAwaitable
 from recinfer.distributed.types.codecs import QuantizedCommCodecs
+from recinfer.sparse.opaque import Opaque
+from recinfer.streamable import Multistreamable
 
 __all__ = [
-    "Multistreamable",
     "NullShardedModuleContext",
     "NullShardingContext",
     "ShardedModule",
@@ -23,14 +24,6 @@ CompIn = TypeVar("CompIn")
 DistOut = TypeVar("DistOut")
 Out = TypeVar("Out")
 ShrdCtx = TypeVar("ShrdCtx")
-
-
-class Multistreamable(abc.ABC):
-    """Something that several CUDA streams use."""
-
-    @abc.abstractmethod
-    def record_stream(self, stream: Any) -> None:
-        """Keep the memory alive until ``stream`` is done with it."""
 
 
 class NullShardingContext(Multistreamable):
@@ -47,7 +40,7 @@ class NullShardedModuleContext(Multistreamable):
         """Nothing to keep."""
 
 
-class ShardedModule(abc.ABC, nn.Module, Generic[CompIn, DistOut, Out, ShrdCtx]):
+class ShardedModule(Opaque, abc.ABC, nn.Module, Generic[CompIn, DistOut, Out, ShrdCtx]):
     """A module whose forward is: move inputs to their shards, compute, move outputs back."""
 
     def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None) -> None:

@@ -19,12 +19,46 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EmbeddingModuleShardingPlan",
+    "KeyValueParams",
     "ModuleShardingPlan",
     "ParameterSharding",
     "ShardingEnv",
     "ShardingPlan",
     "rank_device",
 ]
+
+
+@dataclass(unsafe_hash=True)
+class KeyValueParams:
+    """Settings of TorchRec's kernels that keep rows on SSD or in a key-value store.
+
+    recinfer has no such kernel: the planner offers none, and a plan that names one is refused when it is applied. The
+    settings are kept with the plan, and nothing else reads them.
+
+    Args:
+        ssd_storage_directory ... load_ckpt_without_opt: of the store on SSD; sizes are in GB (l2) and MB (l1).
+        ps_hosts ... ps_max_local_index_length: of a parameter server.
+    """
+
+    ssd_storage_directory: str | None = None
+    ssd_rocksdb_write_buffer_size: int | None = None
+    ssd_rocksdb_shards: int | None = None
+    gather_ssd_cache_stats: bool | None = None
+    stats_reporter_config: Any | None = None
+    use_passed_in_path: bool = True
+    l2_cache_size: int | None = None
+    max_l1_cache_size: int | None = None
+    enable_async_update: bool | None = None
+    bulk_init_chunk_size: int | None = None
+    lazy_bulk_init_enabled: bool | None = None
+    enable_raw_embedding_streaming: bool | None = None
+    res_store_shards: int | None = None
+    kvzch_tbe_config: Any | None = None
+    load_ckpt_without_opt: bool = False
+    ps_hosts: tuple[tuple[str, int], ...] | None = None
+    ps_client_thread_num: int | None = None
+    ps_max_key_per_request: int | None = None
+    ps_max_local_index_length: int | None = None
 
 
 @dataclass
@@ -39,6 +73,7 @@ class ParameterSharding:
         sharding_spec: one ``ShardMetadata`` (offsets, sizes, placement) a shard; None for data_parallel.
         cache_params, enforce_hbm, stochastic_rounding, bounds_check_mode: kernel settings, passed on.
         output_dtype: element type of the looked-up vectors.
+        key_value_params: see :class:`KeyValueParams`.
     """
 
     sharding_type: str
@@ -50,7 +85,7 @@ class ParameterSharding:
     stochastic_rounding: bool | None = None
     bounds_check_mode: BoundsCheckMode | None = None
     output_dtype: DataType | None = None
-    key_value_params: Any | None = None
+    key_value_params: KeyValueParams | None = None
 
     def __repr__(self) -> str:
         """The first four fields, and what else was set."""

@@ -1,0 +1,76 @@
+"""The pipeline that runs a model without training it; a thread brings the batches to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from recinfer.distributed.train_pipeline.loading import DataLoadingThread
+from recinfer.distributed.train_pipeline.pipelines import TrainPipelineSparseDist
+from recinfer.errors import ConfigError
+
+__all__ = ["EvalPipelineSparseDist"]
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
+    """The stages of :class:`TrainPipelineSparseDist` without backward and optimizer, whatever mode the model is in.
+
+    A thread of its own takes batches from the iterator and copies them to the device. It reads one iterator to its end;
+    after StopIteration :meth:`progress` takes another. Call it under ``torch.no_grad()`` to save the memory of the graph.
+
+    Args:
+        model: takes a batch and returns (loss, output); a DistributedModelParallel.
+        optimizer: not used; it is TorchRec's argument.
+        device: where the model is.
+        apply_jit: compile the modules that are not sharded with torch.jit.script.
+
+    Raises:
+        ConfigError: at the first batch, for a model that cannot be traced; for a second iterator before the end of the
+            first.
+    """
+
+    _loader: DataLoadingThread[In] | None = None
+    _source: Iterator[In] | None = None
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device, apply_jit: bool = False) -> None:
+        super().__init__(model, optimizer, device, execute_all_batches=True, apply_jit=apply_jit)
+
+    def _trains(self) -> bool:
+        return False
+
+    def _take(self, dataloader_iter: Iterator[In]) -> In | None:
+        if self._loader is None:
+            self._source = dataloader_iter
+            self._loader = DataLoadingThread(
+                self._device, dataloader_iter, to_device_non_blocking=True, memcpy_stream=self._memcpy_stream
+            )
+            self._loader.start()
+        elif self._source is not dataloader_iter:
+            raise ConfigError(
+                "EvalPipelineSparseDist reads one iterator to its end, since a thread reads ahead in it; it was given "
+                "another one before that. Call progress() until StopIteration, or detach() to drop the first"
+            )
+        batch = self._loader.get_next_batch()
+        if batch is None:
+            self._stop_loading()
+        return batch
+
+    def _stop_loading(self) -> None:
+        if self._loader is not None:
+            self._loader.stop()
+        self._loader = self._source = None
+
+    def detach(self) -> nn.Module:
+        """As :meth:`TrainPipelineSparseDist.detach`; the iterator is no longer read."""
+        self._stop_loading()
+        return super().detach()
+
+    def __del__(self) -> None:
+        self._stop_loading()

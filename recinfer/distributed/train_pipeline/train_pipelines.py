@@ -1,0 +1,19 @@
+"""TorchRec's place of the pipelines."""
+
+from __future__ import annotations
+
+from recinfer.distributed.train_pipeline.evaluation import EvalPipelineSparseDist
+from recinfer.distributed.train_pipeline.pipelines import (
+    PrefetchTrainPipelineSparseDist,
+    TrainPipeline,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
+)
+
+__all__ = [
+    "EvalPipelineSparseDist",
+    "PrefetchTrainPipelineSparseDist",
+    "TrainPipeline",
+    "TrainPipelineBase",
+    "TrainPipelineSparseDist",
+]

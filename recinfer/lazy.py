@@ -1,0 +1,37 @@
+"""Packages whose names are imported when they are first used (PEP 562), so that importing the package costs nothing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+__all__ = ["lazy_names"]
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, str], modules: Collection[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The ``__getattr__`` and ``__dir__`` of a package that offers names from elsewhere.
+
+    Args:
+        package: ``__name__`` of the package.
+        homes: name -> module that defines it.
+        modules: submodules that are imported when they are named, as in ``recinfer.distributed`` after
+            ``import recinfer``.
+    """
+
+    def get(name: str) -> Any:
+        if name in homes:
+            value = getattr(importlib.import_module(homes[name]), name)
+            setattr(sys.modules[package], name, value)  # found directly from now on
+            return value
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes, *modules})
+
+    return get, names

@@ -1,0 +1,26 @@
+"""The mark of modules whose inside neither torch.fx nor TorchScript sees."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from recinfer.errors import UnavailableError
+
+__all__ = ["Opaque"]
+
+
+class Opaque:
+    """A base of modules that read jagged data: their Python depends on the data (keys, variable batches, ids' checks).
+
+    :class:`recinfer.fx.Tracer` keeps a call of such a module as one node; a tracer of torch.fx does so if the module is
+    among its leaves. ``torch.jit.script`` of it, or of a model that holds it, is refused.
+    """
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        # torch.jit.script calls this on every module of a model before it compiles any.
+        raise UnavailableError(
+            f"torch.jit.script cannot compile {type(self).__name__}: recinfer's modules that read jagged features are not "
+            "TorchScript, which PyTorch has deprecated. To serve the model, write an archive (recinfer export, or "
+            "recinfer.inference.export.export_archive); to compile it, use torch.export; to script the dense part alone, "
+            "script the modules without tables"
+        )

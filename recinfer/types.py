@@ -1,0 +1,7 @@
+"""TorchRec's place of :class:`DataType`."""
+
+from __future__ import annotations
+
+from recinfer.modules.embedding_configs import DataType
+
+__all__ = ["DataType"]
