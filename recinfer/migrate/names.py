@@ -38,9 +38,9 @@ def is_here(name: str) -> bool:
 
 
 def instead_of(name: str) -> str:
-    """What to use instead of a name that is not here: the entry of the name, or of the module that it lies in."""
-    while name:
-        if name in INSTEAD:
-            return INSTEAD[name]
+    """What to use instead of a name that is not here: its own entry, or that of the nearest module or class above it."""
+    found = INSTEAD.get(name, "")
+    while not found and name:
+        found = INSTEAD.get(f"{name}.*", "") or INSTEAD.get(name, "")
         name = name.rpartition(".")[0]
-    return ""
+    return found
