@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Collection, Mapping
+from types import ModuleType
 from typing import Any
 
 __all__ = ["lazy_names"]
@@ -32,6 +33,7 @@ def lazy_names(
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes, *modules})
+        own = (n for n, value in vars(sys.modules[package]).items() if n[:2] == "__" or isinstance(value, ModuleType))
+        return sorted({*own, *homes, *modules})
 
     return get, names

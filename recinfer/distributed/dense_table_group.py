@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from recinfer.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from recinfer.distributed.replicas import LookupGradient
 from recinfer.distributed.table_group import TableGroup
 
@@ -22,7 +23,10 @@ class DenseTableGroup(TableGroup):
     def _build(self, dtype: torch.dtype, device: torch.device | None) -> None:
         super()._build(dtype, device)
         self._states = {}
-        self.tables = nn.ParameterList([nn.Parameter(view) for view in self.table_weights()])
+        self.tables = nn.ParameterList()
+        for s, start in zip(self.shapes, self._starts):
+            table = TableBatchedEmbeddingSlice(self.weights, start, start + s.rows * s.dim, s.rows, s.dim)
+            self.tables.append(table.requires_grad_())
 
     def _leaves(self) -> Iterable[Tensor]:
         return self.tables

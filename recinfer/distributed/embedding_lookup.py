@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from recinfer.distributed.comm_exchanges import get_gradient_division
+from recinfer.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from recinfer.distributed.dense_table_group import DenseTableGroup
 from recinfer.distributed.embedding_types import (
     BaseEmbeddingLookup,
@@ -112,8 +113,11 @@ class _GroupKernel(nn.Module):
         if isinstance(self.group, DenseTableGroup):
             parameters = list(self.group.tables)
         else:
-            parameters, states = [nn.Parameter(w) for w in self.group.table_weights()], self.group.table_states()
+            views = self.group.table_weights()
+            parameters = [TableBatchedEmbeddingSlice(w.detach().view(-1), 0, w.numel(), *w.shape) for w in views]
+            states = self.group.table_states()
             for parameter in parameters:
+                parameter.requires_grad_()
                 # How in_backward_optimizer_filter, and a user, sees that no other optimizer may step it.
                 parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
         # A list of dataclasses, so that the parameters are not registered here under other names.

@@ -3,7 +3,8 @@
 Shapes: ``B`` batch, ``F`` sparse features, ``D`` embedding dim, ``d`` dense features.
 """
 
-from __future__ import annotations
+# Annotations stay classes here (no __future__ import): torch.fx writes text ones into its code, where TorchScript does not
+# know them.
 
 from typing import Any, Protocol
 

@@ -1,6 +1,7 @@
 """Activations with parameters of their own."""
 
-from __future__ import annotations
+# Annotations stay classes here (no __future__ import): torch.fx writes text ones into its code, where TorchScript does not
+# know them.
 
 import torch
 from torch import Tensor, nn

@@ -1,6 +1,7 @@
 """Fully connected layers: a perceptron, and a stack of them."""
 
-from __future__ import annotations
+# Annotations stay classes here (no __future__ import): torch.fx writes text ones into its code, where TorchScript does not
+# know them.
 
 from collections.abc import Callable
 

@@ -1,0 +1,1 @@
+"""Parameters of sharded modules, as objects of their own."""
