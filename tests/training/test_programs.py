@@ -85,7 +85,7 @@ def test_clicks(package: str, world_size: int, kind: str, multi_hot: bool, crite
 
 
 @PACKAGES
-@pytest.mark.parametrize("dense_table", [""])
+@pytest.mark.parametrize("dense_table", ["", "t_cat_10"])
 def test_golden(package: str, world_size: int, dense_table: str) -> None:
     program = load("golden")
     model = program["make_model"](torch.device("cpu"))
