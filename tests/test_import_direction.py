@@ -22,9 +22,11 @@ ALLOWED: dict[str, set[str]] = {
     "env": {"errors"},
     "lazy": set(),
     "streamable": set(),
+    "migrate": {"errors"},
     "sparse": BASE,
     "modules": BASE | {"sparse"},
     "data": BASE | {"sparse"},
+    "datasets": BASE | {"sparse", "data"},
     "models": MODEL_CODE,
     "types": MODEL_CODE,
     "distributed.types": MODEL_CODE,
@@ -42,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "sizing": RUNTIME | {"models", "data", "checkpoint", "archive", "inference", "serving"},
     "deploy": RUNTIME | {"models", "data", "checkpoint", "archive", "inference", "serving"},
     "cli": RUNTIME
-    | {"models", "data", "checkpoint", "archive", "inference", "training", "serving", "sizing", "deploy"},
+    | {"models", "data", "checkpoint", "archive", "inference", "training", "serving", "sizing", "deploy", "migrate"},
 }
 
 # What points up all the same, each with its reason. All of them stand inside a function, so nothing is imported by them

@@ -20,6 +20,7 @@ from recinfer.cli import (
     inspect,
     lookup,
     mar,
+    migrate,
     plan,
     predict,
     reshard,
@@ -45,6 +46,7 @@ app = typer.Typer(
 
 # In the order of the pipeline, which is the order `recinfer --help` lists them in.
 for _module in (
+    migrate,
     train,
     plan,
     export,

@@ -19,6 +19,7 @@ from recinfer.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
 VERBS = [
+    "migrate",
     "train",
     "plan",
     "export",
@@ -36,6 +37,7 @@ VERBS = [
 
 
 OPTIONS = {
+    "migrate": "--write",
     "train": "--data --format --out --epochs --batch-size --embedding-dim --limit --seed",
     "plan": "--checkpoint --model --world-size --device --hbm-gb --ddr-gb --precision --table-precision --batch-size "
     "--hardware --plot --timeout-seconds --out",

@@ -1,0 +1,86 @@
+"""``recinfer migrate``: programs written for TorchRec, made to import recinfer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
+
+if TYPE_CHECKING:
+    from recinfer.migrate import FileChange
+
+__all__ = ["EXAMPLE", "NAME", "run"]
+
+NAME = "migrate"
+EXAMPLE = "Example: recinfer migrate my_program/ (shows the diff), then: recinfer migrate my_program/ --write"
+
+_STYLES = {"+": "green", "-": "red", "@": "cyan"}
+
+
+def run(
+    path: Annotated[Path, typer.Argument(help="A Python file, or a folder: the .py files below it.")],
+    write: Annotated[bool, typer.Option("--write", help="Change the files; without it nothing is written.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Rewrite a program's imports and uses of torchrec to recinfer, and list the names that are not here.
+
+    Shows a diff and writes nothing, unless told to. Strings, comments and formatting stay as they are.
+    Exit code: 0 if recinfer has every name that the program uses, 1 if not.
+    """
+    from recinfer.errors import InputError
+    from recinfer.migrate import migrate_file, python_files
+
+    output = Output(as_json)
+    changes: list[FileChange] = []
+    unread: list[str] = []
+    for file in python_files(path):
+        try:
+            changes.append(migrate_file(file))
+        except InputError as error:
+            unread.append(str(error))
+    for change in changes:
+        if change.changed and write:
+            change.write()
+        elif change.changed:
+            _show_diff(output, change)
+    _show_names(output, changes, unread)
+    changed, missing = [c for c in changes if c.changed], [name for c in changes for name in c.missing]
+    done = f"changed {len(changed)} of {len(changes)} files"
+    if not write:
+        done = f"{len(changed)} of {len(changes)} files would change (--write does it)"
+    here = "recinfer has every name" if not missing else f"{len({m.name for m in missing})} names are not in recinfer"
+    output.show(f"[{'red' if missing or unread else 'green'}]{done}; {here}[/]")
+    output.finish(
+        {
+            "written": write,
+            "changed": [str(change.path) for change in changed],
+            "missing": [
+                {"file": str(m.path), "line": m.line, "name": m.name, "instead": m.instead or None} for m in missing
+            ],
+            "by_hand": [{"file": str(c.path), "line": line, "what": what} for c in changes for line, what in c.by_hand],
+            "unread": unread,
+        }
+    )
+    if missing or unread:
+        raise typer.Exit(EXIT_FAILED_CHECK)
+
+
+def _show_diff(output: Output, change: FileChange) -> None:
+    for line in change.diff().splitlines():
+        output.result.print(line, style=_STYLES.get(line[:1]), markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_names(output: Output, changes: list[FileChange], unread: list[str]) -> None:
+    def say(line: str) -> None:
+        output.result.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    for change in changes:
+        for m in change.missing:
+            say(f"{m.path}:{m.line}: {m.name} is not here; " + (m.instead or "nothing is known to use instead"))
+        for line, what in change.by_hand:
+            say(f"{change.path}:{line}: left as it is: {what}")
+    for message in unread:
+        say(message)

@@ -1,0 +1,46 @@
+"""Which names of torchrec are here, asked of the installed package, and what to use instead of those that are not."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+from recinfer.migrate.absent import INSTEAD
+
+__all__ = ["instead_of", "is_here"]
+
+
+@functools.cache
+def is_here(name: str) -> bool:
+    """Whether recinfer has what stands at ``name``, as in ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``.
+
+    Modules are imported on the way. Of a class its attribute is looked at too; further than that nothing is.
+
+    Raises:
+        ModuleNotFoundError: a module that is here needs a package that is not installed.
+    """
+    path, *parts = ("recinfer" + name.removeprefix("torchrec")).split(".")
+    found: object = importlib.import_module(path)
+    for part in parts:
+        if isinstance(found, type):
+            return hasattr(found, part) or any(part in vars(c).get("__annotations__", {}) for c in found.__mro__)
+        if not isinstance(found, ModuleType):
+            return True
+        path = f"{path}.{part}"
+        try:
+            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(path)
+        except ModuleNotFoundError as error:
+            if error.name != path and not path.startswith(f"{error.name}."):
+                raise
+            return False
+    return True
+
+
+def instead_of(name: str) -> str:
+    """What to use instead of a name that is not here: its own entry, or that of the nearest module or class above it."""
+    found = INSTEAD.get(name, "")
+    while not found and name:
+        found = INSTEAD.get(f"{name}.*", "") or INSTEAD.get(name, "")
+        name = name.rpartition(".")[0]
+    return found

@@ -1,0 +1,142 @@
+"""The imports and dotted uses of torchrec in one file, rewritten to recinfer by their places in the syntax tree.
+
+Formatting, comments and strings stay as they are. Every name of torchrec becomes the same name of recinfer, also one that
+is not here: it is listed, and the program stops at it when it is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from recinfer.errors import InputError
+from recinfer.migrate.files import FileChange, MissingName, read_text
+from recinfer.migrate.names import instead_of, is_here
+
+__all__ = ["migrate_file"]
+
+_THEIRS, _OURS = "torchrec", "recinfer"
+# Between `from` and the module there may be blanks and continued lines.
+_FROM = re.compile(rb"from(?:[ \t\f]|\\\r?\n)+")
+_DOTTED = re.compile(r"torchrec(\.\w+)*")
+
+
+def migrate_file(path: Path) -> FileChange:
+    """What migration makes of ``path``; the file is only read.
+
+    Raises:
+        InputError: it is no Python text, or Python of another version.
+        OSError: it cannot be read.
+    """
+    text, encoding = read_text(path)
+    if _THEIRS not in text:
+        return FileChange(path, text, text, encoding)
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise InputError(f"{path}: cannot be parsed: {error}; nothing in it was changed") from error
+    found = _Uses(text, tree)
+    missing = {(line, name): None for line, name in found.names if not is_here(name)}
+    return FileChange(
+        path,
+        text,
+        found.replaced(),
+        encoding,
+        tuple(MissingName(path, line, name, instead_of(name)) for line, name in sorted(missing)),
+        tuple(sorted(set(found.by_hand))),
+    )
+
+
+@dataclass
+class _Uses:
+    """Where a file names torchrec.
+
+    Attributes:
+        names: (line, dotted name) of what is imported or used.
+        by_hand: (line, text) of what is left as it is.
+    """
+
+    text: str
+    tree: ast.Module
+    names: list[tuple[int, str]] = field(default_factory=list)
+    by_hand: list[tuple[int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._source = self.text.encode()
+        self._line_starts = [0]
+        for line in self._source.splitlines(keepends=True):
+            self._line_starts.append(self._line_starts[-1] + len(line))
+        self._places: set[int] = set()  # bytes of the source where "torchrec" is to be replaced
+        self._bound: dict[str, str] = {}  # name in the file -> dotted name of torchrec that it stands for
+        self._by_own_name = False  # whether `import torchrec` binds the name itself
+        nodes = list(ast.walk(self.tree))
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                self._import(node)
+            elif isinstance(node, ast.ImportFrom) and not node.level and _is_theirs(node.module or ""):
+                self._import_from(node, node.module or "")
+        inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+        for node in nodes:
+            if isinstance(node, ast.Attribute | ast.Name) and id(node) not in inner:
+                self._use(node)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
+                self.by_hand.append((node.lineno, f"the string {node.value!r}"))
+
+    def replaced(self) -> str:
+        """The text with recinfer in the place of torchrec."""
+        source = bytearray(self._source)
+        for place in sorted(self._places, reverse=True):
+            source[place : place + len(_THEIRS)] = _OURS.encode()
+        return source.decode()
+
+    def _import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if not _is_theirs(alias.name):
+                continue
+            self._replace(alias, self._place(alias))
+            self.names.append((alias.lineno, alias.name))
+            self._bound[alias.asname or _THEIRS] = alias.name if alias.asname else _THEIRS
+            self._by_own_name |= not alias.asname
+
+    def _import_from(self, node: ast.ImportFrom, module: str) -> None:
+        place = self._place(node)
+        keyword = _FROM.match(self._source, place)
+        self._replace(node, keyword.end() if keyword else place)
+        for alias in node.names:
+            name = module if alias.name == "*" else f"{module}.{alias.name}"
+            self.names.append((alias.lineno, name))
+            self._bound[alias.asname or alias.name] = name
+
+    def _use(self, node: ast.Attribute | ast.Name) -> None:
+        """A name, or a whole chain of attributes behind one."""
+        root, *parts = reversed(list(_chain(node)))
+        if not isinstance(root, ast.Name) or root.id not in self._bound:
+            return
+        if root.id == _THEIRS and self._by_own_name:
+            self._replace(root, self._place(root))
+        if parts and is_here(self._bound[root.id]):  # otherwise the import is listed
+            attributes = [part.attr for part in parts if isinstance(part, ast.Attribute)]
+            self.names.append((node.lineno, ".".join([self._bound[root.id], *attributes])))
+
+    def _place(self, node: ast.alias | ast.ImportFrom | ast.Name) -> int:
+        return self._line_starts[node.lineno - 1] + node.col_offset
+
+    def _replace(self, node: ast.alias | ast.ImportFrom | ast.Name, place: int) -> None:
+        if self._source.startswith(_THEIRS.encode(), place):
+            self._places.add(place)
+        else:  # Python 3.11 gives no true places for what stands in an f-string
+            self.by_hand.append((node.lineno, f"a use of {_THEIRS} whose place Python does not tell"))
+
+
+def _chain(node: ast.expr) -> Iterator[ast.expr]:
+    yield node
+    while isinstance(node, ast.Attribute):
+        node = node.value
+        yield node
+
+
+def _is_theirs(module: str) -> bool:
+    return module.partition(".")[0] == _THEIRS
