@@ -75,10 +75,10 @@ class MismatchError(RecinferError, ValueError):
     """A model whose outputs are not those that were recorded for the same inputs.
 
     Attributes:
-        comparison: a :class:`recinfer.inference.comparison.Comparison`: which rows, and how far off.
+        comparison: a :class:`recinfer.inference.comparison.Comparison`: which rows, and how far off; None: not known.
     """
 
-    def __init__(self, message: str, comparison: Any) -> None:
+    def __init__(self, message: str, comparison: Any = None) -> None:
         super().__init__(message)
         self.comparison = comparison
 

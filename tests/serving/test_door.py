@@ -123,7 +123,9 @@ def test_no_room_is_said_before_the_message_is_read(predictor: Predictor, monkey
 
 def test_over_http_a_header_says_when_to_try_again(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
-    inputs = [{"name": key, "datatype": "INT64", "shape": [1], "data": [1]} for key in ("user", "item", "shop")]
+    inputs = [
+        {"name": key, "datatype": "INT64", "shape": [1], "data": [1]} for key in ("user", "item", "history", "shop")
+    ]
     inputs.append({"name": "dense", "datatype": "FP32", "shape": [1, 3], "data": [0.0, 0.0, 0.0]})
     body = json.dumps({"inputs": inputs}).encode()
 

@@ -377,7 +377,8 @@ def test_the_log_of_a_supervisor_is_json_too_and_says_once_that_it_serves(archiv
             _end_all(process.pid)
     said = [json.loads(line)["message"] for line in log.read_text().splitlines()]
     assert [message for message in said if message.startswith("serving")] == [said[0]]
-    assert "was killed by SIGKILL" in said[1] and "serves again" in said[2] and said.count("stopped") == 1
+    assert said[1] == "the dense part of tiny 3 runs on onnxruntime"
+    assert "was killed by SIGKILL" in said[2] and "serves again" in said[3] and said.count("stopped") == 1
 
 
 @pytest.mark.parametrize("arguments", [["--token-file", "nowhere"], ["--workers", "2", "--admin"], ["gone"]])
