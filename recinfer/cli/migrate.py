@@ -51,7 +51,8 @@ def run(
     done = f"changed {len(changed)} of {len(changes)} files"
     if not write:
         done = f"{len(changed)} of {len(changes)} files would change (--write does it)"
-    here = "recinfer has every name" if not missing else f"{len({m.name for m in missing})} names are not in recinfer"
+    absent = len({m.name for m in missing})
+    here = f"names that are not in recinfer: {absent}" if absent else "recinfer has every name"
     output.show(f"[{'red' if missing or unread else 'green'}]{done}; {here}[/]")
     output.finish(
         {
