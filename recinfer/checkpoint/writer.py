@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
 
 from recinfer.checkpoint.dcp import METADATA_FILE
-from recinfer.checkpoint.folders import put, sync_folder
 from recinfer.checkpoint.model_json import MODEL_FORMAT, MODEL_JSON, describe_model
 from recinfer.checkpoint.restore import keyed_optimizer, own_names
 from recinfer.distributed.copying import copying_to
 from recinfer.errors import CheckpointError
+from recinfer.files import put, sync_folder
 from recinfer.optim.local_tensors import local_tensors
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class _Saving:
                 file.flush()
                 os.fsync(file.fileno())
             sync_folder(self.partial)
-            put(self.partial, self.target)
+            put(self.partial, self.target, replace=True)
 
 
 def check_target(folder: str | os.PathLike[str]) -> Path:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-import recinfer.checkpoint.folders as folders
+from recinfer import files
 from recinfer.checkpoint import CheckpointReader, load_checkpoint, save_checkpoint
-from recinfer.checkpoint.folders import put
 from recinfer.errors import CheckpointError
+from recinfer.files import put
 from tests.distributed.spawn import RankError, run_ranks
 from tests.warm import run_program
 
@@ -71,12 +71,12 @@ def test_a_killed_save_leaves_the_last_whole_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("atomic", [True, False])
 def test_a_folder_takes_the_place_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, atomic: bool) -> None:
     if not atomic:
-        monkeypatch.setattr(folders, "exchange", lambda one, other: False)
+        monkeypatch.setattr(files, "exchange", lambda one, other: False)
     for name in ("first", "second"):
         partial = tmp_path / ".ck.partial"
         partial.mkdir()
         (partial / "x").write_text(name)
-        put(partial, tmp_path / "ck")
+        put(partial, tmp_path / "ck", replace=True)
         assert (tmp_path / "ck" / "x").read_text() == name
         assert [p.name for p in tmp_path.iterdir()] == ["ck"]
 
