@@ -20,6 +20,7 @@ from recinfer.training.sources import BatchSource, FileSource, MemorySource
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
+    from recinfer.distributed.planner import Plan
 
 __all__ = ["TrainJob", "TrainReport", "run_job"]
 
@@ -91,6 +92,8 @@ def run_job(job: TrainJob, world_size: int = 1) -> TrainReport | None:
         raise ConfigError(
             "--sharding and --plan need ranks to shard over; give --world-size 2 or more, or use torchrun"
         )
+    if job.plan is not None:
+        _plan(job.plan)  # a plan that cannot be read ends the run before its ranks start
     if env.torchrun_rank() is not None:
         return _on_rank(job)
     if world_size > 1:
@@ -104,16 +107,20 @@ def _on_rank(job: TrainJob) -> TrainReport | None:
     return report if rank == 0 else None
 
 
-def _train(job: TrainJob, rank: int, world_size: int) -> TrainReport:
+def _plan(path: Path) -> Plan:
     from recinfer.distributed.planner import Plan
 
+    return Plan.load(path)
+
+
+def _train(job: TrainJob, rank: int, world_size: int) -> TrainReport:
     source = _source(job, rank, world_size)
     settings = TrainSettings(
         embedding_dim=job.embedding_dim,
         epochs=job.epochs,
         seed=job.seed,
         sharding=job.sharding,
-        plan=None if job.plan is None else Plan.load(job.plan),
+        plan=None if job.plan is None else _plan(job.plan),
         save_every=job.save_every,
         resume=job.resume,
     )
