@@ -108,5 +108,7 @@ def test_a_rank_that_dies_while_saving_fails_the_save(tmp_path: Path) -> None:
         run_ranks(2, dies_while_saving, str(tmp_path / "ck"))
     reader = CheckpointReader(tmp_path / "ck")
     assert torch.equal(reader.read("weight"), torch.ones(4, 4))
-    with pytest.raises(CheckpointError, match=r"no \.metadata in it"):
+    with pytest.raises(
+        CheckpointError, match=r"no \.metadata in it|does not exist"
+    ):  # rank 0 removes it, if it still can
         load_checkpoint(tmp_path / ".ck.partial", nn.Linear(4, 4))

@@ -156,8 +156,12 @@ class Plan:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"the plan is not JSON: {error}") from None
         if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
-            came = f"an object of format {data.get('format')!r}" if isinstance(data, dict) else f"a {type(data).__name__}"
-            raise ConfigError(f"got {came[:120]}; expected a plan of `recinfer plan`, an object of format {PLAN_FORMAT!r}")
+            came = (
+                f"an object of format {data.get('format')!r}" if isinstance(data, dict) else f"a {type(data).__name__}"
+            )
+            raise ConfigError(
+                f"got {came[:120]}; expected a plan of `recinfer plan`, an object of format {PLAN_FORMAT!r}"
+            )
         needed = {"format", "world_size", "compute_device", "tables"}
         check_keys("the plan", data, needed, needed | {"local_world_size", "estimates", "hash"})
         tables = value_of("the plan", data, "tables", list)
