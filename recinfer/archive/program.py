@@ -83,7 +83,9 @@ def check_program(data: bytes) -> None:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         damaged = archive.testzip()
     if damaged is not None:
-        raise ArchiveError(f"dense/model.pt2: the checksum of {damaged[:80]!r} does not agree with its bytes", rule="D2")
+        raise ArchiveError(
+            f"dense/model.pt2: the checksum of {damaged[:80]!r} does not agree with its bytes", rule="D2"
+        )
 
 
 def _refused(message: str) -> ArchiveError:

@@ -117,7 +117,9 @@ class ModelStore:
             except Exception as error:
                 if isinstance(error, RecinferError) and not isinstance(error, broken):
                     raise
-                reason = str(error) if isinstance(error, RecinferError | OSError) else f"{type(error).__name__}: {error}"
+                reason = (
+                    str(error) if isinstance(error, RecinferError | OSError) else f"{type(error).__name__}: {error}"
+                )
                 _log.error("model store: %s %s is not served: %s", model, version, reason)
                 failed.append(f"{version}: {reason}")
         if not failed:

@@ -235,7 +235,7 @@ def test_of_writers_that_end_at_one_moment_one_has_the_name(
     with ThreadPoolExecutor(4) as pool:
         for turn in range(25):
             target, together = tmp_path / f"{turn}.rqa", threading.Barrier(4, timeout=60)
-            wrote = list(pool.map(lambda number: write(target, number, together), range(4)))
+            wrote = list(pool.map(write, [target] * 4, range(4), [together] * 4))
             assert sum(wrote) == 1, f"turn {turn}: {wrote}"
             file = target / "manifest.json" if kind == "archive" else target
             assert file.read_text() == str(wrote.index(True))
