@@ -13,13 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recinfer"
 
 # A module belongs to the longest prefix it matches. A layer may import itself and what ALLOWED names, nothing else.
-BASE = {"errors", "env", "lazy", "streamable"}
+BASE = {"errors", "env", "files", "lazy", "streamable"}
 MODEL_CODE = BASE | {"sparse", "modules"}
 PLAN_CODE = MODEL_CODE | {"distributed.types", "distributed.embedding_types", "distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "env": {"errors"},
+    "files": set(),
     "lazy": set(),
     "streamable": set(),
     "migrate": {"errors"},

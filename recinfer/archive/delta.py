@@ -24,7 +24,7 @@ from recinfer.archive.manifest_rules import check_rules
 from recinfer.archive.mapping import MappedShards
 from recinfer.archive.reader import Archive
 from recinfer.archive.strict_json import MAX_JSON_BYTES, build, loads
-from recinfer.archive.writer import partial_folder, remove_stale, sync_folder
+from recinfer.archive.writer import exists, partial_folder, put_at, remove_stale
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.quant.packing import row_bytes, slice_packed_columns
 
@@ -370,13 +370,12 @@ def delta_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """
     target = Path(os.path.abspath(target))
     if os.path.lexists(target) and not (overwrite and target.is_file()):
-        raise ArchiveError(f"{str(target)!r} exists; choose another path, or overwrite it with overwrite=True")
+        raise exists(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(target)
         with partial_folder(target) as folder:
             yield folder / "delta"
-            os.replace(folder / "delta", target)
-            sync_folder(target.parent)
+            put_at(folder / "delta", target, overwrite)
     except OSError as error:
         raise UnavailableError(f"cannot write the delta {str(target)!r}: {error.strerror or error}") from error

@@ -15,13 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
+from torch.utils._pytree import tree_unflatten
 
 from recinfer import env
 from recinfer.archive.cut import Cut
 from recinfer.archive.manifest import MAX_ONNX_ERROR, DenseInfo, OnnxInfo
 from recinfer.archive.onnx_fold import fold_gathers
 from recinfer.archive.onnx_gather import gather_rows
-from recinfer.archive.program import load_program, program_bytes
+from recinfer.archive.program import check_program, load_program, program_bytes
 from recinfer.archive.reader import Archive
 from recinfer.errors import ArchiveError, ConfigError, UnavailableError
 
@@ -73,8 +74,9 @@ def export_dense(cut: Cut) -> ExportedDense:
         ) from error
     if onnx is None:
         return ExportedDense(data, None, None, _printable(refused))
+    names = cut.inputs, list(cut.outputs)
     try:
-        error_found = _compare(OnnxEngine(onnx, cut.inputs, list(cut.outputs), 1), TorchEngine(data), cut)
+        error_found = _compare(OnnxEngine(onnx, *names, 1), TorchEngine(data, *names), cut)
     except (ArchiveError, UnavailableError) as error:
         return ExportedDense(data, None, None, _printable(f"onnxruntime does not run it: {error}"))
     if not error_found <= MAX_ONNX_ERROR:
@@ -194,9 +196,17 @@ class TorchEngine:
 
     name = "torch"
 
-    def __init__(self, program: bytes, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, program: bytes, inputs: Sequence[str], outputs: Sequence[str], device: torch.device | str = "cpu"
+    ) -> None:
         with _quiet():
             loaded = load_program(program)
+            taken, given = len(loaded.graph_signature.user_inputs), _output_names(loaded)
+            if taken != len(inputs) or given != list(outputs):
+                raise ArchiveError(
+                    f"model.pt2 takes {taken} tensors and gives {given}; the manifest has {list(inputs)} and {list(outputs)}",
+                    rule="D2",
+                )
             if torch.device(device).type != "cpu":
                 from torch.export.passes import move_to_device_pass
 
@@ -212,6 +222,13 @@ class TorchEngine:
         return [output.cpu().numpy() for output in self([torch.from_numpy(array) for array in arrays])]
 
 
+def _output_names(program: ExportedProgram) -> list[str]:
+    """Keys of the dict that the program returns; none if it returns something else."""
+    spec = program.call_spec.out_spec
+    returned = None if spec is None else tree_unflatten([None] * spec.num_leaves, spec)
+    return list(returned) if isinstance(returned, dict) else []
+
+
 def open_dense(
     archive: Archive,
     info: DenseInfo,
@@ -222,18 +239,21 @@ def open_dense(
 ) -> DenseEngine:
     """The engine that the manifest chose (on CPU; elsewhere torch), or the one asked for.
 
+    Where ONNX runs, the torch program is checked and not loaded: loading takes a second and 60 MiB of each process.
+
     Raises:
         ArchiveError: rules F4, F5, D1 to D3.
         ConfigError: the engine asked for is not in the archive.
         UnavailableError: onnxruntime is needed and not installed.
     """
     chosen = engine or (info.engine if torch.device(device).type == "cpu" else "torch")
+    names = [i.name for i in info.inputs], [o.name for o in info.outputs]
+    program = archive.read("dense/model.pt2")
     if chosen == "onnx":
         if info.onnx is None:
             raise ConfigError(f"this archive has no ONNX program: {info.onnx_refused}; use dense_engine='torch'")
         if torch.device(device).type != "cpu":
             raise ConfigError(f"the ONNX engine runs on the CPU; got device {device!r}; use dense_engine='torch'")
-        data = archive.read("dense/model.onnx")
-        names = [i.name for i in info.inputs], [o.name for o in info.outputs]
-        return OnnxEngine(data, names[0], names[1], num_threads)
-    return TorchEngine(archive.read("dense/model.pt2"), device)
+        check_program(program)
+        return OnnxEngine(archive.read("dense/model.onnx"), *names, num_threads)
+    return TorchEngine(program, *names, device)

@@ -66,7 +66,7 @@ def load_program(data: bytes) -> ExportedProgram:
 
 
 def check_program(data: bytes) -> None:
-    """Raise ArchiveError (D1) unless the file holds a graph of known operators and raw numbers only."""
+    """Raise ArchiveError unless the file holds a graph of known operators and raw numbers only (D1), undamaged (D2)."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = _entries(archive, len(data))
@@ -80,6 +80,12 @@ def check_program(data: bytes) -> None:
     if "models/model.json" not in parsed:
         raise _refused("models/model.json is missing")
     _check_graph(parsed["models/model.json"])
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ArchiveError(
+            f"dense/model.pt2: the checksum of {damaged[:80]!r} does not agree with its bytes", rule="D2"
+        )
 
 
 def _refused(message: str) -> ArchiveError:

@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -23,9 +22,10 @@ from recinfer.archive.manifest import FileInfo
 from recinfer.archive.paths import check_path, file_sha256
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, UnavailableError
+from recinfer.files import put
 from recinfer.quant.packing import slice_packed_columns
 
-__all__ = ["ArchiveFolder", "ShardWriter", "archive_folder", "partial_folder", "remove_stale", "sync_folder"]
+__all__ = ["ArchiveFolder", "ShardWriter", "archive_folder", "exists", "partial_folder", "put_at", "remove_stale"]
 
 _PARTIAL = re.compile(r"\.[a-z0-9_]{8}\.partial")  # what partial_folder puts behind the target's name
 _YOUNG_SECONDS = 10.0
@@ -205,7 +205,7 @@ def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[Archive
             for folder in [*(p for p in root.rglob("*") if p.is_dir()), root]:
                 sync_folder(folder)
             _check_target(target, overwrite)
-            _replace(root, target)
+            put_at(root, target, overwrite)
     except OSError as error:
         raise UnavailableError(f"cannot write the archive {str(target)!r}: {error.strerror or error}") from error
 
@@ -284,35 +284,23 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if not os.path.lexists(target):
         return
     if not overwrite:
-        raise ArchiveError(f"{str(target)!r} exists; choose another path, or overwrite it with overwrite=True")
+        raise exists(target)
     is_archive = target.is_dir() and not target.is_symlink()
     if not is_archive or (any(target.iterdir()) and not (target / "manifest.json").is_file()):
         raise ArchiveError(f"{str(target)!r} exists and is no archive; it is not overwritten")
 
 
-def _replace(root: Path, target: Path) -> None:
-    """Put ``root`` at ``target``. A folder that is there changes places with it, so that a whole one is there always."""
-    from recinfer.checkpoint.folders import exchange  # here: what serves reads this module, and no checkpoints
-
-    if not target.exists():
-        os.rename(root, target)
-    elif not exchange(root, target):
-        _step_aside(root, target)
-    sync_folder(target.parent)
+def exists(target: Path) -> ArchiveError:
+    """What is raised where something has the name that an archive or a delta is to get."""
+    return ArchiveError(f"{str(target)!r} exists; choose another path, or overwrite it with overwrite=True")
 
 
-def _step_aside(root: Path, target: Path) -> None:
-    """A folder cannot be renamed over a filled one: the old one moves away first, and comes back if that is not the end."""
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+def put_at(partial: Path, target: Path, overwrite: bool) -> None:
+    """Give what is written its name; raises ArchiveError when another writer was first, unless ``overwrite``."""
     try:
-        os.rename(target, old / "archive")
-        try:
-            os.rename(root, target)
-        except BaseException:
-            os.rename(old / "archive", target)
-            raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
+        put(partial, target, replace=overwrite)
+    except FileExistsError:
+        raise exists(target) from None
 
 
 def sync_folder(folder: Path) -> None:

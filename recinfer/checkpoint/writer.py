@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,22 +18,23 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
 
 from recinfer.checkpoint.dcp import METADATA_FILE
-from recinfer.checkpoint.folders import put, sync_folder
 from recinfer.checkpoint.model_json import MODEL_FORMAT, MODEL_JSON, describe_model
 from recinfer.checkpoint.restore import keyed_optimizer, own_names
 from recinfer.checkpoint.shard_state import state_of_all_ranks
 from recinfer.distributed.copying import copying_to
-from recinfer.errors import CheckpointError
+from recinfer.errors import CheckpointError, UnavailableError
+from recinfer.files import put, sync_folder
 from recinfer.optim.local_tensors import local_tensors
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
 
-__all__ = ["check_target", "save_checkpoint", "save_checkpoint_async"]
+__all__ = ["check_target", "partial_of", "save_checkpoint", "save_checkpoint_async"]
 
 
 def save_checkpoint(
@@ -60,13 +62,14 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: tensors on meta, or ``folder`` holds something that is no checkpoint.
+        UnavailableError: the disk is full, or the folder cannot be written; what was written is removed.
     """
     saving = _Saving(folder, model, optimizer, contract, model_name, model_version)
-    saving.begin()
-    with warnings.catch_warnings():
+    with saving.writing(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.save(saving.state, storage_writer=dcp.FileSystemWriter(saving.partial), no_dist=not saving.together)
-    saving.finish()
+        saving.begin()
+        dcp.save(saving.state, storage_writer=_Writer(saving.partial), no_dist=not saving.together)
+        saving.finish()
     if saving.together:
         dist.barrier()
     return saving.target
@@ -87,15 +90,15 @@ def save_checkpoint_async(
     name. Wait for one save before the next, and before the process ends.
     """
     saving = _Saving(folder, model, optimizer, contract, model_name, model_version)
-    saving.begin()
     result: Future[Path] = Future()
-    # Its own group: the collectives of the saving thread must not mix with those of training.
-    group = dist.new_group(backend="gloo") if saving.together else None
-    with warnings.catch_warnings():
+    with saving.writing(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        saving.begin()
+        # Its own group: the collectives of the saving thread must not mix with those of training.
+        group = dist.new_group(backend="gloo") if saving.together else None
         done: Any = dcp.async_save(
             saving.state,
-            storage_writer=dcp.FileSystemWriter(saving.partial),
+            storage_writer=_Writer(saving.partial),
             process_group=group,
             no_dist=not saving.together,
             async_stager=_CopyOnCpu(),
@@ -103,8 +106,9 @@ def save_checkpoint_async(
 
     def finish(finished: Any) -> None:
         try:
-            finished.result()
-            saving.finish()
+            with saving.writing():
+                finished.result()
+                saving.finish()
             if group is not None:
                 dist.destroy_process_group(group)
             result.set_result(saving.target)
@@ -113,6 +117,26 @@ def save_checkpoint_async(
 
     getattr(done, "upload_completion", done).add_done_callback(finish)
     return result
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Raises the system's error in place of the one that torch's serializer raises because of it.
+
+    The errors of all ranks are pickled to the first, and what an error came from is lost on that way.
+    """
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise _system_error(error) or error from None
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The OSError that ``error`` is, or came from."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 class _CopyOnCpu(AsyncStager):
@@ -144,7 +168,7 @@ class _Saving:
         model_version: str,
     ) -> None:
         self.target = check_target(folder)
-        self.partial = self.target.with_name(f".{self.target.name}.partial")
+        self.partial = partial_of(self.target)
         self.state: dict[str, Any] = {"model": model.state_dict()}
         tensors = {k: v for k, v in self.state["model"].items() if isinstance(v, Tensor | ShardedTensor)}
         stuck = [key for key, value in tensors.items() if any(t.is_meta for t in local_tensors(value))]
@@ -166,6 +190,25 @@ class _Saving:
         self.together = dist.is_available() and dist.is_initialized()
         self._first = not self.together or dist.get_rank() == 0
 
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Remove what the block has written if it fails; the system's errors become an UnavailableError."""
+        try:
+            yield
+        except BaseException as error:
+            if self._first:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            failures = error.failures if isinstance(error, CheckpointException) else {None: (error, None)}
+            for rank, (failure, _) in failures.items():
+                if isinstance(failure, KeyboardInterrupt):  # torch takes that for a failure of the rank too
+                    raise KeyboardInterrupt from None
+                if isinstance(failure, OSError):
+                    where = f" on rank {rank}" if self.together and rank is not None else ""
+                    reason = failure.strerror or failure
+                    message = f"cannot write the checkpoint {str(self.target)!r}{where}: {reason}"
+                    raise UnavailableError(message) from error
+            raise
+
     def begin(self) -> None:
         """An empty folder for all ranks to write in."""
         if self._first:
@@ -182,7 +225,12 @@ class _Saving:
                 file.flush()
                 os.fsync(file.fileno())
             sync_folder(self.partial)
-            put(self.partial, self.target)
+            put(self.partial, self.target, replace=True)
+
+
+def partial_of(target: Path) -> Path:
+    """The folder in which the checkpoint ``target`` is written before it gets its name."""
+    return target.with_name(f".{target.name}.partial")
 
 
 def check_target(folder: str | os.PathLike[str]) -> Path:

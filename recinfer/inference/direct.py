@@ -9,22 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recinfer.inference.lru import LruCache
 from recinfer.quant._tables import pack as _pack
 from recinfer.quant._tables import pool as _pool
 from recinfer.quant.lookup import PooledLookup
 from recinfer.quant.packing import row_bytes
 from recinfer.quant.tbe import TableBatch
 
-__all__ = ["DirectOrder", "DirectPieces", "DirectTables"]
+__all__ = ["MAX_HEADS", "DirectOrder", "DirectPieces", "DirectTables"]
 
 _INT32_BYTES = 4  # of a length in a request
 _ALL = 0, -1
 _MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
+MAX_HEADS = 64
+"""How many of an order's ``heads`` are kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +50,7 @@ class DirectOrder:
     columns: int
     complete: bool
     context_steps: NDArray[np.int64]
-    heads: dict[Any, bytes] = field(default_factory=dict)
+    heads: LruCache[Any, bytes] = field(default_factory=partial(LruCache, MAX_HEADS))
 
 
 class DirectPieces:
@@ -109,11 +113,11 @@ class DirectTables:
         self._widths = self.pieces.widths
         self._features, self._names, self._dims = tuple(features), tuple(names), tuple(dims)
         self._known = frozenset(features)
-        self._orders: dict[bytes | tuple[bytes, bytes], DirectOrder] = {}
+        self._orders: LruCache[bytes | tuple[bytes, bytes], DirectOrder] = LruCache(_MAX_ORDERS)
 
     def order(self, block: bytes | tuple[bytes, bytes]) -> DirectOrder | None:
         """The order that was :meth:`learn` ed for these bytes."""
-        return self._orders.get(block)
+        return self._orders[block]
 
     def learn(
         self, block: bytes | tuple[bytes, bytes], keys: Sequence[str], context: Sequence[str] = ()
@@ -152,8 +156,7 @@ class DirectTables:
             len(all_keys) == len(self._known),
             np.array(beside_steps, np.int64).reshape(-1, 3),
         )
-        if len(self._orders) < _MAX_ORDERS:
-            self._orders[block] = order
+        self._orders[block] = order
         return order
 
     def pool(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from recinfer.archive.manifest import FeatureInfo, Manifest
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, offsets_of
+from recinfer.inference.lru import LruCache
 
 __all__ = ["FeatureIntake", "TakenFeatures"]
 
@@ -62,7 +63,7 @@ class FeatureIntake:
         self._rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}
         self.needs_weights = any(m.is_weighted and m.position_weights is None for m in manifest.modules)
         self._replaces = any(feature.out_of_range == "default_row" for feature in manifest.features)
-        self._orders: dict[tuple[str, ...], _Order] = {}
+        self._orders: LruCache[tuple[str, ...], _Order] = LruCache(_MAX_ORDERS)
         self.replaced_ids = 0
         self.replaced: Counter[str] = Counter()
         self.missing: Counter[str] = Counter()
@@ -84,11 +85,9 @@ class FeatureIntake:
             InputError: unknown, repeated or rejected features, weights that are missing or not finite.
         """
         key = features.keys
-        order = self._orders.get(key)
+        order = self._orders[key]
         if order is None:
-            order = self._new_order(key)
-            if len(self._orders) < _MAX_ORDERS:
-                self._orders[key] = order
+            order = self._orders[key] = self._new_order(key)
         if need_all and order.rejected and (missing := [name for name in order.rejected if name not in elsewhere]):
             raise InputError(_missing_message(missing, (*key, *sorted(elsewhere))))
         if self.needs_weights:

@@ -243,12 +243,15 @@ class Predictor(States):
 
     @at_one_state
     def check_request(self, index: int) -> None:
-        """Replay golden request ``index``; raises ArchiveError (C1, C2) when the answer differs from the stored one."""
+        """Replay golden request ``index``; raises ArchiveError (C1, C2) when it fails or its answer is not the stored one."""
         request, answer = read_requests(self.archive)[index]
         try:
             given = self.replay(request)
         except RecinferError as error:
             raise ArchiveError(f"golden request {index} fails: {error}", rule="C2") from None
+        except Exception as error:  # what runs is the archive's own program: each engine raises its own types
+            reason = " ".join(str(error).split())[:500]
+            raise ArchiveError(f"golden request {index} fails: {type(error).__name__}: {reason}", rule="C2") from error
         compare_answers(index, given, answer)
 
     def _check_answers(self) -> None:

@@ -46,8 +46,6 @@ _MOST_ANSWERED = 1 << 18  # floats of an answer that is written where small requ
 _LARGE_BYTES, _LARGE_IDS, _LARGE_FLOATS = 1 << 20, 1 << 16, 1 << 21
 # What goes to other hosts.
 _AWAY_IDS, _AWAY_FLOATS = 1 << 18, 1 << 22
-_MAX_HEADS = 64
-
 
 LookUp = Callable[[int, int], NDArray[np.float32] | None]
 """Rows of the samples from one to before another, what a dense run takes; None when the ordinary way has to answer."""
@@ -95,11 +93,9 @@ class PlainRequest(NamedTuple):
     def head(self) -> bytes:
         """All of its LookupResponse but the floats at the end."""
         order, key = self.order, (self.batch, self.model.version)
-        found: bytes | None = order.heads.get(key)
+        found: bytes | None = order.heads[key]
         if found is None:
-            found = lookup_head(order, *key)
-            if len(order.heads) < _MAX_HEADS:
-                order.heads[key] = found
+            found = order.heads[key] = lookup_head(order, *key)
         return found
 
     def can_predict(self) -> bool:

@@ -100,7 +100,11 @@ class ModelStore:
         return self.newest_that(model, lambda version: ServedModel.of(model, self.open(model, version), version))
 
     def newest_that(self, model: str, opens: Callable[[str], T], broken: type[RecinferError] = RecinferError) -> T:
-        """What ``opens`` makes of the newest version that it does not raise ``broken`` for; others are logged and passed over.
+        """What ``opens`` makes of the newest sound version; one that it raises for is logged and passed over.
+
+        Args:
+            broken: which of recinfer's own errors say that a version is unsound; others are raised. Any exception that is
+                none of recinfer's says so too.
 
         Raises:
             NotFoundError: the store has no version of the model.
@@ -110,9 +114,14 @@ class ModelStore:
         for version in self.versions(model):
             try:
                 return opens(version)
-            except (broken, OSError) as error:
-                _log.error("model store: %s %s is not served: %s", model, version, error)
-                failed.append(f"{version}: {error}")
+            except Exception as error:
+                if isinstance(error, RecinferError) and not isinstance(error, broken):
+                    raise
+                reason = (
+                    str(error) if isinstance(error, RecinferError | OSError) else f"{type(error).__name__}: {error}"
+                )
+                _log.error("model store: %s %s is not served: %s", model, version, reason)
+                failed.append(f"{version}: {reason}")
         if not failed:
             raise NotFoundError(f"model: the store has no version of {model[:80]!r}")
         raise _NoSoundVersion(f"model store: model {model[:80]!r} has no version to serve: {'; '.join(failed)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +12,7 @@ import numpy as np
 
 from recinfer import env
 from recinfer.checkpoint import check_target
+from recinfer.checkpoint.writer import partial_of
 from recinfer.data.dataset import load_dataset
 from recinfer.data.stream import RowStream, held_out_mask
 from recinfer.errors import ConfigError, InputError
@@ -17,9 +20,11 @@ from recinfer.training.curve import Curve
 from recinfer.training.launch import process_group, run_ranks
 from recinfer.training.loop import TrainSettings, fit
 from recinfer.training.sources import BatchSource, FileSource, MemorySource
+from recinfer.training.step_checkpoints import resume_folder
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
+    from recinfer.distributed.planner import Plan
 
 __all__ = ["TrainJob", "TrainReport", "run_job"]
 
@@ -91,11 +96,25 @@ def run_job(job: TrainJob, world_size: int = 1) -> TrainReport | None:
         raise ConfigError(
             "--sharding and --plan need ranks to shard over; give --world-size 2 or more, or use torchrun"
         )
+    if job.plan is not None:
+        _plan(job.plan)  # a plan that cannot be read ends the run before its ranks start
     if env.torchrun_rank() is not None:
         return _on_rank(job)
     if world_size > 1:
-        return run_ranks(world_size, _on_rank, job)
+        return _on_new_ranks(job, world_size, _on_rank)
     return _train(job, 0, 1)
+
+
+def _on_new_ranks(job: TrainJob, world_size: int, function: Callable[[TrainJob], TrainReport | None]) -> TrainReport:
+    """``function`` on ranks of this host; a checkpoint that they were writing when they were stopped is removed."""
+    try:
+        report: TrainReport = run_ranks(world_size, function, job)
+        return report
+    except BaseException:
+        target = job.out.absolute()
+        for partial in (partial_of(target), *resume_folder(target).glob(".step-*.partial")):
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _on_rank(job: TrainJob) -> TrainReport | None:
@@ -104,16 +123,20 @@ def _on_rank(job: TrainJob) -> TrainReport | None:
     return report if rank == 0 else None
 
 
-def _train(job: TrainJob, rank: int, world_size: int) -> TrainReport:
+def _plan(path: Path) -> Plan:
     from recinfer.distributed.planner import Plan
 
+    return Plan.load(path)
+
+
+def _train(job: TrainJob, rank: int, world_size: int) -> TrainReport:
     source = _source(job, rank, world_size)
     settings = TrainSettings(
         embedding_dim=job.embedding_dim,
         epochs=job.epochs,
         seed=job.seed,
         sharding=job.sharding,
-        plan=None if job.plan is None else Plan.load(job.plan),
+        plan=None if job.plan is None else _plan(job.plan),
         save_every=job.save_every,
         resume=job.resume,
     )

@@ -116,4 +116,4 @@ def test_inputs_that_onnx_drops_are_left_out() -> None:
     assert exported.onnx is not None
     dense, pooled = torch.randn(4, 3), torch.randn(4, 64)
     onnx = OnnxEngine(exported.onnx, cut.inputs, list(cut.outputs), 1)([dense, pooled])[0]
-    torch.testing.assert_close(onnx, TorchEngine(exported.program)([dense, pooled])[0])
+    torch.testing.assert_close(onnx, TorchEngine(exported.program, cut.inputs, list(cut.outputs))([dense, pooled])[0])

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recinfer import files
 from recinfer.archive import writer
 from recinfer.archive.check import REQUESTS
 from recinfer.archive.delta import delta_file
 from recinfer.archive.writer import archive_folder
-from recinfer.checkpoint import folders
 from recinfer.errors import ArchiveError, CheckpointError, InputError, UnavailableError
 from recinfer.inference.verify import verify
 from tests.archive.models import Ranker, make_archive, make_plan, save_weights
@@ -39,7 +41,7 @@ def test_overwrite_replaces_it(tmp_path: Path) -> None:
 
 
 def test_overwrite_where_names_cannot_be_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "exchange", lambda root, target: False)
+    monkeypatch.setattr(files, "exchange", lambda root, target: False)
     make_archive(tmp_path, name="one")
     _, archive = make_archive(tmp_path, name="two", overwrite=True)
     assert archive.manifest.model == "two"
@@ -209,3 +211,32 @@ def test_the_next_writer_removes_what_a_killed_one_left(
         assert set(tmp_path.iterdir()) == kept | {target}
     finally:
         alive.communicate("\n")
+
+
+@pytest.mark.parametrize("system", ["renames to free names", "has no such call"])
+@pytest.mark.parametrize("kind", ["archive", "delta"])
+def test_of_writers_that_end_at_one_moment_one_has_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, system: str
+) -> None:
+    if system == "has no such call":
+        monkeypatch.setattr(files, "_LIBC", None)
+
+    def write(target: Path, number: int, together: threading.Barrier) -> bool:
+        try:
+            with archive_folder(target) if kind == "archive" else delta_file(target) as made:
+                file = made.root / "manifest.json" if kind == "archive" else made
+                file.write_text(str(number))
+                together.wait()
+        except ArchiveError as error:
+            assert str(error).startswith(f"{str(target)!r} exists; ")
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        for turn in range(25):
+            target, together = tmp_path / f"{turn}.rqa", threading.Barrier(4, timeout=60)
+            wrote = list(pool.map(write, [target] * 4, range(4), [together] * 4))
+            assert sum(wrote) == 1, f"turn {turn}: {wrote}"
+            file = target / "manifest.json" if kind == "archive" else target
+            assert file.read_text() == str(wrote.index(True))
+            assert len(list(tmp_path.iterdir())) == turn + 1

@@ -13,6 +13,7 @@ from recinfer.distributed import calibrate
 from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
+from tests.cli.conftest import Exported
 from tests.e2e.commands import run, run_json
 
 
@@ -87,3 +88,32 @@ def test_measured_hardware_changes_the_estimates(
         plans[name] = run_json("plan", "--checkpoint", checkpoint, "--world-size", 2, *options, "--out", out)
     assert plans["typical"]["estimates"]["max_perf_ms"] != plans["measured"]["estimates"]["max_perf_ms"]
     assert plans["measured"]["estimates"]["predicted_ms_per_rank"]
+
+
+@pytest.mark.parametrize("verb", ["export", "reshard", "train"])
+def test_a_malformed_plan_is_one_sentence(exported: Exported, tmp_path: Path, verb: str) -> None:
+    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    data = json.loads((exported.archive / "plan.json").read_text())
+    del data["hash"]
+    shard = data["tables"][0]["shards"][0]
+    options = {
+        "export": ["--checkpoint", exported.archive.parent / "tiny.ckpt"],
+        "reshard": [exported.archive],
+        "train": ["--world-size", 2],
+    }[verb]
+    for text, message in (
+        ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "got a list; expected a plan"),
+        ('{"a": 1}', "of format None; expected a plan"),
+        (json.dumps({**data, "world_size": None}), "world_size is 'None'; expected a whole number"),
+        (json.dumps({**data, "estimates": [1]}), "estimates is '[1]'; expected an object"),
+        (json.dumps({**data, "tables": {"t": 1}}), "expected a list"),
+        (json.dumps(data).replace(json.dumps(shard), "[0, 0, 50, 0, 8.5]", 1), "expected a list of 5 whole numbers"),
+    ):
+        plan.write_text(text)
+        code, said, err = run(verb, *options, "--plan", plan, "--out", out)
+        assert (code, said) == (2, ""), err
+        (line,) = [line for line in err.splitlines() if not line.startswith("rows: ")]
+        assert line.startswith(f"error: {plan}: ") and message in line
+        assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

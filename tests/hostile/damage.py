@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 
 def edit_manifest(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the manifest's data."""
@@ -71,3 +73,18 @@ def edit_header(root: Path, rank: int, change: Callable[[dict[str, Any]], object
     header, rest = read_header(root, rank)
     change(header)
     write_header(root, rank, header, rest)
+
+
+def fail_in_onnx(root: Path) -> None:
+    """Make ``model.onnx`` load and then fail in every run: it reads a row that no batch has. Listed rightly."""
+    import onnx
+    from onnx import helper, numpy_helper
+
+    path = root / "dense/model.onnx"
+    model = onnx.load(path)
+    name = model.graph.output[0].name
+    for node in model.graph.node:
+        node.output[:] = ["before" if output == name else output for output in node.output]
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1 << 40]), "row"))
+    model.graph.node.append(helper.make_node("Gather", ["before", "row"], [name], axis=0))
+    rewrite(root, "dense/model.onnx", model.SerializeToString())

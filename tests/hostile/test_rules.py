@@ -19,6 +19,7 @@ from safetensors.torch import save as save_tensors
 from torch import nn
 
 import recinfer
+from recinfer.archive.program import program_bytes
 from recinfer.archive.reader import Archive
 from recinfer.errors import ArchiveError
 from recinfer.inference.verify import verify
@@ -466,6 +467,31 @@ def _(root: Path) -> None:
 @breaks("D2", "graph that does not hang together")
 def _(root: Path) -> None:
     edit_program(root, GRAPH, lambda content: content.replace(b'"name": "relu"', b'"name": "other"', 1))
+
+
+@breaks("D2", "damaged weights of the program that ONNX runs in place of")
+def _(root: Path) -> None:
+    content = bytearray((root / "dense/model.pt2").read_bytes())
+    weight = max(
+        zipfile.ZipFile(root / "dense/model.pt2").infolist(), key=lambda e: ("weight_" in e.filename) * e.file_size
+    )
+    content[weight.header_offset + weight.file_size // 2] ^= 1
+    rewrite(root, "dense/model.pt2", bytes(content))
+
+
+def replace_program(root: Path, num_inputs: int, output: str) -> None:
+    class Other(nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {output: sum(tensor.sum(1) for tensor in tensors)}
+
+    shapes = (tuple({0: torch.export.Dim("batch")} for _ in range(num_inputs)),)
+    example = tuple(torch.zeros(5, 3) for _ in range(num_inputs))
+    rewrite(root, "dense/model.pt2", program_bytes(torch.export.export(Other(), example, dynamic_shapes=shapes)))
+    edit_manifest(root, lambda m: m["dense"].update(engine="torch"))
+
+
+breaks("D2", "program of other inputs")(lambda root: replace_program(root, 1, "output"))
+breaks("D2", "program of other outputs")(lambda root: replace_program(root, 2, "other"))
 
 
 @breaks("D3", "no ONNX file")

@@ -11,11 +11,13 @@ import torch
 from rich.console import Console
 from safetensors.torch import load, save
 from torch import nn
+from typer.testing import CliRunner
 
 from recinfer.archive.reader import Archive
+from recinfer.cli.main import app
 from recinfer.errors import ArchiveError
 from recinfer.inference.verify import verify
-from tests.hostile.damage import relist
+from tests.hostile.damage import fail_in_onnx, relist
 
 
 @pytest.fixture
@@ -86,3 +88,15 @@ def test_a_damaged_manifest(copied: Path) -> None:
     with pytest.raises(ArchiveError) as caught:
         verify(copied)
     assert caught.value.rule == "J3"
+
+
+def test_a_dense_program_that_fails_in_its_run(copied: Path) -> None:
+    fail_in_onnx(copied)
+    report = verify(copied)
+    assert len(report.problems) == 3
+    for index, problem in enumerate(report.problems):
+        assert problem.startswith(f"[C2] golden request {index} fails: ")
+        assert problem.endswith(" on onnx") and "out of data bounds" in problem and "\n" not in problem
+    done = CliRunner().invoke(app, ["verify", str(copied)])
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+    assert "golden request 0 fails" in " ".join(done.output.split())

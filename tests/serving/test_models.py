@@ -20,7 +20,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from recinfer.errors import ConfigError, InputError, NotFoundError
+from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, UnavailableError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving import codec
 from recinfer.serving.admin_client import AdminClient
@@ -30,6 +30,7 @@ from recinfer.serving.proto import admin_pb2_grpc
 from recinfer.serving.registry import ModelRegistry, ServedModel
 from recinfer.serving.server import SERVICE_NAME, Server
 from recinfer.serving.store import ModelStore
+from tests.hostile.damage import fail_in_onnx
 from tests.serving.conftest import make_request
 from tests.warm import RECINFER, Program, run_program
 
@@ -284,6 +285,34 @@ def test_the_command_serves_what_is_sound_of_a_store_and_what_is_named_once(stor
             process.send_signal(signal.SIGTERM)
             process.communicate()
         assert found == weighed
+
+
+def test_a_version_whose_dense_program_fails_is_passed_over(store: Path, caplog: pytest.LogCaptureFixture):
+    fail_in_onnx(store / "tiny" / "2")
+    fail_in_onnx(store / "other" / "1")
+    models = ModelStore(store)
+    served = models.newest_of_all(lambda name, version: (name, models.open(name, version) and version))
+    assert served == [("tiny", "1")]
+    for what in ("tiny 2", "other 1"):
+        assert f"{what} is not served: [C2] golden request 0 fails: " in caplog.text
+
+
+def test_whatever_a_version_raises_it_is_passed_over_with_a_reason(store: Path, caplog: pytest.LogCaptureFixture):
+    def opens(version: str) -> str:
+        if version == "1":
+            return version
+        raise IndexError("pop from an empty list")
+
+    models = ModelStore(store)
+    assert models.newest_that("tiny", opens) == "1"
+    assert models.newest_that("tiny", opens, ArchiveError) == "1"
+    assert "tiny 10 is not served: IndexError: pop from an empty list" in caplog.text
+
+    def unavailable(version: str) -> str:
+        raise UnavailableError("no shard server answers")
+
+    with pytest.raises(UnavailableError):  # which says nothing of the archive
+        models.newest_that("tiny", unavailable, ArchiveError)
 
 
 _AS_NOBODY = """

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recinfer.distributed.planner.table_plan import ShardRect, TablePlan, check_keys, column_unit, placement, table_plan
+from recinfer.distributed.planner.table_plan import (
+    ShardRect,
+    TablePlan,
+    check_keys,
+    column_unit,
+    placement,
+    table_plan,
+    value_of,
+)
 from recinfer.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
@@ -145,21 +153,26 @@ class Plan:
         """Read :meth:`to_json`'s text; raises ConfigError on anything else, a changed hash included."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"the plan is not JSON: {error}") from None
         if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
-            came = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ConfigError(f"plan format {came!r}; this version reads {PLAN_FORMAT!r}")
+            came = (
+                f"an object of format {data.get('format')!r}" if isinstance(data, dict) else f"a {type(data).__name__}"
+            )
+            raise ConfigError(
+                f"got {came[:120]}; expected a plan of `recinfer plan`, an object of format {PLAN_FORMAT!r}"
+            )
         needed = {"format", "world_size", "compute_device", "tables"}
         check_keys("the plan", data, needed, needed | {"local_world_size", "estimates", "hash"})
-        if not isinstance(data["tables"], list) or not all(isinstance(t, dict) for t in data["tables"]):
+        tables = value_of("the plan", data, "tables", list)
+        if not all(isinstance(t, dict) for t in tables):
             raise ConfigError("tables of the plan must be a list of objects")
         plan = cls(
-            world_size=int(data["world_size"]),
-            compute_device=str(data["compute_device"]),
-            tables=tuple(TablePlan.from_data(t) for t in data["tables"]),
-            estimates=dict(data.get("estimates", {})),
-            local_world_size=int(data.get("local_world_size", 0)),
+            world_size=value_of("the plan", data, "world_size", int),
+            compute_device=value_of("the plan", data, "compute_device", str),
+            tables=tuple(TablePlan.from_data(t) for t in tables),
+            estimates=value_of("the plan", data, "estimates", dict, {}),
+            local_world_size=value_of("the plan", data, "local_world_size", int, 0),
         )
         if data.get("hash") not in (None, plan.hash):
             raise ConfigError(
@@ -181,7 +194,10 @@ class Plan:
             raise NotFoundError(f"no plan file {str(path)!r}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the plan {str(path)!r}: {error}") from None
-        return cls.from_json(text)
+        try:
+            return cls.from_json(text)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
 
     # ------------------------------------------------------------------ look-ups and checks
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.types import ParameterSharding, ShardingType, ShardMetadata
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-__all__ = ["ShardRect", "TablePlan", "check_keys", "column_unit", "placement", "table_plan"]
+__all__ = ["ShardRect", "TablePlan", "check_keys", "column_unit", "placement", "table_plan", "value_of"]
 
 _SHARDING_TYPES = frozenset(t.value for t in ShardingType)
 _KERNELS = frozenset(k.value for k in EmbeddingComputeKernel)
+_KINDS = {int: "a whole number", str: "text", list: "a list", dict: "an object"}
+
+T = TypeVar("T")
 
 
 def column_unit(precision: DataType) -> int:
@@ -152,23 +155,24 @@ class TablePlan:
         """The inverse of :meth:`placement_data`, with ``estimates`` when there."""
         known = {f.name for f in dataclasses.fields(cls)}
         check_keys("a table of the plan", data, known - {"estimates"}, known)
-        try:
-            shards = tuple(ShardRect(*(int(x) for x in row)) for row in data["shards"])
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"table {data['table']!r} of the plan: shards must be lists of 5 integers "
-                f"(rank, row_start, row_stop, col_start, col_stop); {error}"
-            ) from None
+        what = f"table {str(data['table'])[:80]!r} of the plan"
+        rows = value_of(what, data, "shards", list)
+        for row in rows:
+            if not isinstance(row, list) or len(row) != 5 or any(type(number) is not int for number in row):
+                raise ConfigError(
+                    f"{what}: got the shard {str(row)[:80]}; expected a list of 5 whole numbers "
+                    "(rank, row_start, row_stop, col_start, col_stop)"
+                )
         return cls(
-            module=str(data["module"]),
-            table=str(data["table"]),
-            sharding_type=str(data["sharding_type"]),
-            compute_kernel=str(data["compute_kernel"]),
-            precision=DataType.parse(data["precision"]),
-            num_embeddings=int(data["num_embeddings"]),
-            embedding_dim=int(data["embedding_dim"]),
-            shards=shards,
-            estimates=dict(data.get("estimates", {})),
+            module=value_of(what, data, "module", str),
+            table=value_of(what, data, "table", str),
+            sharding_type=value_of(what, data, "sharding_type", str),
+            compute_kernel=value_of(what, data, "compute_kernel", str),
+            precision=DataType.parse(value_of(what, data, "precision", str)),
+            num_embeddings=value_of(what, data, "num_embeddings", int),
+            embedding_dim=value_of(what, data, "embedding_dim", int),
+            shards=tuple(ShardRect(*row) for row in rows),
+            estimates=value_of(what, data, "estimates", dict, {}),
         )
 
 
@@ -202,3 +206,11 @@ def check_keys(what: str, data: dict[str, Any], needed: set[str], known: set[str
         raise ConfigError(f"{what} lacks {missing}")
     if unknown := sorted(data.keys() - known):
         raise ConfigError(f"{what} has unknown keys {unknown}; expected {sorted(known)}")
+
+
+def value_of(what: str, data: dict[str, Any], key: str, kind: type[T], default: T | None = None) -> T:
+    """``data[key]``, or the default where it is absent; raises ConfigError, naming ``what``, if it is not a ``kind``."""
+    value = data.get(key, default)
+    if type(value) is not kind:  # a bool is no int here
+        raise ConfigError(f"{what}: {key} is {str(value)[:80]!r}; expected {_KINDS[kind]}")
+    return value

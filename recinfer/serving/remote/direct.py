@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recinfer.inference.direct import MAX_HEADS
+from recinfer.inference.lru import LruCache
 from recinfer.serving._ranks import join, split
 from recinfer.serving.remote.fan import Answers
 from recinfer.serving.remote.messages import Parts, part_head
@@ -57,7 +60,7 @@ class RemoteOrder:
     ranks: tuple[_Rank, ...]
     parts: list[Any]
     means: NDArray[np.int64]
-    heads: dict[Any, bytes] = field(default_factory=dict)
+    heads: LruCache[Any, bytes] = field(default_factory=partial(LruCache, MAX_HEADS))
 
 
 class RemoteTables:
@@ -84,11 +87,11 @@ class RemoteTables:
         self._split, self._rows, self._find, self._begin = split, rows, find, begin
         self._names, self._dims = tuple(names), tuple(dims)
         self._known = frozenset(split.features)
-        self._orders: dict[bytes, RemoteOrder] = {}
+        self._orders: LruCache[bytes, RemoteOrder] = LruCache(_MAX_ORDERS)
 
     def order(self, block: bytes) -> RemoteOrder | None:
         """The order that was :meth:`learn` ed for these bytes."""
-        return self._orders.get(block)
+        return self._orders[block]
 
     def learn(self, block: bytes, keys: Sequence[str]) -> RemoteOrder | None:
         """Remember what ``block`` means: the keys of a request; None when they are not features of the model, each once."""
@@ -117,8 +120,7 @@ class RemoteTables:
             [rank.part for rank in ranks],
             np.array(means, np.int64).reshape(-1, 3),
         )
-        if len(self._orders) < _MAX_ORDERS:
-            self._orders[block] = order
+        self._orders[block] = order
         return order
 
     def _rank(self, rank: Any, at: Mapping[str, int], firsts: Mapping[int, int]) -> _Rank:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from recinfer.errors import RecinferError
 from recinfer.inference.bags import Bags, offsets_of
+from recinfer.inference.lru import LruCache
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 from recinfer.serving.remote.layout import ModuleLayout, RankModule
 from recinfer.serving.remote.messages import encode_part, ones
@@ -59,16 +60,14 @@ class _RankSplit:
         self._type = np.dtype(np.int32 if narrow else np.int64)
         self.runs, self.pairs = _runs(mine), pairs_of(mine, configs)
         self.columns = None if mine.cuts_rows else np.array(mine.order.columns, np.intp)
-        self._places: dict[tuple[str, ...], NDArray[np.intp]] = {}
+        self._places: LruCache[tuple[str, ...], NDArray[np.intp]] = LruCache(_MAX_ORDERS)
 
     def section_of_ones(self, bags: Bags) -> Section | None:
         """:meth:`section` of bags of one id each, all of whose features are there, for a pooled module."""
-        at = self._places.get(bags.keys)
+        at = self._places[bags.keys]
         if at is None:
             place = {key: i for i, key in enumerate(bags.keys)}
-            at = np.array([place[name] for name in self.names], np.intp)
-            if len(self._places) < _MAX_ORDERS:
-                self._places[bags.keys] = at
+            at = self._places[bags.keys] = np.array([place[name] for name in self.names], np.intp)
         ids_SB = bags.values.reshape(-1, bags.batch)[at]
         weights_SB = None if bags.weights is None else bags.weights.reshape(-1, bags.batch)[at]
         if not self.mine.cuts_rows:

@@ -1,0 +1,104 @@
+"""Gives a file or folder that has been written its name, so that a whole one has it at every moment."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+__all__ = ["exchange", "put", "sync_folder"]
+
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
+_AT_FDCWD = -100
+_LIBC = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+
+
+def put(partial: Path, target: Path, *, replace: bool) -> None:
+    """Give ``partial``, a file or a filled folder, the name ``target`` in the same file system.
+
+    Args:
+        replace: what has the name is removed: a file by a file, a folder by a folder.
+
+    Raises:
+        FileExistsError: something has the name, and is not to be replaced. Of several callers at one moment, all but one
+            get this.
+    """
+    try:
+        _put_new(partial, target)
+    except FileExistsError:
+        if not replace:
+            raise
+        if not partial.is_dir():
+            os.replace(partial, target)
+        elif exchange(partial, target):
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            _step_aside(partial, target)
+    sync_folder(target.parent)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; False where the system or the file system cannot."""
+    return _renameat2(one, other, _RENAME_EXCHANGE) == 0
+
+
+def _put_new(partial: Path, target: Path) -> None:
+    error = _renameat2(partial, target, _RENAME_NOREPLACE)
+    if error == 0:
+        return
+    if error == errno.EEXIST:
+        raise FileExistsError(error, os.strerror(error), str(target))
+    # The system or the file system (NFS) has no such call. To make something under a name fails where the name is taken,
+    # and to rename over an empty folder or a file that one has just made takes nothing from anybody.
+    if partial.is_dir():
+        remove = os.rmdir
+        os.mkdir(target)
+    else:
+        remove = os.unlink
+        os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    try:
+        os.replace(partial, target)
+    except BaseException:
+        remove(target)
+        raise
+
+
+def _renameat2(source: Path, target: Path, flag: int) -> int:
+    """Linux's renameat2: 0, or the number of the error."""
+    function = getattr(_LIBC, "renameat2", None)
+    if function is None:
+        return errno.ENOSYS
+    if function(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag) == 0:
+        return 0
+    return ctypes.get_errno()
+
+
+def _step_aside(partial: Path, target: Path) -> None:
+    """A folder cannot be renamed over a filled one: the old one moves away first, and comes back if that is not the end."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+    try:
+        os.rename(target, aside / "old")
+        try:
+            os.rename(partial, target)
+        except BaseException:
+            os.rename(aside / "old", target)
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in ``folder`` to the disk, where folders can be synced."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # a file system that knows no such thing
+    finally:
+        os.close(descriptor)

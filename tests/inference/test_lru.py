@@ -1,0 +1,70 @@
+"""Keys in use stay known, however many others pass by; memory stays bounded."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch import nn
+
+from recinfer.archive.reader import Archive
+from recinfer.inference.bags import bags_of
+from recinfer.inference.intake import FeatureIntake
+from recinfer.inference.lru import LruCache
+from recinfer.inference.predictor import Predictor
+from tests.archive.models import FEATURES, RANKER_ROWS, make_request
+
+
+def test_the_keys_used_last_are_there_and_no_more_than_the_bound() -> None:
+    cache: LruCache[int, str] = LruCache(8)
+    for key in range(1000):
+        cache[key] = str(key)
+        assert cache[-1] == ("used" if key else None)
+        cache[-1] = "used"
+        for recent in range(max(0, key - 1), key + 1):
+            assert cache[recent] == str(recent)
+        assert len(cache) <= 4 and len(cache) + len(cache._older) <= 8
+    assert cache[5] is None
+
+
+def test_threads_find_what_was_put_or_nothing() -> None:
+    cache: LruCache[int, int] = LruCache(16)
+
+    def use(seed: int) -> None:
+        for step in range(20_000):
+            key = (step * seed) % 50
+            assert cache[key] in (None, key * 2)
+            cache[key] = key * 2
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(use, (1, 3, 7, 11)))
+    assert len(cache) <= 8 + 4  # each thread may be between its look and its insertion
+
+
+ORDERS = [order for size in range(1, 5) for order in itertools.permutations(FEATURES, size)]
+MANY = 600
+
+
+def test_a_new_order_of_keys_is_remembered_after_any_number_of_others(
+    small: tuple[nn.Module, Archive], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intake = Predictor(small[1]).intake
+    for number in range(MANY):  # the archive's few features have too few orders to fill it
+        intake._orders[f"other {number}",] = intake._new_order(ORDERS[number % len(ORDERS)])
+    bags = bags_of(make_request(RANKER_ROWS, 2))
+    intake.take(bags, need_all=False)
+    monkeypatch.delattr(FeatureIntake, "_new_order")
+    intake.take(bags, need_all=False)
+    assert len(intake._orders) < MANY
+
+
+def test_bytes_of_keys_are_remembered_after_any_number_of_others(small: tuple[nn.Module, Archive]) -> None:
+    tables = Predictor(small[1]).direct
+    if tables is None:
+        pytest.skip("recinfer.quant._tables was not built")
+    for number in range(MANY):
+        assert tables.learn(b"other %d" % number, ORDERS[number % len(ORDERS)]) is not None
+    learned = tables.learn(b"mine", FEATURES)
+    assert learned is not None and tables.order(b"mine") is learned
+    assert len(tables._orders) < MANY
