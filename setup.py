@@ -66,8 +66,8 @@ setup(
     ext_modules=[
         extension("quant/_rows", "recinfer/quant/_half.h"),
         extension("quant/_tables", *ROWS),
-        extension("serving/_ranks", *ROWS, "recinfer/serving/_reader.h"),
-        extension("serving/_wire", "recinfer/serving/_reader.h"),
+        extension("serving/shards/_ranks", *ROWS, "recinfer/serving/wire/_reader.h"),
+        extension("serving/wire/_wire", "recinfer/serving/wire/_reader.h"),
     ],
     # One wheel for Python 3.11 and later: what Py_LIMITED_API says in the sources.
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

@@ -26,8 +26,8 @@ from benchmarks.serving import build
 from recinfer.archive.reader import open_archive
 from recinfer.cli.bench_capacity import show_measured
 from recinfer.cli.console import Output
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.server import SERVICE_NAME
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.server import SERVICE_NAME
 from recinfer.sizing.arrivals import poisson
 from recinfer.sizing.capacity import PROMISED, Measured, find_knee, this_machine
 from recinfer.sizing.load import Driver, encode_requests

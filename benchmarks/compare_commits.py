@@ -30,10 +30,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.scaleout import calls, request
-from recinfer.serving import codec
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.server import SERVICE_NAME
-from recinfer.serving.tuning import new_loop
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.server import SERVICE_NAME
+from recinfer.serving.server.tuning import new_loop
+from recinfer.serving.wire import codec
 
 ROOT = Path(__file__).resolve().parent.parent
 _BUILD = """

@@ -10,7 +10,7 @@ behind the first quarter; the result is the median of the turns' ratios, since a
 who wait come in bursts, when a run is over, those of a fixed rate one by one, which costs the server more a call: so the last of
 --times stands beside the best of the others too, which is the peak of goodput by offered rate (--times 0.7 0.8 0.9 1 3 for all of
 that curve). All requests have the same deadline. Plain clients send whatever they are
-asked to; ours (recinfer.serving.client, each call tried once) hold back what a full server would refuse.
+asked to; ours (recinfer.serving.client.client, each call tried once) hold back what a full server would refuse.
 
 Server and clients have half of the machine's cores each, since what clients take of the server's cores is no matter of
 the server's. The clients' are always busy, if need be with nothing (SCHED_IDLE): a virtual machine's cores are often two
@@ -46,10 +46,10 @@ import torch
 from benchmarks.serving import build, process, requests_of
 from recinfer.errors import RecinferError
 from recinfer.inference.predictor import load
-from recinfer.serving.batcher import BatchConfig, BatcherState
-from recinfer.serving.client import AsyncInferenceClient
-from recinfer.serving.server import SERVICE_NAME, Server
-from recinfer.serving.tuning import tune_process
+from recinfer.serving.client.client import AsyncInferenceClient
+from recinfer.serving.engine.scheduler import BatchConfig, BatcherState
+from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.server.tuning import tune_process
 
 _CALLERS, _ROUNDS = (16, 64, 128, 256, 384), 3
 _TICK_S, _PAUSE_S, _IDLE_S = 2e-3, 10e-3, 5e-3
@@ -71,7 +71,7 @@ def serve_on(cores: set[int], archive: str, batching: BatchConfig, pipe: Any) ->
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
     predictor = load(archive)
-    tune_process()  # as recinfer.serving.server.serve does
+    tune_process()  # as recinfer.serving.server.server.serve does
     with Server({"bench": predictor}, batching=batching) as server:
         pipe.send(server.port)
         asked = ""
@@ -200,7 +200,7 @@ class Bench:
         call: path of the method.
         data: request.
         timeout: seconds until a caller gives up.
-        ours: ask as recinfer.serving.client does.
+        ours: ask as recinfer.serving.client.client does.
     """
 
     def __init__(self, port: int, said: dict[str, Any], call: str, data: bytes, timeout: float, *, ours: bool) -> None:

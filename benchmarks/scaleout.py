@@ -43,10 +43,10 @@ from recinfer.inference.export import export_archive
 from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
-from recinfer.serving import codec
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.server import SERVICE_NAME
-from recinfer.serving.tuning import new_loop, tune_process
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.server import SERVICE_NAME
+from recinfer.serving.server.tuning import new_loop, tune_process
+from recinfer.serving.wire import codec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 FEATURES, DENSE, ROWS = 26, 13, 20_000

@@ -11,7 +11,7 @@ A DLRM of 26 features (INT8, width 16, 13 dense columns) with random weights. Ea
 clients another: one asyncio channel, C requests in flight. All take turns of a fifth of the time, after a fifth of a
 second to warm up; figures are medians over the turns. "in process" is the same call on the predictor itself, "CPU" what
 the server's process took for each call. "tuned echo" is grpc.aio's server on our event loop and scheduling, "core echo" our
-own server (recinfer.serving.core) with nothing behind it.
+own server (recinfer.serving.server.grpc_core) with nothing behind it.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from recinfer.inference.predictor import Predictor, load
 from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
-from recinfer.serving import codec
-from recinfer.serving.batcher import BatchConfig
-from recinfer.serving.core import CoreServer
-from recinfer.serving.handling import connection_options
-from recinfer.serving.server import SERVICE_NAME, Server
-from recinfer.serving.tuning import new_loop, tune_process
-from recinfer.serving.wire import bytes_field
+from recinfer.serving.engine.scheduler import BatchConfig
+from recinfer.serving.server.grpc_core import CoreServer
+from recinfer.serving.server.grpc_methods import connection_options
+from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.server.tuning import new_loop, tune_process
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.fields import bytes_field
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 FEATURES, DENSE, DIM, ROWS = 26, 13, 16, 20_000
@@ -102,7 +102,7 @@ def request(batch: int) -> tuple[torch.Tensor, KeyedJaggedTensor]:
 def serve_ours(archive: str, batching: BatchConfig, pipe: Any) -> None:
     torch.set_num_threads(1)
     predictor = load(archive)
-    tune_process()  # as recinfer.serving.server.serve does
+    tune_process()  # as recinfer.serving.server.server.serve does
     with Server({"bench": predictor}, batching=batching) as server:
         pipe.send(server.port)
         while server.batcher is not None:

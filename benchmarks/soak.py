@@ -46,9 +46,9 @@ from recinfer.inference.predictor import load
 from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
-from recinfer.serving import codec
-from recinfer.serving.admin_client import AdminClient
-from recinfer.serving.server import SERVICE_NAME
+from recinfer.serving.client.admin import AdminClient
+from recinfer.serving.server.server import SERVICE_NAME
+from recinfer.serving.wire import codec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["SoakResult", "build_store", "soak"]

@@ -15,11 +15,11 @@ from ts.utils.util import PredictionException
 
 from recinfer.errors import InputError, RecinferError
 from recinfer.inference.predictor import load
-from recinfer.serving import json_codec
-from recinfer.serving.limits import Limits
-from recinfer.serving.registry import ModelRegistry
-from recinfer.serving.service import InferenceService
-from recinfer.serving.status import status_of
+from recinfer.serving.engine.decoded_path import InferenceService
+from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.wire import json_codec
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.status import status_of
 
 _METHOD_HEADER = "X-Recinfer-Method"
 _ANSWER_HEAD = 4096

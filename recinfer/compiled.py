@@ -7,7 +7,7 @@ import os
 
 __all__ = ["COMPILED", "check_compiled"]
 
-COMPILED = ("quant/_rows", "quant/_tables", "serving/_ranks", "serving/_wire")
+COMPILED = ("quant/_rows", "quant/_tables", "serving/shards/_ranks", "serving/wire/_wire")
 """Paths inside the package, without suffix: of the sources and of what is built from them."""
 
 

@@ -13,7 +13,7 @@
         └── DeadlineError              a request's deadline passed before it was run
 
 Messages say what came, what was expected and what to do next. Bugs of our own are ``assert``s, never one of these.
-One table in :mod:`recinfer.serving.codec` maps them to gRPC and HTTP codes.
+One table in :mod:`recinfer.serving.wire.codec` maps them to gRPC and HTTP codes.
 """
 
 from __future__ import annotations

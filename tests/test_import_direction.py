@@ -161,7 +161,7 @@ def test_importing_the_command_line_is_light() -> None:
 
 def test_neither_planning_nor_asking_a_server_needs_kernels() -> None:
     planning = "recinfer.distributed.planner.plan, recinfer.distributed.planner.planners"
-    loaded = loaded_after(f"import {planning}, recinfer.serving.client, recinfer.serving.admin_client")
+    loaded = loaded_after(f"import {planning}, recinfer.serving.client.client, recinfer.serving.client.admin")
     assert "fbgemm_gpu" not in loaded
     assert "recinfer.quant" not in loaded
 
@@ -169,7 +169,7 @@ def test_neither_planning_nor_asking_a_server_needs_kernels() -> None:
 def test_a_server_loads_no_optimizers_and_starts_no_process_group_and_no_cuda() -> None:
     """torch.distributed.optim compiles its own as it is imported: with DTensor, a fifth of a server's start."""
     code = (
-        "import recinfer.inference.predictor, recinfer.serving.server, recinfer.serving.remote.server, sys, torch\n"
+        "import recinfer.inference.predictor, recinfer.serving.server.server, recinfer.serving.shards.server, sys, torch\n"
         "assert not torch.distributed.is_initialized()\n"
         "assert not torch.cuda.is_initialized()\n"
         "parts = {'recinfer.optim', 'recinfer.checkpoint', 'torch.distributed.optim', 'torch.distributed.tensor'}\n"

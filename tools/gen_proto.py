@@ -1,7 +1,7 @@
-"""Writes recinfer/serving/proto/*_pb2* from proto/: ``python tools/gen_proto.py`` (``--check`` only compares).
+"""Writes recinfer/serving/wire/proto/*_pb2* from proto/: ``python tools/gen_proto.py`` (``--check`` only compares).
 
 Needs ``grpcio-tools`` (the ``dev`` extra). The generated code is committed, so installing recinfer needs no compiler.
-protoc names Python modules after the .proto's path; ours live in ``recinfer.serving.proto``, so the one import between
+protoc names Python modules after the .proto's path; ours live in ``recinfer.serving.wire.proto``, so the one import between
 the generated files is rewritten. The Open Inference Protocol is put into a descriptor pool of its own: its clients
 (tritonclient) register the same message names in the default pool, which takes each name once a process.
 """
@@ -25,7 +25,7 @@ SOURCES = (
 )
 OWN_POOL = {"open_inference_pb2.py"}
 NOT_WRITTEN = {"open_inference_pb2_grpc.py", "shards_pb2_grpc.py"}  # we speak bytes; the former has clients enough
-TARGET = ROOT / "recinfer" / "serving" / "proto"
+TARGET = ROOT / "recinfer" / "serving" / "wire" / "proto"
 
 
 def generate(out: Path) -> dict[str, str]:
@@ -39,7 +39,7 @@ def generate(out: Path) -> dict[str, str]:
             raise SystemExit("protoc failed; see its message above")
         package = ".".join(source.parent.parts)
         for path in sorted((out / source.parent).glob("*_pb2*")):
-            text = path.read_text().replace(f"from {package} import", "from recinfer.serving.proto import")
+            text = path.read_text().replace(f"from {package} import", "from recinfer.serving.wire.proto import")
             if path.name in OWN_POOL:
                 text = text.replace("_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()")
             if path.name not in NOT_WRITTEN:

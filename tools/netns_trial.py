@@ -87,8 +87,8 @@ def load_main(archive: str, targets: list[str], callers: int) -> None:
     import torch
 
     from recinfer.inference.predictor import load
-    from recinfer.serving import codec
-    from recinfer.serving.server import SERVICE_NAME
+    from recinfer.serving.server.server import SERVICE_NAME
+    from recinfer.serving.wire import codec
     from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
     here, random = load(archive), torch.Generator().manual_seed(1)

@@ -31,8 +31,8 @@ def load_main(store: str, callers: int) -> None:
     from netns_trial import ROWS
 
     from recinfer.inference.predictor import load
-    from recinfer.serving import codec
-    from recinfer.serving.server import SERVICE_NAME
+    from recinfer.serving.server.server import SERVICE_NAME
+    from recinfer.serving.wire import codec
     from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
     versions = {path.name: load(path) for path in Path(store, "trial").iterdir() if path.name in "12"}

@@ -17,7 +17,7 @@ from recinfer.cli.options import RequestKind
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from recinfer.serving.client import ModelDescription
+    from recinfer.serving.client.client import ModelDescription
     from recinfer.sizing.arrivals import Trace
     from recinfer.sizing.capacity import Measured
 

@@ -12,7 +12,7 @@ import typer
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from recinfer.serving.client import InferenceClient
+    from recinfer.serving.client.client import InferenceClient
 
 __all__ = ["ClientOptions", "TargetOption", "client_arguments", "missing_text", "open_client"]
 
@@ -50,7 +50,7 @@ class ClientOptions:
 def client_arguments(options: ClientOptions) -> dict[str, Any]:
     """What InferenceClient and AsyncInferenceClient take of them; raises ConfigError naming a file that cannot be read."""
     from recinfer import env
-    from recinfer.serving.security import read_token
+    from recinfer.serving.server.security import read_token
 
     for path in (options.tls_ca, options.tls_cert, options.tls_key):
         if path is not None and not path.is_file():
@@ -75,7 +75,7 @@ def open_client(target: str, options: ClientOptions) -> InferenceClient:
         InputError: a target that is none.
         UnavailableError: it takes none after ``wait`` seconds.
     """
-    from recinfer.serving.client import InferenceClient
+    from recinfer.serving.client.client import InferenceClient
 
     client = InferenceClient(target, **client_arguments(options))
     if options.wait:

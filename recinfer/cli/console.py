@@ -153,7 +153,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
 
 def _fail(error: Exception, message: str, *, as_json: bool, log_json: bool) -> NoReturn:
     if log_json:
-        from recinfer.serving.observe import log_as_json
+        from recinfer.serving.server.telemetry.observe import log_as_json
 
         log_as_json()  # it may have failed before its verb did so
         _log.error("%s", message)

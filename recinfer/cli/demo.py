@@ -76,7 +76,7 @@ def _pipeline(
     from recinfer.distributed.planner import plan_inference
     from recinfer.inference.export import export_archive
     from recinfer.inference.verify import verify
-    from recinfer.serving.client import InferenceClient
+    from recinfer.serving.client.client import InferenceClient
     from recinfer.training import train
     from recinfer.training.batches import Examples
     from recinfer.training.loop import predict_logits

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from recinfer.serving.client import InferenceClient
+    from recinfer.serving.client.client import InferenceClient
     from recinfer.training.batches import Batch, Examples
 
 __all__ = ["Latency", "Quality", "measure_latency", "quality_of", "served_logits"]

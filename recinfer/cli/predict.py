@@ -19,7 +19,7 @@ from recinfer.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from recinfer.serving.client import InferenceClient
+    from recinfer.serving.client.client import InferenceClient
     from recinfer.sparse import KeyedJaggedTensor
 
 __all__ = ["EXAMPLE", "NAME", "InputFormat", "PredictOptions", "run"]
@@ -145,9 +145,9 @@ def _fields(line: str) -> list[str]:
 
 def _from_json(path: Path) -> _Asked:
     """A JSON body, in the form that the TorchServe handler takes too."""
-    from recinfer.serving import codec, json_codec
-    from recinfer.serving.limits import Limits
-    from recinfer.serving.proto import inference_pb2 as pb
+    from recinfer.serving.wire import codec, json_codec
+    from recinfer.serving.wire.limits import Limits
+    from recinfer.serving.wire.proto import inference_pb2 as pb
 
     request = codec.parse(pb.PredictRequest, json_codec.predict_request(json_codec.parse_json(path.read_bytes())))
     features = codec.decode_features(request.features, Limits())

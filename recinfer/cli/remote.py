@@ -16,10 +16,10 @@ from recinfer.errors import ArchiveError, ConfigError
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
-    from recinfer.serving.limits import Limits
-    from recinfer.serving.remote.fanout import Fanout
-    from recinfer.serving.remote.tables import ShardTables
-    from recinfer.serving.security import Security
+    from recinfer.serving.server.security import Security
+    from recinfer.serving.shards.fanout import Fanout
+    from recinfer.serving.shards.tables import ShardTables
+    from recinfer.serving.wire.limits import Limits
 
 __all__ = ["parse_ranks", "serve_ranks", "set_serving_when_there", "shard_fanout", "unchecked", "version_in"]
 
@@ -57,9 +57,9 @@ def serve_ranks(
     socket_port: int = 0,
 ) -> None:
     """Run a shard server until it is told to stop."""
-    from recinfer.serving.remote.server import ShardServer, serve_shards
-    from recinfer.serving.remote.tables import ShardTables
-    from recinfer.serving.store import ModelStore
+    from recinfer.serving.engine.store import ModelStore
+    from recinfer.serving.shards.server import ShardServer, serve_shards
+    from recinfer.serving.shards.tables import ShardTables
 
     if not archives and store is None:
         raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
@@ -110,8 +110,8 @@ def _added(tables: ShardTables, store: Path, name: str, version: str) -> Path:
 
 def shard_fanout(path: Path, security: Security, missing: str | None) -> Fanout:
     """Who asks the shards of shards.json; raises ConfigError."""
-    from recinfer.serving.remote.fanout import Fanout
-    from recinfer.serving.remote.pool import ReplicaPool
+    from recinfer.serving.shards.fanout import Fanout
+    from recinfer.serving.shards.pool import ReplicaPool
 
     return Fanout(ReplicaPool(path, token=security.token), missing=missing)
 
@@ -128,7 +128,7 @@ def unchecked(
     from recinfer.archive.delta import read_delta
     from recinfer.archive.reader import open_archive
     from recinfer.inference.predictor import Predictor
-    from recinfer.serving.remote.lookups import remote_lookups
+    from recinfer.serving.shards.lookups import remote_lookups
 
     archive = open_archive(path, ranks=())
     listed, world = fanout.pool.config.ranks, archive.manifest.world_size
@@ -155,7 +155,7 @@ def set_serving_when_there(
 ) -> None:
     """In a thread: wait for the shards, replay the golden requests through them, then let health say SERVING."""
     from recinfer.errors import RecinferError
-    from recinfer.serving.loop import start_on_loop
+    from recinfer.serving.server.loop import start_on_loop
 
     def check() -> None:
         for predictor in predictors:

@@ -15,7 +15,7 @@ from recinfer.cli.workers import supervise, worker_options
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from recinfer.serving.security import Security
+    from recinfer.serving.server.security import Security
 
 __all__ = ["EXAMPLE", "NAME", "run", "security_of"]
 
@@ -42,7 +42,7 @@ def run(options: ServeOptions) -> None:
     security.credentials()  # a file that is not there is found before any table is read
     address, models = options.address, options.models
     if address.log_json:
-        from recinfer.serving.observe import log_as_json
+        from recinfer.serving.server.telemetry.observe import log_as_json
 
         log_as_json()
     output = Output(options.as_json, logs=address.log_json)
@@ -73,7 +73,7 @@ def security_of(options: SecurityOptions, *, worker: bool = False) -> Security:
         worker: of a supervisor, which puts its own token into the environment of its workers: one that takes the place of
             another has the same as the others then, whatever the file says by now.
     """
-    from recinfer.serving.security import Security, read_token
+    from recinfer.serving.server.security import Security, read_token
 
     path, token = options.token_file, env.token()
     return Security(

@@ -14,14 +14,14 @@ from recinfer.errors import ArchiveError, ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
-    from recinfer.serving.batcher import BatchConfig
-    from recinfer.serving.limits import Limits
-    from recinfer.serving.registry import ServedModel
-    from recinfer.serving.remote.fanout import Fanout
-    from recinfer.serving.security import Security
-    from recinfer.serving.server import Server
-    from recinfer.serving.store import ModelStore, StoreManager
-    from recinfer.serving.worker import WorkerLink
+    from recinfer.serving.engine.registry import ServedModel
+    from recinfer.serving.engine.scheduler import BatchConfig
+    from recinfer.serving.engine.store import ModelStore, StoreManager
+    from recinfer.serving.server.security import Security
+    from recinfer.serving.server.server import Server
+    from recinfer.serving.shards.fanout import Fanout
+    from recinfer.serving.wire.limits import Limits
+    from recinfer.serving.workers.worker import WorkerLink
 
 __all__ = ["limits_of", "serve_models"]
 
@@ -34,10 +34,10 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
     Raises:
         ConfigError: nothing to serve, or deltas of several archives.
     """
-    from recinfer.serving.registry import ModelRegistry
-    from recinfer.serving.server import serve
-    from recinfer.serving.store import StoreManager
-    from recinfer.serving.worker import WorkerLink
+    from recinfer.serving.engine.registry import ModelRegistry
+    from recinfer.serving.engine.store import StoreManager
+    from recinfer.serving.server.server import serve
+    from recinfer.serving.workers.worker import WorkerLink
 
     address = options.address
     link = WorkerLink() if options.worker else None
@@ -78,7 +78,7 @@ def _fanout(roles: RoleOptions, security: Security) -> Fanout | None:
 
 def limits_of(options: LimitOptions) -> Limits:
     """The options as servers take them."""
-    from recinfer.serving.limits import Limits
+    from recinfer.serving.wire.limits import Limits
 
     return Limits(
         max_message_bytes=options.max_message_mib << 20,
@@ -91,7 +91,7 @@ def limits_of(options: LimitOptions) -> Limits:
 
 
 def _batching(options: BatchOptions) -> BatchConfig:
-    from recinfer.serving.batcher import BatchConfig
+    from recinfer.serving.engine.scheduler import BatchConfig
 
     return BatchConfig(max_batch=options.max_batch, max_delay_us=options.max_delay_us, max_queue=options.max_queue)
 
@@ -111,8 +111,8 @@ def _loading(tables: TableOptions) -> dict[str, Any]:
 
 
 def _store(options: ServeOptions, fanout: Fanout | None) -> ModelStore | None:
-    from recinfer.serving.remote.lookups import remote_lookups
-    from recinfer.serving.store import ModelStore
+    from recinfer.serving.engine.store import ModelStore
+    from recinfer.serving.shards.lookups import remote_lookups
 
     folder = options.models.model_store
     if folder is None:
@@ -125,7 +125,7 @@ def _models(
     options: ServeOptions, fanout: Fanout | None, store: ModelStore | None, state: dict[str, Any] | None
 ) -> list[ServedModel]:
     """The archives that are named, then those of the store; a restarted worker's are those that it had."""
-    from recinfer.serving.store import restore
+    from recinfer.serving.engine.store import restore
 
     models = _named(options, fanout, restarted=state is not None)
     if state is not None:
@@ -143,7 +143,7 @@ def _models(
 def _named(options: ServeOptions, fanout: Fanout | None, *, restarted: bool) -> list[ServedModel]:
     """The archives that are named; without those that a worker which is started again finds gone."""
     from recinfer.inference.predictor import load
-    from recinfer.serving.registry import ServedModel
+    from recinfer.serving.engine.registry import ServedModel
 
     tables, folder, deltas = options.tables, options.models.model_store, options.models.delta or []
     models = []
@@ -171,7 +171,7 @@ def _named(options: ServeOptions, fanout: Fanout | None, *, restarted: bool) -> 
 
 def _newest(store: ModelStore, named: list[ServedModel]) -> list[ServedModel]:
     """The newest version of each model of the store, but for those that are ``named`` already."""
-    from recinfer.serving.registry import ServedModel
+    from recinfer.serving.engine.registry import ServedModel
 
     here = {(model.name, model.version) for model in named}
 
@@ -182,7 +182,7 @@ def _newest(store: ModelStore, named: list[ServedModel]) -> list[ServedModel]:
 
 
 def _newest_of_shards(options: ServeOptions, fanout: Fanout, store: ModelStore) -> list[ServedModel]:
-    from recinfer.serving.registry import ServedModel
+    from recinfer.serving.engine.registry import ServedModel
 
     device = {"device": options.tables.device.value}
 

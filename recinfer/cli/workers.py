@@ -15,7 +15,7 @@ from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from recinfer.cli.serve_options import ServeOptions
-    from recinfer.serving.security import Security
+    from recinfer.serving.server.security import Security
 
 __all__ = ["supervise", "worker_command", "worker_options"]
 
@@ -57,8 +57,8 @@ def supervise(
     The metrics port is this process's own: it shows the sum of what the workers count. The others are held here and
     shared by the workers alone: a second server on one of them is refused, where it would share it without a word.
     """
-    from recinfer.serving.address import hold_address
-    from recinfer.serving.supervisor import Supervisor
+    from recinfer.serving.server.address import hold_address
+    from recinfer.serving.workers.supervisor import Supervisor
 
     arguments = sys.argv[1:]
     if "serve" not in arguments:
@@ -104,8 +104,8 @@ class _Shown:
             return
         import asyncio
 
-        from recinfer.serving.address import check_address
-        from recinfer.serving.metrics_http import MetricsDoor
+        from recinfer.serving.server.address import check_address
+        from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
 
         async def beside() -> Any:
             return await asyncio.to_thread(status)  # it waits for the workers
@@ -117,7 +117,7 @@ class _Shown:
         """Bind and answer; the port."""
         if self._door is None:
             return None
-        from recinfer.serving.loop import run_on_loop
+        from recinfer.serving.server.loop import run_on_loop
 
         run_on_loop(self._door.start())
         return int(self._door.port)
@@ -125,6 +125,6 @@ class _Shown:
     def stop(self) -> None:
         """Close the port."""
         if self._door is not None:
-            from recinfer.serving.loop import run_on_loop
+            from recinfer.serving.server.loop import run_on_loop
 
             run_on_loop(self._door.stop(), timeout=5.0)

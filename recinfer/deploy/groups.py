@@ -11,7 +11,7 @@ from pathlib import Path
 from recinfer.archive.manifest import Manifest, shard_path
 from recinfer.archive.reader import open_archive
 from recinfer.errors import ConfigError
-from recinfer.serving.remote.config import FORMAT, VERSION
+from recinfer.serving.shards.config import FORMAT, VERSION
 
 __all__ = ["Footprint", "RankGroup", "dns_label", "footprint", "shards_json"]
 

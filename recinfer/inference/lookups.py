@@ -103,7 +103,7 @@ class Lookups(Protocol):
 
     @property
     def away(self) -> Any:
-        """The same where the rows are on other hosts (recinfer.serving.remote.direct.RemoteTables); None elsewhere."""
+        """The same where the rows are on other hosts (recinfer.serving.shards.remote_tables.RemoteTables); None elsewhere."""
         ...
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:

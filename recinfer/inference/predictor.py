@@ -111,7 +111,7 @@ class Predictor(States):
 
     @property
     def away(self) -> Any:
-        """The tables of other hosts for small requests, where the model allows it; see recinfer.serving.away."""
+        """The tables of other hosts for small requests, where the model allows it; see recinfer.serving.engine.remote_byte_path."""
         return self.state.lookups.away
 
     @property

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from recinfer.errors import InputError, RecinferError
-from recinfer.serving import codec
 from recinfer.serving.bench import random_features
-from recinfer.serving.client import AsyncInferenceClient, ModelDescription
-from recinfer.serving.loop import run_on_loop
+from recinfer.serving.client.client import AsyncInferenceClient, ModelDescription
+from recinfer.serving.server.loop import run_on_loop
+from recinfer.serving.wire import codec
 from recinfer.sizing.arrivals import Trace
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recinfer.inference.predictor import load
-from recinfer.serving.server import Server
+from recinfer.serving.server.server import Server
 from tests.cli.conftest import Exported
 from tests.e2e.commands import run, run_json
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from recinfer.inference.predictor import Predictor, load
-from recinfer.serving.server import Server
+from recinfer.serving.server.server import Server
 from tests.cli.conftest import Exported
 from tests.e2e.commands import run_json
 from tests.serving.conftest import NUM_DENSE, build_model, export

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recinfer.serving.server import Server
+from recinfer.serving.server.server import Server
 from recinfer.sizing.capacity import Measured
 from tests.e2e.commands import run, run_json
 from tests.serving.conftest import archive, predictor, server  # noqa: F401

@@ -17,7 +17,7 @@ from recinfer.cli.main import app
 from recinfer.deploy.groups import MIB, footprint
 from recinfer.deploy.k8s import BUSY_METRIC, QUEUE_METRIC, K8sOptions, manifests, write_manifests
 from recinfer.errors import ConfigError
-from recinfer.serving.remote.config import read_shards
+from recinfer.serving.shards.config import read_shards
 from tests.deploy.example import FOLDER, FOUND, OPTIONS
 from tests.serving.conftest import build_archive
 

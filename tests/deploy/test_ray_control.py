@@ -21,7 +21,7 @@ from recinfer.deploy.ray.control import Controller
 from recinfer.deploy.ray.members import Member, Phase, addresses_by_group, shards_text
 from recinfer.deploy.ray.spec import Bounds, Deployment, deployment_of
 from recinfer.errors import ConfigError, RecinferError, UnavailableError
-from recinfer.serving.client import InferenceClient
+from recinfer.serving.client.client import InferenceClient
 from tests.deploy.local import LocalEngine
 from tests.serving.conftest import build_model, export, make_request
 

@@ -16,7 +16,7 @@ from recinfer.deploy.ray.members import Member, Phase, addresses_by_group, backo
 from recinfer.deploy.ray.place import Node, choose_node, taken
 from recinfer.deploy.ray.spec import Bounds, Deployment, Need, cores, deployment_of
 from recinfer.errors import ConfigError, UnavailableError
-from recinfer.serving.remote.config import read_shards
+from recinfer.serving.shards.config import read_shards
 
 GIB = 1024 * MIB
 FOUND = Footprint("ctr", "7", (RankGroup(0, (0, 1), 3 * GIB), RankGroup(1, (2,), GIB)), 2 * GIB, 3 * GIB)

@@ -27,11 +27,11 @@ from recinfer.deploy.ray.spec import Bounds, Deployment, deployment_of
 from recinfer.deploy.ray.tls import Tls, missing_files
 from recinfer.errors import ConfigError
 from recinfer.inference.predictor import load
-from recinfer.serving import codec
-from recinfer.serving.remote.server import ShardServer
-from recinfer.serving.remote.tables import ShardTables
-from recinfer.serving.security import Security
-from recinfer.serving.server import SERVICE_NAME
+from recinfer.serving.server.security import Security
+from recinfer.serving.server.server import SERVICE_NAME
+from recinfer.serving.shards.server import ShardServer
+from recinfer.serving.shards.tables import ShardTables
+from recinfer.serving.wire import codec
 from tests.certificates import certified, need_openssl
 from tests.deploy.local import LocalEngine
 from tests.serving.conftest import make_request

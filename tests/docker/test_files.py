@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from recinfer.serving.remote.config import read_shards
+from recinfer.serving.shards.config import read_shards
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the compose file")
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,9 +23,9 @@ import torch
 from recinfer import env
 from recinfer.deploy.k8s import BUSY_METRIC, QUEUE_METRIC
 from recinfer.inference.predictor import load
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.security import Security
-from recinfer.serving.server import Server
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.security import Security
+from recinfer.serving.server.server import Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.certificates import need_openssl, self_signed
 from tests.docker.test_files import DOCKER, ROOT

@@ -184,7 +184,7 @@ def test_predict_takes_ids_as_json(made: Made, target: str, tmp_path: Path) -> N
 
 def test_served_scores_are_as_good_as_the_trained_model(made: Made, target: str) -> None:
     from recinfer.cli.measure import quality_of, served_logits
-    from recinfer.serving.client import InferenceClient
+    from recinfer.serving.client.client import InferenceClient
     from recinfer.training.batches import Examples
 
     dataset = load_dataset(None, "synthetic", limit=2000, seed=0)

@@ -11,7 +11,7 @@ import torch
 import recinfer
 from recinfer.archive.manifest import Manifest
 from recinfer.cli.served import served
-from recinfer.serving.client import InferenceClient
+from recinfer.serving.client.client import InferenceClient
 from recinfer.sparse import KeyedJaggedTensor
 from tests.e2e.commands import run, run_json
 from tests.e2e.torchrec_model import FEATURES, TABLES

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from recinfer.serving.asking import Asked, Way
+from recinfer.serving.server.serial_connection import Asked, Way
 
 LONG = 60.0
 MUCH = 20 << 20

@@ -20,8 +20,8 @@ from recinfer.inference.predictor import Predictor, load
 from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.server import Server
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.server import Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 NUM_DENSE = 3

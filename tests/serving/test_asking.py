@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from recinfer.serving.asking import Way
+from recinfer.serving.server.serial_connection import Way
 from tests.serving import test_core_stream as streams
 from tests.serving.asked import LONG, Answers, ask, into
 from tests.serving.remote import test_sockets as sockets

@@ -17,12 +17,12 @@ import torch
 
 from recinfer.errors import ConfigError, DeadlineError, InputError, OverloadedError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving import codec
-from recinfer.serving.batcher import BatchConfig, Batcher
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.direct import Direct
-from recinfer.serving.handling import handler
-from recinfer.serving.server import SERVICE_NAME, Server
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.engine.byte_path import Direct
+from recinfer.serving.engine.scheduler import BatchConfig, Batcher
+from recinfer.serving.server.grpc_methods import handler
+from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.wire import codec
 from tests.serving.asked import turns
 from tests.serving.conftest import make_request
 
@@ -69,8 +69,8 @@ def own_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the batcher takes for the time, ``[0]``: it goes on when the test says so."""
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], thread_time=time.thread_time)
-    monkeypatch.setattr("recinfer.serving.batcher.time", clock)
-    monkeypatch.setattr("recinfer.serving.room.time", clock)
+    monkeypatch.setattr("recinfer.serving.engine.scheduler.time", clock)
+    monkeypatch.setattr("recinfer.serving.engine.queue_budget.time", clock)
     return now
 
 
@@ -291,7 +291,9 @@ def test_requests_that_come_alone_hardly_ever_wait(monkeypatch: pytest.MonkeyPat
 
 
 def test_requests_that_come_together_wait_for_each_other(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("recinfer.serving.batcher._GAP_S", 0.02)  # together also where the machine holds a caller up
+    monkeypatch.setattr(
+        "recinfer.serving.engine.scheduler._GAP_S", 0.02
+    )  # together also where the machine holds a caller up
 
     async def scenario(batcher: Batcher, runs: Runs) -> None:
         runs.gate.set()

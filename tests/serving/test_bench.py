@@ -12,10 +12,10 @@ from recinfer.cli.main import app
 from recinfer.errors import InputError, UnavailableError
 from recinfer.inference.predictor import load
 from recinfer.serving.bench import measure_load, random_requests
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.limits import Limits
-from recinfer.serving.security import Security
-from recinfer.serving.server import Server
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.security import Security
+from recinfer.serving.server.server import Server
+from recinfer.serving.wire.limits import Limits
 from tests.serving.conftest import NUM_DENSE, ROWS
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from recinfer.serving.busy import BusyShare, thread_seconds
-from recinfer.serving.loop import run_on_loop
-from recinfer.serving.remote import server as shard_server
-from recinfer.serving.remote.server import ShardServer
+from recinfer.serving.server.loop import run_on_loop
+from recinfer.serving.shards import server as shard_server
+from recinfer.serving.shards.busy import BusyShare, thread_seconds
+from recinfer.serving.shards.server import ShardServer
 from tests.serving.remote.fleet import shard
 from tests.serving.remote.test_direct import make_archive
 

@@ -16,11 +16,11 @@ import torch
 
 from recinfer.errors import InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.admin_client import AdminClient
-from recinfer.serving.client import AsyncInferenceClient, InferenceClient
-from recinfer.serving.columns import as_dense, as_features
-from recinfer.serving.loop import run_on_loop
-from recinfer.serving.server import Server
+from recinfer.serving.client.admin import AdminClient
+from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
+from recinfer.serving.client.columns import as_dense, as_features
+from recinfer.serving.server.loop import run_on_loop
+from recinfer.serving.server.server import Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.ports import free_port
 from tests.serving.conftest import make_request

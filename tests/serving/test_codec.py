@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recinfer.errors import InputError
-from recinfer.serving import codec
-from recinfer.serving.limits import Limits
-from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 LIMITS = Limits(max_batch=8, max_ids=100, max_keys=4)

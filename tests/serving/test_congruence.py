@@ -17,8 +17,8 @@ from torch import Tensor
 
 from recinfer.errors import InputError, NotFoundError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.server import Server
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.server import Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.requests import BAD, TOLERANCE, Asked, kjt_of, nth_request, with_context_repeated
 from tests.serving.test_open_inference import Door, InferenceServerException, jagged, triton_grpc, triton_http

@@ -14,10 +14,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from recinfer.serving import core
-from recinfer.serving.core import CoreServer
-from recinfer.serving.core_call import LATER, CoreCall, Ending, Later
-from recinfer.serving.loop import run_on_loop, start_on_loop
+from recinfer.serving.server import grpc_core as core
+from recinfer.serving.server.grpc_call import LATER, CoreCall, Ending, Later
+from recinfer.serving.server.grpc_core import CoreServer
+from recinfer.serving.server.loop import run_on_loop, start_on_loop
 from tests.serving.remote.fleet import until
 
 LONG = 60.0

@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from recinfer.serving.asking import Asked
-from recinfer.serving.core_channel import CoreChannel, knows_channels
+from recinfer.serving.server.grpc_channel import CoreChannel, knows_channels
+from recinfer.serving.server.serial_connection import Asked
 from tests.certificates import need_openssl, self_signed
 from tests.ports import free_port
 from tests.serving.test_core import LONG, Service, served

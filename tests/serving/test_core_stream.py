@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 import pytest
 
-from recinfer.serving import core
-from recinfer.serving.core import CoreServer
-from recinfer.serving.core_call import Ending
-from recinfer.serving.core_channel import CoreChannel
-from recinfer.serving.core_stream import AskStream
-from recinfer.serving.loop import run_on_loop
+from recinfer.serving.server import grpc_core as core
+from recinfer.serving.server.grpc_call import Ending
+from recinfer.serving.server.grpc_channel import CoreChannel
+from recinfer.serving.server.grpc_core import CoreServer
+from recinfer.serving.server.grpc_stream import AskStream
+from recinfer.serving.server.loop import run_on_loop
 from tests.ports import free_port
 from tests.serving.asked import LONG, Answers, ask, into
 from tests.serving.remote.fleet import until

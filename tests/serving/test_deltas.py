@@ -18,11 +18,11 @@ from recinfer.checkpoint import CheckpointReader
 from recinfer.errors import InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.delta import make_delta
 from recinfer.inference.predictor import load
-from recinfer.serving import codec
-from recinfer.serving.admin_client import AdminClient
-from recinfer.serving.registry import ModelRegistry
-from recinfer.serving.server import SERVICE_NAME, Server
-from recinfer.serving.store import ModelStore, StoreManager, restore
+from recinfer.serving.client.admin import AdminClient
+from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.engine.store import ModelStore, StoreManager, restore
+from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.wire import codec
 from tests.serving.conftest import build_archive, build_model, make_request, replace_archive
 
 STATES = 3  # the archive, and two deltas in a row

@@ -16,15 +16,15 @@ import recinfer
 from recinfer.errors import InputError
 from recinfer.inference.delta import make_delta
 from recinfer.modules.embedding_configs import DataType
-from recinfer.serving import codec
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.direct import DIRECT_BYTES
-from recinfer.serving.limits import Limits
-from recinfer.serving.proto import inference_pb2 as pb
-from recinfer.serving.registry import ModelRegistry
-from recinfer.serving.server import Server
-from recinfer.serving.service import InferenceService, Message
-from recinfer.serving.side_by_side import SideBySide
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.engine.byte_path import DIRECT_BYTES
+from recinfer.serving.engine.decoded_path import InferenceService, Message
+from recinfer.serving.engine.parallel_parts import SideBySide
+from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.server.server import Server
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, copy_with_missing, make_archive, make_request
 from tests.inference.test_delta import changed, save

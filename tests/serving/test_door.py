@@ -16,16 +16,17 @@ from grpc_health.v1 import health_pb2
 
 from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving import codec, door
-from recinfer.serving.batcher import BatchConfig
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.core import CoreServer, knows_grpcio
-from recinfer.serving.door import Door, grpc_server
-from recinfer.serving.observe import Observer
-from recinfer.serving.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
-from recinfer.serving.security import Security
-from recinfer.serving.server import SERVICE_NAME, Server
-from recinfer.serving.stats import RequestStats
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.engine.scheduler import BatchConfig
+from recinfer.serving.engine.stats import RequestStats
+from recinfer.serving.server import admission as door
+from recinfer.serving.server.admission import Door, grpc_server
+from recinfer.serving.server.grpc_core import CoreServer, knows_grpcio
+from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
+from recinfer.serving.server.security import Security
+from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.server.telemetry.observe import Observer
+from recinfer.serving.wire import codec
 from tests.serving.conftest import make_request
 
 PREDICT, LOOKUP = f"/{SERVICE_NAME}/Predict", f"/{SERVICE_NAME}/Lookup"
@@ -256,7 +257,7 @@ def test_a_server_of_any_grpcio_answers(monkeypatch: pytest.MonkeyPatch, known: 
         await server.stop(None)
         return found
 
-    from recinfer.serving.loop import run_on_loop
+    from recinfer.serving.server.loop import run_on_loop
 
     answers = run_on_loop(main(), timeout=LONG)
     assert answers == [b"x", b"x", ("RESOURCE_EXHAUSTED", "full") if known else b"x"]

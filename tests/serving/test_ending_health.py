@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2
 
-from recinfer.serving.ending_health import EndingHealth
+from recinfer.serving.server.health import EndingHealth
 from tests.serving.asked import turns
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -54,7 +54,7 @@ def test_one_that_leaves_takes_nothing_from_the_others():
 
 def test_the_last_word_is_waited_for(monkeypatch: pytest.MonkeyPatch):
     """However slow the machine is: a watcher is not let go between the end and its word."""
-    monkeypatch.setattr("recinfer.serving.ending_health._NOTICED_S", 60.0)
+    monkeypatch.setattr("recinfer.serving.server.health._NOTICED_S", 60.0)
 
     async def main() -> None:
         health = EndingHealth()
@@ -75,7 +75,7 @@ def test_the_last_word_is_waited_for(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_who_takes_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("recinfer.serving.ending_health._NOTICED_S", 0.01)
+    monkeypatch.setattr("recinfer.serving.server.health._NOTICED_S", 0.01)
 
     async def main() -> None:
         health = EndingHealth()

@@ -30,13 +30,13 @@ import pytest
 import torch
 
 from recinfer.inference.predictor import Predictor
-from recinfer.serving import codec
-from recinfer.serving.batcher import BatchConfig
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
-from recinfer.serving.proto import inference_pb2 as pb
-from recinfer.serving.proto import open_inference_pb2 as oip
-from recinfer.serving.server import SERVICE_NAME, Server
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.engine.scheduler import BatchConfig
+from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
+from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.proto import inference_pb2 as pb
+from recinfer.serving.wire.proto import open_inference_pb2 as oip
 from tests.ports import free_port
 from tests.serving.conftest import make_request
 from tests.serving.test_batching import hold
@@ -44,8 +44,8 @@ from tests.serving.test_hostile import BLAME, mutations
 from tests.serving.test_workers import Load, until
 
 aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
-from recinfer.serving.http_site import HttpSite  # noqa: E402
-from recinfer.serving.loop import run_on_loop  # noqa: E402
+from recinfer.serving.server.http_site import HttpSite  # noqa: E402
+from recinfer.serving.server.loop import run_on_loop  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -55,7 +55,7 @@ REFUSED = {code.name for code in BLAME} | {"UNIMPLEMENTED"}
 # `recinfer`, but a stop lets requests run for as long as they take on a slow machine.
 PATIENT = """
 import functools
-from recinfer.serving import server
+from recinfer.serving.server.server import server
 server.serve = functools.partial(server.serve, grace=120.0)
 from recinfer.cli.main import main
 main()
@@ -478,14 +478,14 @@ def until_closed(port: int, data: bytes) -> bytes:
 
 
 def test_half_a_greeting_is_not_waited_for(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("recinfer.serving.handling._HANDSHAKE_MS", 500)
+    monkeypatch.setattr("recinfer.serving.server.grpc_methods._HANDSHAKE_MS", 500)
     with Server({"tiny": predictor}) as server:
         until_closed(server.port, b"PRI * HTTP/2.0\r\n")  # which gRPC by itself does after 120 s
         answers_well(server.target, predictor)
 
 
 def test_connections_that_get_old_are_changed_without_a_failure(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("recinfer.serving.handling._AGE_MS", 300)
+    monkeypatch.setattr("recinfer.serving.server.grpc_methods._AGE_MS", 300)
     with Server({"tiny": predictor}) as server:
         with Load(server.target, 3) as load:
             end = time.monotonic() + 3

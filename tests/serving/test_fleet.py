@@ -20,9 +20,9 @@ import grpc
 import pytest
 
 from recinfer.errors import InputError
-from recinfer.serving.admin_client import AdminClient
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.metrics import merge_statuses, only_counts
+from recinfer.serving.client.admin import AdminClient
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.telemetry.metrics import merge_statuses, only_counts
 from tests.serving.conftest import make_request
 from tests.serving.test_deltas import store
 from tests.serving.test_workers import until

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from recinfer.serving.frames import FrameLoop, Frames, frame, tune
+from recinfer.serving.shards.frames import FrameLoop, Frames, frame, tune
 from tests.serving.remote.fleet import until
 
 LONG = 60.0

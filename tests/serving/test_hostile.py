@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from recinfer.inference.predictor import Predictor
-from recinfer.serving import codec
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.proto import inference_pb2 as pb
-from recinfer.serving.server import SERVICE_NAME, Server
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.proto import inference_pb2 as pb
 from tests.serving.conftest import make_request
 
 BLAME = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED}

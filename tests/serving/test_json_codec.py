@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from recinfer.errors import InputError
-from recinfer.serving import codec, json_codec
-from recinfer.serving.limits import Limits
-from recinfer.serving.proto import inference_pb2 as pb
+from recinfer.serving.wire import codec, json_codec
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 BODY = {"dense": [[1, 2.5], [3, 4]], "features": {"a": [[7], [8, 9]], "b": [3, []]}}

@@ -20,11 +20,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from recinfer.errors import InputError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.inference.stages import Histogram
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.observe import JsonLines, Observer
-from recinfer.serving.security import Security
-from recinfer.serving.server import SERVICE_NAME, Server
-from recinfer.serving.stats import RequestStats
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.engine.stats import RequestStats
+from recinfer.serving.server.security import Security
+from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.server.telemetry.observe import JsonLines, Observer
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import copy_with_missing
 from tests.serving.conftest import ROWS, make_request
@@ -177,8 +177,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 import grpc, recinfer
-from recinfer.serving.proto import inference_pb2 as pb
-from recinfer.serving.server import SERVICE_NAME, Server
+from recinfer.serving.wire.proto import inference_pb2 as pb
+from recinfer.serving.server.server import SERVICE_NAME, Server
 
 exporter, provider = InMemorySpanExporter(), TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(exporter))

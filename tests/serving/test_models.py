@@ -22,14 +22,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, UnavailableError
 from recinfer.inference.predictor import Predictor, load
-from recinfer.serving import codec
-from recinfer.serving.admin_client import AdminClient
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.proto import admin_pb2 as admin_pb
-from recinfer.serving.proto import admin_pb2_grpc
-from recinfer.serving.registry import ModelRegistry, ServedModel
-from recinfer.serving.server import SERVICE_NAME, Server
-from recinfer.serving.store import ModelStore
+from recinfer.serving.client.admin import AdminClient
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
+from recinfer.serving.engine.store import ModelStore
+from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.proto import admin_pb2 as admin_pb
+from recinfer.serving.wire.proto import admin_pb2_grpc
 from tests.hostile.damage import fail_in_onnx
 from tests.serving.conftest import make_request
 from tests.warm import RECINFER, Program, run_program
@@ -318,7 +318,7 @@ def test_whatever_a_version_raises_it_is_passed_over_with_a_reason(store: Path, 
 _AS_NOBODY = """
 import os, sys, logging
 from pathlib import Path
-from recinfer.serving.store import ModelStore
+from recinfer.serving.engine.store import ModelStore
 logging.basicConfig(stream=sys.stdout, force=True)
 if os.getuid() == 0:
     os.setgid(65534)

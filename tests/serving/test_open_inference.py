@@ -16,10 +16,10 @@ import torch
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.limits import Limits
-from recinfer.serving.open_inference_grpc import SERVICE_NAME
-from recinfer.serving.proto import open_inference_pb2 as pb
-from recinfer.serving.server import Server
+from recinfer.serving.server.open_inference_grpc import SERVICE_NAME
+from recinfer.serving.server.server import Server
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import open_inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.conftest import DIM, NUM_DENSE, make_request
 from tests.serving.test_sequences import predictors

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import recinfer.serving.batcher as module
-from recinfer.serving.batcher import Batcher
-from recinfer.serving.pace import BUSY_S, Crowd, gains_nothing, most_away
+import recinfer.serving.engine.scheduler as module
+from recinfer.serving.engine.pace import BUSY_S, Crowd, gains_nothing, most_away
+from recinfer.serving.engine.scheduler import Batcher
 
 
 @pytest.mark.parametrize(

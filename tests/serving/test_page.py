@@ -19,9 +19,9 @@ import pytest
 
 from recinfer.errors import InputError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.registry import ServedModel
-from recinfer.serving.server import Server
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.engine.registry import ServedModel
+from recinfer.serving.server.server import Server
 from tests.serving.conftest import make_request
 
 aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")

@@ -11,16 +11,16 @@ import torch
 
 from recinfer.data.contract import DenseFeature, FeatureContract, Hash, Identity, SparseFeature
 from recinfer.errors import InputError
-from recinfer.serving import codec
-from recinfer.serving.client import AsyncInferenceClient, InferenceClient
-from recinfer.serving.columns import as_raw
-from recinfer.serving.limits import Limits
-from recinfer.serving.loop import run_on_loop
-from recinfer.serving.proto import inference_pb2 as pb
-from recinfer.serving.raw import read_raw
-from recinfer.serving.registry import ModelRegistry
-from recinfer.serving.server import Server
-from recinfer.serving.service import InferenceService
+from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
+from recinfer.serving.client.columns import as_raw
+from recinfer.serving.engine.decoded_path import InferenceService
+from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.server.loop import run_on_loop
+from recinfer.serving.server.server import Server
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import inference_pb2 as pb
+from recinfer.serving.wire.raw_rows import read_raw
 from tests.serving.conftest import ROWS
 
 pyarrow = pytest.importorskip("pyarrow", reason="needs the arrow extra")

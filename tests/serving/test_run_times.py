@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recinfer.serving.run_times import LONGEST_RUN_S, SMOOTHING, RunTimes
+from recinfer.serving.engine.run_times import LONGEST_RUN_S, SMOOTHING, RunTimes
 
 SHORT, LONG = 0.8 * LONGEST_RUN_S, 2 * LONGEST_RUN_S
 

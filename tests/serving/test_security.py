@@ -17,13 +17,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from recinfer.errors import ConfigError, InputError, RecinferError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.admin_client import AdminClient
-from recinfer.serving.client import AsyncInferenceClient, InferenceClient
-from recinfer.serving.loop import run_on_loop
-from recinfer.serving.proto import inference_pb2 as pb
-from recinfer.serving.proto import inference_pb2_grpc
-from recinfer.serving.security import Security, read_token
-from recinfer.serving.server import Server
+from recinfer.serving.client.admin import AdminClient
+from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
+from recinfer.serving.server.loop import run_on_loop
+from recinfer.serving.server.security import Security, read_token
+from recinfer.serving.server.server import Server
+from recinfer.serving.wire.proto import inference_pb2 as pb
+from recinfer.serving.wire.proto import inference_pb2_grpc
 from tests.certificates import need_openssl, self_signed
 from tests.warm import RECINFER, run_program
 

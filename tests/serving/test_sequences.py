@@ -10,8 +10,8 @@ import torch
 
 from recinfer.errors import InputError
 from recinfer.inference.predictor import Predictor, load
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.server import Server
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.server import Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 

@@ -18,13 +18,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from recinfer.errors import ConfigError, InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving import codec
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.limits import Limits
-from recinfer.serving.proto import inference_pb2 as pb
-from recinfer.serving.proto import inference_pb2_grpc
-from recinfer.serving.security import Security
-from recinfer.serving.server import SERVICE_NAME, Server
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.security import Security
+from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import inference_pb2 as pb
+from recinfer.serving.wire.proto import inference_pb2_grpc
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.ports import free_port
 from tests.serving.conftest import DIM, NUM_DENSE, ROWS, make_request
@@ -312,7 +312,7 @@ def test_a_server_that_stops_waits_until_its_last_answers_are_taken(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_stop_the_serving_process(archive: Path, number: signal.Signals):
     script = (
-        "import sys; from recinfer.inference.predictor import load; from recinfer.serving.server import serve\n"
+        "import sys; from recinfer.inference.predictor import load; from recinfer.serving.server.server import serve\n"
         "serve({'tiny': load(sys.argv[1])}, on_ready=lambda port: print(port, flush=True)); print('stopped', flush=True)"
     )
     with (
@@ -331,7 +331,7 @@ def test_a_signal_ends_serving_whatever_lock_this_thread_holds(archive: Path) ->
     code = (
         "import os, signal, sys, threading\n"
         "import recinfer\n"
-        "from recinfer.serving.server import serve\n"
+        "from recinfer.serving.server.server import serve\n"
         "class Interrupted(threading.Event):\n"
         "    def wait(self, timeout=None):\n"
         "        with self._cond:\n"

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from recinfer.serving.side_by_side import SideBySide
+from recinfer.serving.engine.parallel_parts import SideBySide
 
 WAIT_S = 60
 

@@ -6,8 +6,8 @@ import grpc
 import pytest
 
 from recinfer import errors
-from recinfer.serving.limits import Limits
-from recinfer.serving.status import error_of, status_of
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.status import error_of, status_of
 
 
 @pytest.mark.parametrize(

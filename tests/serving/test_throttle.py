@@ -11,11 +11,10 @@ import pytest
 
 from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving import throttle
-from recinfer.serving.client import AsyncInferenceClient, InferenceClient
-from recinfer.serving.loop import run_on_loop
-from recinfer.serving.throttle import Throttle
-from recinfer.serving.tries import Tries
+from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient, throttle
+from recinfer.serving.client.retry import Tries
+from recinfer.serving.client.throttle import Throttle
+from recinfer.serving.server.loop import run_on_loop
 from tests.serving.conftest import make_request
 from tests.serving.test_door import held
 

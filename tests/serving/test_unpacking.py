@@ -17,10 +17,10 @@ import pytest
 
 from recinfer.errors import InputError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.limits import Limits
-from recinfer.serving.loop import run_on_loop
-from recinfer.serving.server import Server
-from recinfer.serving.unpacking import Bytes, TooLargeError, unpack
+from recinfer.serving.server.loop import run_on_loop
+from recinfer.serving.server.server import Server
+from recinfer.serving.server.unpacking import Bytes, TooLargeError, unpack
+from recinfer.serving.wire.limits import Limits
 from tests.serving.asked import turns
 from tests.serving.conftest import make_request
 

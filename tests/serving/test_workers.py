@@ -25,11 +25,11 @@ from recinfer import env
 from recinfer.cli.serve import security_of
 from recinfer.cli.serve_options import SecurityOptions
 from recinfer.errors import ConfigError, InputError, NotFoundError, UnavailableError
-from recinfer.serving import codec
-from recinfer.serving.admin_client import AdminClient
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.server import SERVICE_NAME
-from recinfer.serving.supervisor import Supervisor
+from recinfer.serving.client.admin import AdminClient
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.server import SERVICE_NAME
+from recinfer.serving.wire import codec
+from recinfer.serving.workers.supervisor import Supervisor
 from tests.ports import free_port
 from tests.serving.conftest import make_request, replace_archive
 from tests.warm import RECINFER, Program, run_program
@@ -230,7 +230,7 @@ sys.stdin.read()
 def test_a_worker_that_fails_after_a_long_load_is_not_started_at_once_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("recinfer.serving.supervisor._STEADY_S", 0.2)  # less than it takes to fail
+    monkeypatch.setattr("recinfer.serving.workers.supervisor._STEADY_S", 0.2)  # less than it takes to fail
     said: list[str] = []
     command = [sys.executable, "-c", _FAKE, str(tmp_path / "served")]
     supervisor = Supervisor(lambda port: command, 1, "127.0.0.1", 0, tell=said.append)

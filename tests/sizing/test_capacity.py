@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from recinfer.errors import ConfigError, InputError, NotFoundError, UnavailableError
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.server import Server
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.server import Server
 from recinfer.sizing.arrivals import Trace, poisson
 from recinfer.sizing.capacity import Measured, find_knee, this_machine
 from recinfer.sizing.load import Driver, Stretch, encode_requests
@@ -126,8 +126,8 @@ def test_requests_have_the_sizes_of_the_trace(server: Server) -> None:
     names = [feature.name for feature in model.features]
     trace = Trace(np.array([0.0, 1.0]), np.array([2, 4]), np.array([12, 0]), {names[0]: 3.0, names[1]: 1.0})
     requests = encode_requests(model, "lookup", trace)
-    from recinfer.serving import codec
-    from recinfer.serving.proto import inference_pb2 as pb
+    from recinfer.serving.wire import codec
+    from recinfer.serving.wire.proto import inference_pb2 as pb
 
     first, second = (codec.parse(pb.LookupRequest, each) for each in requests)
     assert len(first.features.lengths) == 4 * 2 * len(names)  # int32

@@ -13,9 +13,9 @@ import torch
 
 from recinfer.errors import InputError, NotFoundError
 from recinfer.inference.predictor import LookupResult, Predictor, load
-from recinfer.serving import codec
-from recinfer.serving.client import Embeddings
-from recinfer.serving.torchserve_client import TorchServeClient
+from recinfer.serving.client.client import Embeddings
+from recinfer.serving.client.torchserve import TorchServeClient
+from recinfer.serving.wire import codec
 from tests.serving.requests import BAD, TOLERANCE, Asked, kjt_of, nth_request
 from tests.torchserve.instance import TorchServe
 

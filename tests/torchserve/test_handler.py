@@ -13,7 +13,7 @@ import torch
 
 from recinfer.errors import InputError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving import codec
+from recinfer.serving.wire import codec
 from tests.conftest import ROOT
 from tests.serving.conftest import make_request
 from tests.torchserve.conftest import needs

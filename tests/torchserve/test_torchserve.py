@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from recinfer.errors import InputError, RecinferError
-from recinfer.serving import codec
-from recinfer.serving.client import InferenceClient
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.client.torchserve import TorchServeClient
 from recinfer.serving.mar import pack
-from recinfer.serving.server import Server
-from recinfer.serving.torchserve_client import TorchServeClient
+from recinfer.serving.server.server import Server
+from recinfer.serving.wire import codec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.conftest import ROWS, build_archive, make_request
 from tests.torchserve.instance import TorchServe

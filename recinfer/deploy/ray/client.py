@@ -14,7 +14,7 @@ from recinfer.deploy.ray.cluster import NAMESPACE, forget, remove_files, sweep
 from recinfer.deploy.ray.spec import Deployment
 from recinfer.deploy.ray.tls import Tls, missing_files
 from recinfer.errors import ConfigError, NotFoundError, RecinferError, UnavailableError
-from recinfer.serving.security import Security
+from recinfer.serving.server.security import Security
 
 __all__ = ["connected", "deploy", "deployments", "down", "rankers", "roll", "scale", "status", "wait_until_ready"]
 

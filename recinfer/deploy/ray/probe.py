@@ -34,7 +34,7 @@ class Probe:
     Attributes:
         answers: its health service answered; ``serving``: and that it takes requests.
         why: it did not answer, as gRPC says it; empty without TLS, where it is no more than that nobody listens yet.
-        status: as recinfer.serving.metrics has it; empty when it was not to be had.
+        status: as recinfer.serving.server.telemetry.metrics has it; empty when it was not to be had.
         rate: requests a second since the last look.
         inside: requests that were in the server at a time, on average since the last look (waiting or at work): the
             seconds that those spent in it which were answered since then, by the seconds that have passed.

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from recinfer.deploy.ray.spec import Deployment
 from recinfer.errors import ConfigError, InputError, RecinferError, UnavailableError
-from recinfer.serving.admin_client import AdminClient, LoadedVersion
+from recinfer.serving.client.admin import AdminClient, LoadedVersion
 
 __all__ = ["Versions", "activate", "load_everywhere", "tidy"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 
 from recinfer.errors import ConfigError
-from recinfer.serving.client import credentials_of
+from recinfer.serving.client.client import credentials_of
 
 __all__ = ["Tls", "missing_files"]
 
@@ -53,13 +53,13 @@ class Tls:
         return said if self.client_ca is None else [*said, "--tls-client-ca", self.client_ca]
 
     def settings(self) -> dict[str, str]:
-        """Of shards.json: see recinfer.serving.remote.config.ShardsSettings."""
+        """Of shards.json: see recinfer.serving.shards.config.ShardsSettings."""
         cert, key = self.shown or (None, None)
         told = {"tls_ca": self.ca, "tls_cert": cert, "tls_key": key, "tls_name": self.name}
         return {name: value for name, value in told.items() if value is not None}
 
     def caller(self) -> dict[str, Path | None]:
-        """Keywords of recinfer.serving.client.InferenceClient, but the name."""
+        """Keywords of recinfer.serving.client.client.InferenceClient, but the name."""
         cert, key = self.shown or (None, None)
         told = {"tls_ca": self.ca, "tls_cert": cert, "tls_key": key}
         return {name: None if path is None else Path(path) for name, path in told.items()}

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.inference.predictor import Predictor, load
-from recinfer.serving.remote.fanout import Fanout
-from recinfer.serving.remote.lookups import remote_lookups
-from recinfer.serving.remote.pool import ReplicaPool
-from recinfer.serving.remote.server import ShardServer
-from recinfer.serving.remote.tables import ShardTables
+from recinfer.serving.shards.fanout import Fanout
+from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.pool import ReplicaPool
+from recinfer.serving.shards.server import ShardServer
+from recinfer.serving.shards.tables import ShardTables
 from tests.ports import free_port
 from tests.warm import RECINFER, Program
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from recinfer.serving.asking import Way
-from recinfer.serving.core_channel import CoreChannel
-from recinfer.serving.core_stream import AskStream
-from recinfer.serving.proto import shards_pb2 as pb
-from recinfer.serving.remote import asks as module
-from recinfer.serving.remote.asks import Asks
-from recinfer.serving.remote.messages import _FAILED
-from recinfer.serving.remote.server import ShardServer
-from recinfer.serving.remote.sockets import AskSocket
+from recinfer.serving.server.grpc_channel import CoreChannel
+from recinfer.serving.server.grpc_stream import AskStream
+from recinfer.serving.server.serial_connection import Way
+from recinfer.serving.shards import connections as module
+from recinfer.serving.shards.connections import Asks
+from recinfer.serving.shards.messages import _FAILED
+from recinfer.serving.shards.server import ShardServer
+from recinfer.serving.shards.transport import AskSocket
+from recinfer.serving.wire.proto import shards_pb2 as pb
 from tests.ports import free_port
 from tests.serving.remote.fleet import shard, until
 from tests.serving.remote.test_direct import make_archive

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from recinfer.cli.main import app
 from recinfer.errors import ConfigError, InputError
-from recinfer.serving.limits import Limits
-from recinfer.serving.proto import shards_pb2 as pb
-from recinfer.serving.remote.config import ShardsSettings, read_shards
-from recinfer.serving.remote.messages import decode_response, encode_response
-from recinfer.serving.remote.tables import ShardTables
+from recinfer.serving.shards.config import ShardsSettings, read_shards
+from recinfer.serving.shards.messages import decode_response, encode_response
+from recinfer.serving.shards.tables import ShardTables
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import shards_pb2 as pb
 from tests.serving.remote.fleet import write_shards
 
 GOOD = {"format": "recinfer.shards", "version": 1, "ranks": {"0": ["10.0.0.1:50051", "dns:///shard-0.recinfer:50051"]}}
@@ -130,7 +130,7 @@ def test_parts_that_do_not_fit_are_refused(archive: Path):
 def test_a_shard_server_has_the_limits_that_it_is_given(archive: Path, monkeypatch: pytest.MonkeyPatch):
     """A ranker with --max-message-mib needs shards with it too: its parts of a request are as long."""
     taken: list[Limits] = []
-    monkeypatch.setattr("recinfer.serving.remote.server.serve_shards", lambda *_, limits, **__: taken.append(limits))
+    monkeypatch.setattr("recinfer.serving.shards.server.serve_shards", lambda *_, limits, **__: taken.append(limits))
     done = CliRunner().invoke(app, ["serve", str(archive), "--ranks", "0", "--max-message-mib", "512"])
     assert done.exit_code == 0, done.output
     assert taken == [Limits(max_message_bytes=512 << 20)]

@@ -24,20 +24,22 @@ from recinfer.inference.lookups import run_later
 from recinfer.inference.predictor import load
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
-from recinfer.serving import batcher, codec, pace
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.limits import Limits
-from recinfer.serving.loop import run_on_loop
-from recinfer.serving.proto import inference_pb2 as pb
-from recinfer.serving.registry import ModelRegistry
-from recinfer.serving.remote.fanout import Fanout
-from recinfer.serving.remote.layout import module_layouts
-from recinfer.serving.remote.lookups import remote_lookups
-from recinfer.serving.remote.messages import join_request
-from recinfer.serving.remote.split import ModuleSplit
-from recinfer.serving.remote.tables import ShardTables
-from recinfer.serving.server import Server
-from recinfer.serving.service import InferenceService
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.engine import pace
+from recinfer.serving.engine import scheduler as batcher
+from recinfer.serving.engine.decoded_path import InferenceService
+from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.server.loop import run_on_loop
+from recinfer.serving.server.server import Server
+from recinfer.serving.shards.fanout import Fanout
+from recinfer.serving.shards.layout import module_layouts
+from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.messages import join_request
+from recinfer.serving.shards.split import ModuleSplit
+from recinfer.serving.shards.tables import ShardTables
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.kept import kept
 from tests.serving.mutations import mutated

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from recinfer.cli.main import app
 from recinfer.errors import UnavailableError
 from recinfer.inference.predictor import Predictor, load
-from recinfer.serving.client import AsyncInferenceClient, InferenceClient
-from recinfer.serving.registry import ServedModel
-from recinfer.serving.remote.fanout import Fanout
-from recinfer.serving.remote.lookups import remote_lookups
-from recinfer.serving.server import Server
+from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
+from recinfer.serving.engine.registry import ServedModel
+from recinfer.serving.server.server import Server
+from recinfer.serving.shards.fanout import Fanout
+from recinfer.serving.shards.lookups import remote_lookups
 from tests.ports import free_port
 from tests.serving.conftest import make_request
 from tests.serving.remote.fleet import Process, allowing_default_rows, asking, until, write_shards

@@ -13,10 +13,10 @@ import torch
 
 from recinfer.errors import RecinferError
 from recinfer.inference.predictor import load
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.core_stream import AskStream
-from recinfer.serving.remote.lookups import remote_lookups
-from recinfer.serving.security import Security
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.server.grpc_stream import AskStream
+from recinfer.serving.server.security import Security
+from recinfer.serving.shards.lookups import remote_lookups
 from tests.certificates import need_openssl, self_signed
 from tests.ports import free_port
 from tests.serving.conftest import make_request

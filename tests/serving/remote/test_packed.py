@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 from recinfer.quant._tables import pack
-from recinfer.serving._ranks import join
+from recinfer.serving.shards._ranks import join
 
 from recinfer.archive.reader import open_archive
 from recinfer.errors import RecinferError
 from recinfer.inference.bags import bags_of
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.packing import PACKED_TYPES
-from recinfer.serving.limits import Limits
-from recinfer.serving.proto import shards_pb2 as pb
-from recinfer.serving.remote import tables as tables_module
-from recinfer.serving.remote.layout import ModuleLayout, module_layouts
-from recinfer.serving.remote.messages import decode_response, join_request
-from recinfer.serving.remote.packed import PACKED_ANSWER, is_packed, pairs_of, unpacked
-from recinfer.serving.remote.split import ModuleSplit
-from recinfer.serving.remote.tables import ShardTables
+from recinfer.serving.shards import tables as tables_module
+from recinfer.serving.shards.layout import ModuleLayout, module_layouts
+from recinfer.serving.shards.messages import decode_response, join_request
+from recinfer.serving.shards.packed import PACKED_ANSWER, is_packed, pairs_of, unpacked
+from recinfer.serving.shards.split import ModuleSplit
+from recinfer.serving.shards.tables import ShardTables
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import shards_pb2 as pb
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.quant.test_tables import Case
 from tests.serving.mutations import mutated

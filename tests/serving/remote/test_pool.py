@@ -9,9 +9,9 @@ import torch
 
 from recinfer.errors import ConfigError
 from recinfer.inference.predictor import load
-from recinfer.serving.remote.lookups import remote_lookups
-from recinfer.serving.remote.pool import ReplicaPool, _stamp
-from recinfer.serving.security import Security
+from recinfer.serving.server.security import Security
+from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.pool import ReplicaPool, _stamp
 from tests.serving.remote.fleet import asking, shard, until, write_shards
 from tests.serving.remote.test_direct import make_archive, make_request
 
@@ -28,7 +28,7 @@ def test_names_that_dns_cannot_know_are_refused(tmp_path: Path, name: str):
 def test_a_name_that_no_resolver_takes_is_one_without_addresses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("recinfer.serving.remote.config._is_host", lambda name: True)
+    monkeypatch.setattr("recinfer.serving.shards.config._is_host", lambda name: True)
     with asking(write_shards(tmp_path / "shards.json", {0: ["dns:///a..b:1"]})) as fanout:
         assert fanout.pool.addresses(0) == "dns:///a..b:1 (no address)"
     assert "cannot resolve dns:///a..b:1" in caplog.text
@@ -51,7 +51,7 @@ def test_what_cannot_be_taken_is_told_once_and_taken_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     archive, path = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json"
-    monkeypatch.setattr("recinfer.serving.remote.pool._LOOK_S", 0.01)
+    monkeypatch.setattr("recinfer.serving.shards.pool._LOOK_S", 0.01)
     with (
         shard(archive, (0, 1, 2)) as server,
         shard(archive, (0, 1, 2)) as other,
@@ -62,7 +62,7 @@ def test_what_cannot_be_taken_is_told_once_and_taken_later(
         write_shards(path, {rank: [other.target] for rank in range(3)}, token_file=str(missing))
         until(lambda: "the shards stay as they were" in caplog.text)
         looks: list[Path] = []
-        monkeypatch.setattr("recinfer.serving.remote.pool._stamp", lambda path: looks.append(path) or _stamp(path))
+        monkeypatch.setattr("recinfer.serving.shards.pool._stamp", lambda path: looks.append(path) or _stamp(path))
         until(lambda: len(looks) > 10)
         assert pool.config is before and [each.target for each in pool.everyone()] == [server.target]
         assert caplog.text.count("the shards stay as they were") == 1

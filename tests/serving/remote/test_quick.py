@@ -15,16 +15,16 @@ import torch
 
 from recinfer.errors import DeadlineError, RecinferError, UnavailableError
 from recinfer.inference.predictor import load
-from recinfer.serving import codec
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.direct import DIRECT_BYTES
-from recinfer.serving.limits import Limits
-from recinfer.serving.proto import inference_pb2 as pb
-from recinfer.serving.remote.fanout import Fanout
-from recinfer.serving.remote.server import ShardServer
-from recinfer.serving.server import Server
-from recinfer.serving.service import InferenceService
-from recinfer.serving.side_by_side import SideBySide
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.engine.byte_path import DIRECT_BYTES
+from recinfer.serving.engine.decoded_path import InferenceService
+from recinfer.serving.engine.parallel_parts import SideBySide
+from recinfer.serving.server.server import Server
+from recinfer.serving.shards.fanout import Fanout
+from recinfer.serving.shards.server import ShardServer
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.remote.fleet import allowing_default_rows, asking, shard, until, write_shards
 from tests.serving.remote.models import KINDS
@@ -72,7 +72,7 @@ def later(
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas are asked in turns: no figure is young enough to prefer one."""
-    monkeypatch.setattr("recinfer.serving.remote.replica._STALE_S", 0.0)
+    monkeypatch.setattr("recinfer.serving.shards.replica._STALE_S", 0.0)
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from recinfer.errors import UnavailableError
-from recinfer.serving.frames import frame
-from recinfer.serving.remote import sockets as module
-from recinfer.serving.remote.sockets import AnswerSockets, AskSocket
-from recinfer.serving.security import Security
+from recinfer.serving.server.security import Security
+from recinfer.serving.shards import transport as module
+from recinfer.serving.shards.frames import frame
+from recinfer.serving.shards.transport import AnswerSockets, AskSocket
 from tests.ports import free_port
 from tests.serving.asked import LONG, MUCH, Answers, ask, into
 from tests.serving.remote.fleet import asking, shard, until, write_shards

@@ -13,10 +13,10 @@ from recinfer.errors import InputError, UnavailableError
 from recinfer.inference.lookups import run_later
 from recinfer.inference.predictor import LookupResult, Predictor, load
 from recinfer.modules.embedding_configs import DataType
-from recinfer.serving.limits import Limits
-from recinfer.serving.loop import start_on_loop
-from recinfer.serving.remote.lookups import remote_lookups
-from recinfer.serving.security import Security
+from recinfer.serving.server.loop import start_on_loop
+from recinfer.serving.server.security import Security
+from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.wire.limits import Limits
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import EVERYTHING_ROWS, Everything
 from tests.archive.models import make_archive as make_everything
@@ -148,9 +148,9 @@ def test_who_does_not_have_a_rank_is_not_asked_for_it(tmp_path: Path, caplog: py
 
 
 def test_equal_replicas_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("recinfer.serving.remote.replica._STALE_S", 0.0)  # no figure is young enough to prefer one
+    monkeypatch.setattr("recinfer.serving.shards.replica._STALE_S", 0.0)  # no figure is young enough to prefer one
     for wait in ("_FIRST_HEDGE_S", "_LEAST_HEDGE_S"):  # and the other one is not asked because a machine stands still
-        monkeypatch.setattr(f"recinfer.serving.remote.fan.{wait}", 600.0)
+        monkeypatch.setattr(f"recinfer.serving.shards.fan.{wait}", 600.0)
     archive = make_archive(tmp_path, "table_wise")
     with shard(archive, (0, 1, 2)) as one, shard(archive, (0, 1, 2), "127.0.0.2") as two:
         targets = [one.target, two.target]
@@ -164,7 +164,7 @@ def test_equal_replicas_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_replica_that_was_slow_once_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("recinfer.serving.remote.replica._STALE_S", 0.05)
+    monkeypatch.setattr("recinfer.serving.shards.replica._STALE_S", 0.05)
     archive = make_archive(tmp_path, "table_wise")
     with shard(archive, (0, 1, 2)) as one, shard(archive, (0, 1, 2), "127.0.0.2") as two:
         targets = [one.target, two.target]

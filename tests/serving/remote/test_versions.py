@@ -23,16 +23,16 @@ from recinfer.cli.main import app
 from recinfer.errors import InputError, NotFoundError, NotPreparedError
 from recinfer.inference.delta import make_delta
 from recinfer.inference.predictor import Predictor, load
-from recinfer.serving.admin_client import AdminClient
-from recinfer.serving.client import InferenceClient
-from recinfer.serving.limits import Limits
-from recinfer.serving.registry import ModelRegistry
-from recinfer.serving.remote.lookups import remote_lookups
-from recinfer.serving.remote.messages import join_request
-from recinfer.serving.remote.server import ShardServer
-from recinfer.serving.remote.tables import _WANTED_S, MAX_VERSIONS, ShardTables
-from recinfer.serving.server import Server
-from recinfer.serving.store import ModelStore, StoreManager
+from recinfer.serving.client.admin import AdminClient
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.engine.store import ModelStore, StoreManager
+from recinfer.serving.server.server import Server
+from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.messages import join_request
+from recinfer.serving.shards.server import ShardServer
+from recinfer.serving.shards.tables import _WANTED_S, MAX_VERSIONS, ShardTables
+from recinfer.serving.wire.limits import Limits
 from tests.ports import free_port
 from tests.serving.remote.fleet import Process, asking, shard, until, write_shards
 from tests.serving.remote.models import Mixed, make_archive, make_request
@@ -283,8 +283,8 @@ def test_what_a_ranker_has_loaded_stays_mapped_for_as_long(
 ):
     ahead = [0.0]  # how far the shards' clock is
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
-    monkeypatch.setattr("recinfer.serving.remote.tables.time", clock)
-    monkeypatch.setattr("recinfer.serving.remote.pool._RENEW_S", 0.0)  # at each look
+    monkeypatch.setattr("recinfer.serving.shards.tables.time", clock)
+    monkeypatch.setattr("recinfer.serving.shards.pool._RENEW_S", 0.0)  # at each look
     others = [make_archive(tmp_path / str(n), "table_wise", version=str(n), seed=n) for n in range(3, 4 + MAX_VERSIONS)]
     with shard(archives["1"], (0, 1, 2)) as server:
         path = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})
@@ -318,11 +318,11 @@ def test_a_version_that_is_still_copied_is_passed_over(
     write_shards(tmp_path / "s.json", {rank: ["127.0.0.1:1"] for rank in range(3)})
     served: list[list[str]] = []
     monkeypatch.setattr(
-        "recinfer.serving.remote.server.serve_shards",
+        "recinfer.serving.shards.server.serve_shards",
         lambda tables, *_, **__: served.append([model.manifest.version for model in tables.models()]),
     )
     monkeypatch.setattr(
-        "recinfer.serving.server.serve", lambda registry, **_: served.append(list(registry.versions(MODEL)))
+        "recinfer.serving.server.server.serve", lambda registry, **_: served.append(list(registry.versions(MODEL)))
     )
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["serve", "--model-store", "store", *role, "--port", "0"])

@@ -1,0 +1,28 @@
+"""Clients of a server: blocking and asyncio, of the admin service, and of TorchServe."""
+
+from __future__ import annotations
+
+from recinfer.lazy import lazy_names
+
+__all__ = [
+    "AdminClient",
+    "AsyncInferenceClient",
+    "Embeddings",
+    "InferenceClient",
+    "ModelDescription",
+    "TorchServeClient",
+]
+
+_CLIENT = "recinfer.serving.client.client"
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "AdminClient": "recinfer.serving.client.admin",
+        "AsyncInferenceClient": _CLIENT,
+        "Embeddings": _CLIENT,
+        "InferenceClient": _CLIENT,
+        "ModelDescription": _CLIENT,
+        "TorchServeClient": "recinfer.serving.client.torchserve",
+    },
+)

@@ -1,0 +1,140 @@
+"""A client of the admin service: load, weigh, unload and change versions of a running ``recinfer serve --admin``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from google.protobuf.message import Message
+
+from recinfer.errors import InputError
+from recinfer.serving.client.client import credentials_of, invoke
+from recinfer.serving.server.security import authorization
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.proto import admin_pb2 as pb
+
+__all__ = ["AdminClient", "LoadedVersion"]
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+
+
+@dataclass(frozen=True)
+class LoadedVersion:
+    """One version of a model that a server has loaded.
+
+    Attributes:
+        weight: its share of the requests that name no version; 0: it must be named.
+        plan_hash: of the plan in its archive.
+        bytes: size of its archive.
+        deltas: how many deltas are applied to it.
+    """
+
+    weight: int
+    plan_hash: str
+    bytes: int
+    deltas: int
+
+
+Loaded = dict[str, dict[str, LoadedVersion]]
+
+
+class AdminClient:
+    """Changes what one server serves. Thread-safe; ``close`` it or use ``with``.
+
+    Every call gives all models as they are after it, by name and version, the default model first. A call that fails
+    changes nothing. No call is made twice on its own: a change is not asked for again when its answer is lost.
+
+    Args:
+        target, token, tls_ca, tls_cert, tls_key: as InferenceClient has them.
+        tls_name: name in the server's certificate, where it is not the target's host; empty: it is.
+        timeout: seconds until a call is given up; loading reads and checks a whole archive.
+
+    Errors are those of InferenceClient.
+
+    >>> with AdminClient("127.0.0.1:8500") as admin:                        # doctest: +SKIP
+    ...     admin.load("movies", "8")
+    ...     admin.set_weights("movies", {"7": 90, "8": 10})
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        timeout: float = 300.0,
+        token: str = "",
+        tls_ca: Path | None = None,
+        tls_cert: Path | None = None,
+        tls_key: Path | None = None,
+        tls_name: str = "",
+    ) -> None:
+        self.target, self.timeout = target, timeout
+        self._metadata = authorization(token)
+        credentials = credentials_of(tls_ca, tls_cert, tls_key)
+        options = [("grpc.ssl_target_name_override", tls_name)] if tls_name else []
+        self._channel = (
+            grpc.insecure_channel(target)
+            if credentials is None
+            else grpc.secure_channel(target, credentials, options=options)
+        )
+
+    def list_models(self) -> Loaded:
+        """What is loaded."""
+        return self._call("ListModels", pb.ListModelsRequest())
+
+    def load(self, model: str, version: str = "", *, activate: bool = False) -> Loaded:
+        """Load a version of the model store (empty: the newest); ``activate``: requests go to it from then on."""
+        return self._call("Load", pb.LoadRequest(model=model, version=version, activate=activate))
+
+    def unload(self, model: str, version: str) -> Loaded:
+        """Take a version away; requests that run on it end well."""
+        return self._call("Unload", pb.UnloadRequest(model=model, version=version))
+
+    def set_default(self, model: str, version: str) -> Loaded:
+        """Send all requests that name no version to this one."""
+        return self._call("SetDefault", pb.SetDefaultRequest(model=model, version=version))
+
+    def set_weights(self, model: str, weights: Mapping[str, int]) -> Loaded:
+        """Spread requests that name no version: ``{"7": 90, "8": 10}``."""
+        try:
+            items = [pb.VersionWeight(version=version, weight=weight) for version, weight in weights.items()]
+        except (TypeError, ValueError):
+            raise InputError(f"weights: got {dict(weights)}, expected whole numbers from 0 to 2^32 - 1") from None
+        return self._call("SetWeights", pb.SetWeightsRequest(model=model, weights=items))
+
+    def rollback(self, model: str) -> Loaded:
+        """Go back to the weights before the last change of them."""
+        return self._call("Rollback", pb.RollbackRequest(model=model))
+
+    def apply_delta(self, model: str, delta: str, version: str = "") -> Loaded:
+        """Apply ``delta``, a file in the model's folder of the store, to a loaded version (empty: the default one)."""
+        return self._call("ApplyDelta", pb.ApplyDeltaRequest(model=model, version=version, delta=delta))
+
+    def undo_delta(self, model: str, version: str = "") -> Loaded:
+        """Take back a version's last delta."""
+        return self._call("UndoDelta", pb.UndoDeltaRequest(model=model, version=version))
+
+    def close(self) -> None:
+        """Close the channel; calls after it fail."""
+        self._channel.close()
+
+    def __enter__(self) -> AdminClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, name: str, request: Message) -> Loaded:
+        answer = invoke(
+            self._channel.unary_unary(f"/{_SERVICE}/{name}"),
+            request.SerializeToString(),
+            self.target,
+            self.timeout,
+            start_with="recinfer serve --model-store DIR --admin --port N",
+            metadata=self._metadata,
+        )
+        return {
+            model.model: {v.version: LoadedVersion(v.weight, v.plan_hash, v.bytes, v.deltas) for v in model.versions}
+            for model in codec.parse(pb.ModelList, answer).models
+        }

@@ -1,0 +1,402 @@
+"""Clients of the gRPC server, blocking and asyncio: ids in, KeyedTensor and tensors out."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import torch
+from grpc_health.v1 import health_pb2
+
+from recinfer.errors import ConfigError, InputError, OverloadedError, RecinferError, UnavailableError
+from recinfer.inference.together import Outputs
+from recinfer.serving.client.answers import (
+    Embeddings,
+    ModelDescription,
+    decode_description,
+    decode_embeddings,
+)
+from recinfer.serving.client.columns import as_dense, as_features, as_raw
+from recinfer.serving.client.retry import LONGEST_S, Tries, is_full, pushback
+from recinfer.serving.client.throttle import Throttle
+from recinfer.serving.server.security import authorization, load_pem
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.proto import inference_pb2 as pb
+from recinfer.serving.wire.retry import has_said
+from recinfer.serving.wire.status import error_of
+
+__all__ = [
+    "AsyncInferenceClient",
+    "Embeddings",
+    "InferenceClient",
+    "ModelDescription",
+    "credentials_of",
+    "invoke",
+]
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_CALLS, _CHECK = ("Lookup", "Predict", "GetModel"), "Check"
+_HEALTH_REQUEST = health_pb2.HealthCheckRequest(service=_SERVICE).SerializeToString()
+_POLL_S = 0.05
+_START_WITH = "recinfer serve ARCHIVE --port N"
+
+
+class _Client:
+    """What both clients share: settings, and messages from and to what callers have."""
+
+    def __init__(
+        self, target: str, model: str, version: str, timeout: float, retries: int, throttle: bool, token: str
+    ) -> None:
+        if retries < 0:
+            raise InputError(f"retries: got {retries}, expected 0 or more")
+        for what, name in (("model", model), ("version", version)):
+            if not isinstance(name, str) or any("\ud800" <= c <= "\udfff" for c in name):
+                raise InputError(f"{what}: got {name!r:.80}, expected text")
+        Tries(target, retries, timeout, None)  # which knows what a timeout is
+        self.target, self.model, self.version, self.timeout, self.retries = target, model, version, timeout, retries
+        # One a call, as a server may have no room for predictions and much for lookups.
+        self._throttles = {call: Throttle() for call in ("Lookup", "Predict")} if throttle else {}
+        self._metadata = authorization(token)
+
+    def _lookup_request(self, features: Any) -> bytes:
+        return codec.encode_lookup_request(as_features(features), self.model, self.version)
+
+    def _predict_request(self, dense: Any, features: Any, context: Any) -> bytes:
+        sparse = as_features(features)
+        matrix = torch.empty(sparse.stride(), 0) if dense is None else as_dense(dense)
+        once = None if context is None else as_features(context)
+        return codec.encode_predict_request(matrix, sparse, self.model, self.version, context=once)
+
+    def _raw_request(self, rows: Any) -> bytes:
+        return pb.PredictRequest(model=self.model, version=self.version, raw=as_raw(rows)).SerializeToString()
+
+    def _model_request(self) -> bytes:
+        return pb.GetModelRequest(model=self.model, version=self.version).SerializeToString()
+
+    def _not_ready(self, seconds: float) -> UnavailableError:
+        return UnavailableError(f"the server at {self.target} is not ready after {seconds:g} s")
+
+    def _tries(self, call: str, seconds: float, retries: int | None = None) -> Tries:
+        return Tries(self.target, self.retries if retries is None else retries, seconds, self._throttles.get(call))
+
+
+class InferenceClient(_Client):
+    """Talks to one server. Thread-safe; keeps one channel open until ``close`` (or the end of a ``with`` block).
+
+    Args:
+        target: ``"host:port"``.
+        model: model of every call; empty: the server's default.
+        version: version of every call; empty: the model's default.
+        timeout: seconds until a call is given up, tries and waits together.
+        retries: further tries of a call that found no server or a full one, each after a longer wait, or after the wait
+            that the server asks for.
+        throttle: hold lookups and predictions back while the server refuses many for want of room: a twentieth more than it
+            takes is sent, so that it answers rather than refuses. What is held back waits and tries again as what is refused does.
+        token: bearer token; empty: none.
+        tls_ca: PEM file of the authority that signed the server's certificate; None: no TLS.
+        tls_cert, tls_key: PEM files of this client's certificate, for mutual TLS.
+        tls_name: name in the server's certificate, where it is not the target's host; empty: it is.
+
+    Features are a KeyedJaggedTensor, a dict of feature to list, or a DataFrame or Table: see
+    :func:`recinfer.serving.client.columns.as_features`. All calls raise InputError (the request is wrong), NotFoundError (no
+    such model or version), UnavailableError (no server there, or too slow; OverloadedError: it is full) or, when the server
+    fails, RecinferError.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        model: str = "",
+        version: str = "",
+        timeout: float = 10.0,
+        retries: int = 2,
+        throttle: bool = True,
+        token: str = "",
+        tls_ca: Path | None = None,
+        tls_cert: Path | None = None,
+        tls_key: Path | None = None,
+        tls_name: str = "",
+    ) -> None:
+        super().__init__(target, model, version, timeout, retries, throttle, token)
+        credentials, options = _security(tls_ca, tls_cert, tls_key, tls_name)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(target, options=options)
+        else:
+            self._channel = grpc.secure_channel(target, credentials, options=options)
+        self._methods = {call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in _CALLS}
+        self._methods[_CHECK] = self._channel.unary_unary(f"/{_HEALTH}/{_CHECK}")
+
+    def lookup(self, features: Any, *, timeout: float | None = None) -> Embeddings:
+        """Embeddings of some or all features of the model, given in any order."""
+        return decode_embeddings(self._call("Lookup", self._lookup_request(features), timeout))
+
+    def predict(self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
+        """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples.
+
+        Every feature of the model is given, in ``features`` or in ``context``; a sample without ids has an empty list.
+        ``context``: features of one sample that go with all B, a user's beside its candidates', in any form that
+        features have; none of them among ``features``. They are sent and looked up once.
+        """
+        request = self._predict_request(dense, features, context)
+        return codec.decode_predict_response(self._call("Predict", request, timeout))[0]
+
+    def predict_raw(self, rows: Any, *, timeout: float | None = None) -> Outputs:
+        """The model's outputs by name, from rows as the training data had them.
+
+        The server makes ids and dense inputs of them by the feature contract of the model's archive. ``rows``: see
+        :func:`recinfer.serving.client.columns.as_raw`; its columns are those of the contract (``get_model().contract``).
+        """
+        return codec.decode_predict_response(self._call("Predict", self._raw_request(rows), timeout))[0]
+
+    def get_model(self, *, timeout: float | None = None) -> ModelDescription:
+        """What the model takes and is made of."""
+        return decode_description(self._call("GetModel", self._model_request(), timeout))
+
+    def is_ready(self, *, timeout: float | None = None) -> bool:
+        """Whether the server answers and takes requests."""
+        try:
+            return _is_serving(self._call(_CHECK, _HEALTH_REQUEST, timeout, retries=0))
+        except RecinferError:
+            return False
+
+    def wait_until_ready(self, timeout: float = 30.0) -> None:
+        """Return once the server takes requests.
+
+        Raises:
+            UnavailableError: it did not within ``timeout`` seconds.
+        """
+        end = time.monotonic() + timeout
+        while not self.is_ready(timeout=max(0.1, end - time.monotonic())):
+            if time.monotonic() >= end:
+                raise self._not_ready(timeout)
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Close the channel; calls after it fail."""
+        self._channel.close()
+
+    def __enter__(self) -> InferenceClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, call: str, request: bytes, timeout: float | None, *, retries: int | None = None) -> bytes:
+        seconds = self.timeout if timeout is None else timeout
+        tries = self._tries(call, seconds, retries)
+        while True:
+            if (wait := tries.held_back()) is None:
+                try:
+                    answer: bytes = self._methods[call](request, timeout=tries.left, metadata=self._metadata)
+                except grpc.RpcError as error:
+                    if (wait := tries.failed(error)) is None:
+                        raise _translated(error, self.target, seconds, _START_WITH) from None
+                except ValueError as error:  # gRPC's word for a closed channel
+                    raise UnavailableError(f"{self.target}: {error}; make a new client") from None
+                else:
+                    tries.answered()
+                    return answer
+            time.sleep(wait)
+
+
+class AsyncInferenceClient(_Client):
+    """:class:`InferenceClient` for asyncio: the same arguments, and calls that are awaited on one event loop, the first one's.
+
+    >>> async with AsyncInferenceClient("127.0.0.1:8500") as client:            # doctest: +SKIP
+    ...     found = await client.lookup({"user": [3, 4], "clicks": [[1, 2], []]})
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        model: str = "",
+        version: str = "",
+        timeout: float = 10.0,
+        retries: int = 2,
+        throttle: bool = True,
+        token: str = "",
+        tls_ca: Path | None = None,
+        tls_cert: Path | None = None,
+        tls_key: Path | None = None,
+        tls_name: str = "",
+    ) -> None:
+        super().__init__(target, model, version, timeout, retries, throttle, token)
+        self._credentials, self._options = _security(tls_ca, tls_cert, tls_key, tls_name)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._methods: dict[str, Any] = {}
+        self._closed = False
+
+    async def lookup(self, features: Any, *, timeout: float | None = None) -> Embeddings:
+        """As InferenceClient.lookup."""
+        return decode_embeddings(await self._call("Lookup", self._lookup_request(features), timeout))
+
+    async def predict(self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
+        """As InferenceClient.predict."""
+        request = self._predict_request(dense, features, context)
+        return codec.decode_predict_response(await self._call("Predict", request, timeout))[0]
+
+    async def predict_raw(self, rows: Any, *, timeout: float | None = None) -> Outputs:
+        """As InferenceClient.predict_raw."""
+        return codec.decode_predict_response(await self._call("Predict", self._raw_request(rows), timeout))[0]
+
+    async def get_model(self, *, timeout: float | None = None) -> ModelDescription:
+        """As InferenceClient.get_model."""
+        return decode_description(await self._call("GetModel", self._model_request(), timeout))
+
+    async def is_ready(self, *, timeout: float | None = None) -> bool:
+        """As InferenceClient.is_ready."""
+        try:
+            return _is_serving(await self._call(_CHECK, _HEALTH_REQUEST, timeout, retries=0))
+        except RecinferError:
+            return False
+
+    async def wait_until_ready(self, timeout: float = 30.0) -> None:
+        """As InferenceClient.wait_until_ready."""
+        end = time.monotonic() + timeout
+        while not await self.is_ready(timeout=max(0.1, end - time.monotonic())):
+            if time.monotonic() >= end:
+                raise self._not_ready(timeout)
+            await asyncio.sleep(_POLL_S)
+
+    async def close(self) -> None:
+        """Close the channel; calls under way and after it fail."""
+        self._closed = True
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def __aenter__(self) -> AsyncInferenceClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _call(self, call: str, request: bytes, timeout: float | None, *, retries: int | None = None) -> bytes:
+        seconds = self.timeout if timeout is None else timeout
+        tries = self._tries(call, seconds, retries)
+        while True:
+            if (wait := tries.held_back()) is None:
+                try:
+                    answer: bytes = await self._method(call)(request, timeout=tries.left, metadata=self._metadata)
+                except grpc.RpcError as error:
+                    if (wait := tries.failed(error)) is None:
+                        raise _translated(error, self.target, seconds, _START_WITH) from None
+                except grpc.aio.UsageError:
+                    raise self._is_closed() from None
+                except asyncio.CancelledError:
+                    task = asyncio.current_task()
+                    if not self._closed or task is None or task.cancelling():
+                        raise
+                    # gRPC's word for a call whose channel is closed; nobody has cancelled the task.
+                    raise self._is_closed() from None
+                else:
+                    tries.answered()
+                    return answer
+            await asyncio.sleep(wait)
+
+    def _method(self, call: str) -> Any:
+        """gRPC's call, on a channel of the event loop that the first call is made on: a client may be made before it runs."""
+        loop = asyncio.get_running_loop()
+        if self._closed:
+            raise self._is_closed()
+        if self._channel is None:
+            self._loop = loop
+            if self._credentials is None:
+                self._channel = grpc.aio.insecure_channel(self.target, options=self._options)
+            else:
+                self._channel = grpc.aio.secure_channel(self.target, self._credentials, options=self._options)
+            self._methods = {call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in _CALLS}
+            self._methods[_CHECK] = self._channel.unary_unary(f"/{_HEALTH}/{_CHECK}")
+        elif loop is not self._loop:
+            raise InputError("this client made its first call on another event loop; make one for each loop")
+        return self._methods[call]
+
+    def _is_closed(self) -> UnavailableError:
+        return UnavailableError(f"{self.target}: the client is closed; make a new client")
+
+
+def _is_serving(answer: bytes) -> bool:
+    status = codec.parse(health_pb2.HealthCheckResponse, answer).status
+    return bool(status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _security(
+    ca: Path | None, cert: Path | None, key: Path | None, name: str
+) -> tuple[grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
+    """A channel's credentials, None without TLS, and its options. Raises InputError."""
+    credentials = credentials_of(ca, cert, key)
+    # An answer's size is bounded by the server's limits. A server that is back is found in a second, as rankers find shards.
+    options: list[tuple[str, Any]] = [
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    ]
+    if not name:
+        return credentials, options
+    if credentials is None:
+        raise InputError(f"TLS: got the name {name!r} without tls_ca, expected the server's authority too")
+    return credentials, [*options, ("grpc.ssl_target_name_override", name)]
+
+
+def credentials_of(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:
+    """A channel's credentials from PEM files, as InferenceClient takes them; None without TLS. Raises InputError."""
+    if (cert is None) != (key is None):
+        raise InputError("TLS: got one of certificate and key, expected both or neither")
+    if ca is None:
+        if cert is not None:
+            raise InputError("TLS: got a certificate without tls_ca, expected the server's authority too")
+        return None
+    try:
+        # gRPC would say of a wrong file that the server does not answer.
+        load_pem(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cert, key, ca)
+    except ConfigError as error:
+        raise InputError(str(error)) from None
+    return grpc.ssl_channel_credentials(
+        *(None if path is None else Path(path).read_bytes() for path in (ca, key, cert))
+    )
+
+
+def invoke(
+    method: Callable[..., bytes],
+    request: bytes,
+    target: str,
+    seconds: float,
+    *,
+    start_with: str,
+    metadata: tuple[tuple[str, str], ...] = (),
+) -> bytes:
+    """Call ``method`` of a channel to ``target`` and turn what gRPC raises into an error of ours."""
+    try:
+        return method(request, timeout=min(seconds, LONGEST_S), metadata=metadata)
+    except grpc.RpcError as error:
+        raise _translated(error, target, seconds, start_with) from None
+    except ValueError as error:  # gRPC's word for a closed channel
+        raise UnavailableError(f"{target}: {error}; make a new client") from None
+
+
+def _translated(error: Any, target: str, seconds: float, start_with: str) -> RecinferError:
+    code, details = error.code(), error.details() or ""
+    if has_said(error.trailing_metadata()):  # it answered: what is missing is behind it
+        return error_of(code.name, f"{target}: {details}")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return UnavailableError(
+            f"no answer from {target} ({details}); is the server running? Start one with: {start_with}"
+        )
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return UnavailableError(f"{target} did not answer within {seconds:g} s; send less or wait longer")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return RecinferError(
+            f"{target} does not know this call ({details}); is it a server of another kind? Start one with: {start_with}"
+        )
+    if is_full(error):
+        return OverloadedError(details, retry_after=pushback(error) or 0.0)
+    return error_of(code.name, details)

@@ -1,0 +1,93 @@
+"""When a client tries a call again, and when it does not send it at all."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import grpc
+import numpy as np
+
+from recinfer.errors import InputError, OverloadedError
+from recinfer.serving.client.throttle import Throttle
+
+__all__ = ["LONGEST_S", "Tries", "is_full", "pushback"]
+
+_FIRST_WAIT_S, _MAX_WAIT_S = 0.02, 1.0
+_PUSHBACK = "grpc-retry-pushback-ms"
+LONGEST_S = 1e8
+"""What is longer, infinity too, gRPC would take for a deadline that has passed: its clock ends."""
+
+
+class Tries:
+    """The tries of one call that changes nothing, so that asking again is safe. What is refused for what it says is not asked again.
+
+    Args:
+        target: where it goes, for messages.
+        retries: how many tries may follow the first.
+        seconds: until it is given up.
+        throttle: what the server did with calls like it; None: all are sent.
+
+    Raises:
+        InputError: no time at all.
+    """
+
+    def __init__(self, target: str, retries: int, seconds: float, throttle: Throttle | None) -> None:
+        if not isinstance(seconds, int | float | np.number) or not seconds > 0:  # nan too
+            raise InputError(f"timeout: got {seconds!r}, expected seconds, more than 0")
+        self._target, self._retries, self._throttle = target, retries, throttle
+        self._end, self._tried = time.monotonic() + min(seconds, LONGEST_S), 0
+
+    @property
+    def left(self) -> float:
+        """Seconds until it is given up."""
+        return max(0.001, self._end - time.monotonic())
+
+    def held_back(self) -> float | None:
+        """Seconds to wait with a try that is not to be sent now; None: send it.
+
+        Raises:
+            OverloadedError: it has waited often enough.
+        """
+        if self._throttle is None or not self._throttle.holds_back():
+            return None
+        wait = self._again(_FIRST_WAIT_S * 4**self._tried)
+        if wait is None:
+            raise OverloadedError(
+                f"{self._target} refuses calls, as it is full, so this one was not sent; send less or try again later",
+                retry_after=_FIRST_WAIT_S,
+            )
+        return wait
+
+    def failed(self, error: Any) -> float | None:
+        """Seconds to wait before the next try; None when another one is of no use, too late, or one too many."""
+        if self._throttle is not None and is_full(error):
+            self._throttle.heard(refused=True)
+        if not is_full(error) and error.code() is not grpc.StatusCode.UNAVAILABLE:
+            return None
+        asked = pushback(error)
+        return self._again(_FIRST_WAIT_S * 4**self._tried if asked is None else asked)
+
+    def answered(self) -> None:
+        """The server took it."""
+        if self._throttle is not None:
+            self._throttle.heard(refused=False)
+
+    def _again(self, wait: float) -> float | None:
+        wait = min(wait, _MAX_WAIT_S) * random.uniform(1.0, 1.5)  # not all clients at once
+        if self._tried >= self._retries or time.monotonic() + wait >= self._end:
+            return None
+        self._tried += 1
+        return wait
+
+
+def pushback(error: Any) -> float | None:
+    """Seconds after which the server asks to be tried again; None: it does not say."""
+    asked = next((value for key, value in error.trailing_metadata() or () if key == _PUSHBACK), None)
+    return float(asked) / 1000 if asked is not None and str(asked).isdigit() else None
+
+
+def is_full(error: Any) -> bool:
+    """Whether it was refused for want of room; a message that is too large has the same code, and stays so."""
+    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and pushback(error) is not None

@@ -1,0 +1,105 @@
+"""A client of an archive behind TorchServe's gRPC door: the calls of InferenceClient, with TorchServe's token.
+
+TorchServe's ``PredictionsRequest`` is {model_name = 1, model_version = 2, map<string, bytes> input = 3} and its answer
+{bytes prediction = 1}: few enough fields to write here, so that no generated code of another project is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import torch
+from google.protobuf.wrappers_pb2 import BytesValue
+from torch import Tensor
+
+from recinfer.serving.client.client import Embeddings, invoke
+from recinfer.serving.client.columns import as_dense, as_features
+from recinfer.serving.server.security import authorization
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.fields import bytes_field
+from recinfer.serving.wire.status import error_of
+
+__all__ = ["TorchServeClient", "error_in"]
+
+_PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
+_ERROR_HEAD = b'{"error": '
+
+
+class TorchServeClient:
+    """Talks to one model of a TorchServe that ``recinfer mar`` packed. Thread-safe; ``close`` it or use ``with``.
+
+    Args:
+        target: ``"host:port"`` of TorchServe's gRPC inference address (its default port is 7070).
+        model: the model's name in TorchServe.
+        token: the inference key of its ``key_file.json``; empty where token authorization is off.
+        version: empty: the model's default version.
+        timeout: seconds until a call is given up.
+
+    Features, dense inputs and errors are those of InferenceClient.
+    """
+
+    def __init__(self, target: str, model: str, *, token: str = "", version: str = "", timeout: float = 10.0) -> None:
+        self.target, self.model, self.version, self.timeout = target, model, version, timeout
+        self._metadata = (("protocol", "gRPC"), *authorization(token)) if token else ()
+        self._channel = grpc.insecure_channel(target, options=[("grpc.max_receive_message_length", -1)])
+        self._predictions = self._channel.unary_unary(_PREDICTIONS)
+
+    def lookup(self, features: Any) -> Embeddings:
+        """Embeddings of some or all features of the model, given in any order."""
+        answer = self._call("lookup", codec.encode_lookup_request(as_features(features)))
+        return Embeddings(*codec.decode_lookup_response(answer))
+
+    def predict(self, dense: Any, features: Any, *, context: Any = None) -> dict[str, Tensor]:
+        """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples.
+
+        ``dense``: None for a model that takes none. ``context``: features of one sample that go with all B, none of them in
+        ``features``.
+        """
+        sparse = as_features(features)
+        matrix = torch.empty(sparse.stride(), 0) if dense is None else as_dense(dense)
+        once = None if context is None else as_features(context)
+        body = codec.encode_predict_request(matrix, sparse, context=once)
+        return codec.decode_predict_response(self._call("predict", body))[0]
+
+    def close(self) -> None:
+        """Close the channel; calls after it fail."""
+        self._channel.close()
+
+    def __enter__(self) -> TorchServeClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, method: str, body: bytes) -> bytes:
+        inputs = {"method": method.encode(), "body": body}
+        entries = (bytes_field(3, *bytes_field(1, key.encode()), *bytes_field(2, inputs[key])) for key in inputs)
+        parts = [*bytes_field(1, self.model.encode()), *(part for entry in entries for part in entry)]
+        if self.version:
+            parts += bytes_field(2, self.version.encode())
+        reply = invoke(
+            self._predictions,
+            b"".join(parts),
+            self.target,
+            self.timeout,
+            start_with="torchserve --start --model-store DIR",
+            metadata=self._metadata,
+        )
+        answer = BytesValue.FromString(reply).value  # one bytes field with number 1, as in PredictionResponse
+        if error := error_in(answer):
+            raise error
+        return answer
+
+
+def error_in(answer: bytes) -> Exception | None:
+    """The error that ``answer`` stands for, or None for a real answer.
+
+    In a batch of several requests the handler can give a failed one no status of its own over TorchServe's gRPC, so its
+    answer is ``{"error": {"code": ..., "message": ...}}``, which is no protobuf message.
+    """
+    if not answer.startswith(_ERROR_HEAD):
+        return None
+    error = json.loads(answer)["error"]
+    return error_of(error["code"], error["message"])

@@ -1,0 +1,98 @@
+"""The admin service: serialized requests of proto/recinfer/v1/admin.proto in, the list of models out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from recinfer.serving.engine.store import StoreManager
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.proto import admin_pb2 as pb
+
+__all__ = ["SERVICE_NAME", "AdminService"]
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+_log = logging.getLogger(__name__)
+
+
+class AdminService:
+    """Answers the admin calls, one at a time, beside the event loop."""
+
+    def __init__(self, manager: StoreManager) -> None:
+        self.manager = manager
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recinfer-admin")
+
+    def calls(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
+        """Method name -> serialized request to serialized answer; raises errors of ours."""
+        work = {
+            "Load": self._load,
+            "Unload": self._unload,
+            "ListModels": self._list,
+            "SetDefault": self._set_default,
+            "SetWeights": self._set_weights,
+            "Rollback": self._rollback,
+            "ApplyDelta": self._apply_delta,
+            "UndoDelta": self._undo_delta,
+        }
+        return {name: self._beside(name, call) for name, call in work.items()}
+
+    def _beside(self, name: str, call: Callable[[bytes], None]) -> Callable[[bytes], Awaitable[bytes]]:
+        def work(data: bytes) -> bytes:
+            call(data)
+            if name != "ListModels":
+                _log.info("admin: %s done", name)
+            return self._models().SerializeToString()
+
+        async def answer(data: bytes) -> bytes:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, data)
+
+        return answer
+
+    def _load(self, data: bytes) -> None:
+        request = codec.parse(pb.LoadRequest, data)
+        self.manager.load(request.model, request.version, activate=request.activate)
+
+    def _unload(self, data: bytes) -> None:
+        request = codec.parse(pb.UnloadRequest, data)
+        self.manager.unload(request.model, request.version)
+
+    def _list(self, data: bytes) -> None:
+        codec.parse(pb.ListModelsRequest, data)
+
+    def _set_default(self, data: bytes) -> None:
+        request = codec.parse(pb.SetDefaultRequest, data)
+        self.manager.registry.set_weights(request.model, {request.version: 1})
+
+    def _set_weights(self, data: bytes) -> None:
+        request = codec.parse(pb.SetWeightsRequest, data)
+        self.manager.registry.set_weights(request.model, {item.version: item.weight for item in request.weights})
+
+    def _rollback(self, data: bytes) -> None:
+        self.manager.registry.rollback(codec.parse(pb.RollbackRequest, data).model)
+
+    def _apply_delta(self, data: bytes) -> None:
+        request = codec.parse(pb.ApplyDeltaRequest, data)
+        self.manager.apply_delta(request.model, request.version, request.delta)
+
+    def _undo_delta(self, data: bytes) -> None:
+        request = codec.parse(pb.UndoDeltaRequest, data)
+        self.manager.undo_delta(request.model, request.version)
+
+    def _models(self) -> pb.ModelList:
+        registry = self.manager.registry
+        answer = pb.ModelList()
+        for name in registry.names():
+            weights = registry.weights(name)
+            status = answer.models.add(model=name)
+            for version, model in registry.versions(name).items():
+                manifest = model.predictor.manifest
+                status.versions.add(
+                    version=version,
+                    weight=weights.get(version, 0),
+                    plan_hash=manifest.plan_hash,
+                    bytes=manifest.bytes_total,
+                    deltas=model.predictor.num_deltas,
+                )
+        return answer

@@ -1,0 +1,321 @@
+"""A folder of archives, ``<model>/<version>/``, and of deltas, ``<model>/*.rqd``, and what a running server does with it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, RecinferError, UnavailableError
+from recinfer.inference.predictor import Predictor, load
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
+
+__all__ = ["ModelStore", "StoreManager", "restore", "served_state"]
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class _NoSoundVersion(ConfigError):
+    """All versions of a model are broken."""
+
+
+class ModelStore:
+    """Archives on disk by model and version.
+
+    Args:
+        folder: holds ``<model>/<version>/manifest.json``.
+        load_options: as recinfer.inference.predictor.load has them (``device``, ``preload``, ``lookups`` ...).
+
+    Raises:
+        ConfigError: it is no folder.
+    """
+
+    def __init__(self, folder: Path, **load_options: Any) -> None:
+        if not folder.is_dir():
+            raise ConfigError(f"model store {folder} is not a folder")
+        self.folder, self._load_options = folder, load_options
+        self._unread: set[Path] = set()  # what was said to be unreadable
+
+    def models(self) -> list[str]:
+        """Names of the models that have a version; a folder that cannot be read, such as a disk's lost+found, has none."""
+        return [path.name for path in sorted(self.folder.iterdir()) if path.is_dir() and self.versions(path.name)]
+
+    def versions(self, model: str) -> list[str]:
+        """Versions of a model, the newest (the highest number) first."""
+        found = [path.name for path in self._folders(self._inside(self.folder, model))]
+        return sorted(found, key=_natural, reverse=True)
+
+    def _folders(self, folder: Path) -> list[Path]:
+        """The archives in ``folder``, without what this user may not read."""
+        try:
+            return [path for path in folder.iterdir() if self._holds_archive(path)] if folder.is_dir() else []
+        except PermissionError as error:
+            self._tell_unread(folder, error)
+            return []
+
+    def _holds_archive(self, path: Path) -> bool:
+        try:
+            return (path / "manifest.json").is_file()
+        except PermissionError as error:
+            self._tell_unread(path, error)
+            return False
+
+    def _tell_unread(self, path: Path, error: PermissionError) -> None:
+        if path not in self._unread:
+            self._unread.add(path)
+            _log.warning("model store: %s cannot be read, so it holds no model: %s", path, error.strerror)
+
+    def open(self, model: str, version: str) -> Predictor:
+        """Map, check and warm a version: every golden request is replayed.
+
+        Raises:
+            NotFoundError: the store has none.
+            ArchiveError: it breaks a rule of the format, or answers a golden request wrongly.
+        """
+        if version not in self.versions(model):
+            known = ", ".join(self.versions(model)) or "none"
+            raise NotFoundError(f"version: the store has no {version[:80]!r} of model {model[:80]!r}; it has {known}")
+        path = self._inside(self._inside(self.folder, model), version)
+        predictor = load(path, check_hashes=True, **self._load_options)
+        for index in range(predictor.manifest.check.num_requests):
+            predictor.check_request(index)
+        return predictor
+
+    def delta(self, model: str, name: str) -> Path:
+        """The file of a delta; raises NotFoundError, or InputError for a name that leads elsewhere."""
+        path = self._inside(self._inside(self.folder, model), name)
+        if path.suffix != ".rqd" or not path.is_file():
+            found = ", ".join(sorted(file.name for file in path.parent.glob("*.rqd"))) or "none"
+            raise NotFoundError(f"delta: the store has no {name[:80]!r} of model {model[:80]!r}; it has {found}")
+        return path
+
+    def newest(self, model: str) -> ServedModel:
+        """The newest version that is sound; a broken one is logged and passed over. Raises ConfigError, NotFoundError."""
+        return self.newest_that(model, lambda version: ServedModel.of(model, self.open(model, version), version))
+
+    def newest_that(self, model: str, opens: Callable[[str], T], broken: type[RecinferError] = RecinferError) -> T:
+        """What ``opens`` makes of the newest sound version; one that it raises for is logged and passed over.
+
+        Args:
+            broken: which of recinfer's own errors say that a version is unsound; others are raised. Any exception that is
+                none of recinfer's says so too.
+
+        Raises:
+            NotFoundError: the store has no version of the model.
+            ConfigError: all of them are broken; it says how.
+        """
+        failed: list[str] = []
+        for version in self.versions(model):
+            try:
+                return opens(version)
+            except Exception as error:
+                if isinstance(error, RecinferError) and not isinstance(error, broken):
+                    raise
+                reason = (
+                    str(error) if isinstance(error, RecinferError | OSError) else f"{type(error).__name__}: {error}"
+                )
+                _log.error("model store: %s %s is not served: %s", model, version, reason)
+                failed.append(f"{version}: {reason}")
+        if not failed:
+            raise NotFoundError(f"model: the store has no version of {model[:80]!r}")
+        raise _NoSoundVersion(f"model store: model {model[:80]!r} has no version to serve: {'; '.join(failed)}")
+
+    def newest_of_all(
+        self, opens: Callable[[str, str], T], broken: type[RecinferError] = RecinferError, *, needed: bool = True
+    ) -> list[T]:
+        """What ``opens`` makes of the newest sound version of each model; a model without one is passed over.
+
+        Args:
+            needed: raise where no model has one, instead of returning nothing.
+
+        Raises:
+            ConfigError: there are models, and no sound version of any; it says how each is broken.
+        """
+        found, failed = [], []
+        for model in self.models():
+            try:
+                found.append(self.newest_that(model, functools.partial(opens, model), broken))
+            except _NoSoundVersion as error:
+                failed.append(str(error))
+        if failed and needed and not found:
+            raise ConfigError("; ".join(failed))
+        return found
+
+    @staticmethod
+    def _inside(folder: Path, name: str) -> Path:
+        if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name or len(name) > 255:
+            raise InputError(f"model and version: got {name[:80]!r}, expected the name of a folder of the model store")
+        return folder / name
+
+
+class StoreManager:
+    """Changes a registry from a store, one change at a time. Thread-safe.
+
+    Args:
+        restored: the state that this process began with, see :func:`restore`.
+    """
+
+    def __init__(self, registry: ModelRegistry, store: ModelStore, restored: Mapping[str, Any] | None = None) -> None:
+        self.registry, self.store = registry, store
+        self._lock = threading.Lock()
+        # By model and version: deltas of the store that are applied, and how many others were taken back before them.
+        self._deltas: dict[tuple[str, str], tuple[list[str], int]] = {}
+        if restored is not None:
+            registry.restore(restored["weights"])
+            self._deltas = {(name, version): (names, back) for name, version, names, back, _ in restored["versions"]}
+
+    def state(self) -> dict[str, Any]:
+        """What is served now, as JSON, so that another process can begin with the same."""
+        with self._lock:
+            return served_state(self.registry, self._deltas)
+
+    def load(self, model: str, version: str = "", *, activate: bool = False) -> None:
+        """Serve a version of the store; with ``activate`` also as the default one.
+
+        Nothing changes before it has proved itself. Raises InputError, NotFoundError; an archive that is broken too is
+        an InputError here: the caller chose it.
+        """
+        with self._lock:
+            version = version or self.newest_version(model)
+            if model in self.registry.names() and version in self.registry.versions(model):
+                raise InputError(f"version: {version!r} of model {model!r} is loaded already; unload it first")
+            try:
+                predictor = self.store.open(model, version)
+            except (ArchiveError, ConfigError) as error:
+                raise InputError(f"version: {version!r} of model {model!r} is not served: {error}") from None
+            self.registry.add(ServedModel.of(model, predictor, version))
+            if activate:
+                self.registry.set_weights(model, {version: 1})
+
+    def apply_delta(self, model: str, version: str, name: str) -> None:
+        """Apply a delta of the store to a served version, while it answers requests.
+
+        Nothing changes before the delta has proved itself. Raises InputError (a delta that is broken or does not fit is
+        one too), NotFoundError, UnavailableError.
+        """
+        with self._lock:
+            served = self._one(model, version)
+            path = self.store.delta(served.name, name)
+            try:
+                served.predictor.apply_delta(path)
+            except ArchiveError as error:
+                raise InputError(f"delta: {name!r} is not applied to {served.name} {served.version}: {error}") from None
+            names, back = self._deltas.get((served.name, served.version), ([], 0))
+            self._deltas[served.name, served.version] = ([*names, name], back)
+
+    def undo_delta(self, model: str, version: str) -> None:
+        """Take back the last delta of a served version; raises InputError, NotFoundError."""
+        with self._lock:
+            served = self._one(model, version)
+            served.predictor.undo_delta()
+            names, back = self._deltas.get((served.name, served.version), ([], 0))
+            self._deltas[served.name, served.version] = (names[:-1], back) if names else ([], back + 1)
+
+    def _one(self, model: str, version: str) -> ServedModel:
+        """A version by name, or the only one that requests without a version go to."""
+        if not version:
+            version, *others = self.registry.weights(model)
+            if others:
+                raise InputError(f"version: got none, and requests go to {version!r} and {others[0]!r}; name one")
+        return self.registry.get(model, version)
+
+    def newest_version(self, model: str) -> str:
+        """The version that a load without one means; empty where the store has none."""
+        return next(iter(self.store.versions(model)), "")
+
+    def unload(self, model: str, version: str) -> None:
+        """Stop serving a version; its memory goes back when the last request on it has ended.
+
+        No garbage is collected for that: a predictor is in no cycle, and a full collection would hold all requests up
+        for as long as torch has objects, a second on a busy machine.
+        """
+        with self._lock:
+            name = self.registry.get(model, version).name
+            self.registry.remove(name, version)
+            self._deltas.pop((name, version), None)
+
+
+def served_state(
+    registry: ModelRegistry, deltas: Mapping[tuple[str, str], tuple[list[str], int]] = MappingProxyType({})
+) -> dict[str, Any]:
+    """What :func:`restore` takes, as JSON.
+
+    Args:
+        deltas: by model and version, deltas of a store that are applied, and how many others were taken back before them.
+    """
+    versions = [
+        [name, version, *deltas.get((name, version), ([], 0)), model.predictor.content]
+        for name in registry.names()
+        for version, model in registry.versions(name).items()
+    ]
+    return {"versions": versions, "weights": registry.spread()}
+
+
+def restore(state: Mapping[str, Any], loaded: Iterable[ServedModel], store: ModelStore | None) -> list[ServedModel]:
+    """The versions of :func:`served_state`, those of ``loaded`` as they are and the others from the store.
+
+    A version that is gone from the disk, or is another one by now, is logged and passed over: under one name all workers
+    give one answer. So is a model of which no version is left that requests without a version go to.
+
+    Args:
+        store: None: all that was served is in ``loaded``, or gone.
+
+    Raises:
+        UnavailableError: the default model is not left: requests without a name would go to another.
+    """
+    here = {(model.name, model.version): model for model in loaded}
+    models: list[ServedModel] = []
+    lost: dict[str, list[str]] = {}
+    for name, version, deltas, back, content in state["versions"]:
+        try:
+            model = here.get((name, version)) or _opened(store, name, version)
+            models.append(_as_it_was(model, deltas, back, content, store))
+        except (ArchiveError, InputError, NotFoundError) as error:
+            _log.error("%s %s is not served by this process: %s", name, version, error)
+            lost.setdefault(name, []).append(f"{version}: {error}")
+    weighed = {model.name for model in models if model.version in (state["weights"][model.name][0] or ())}
+    default = state["versions"][0][0]
+    if default not in weighed:
+        why = "; ".join(lost.get(default, []))
+        raise UnavailableError(f"model {default!r} is not on disk any more as the other workers serve it: {why}")
+    for name in lost.keys() - weighed:
+        _log.error("%s is not served by this process: its default version is not there", name)
+    return [model for model in models if model.name in weighed]
+
+
+def _opened(store: ModelStore | None, name: str, version: str) -> ServedModel:
+    if store is None:
+        raise NotFoundError("none of the archives is that version any more")
+    return ServedModel.of(name, store.open(name, version), version)
+
+
+def _as_it_was(
+    model: ServedModel, deltas: Iterable[str], back: int, content: list[str], store: ModelStore | None
+) -> ServedModel:
+    """``model`` with its deltas; raises ArchiveError (X5) where that makes something else than what is served."""
+    for _ in range(back):
+        model.predictor.undo_delta()
+    for delta in deltas:
+        assert store is not None, "deltas by name are a store's"
+        model.predictor.apply_delta(store.delta(model.name, delta))
+    if model.predictor.content != content:
+        what = "archive" if model.predictor.content[0] != content[0] else "delta"
+        other = "restart the server" if store is None else "unload the version and load it again"
+        raise ArchiveError(
+            f"the {what} on disk is not the one that the other workers serve under this version; "
+            f"give it a version of its own, or {other}",
+            rule="X5",
+        )
+    return model
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Orders "10" behind "9" and "v2" behind "v1"."""
+    parts = re.findall(r"\d+|\D+", name)
+    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts]

@@ -1,0 +1,9 @@
+"""The gRPC and HTTP server: connections, admission, health, security; what a request asks is for the engine."""
+
+from __future__ import annotations
+
+from recinfer.lazy import lazy_names
+
+__all__ = ["Server", "serve"]
+
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "recinfer.serving.server.server"))

@@ -1,0 +1,110 @@
+"""What a call meets first: whether it has the token, and whether there is room for it; and the gRPC server behind that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+
+from recinfer.errors import OverloadedError
+from recinfer.serving.server.grpc_call import Each, Ending, Fast
+from recinfer.serving.server.grpc_core import CoreServer, knows_grpcio
+from recinfer.serving.server.security import NO_TOKEN, Security, TokenInterceptor
+from recinfer.serving.server.telemetry.observe import Observer
+from recinfer.serving.wire.retry import trailing_of
+from recinfer.serving.wire.status import status_of
+
+__all__ = ["Door", "GrpcServer", "Queue", "grpc_server", "names_of"]
+
+_log = logging.getLogger("recinfer.serving.server")
+
+
+class GrpcServer(Protocol):
+    """What CoreServer and grpc.aio.Server have in common."""
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None: ...
+    def add_insecure_port(self, address: str) -> int: ...
+    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int: ...
+    async def start(self) -> None: ...
+    async def stop(self, grace: float | None) -> None: ...
+
+
+class Queue(Protocol):
+    """What calls would wait in."""
+
+    def refused(self, deadline: float) -> OverloadedError | None:
+        """What a request is told that would not be taken, where nobody waits for it after ``deadline``
+        (``time.monotonic()``); counts it. May be the same error as before. None: it would be taken.
+        """
+
+
+class Door:
+    """Which calls are ended as they arrive, before their message is read: at three times what a server can take, that is
+    most of what it does.
+
+    Args:
+        security: who may call.
+        queue: what calls would wait in.
+        methods: those that are refused where it has no room: full path ("/package.Service/Method") to the name it is
+            counted under.
+        observer: told of each refusal.
+        names: what all methods are counted under, as :func:`names_of` gives it; others are one.
+    """
+
+    def __init__(
+        self,
+        security: Security,
+        observer: Observer,
+        queue: Queue | None = None,
+        methods: Mapping[str, str] | None = None,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.security, self._observer = security, observer
+        self._queue, self._methods, self._names = queue, dict(methods or {}), dict(names or {})
+        self._said: tuple[OverloadedError | None, Ending] = (None, NO_TOKEN)
+
+    def admit(self, path: str, deadline: float, metadata: Sequence[tuple[str, Any]]) -> Ending | None:
+        """How a call ends that may not pass; see recinfer.serving.server.grpc_core.Admit."""
+        call = self._methods.get(path)
+        if not self.security.admits(path, metadata):
+            self._observer.refused(self._names.get(path, "other"), NO_TOKEN.code, metadata)
+            return NO_TOKEN
+        if call is None or self._queue is None or (error := self._queue.refused(deadline)) is None:
+            return None
+        said, ending = self._said
+        if error is not said:
+            status = status_of(error)
+            ending = Ending(status.code, status.message, trailing_of(error, status.message))
+            self._said = error, ending
+        self._observer.refused(call, ending.code, metadata)
+        return ending
+
+
+def names_of(*services: ServiceDescriptor) -> dict[str, str]:
+    """By the full path of each method of ``services``, its name."""
+    return {f"/{service.full_name}/{method.name}": method.name for service in services for method in service.methods}
+
+
+def grpc_server(
+    door: Door,
+    options: Sequence[tuple[str, Any]],
+    fast: Mapping[str, Fast] | None = None,
+    streams: Mapping[str, Each] | None = None,
+) -> GrpcServer:
+    """A server whose calls have to pass ``door`` first. Where grpcio is not known well enough it is grpc.aio's: then nothing
+    is refused or answered before it is with its handler, and ``streams`` are not there.
+
+    Args:
+        options: of the server's channels.
+        fast: what may be answered at once, by method path.
+        streams: what answers each message of a call that has many, by method path.
+    """
+    if knows_grpcio():
+        return CoreServer(options, door.admit, fast, streams)
+    _log.info("grpcio %s is not known; calls take the longer way through grpc.aio", grpc.__version__)
+    interceptors = [] if door.security.token is None else [TokenInterceptor(door.security)]
+    return grpc.aio.server(interceptors=interceptors, options=options)

@@ -1,0 +1,373 @@
+"""One call of the server in recinfer.serving.server.grpc_core, from its message to its end, and what its handler may ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+__all__ = ["LATER", "SERVER_PARTS", "CoreCall", "Each", "Ending", "Fast", "Later", "Method", "Owner", "binding"]
+
+_log = logging.getLogger("recinfer.serving.server")
+_LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a call ends that is not answered.
+
+    Attributes:
+        code: name of its ``grpc.StatusCode``.
+        message: for the caller.
+        trailing: metadata.
+    """
+
+    code: str
+    message: str
+    trailing: tuple[tuple[str, str | bytes], ...] = ()
+
+
+_NO_MESSAGE = Ending("UNIMPLEMENTED", "the method takes exactly one message, and there was none")
+CANCELLED = Ending("CANCELLED", "")
+FAILED = Ending("UNKNOWN", "the server failed; its log has the details")
+"""Of a call whose error nobody has turned into a code."""
+
+
+class Later(Enum):
+    """The type of :data:`LATER`."""
+
+    LATER = 1
+
+
+LATER = Later.LATER
+"""What a Fast says that has deferred its call, and will end it."""
+
+Each = Callable[[bytes, Callable[[bytes], None]], None]
+"""Takes one message of a stream, on gRPC's thread, and what to call with its answer: once, then or later, on any thread. What it
+raises ends the stream, so an error of ours is an answer too."""
+
+Fast = Callable[[bytes, float, "CoreCall"], "bytes | Ending | Later | None"]
+"""Answers a message at once, on gRPC's thread: takes it, the ``time.monotonic()`` after which nobody waits, and the call.
+None: the call's handler has to answer. LATER: see :meth:`CoreCall.defer`."""
+
+
+class Owner(Protocol):
+    """What a call has of its server.
+
+    Attributes:
+        loop: where handlers run.
+        tasks: of calls that are handed to it.
+        deferred: calls whose ends are to come from elsewhere.
+        open: calls that gRPC has not closed yet; changed on gRPC's thread alone.
+        is_stopping: it takes no more calls.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    tasks: set[asyncio.Task[None]]
+    deferred: set[CoreCall]
+    open: set[Any]
+
+    @property
+    def is_stopping(self) -> bool: ...
+
+    def was_handed(self) -> None:
+        """A call is on its way to the loop; called on gRPC's thread."""
+
+    def has_begun(self) -> None:
+        """Its handler has begun, or will not; called on the loop."""
+
+
+class Method:
+    """What answers the calls of one path."""
+
+    __slots__ = ("fast", "handler", "path", "read", "streams_in", "streams_out", "write")
+
+    def __init__(self, path: str, handler: Any, fast: Fast | None) -> None:
+        self.path, self.handler, self.fast = path, handler, fast
+        self.streams_in, self.streams_out = handler.request_streaming, handler.response_streaming
+        self.read = handler.request_deserializer or bytes
+        self.write = handler.response_serializer or bytes
+
+
+class CoreCall:
+    """One call, and what its handler is told of it: the part of grpc.aio.ServicerContext that ours use.
+
+    It begins on gRPC's thread. Once it is handed over it is the loop's, but for its events. gRPC's own call is let go as soon
+    as it is over: a server does not end before.
+    """
+
+    __slots__ = ("_call", "_deadline", "_listens", "_metadata", "_method", "_opened", "_server", "_task", "_turn")
+
+    def __init__(
+        self,
+        server: Owner,
+        call: Any,
+        metadata: Sequence[tuple[str, Any]],
+        deadline: float,
+        method: Method | None,
+    ) -> None:
+        self._server, self._call, self._metadata, self._deadline = server, call, metadata, deadline
+        self._method: Any = method
+        self._task: asyncio.Task[None] | None = None
+        self._opened = self._listens = False
+        self._turn: threading.Lock | None = None
+
+    # -- on gRPC's thread
+
+    def receive(self) -> None:
+        """Wait for its one message."""
+        self._call.start_server_batch((_core.ReceiveMessageOperation(0),), self._received)
+
+    def _received(self, event: Any) -> None:
+        data = event.batch_operations[0].message()
+        if data is None:  # the caller is gone, or has nothing to say
+            self.end(_NO_MESSAGE)
+            return
+        if self._method.fast is not None:
+            try:
+                answer = self._method.fast(data, self._deadline, self)
+            except Exception:
+                _log.exception("%s failed", self._method.path)
+                answer = FAILED
+            if answer is LATER:
+                return
+            if answer is not None:
+                self.end(answer) if isinstance(answer, Ending) else self.answer(answer)
+                return
+        self.hand_over(data)
+
+    def defer(self) -> None:
+        """From here on any thread may :meth:`answer`, :meth:`end` or :meth:`hand_over` the call; the first of them does."""
+        self._turn = threading.Lock()
+        self._server.deferred.add(self)
+
+    def _is_mine(self) -> bool:
+        """Whether the call is still to be ended; that it was deferred is over then."""
+        if self._turn is None:
+            return True
+        if not self._turn.acquire(blocking=False):
+            return False
+        self._server.deferred.discard(self)
+        return True
+
+    def hand_over(self, data: bytes | None) -> None:
+        """The rest is a task of the loop, which is cancelled when the caller goes away."""
+        if not self._is_mine():
+            return
+        self._listens = True
+        self._call.start_server_batch((_core.ReceiveCloseOnServerOperation(0),), self._closed)
+        self._turn = None  # from here on a server that stops may end it too
+        self._server.was_handed()
+        self._server.loop.call_soon_threadsafe(self._begin, data)
+
+    def _closed(self, event: Any) -> None:
+        self._server.open.discard(self)
+        if event.batch_operations[0].cancelled():
+            self._server.loop.call_soon_threadsafe(self._leave)
+
+    # -- wherever it is
+
+    def answer(self, message: bytes) -> None:
+        """End it with its one answer."""
+        if self._is_mine():
+            self._finish(message)
+
+    def end(self, ending: Ending) -> None:
+        """End it without an answer."""
+        if not self._is_mine():
+            return
+        code = _CODES.get(ending.code, _core.StatusCode.unknown)
+        self._finish(None, code, ending.message.encode(), ending.trailing)
+
+    def _finish(
+        self, message: bytes | None, code: Any = None, details: bytes = b"", trailing: Sequence[tuple[str, Any]] = ()
+    ) -> None:
+        call, self._call = self._call, None
+        if call is None:
+            return
+        if message is not None and len(message) > _LINGERS_BYTES and self._server.is_stopping:
+            self._send_and_linger(call, message)
+            return
+        operations = [_core.SendStatusFromServerOperation(trailing, _OK if code is None else code, details, 0)]
+        if not self._opened:
+            operations.append(_core.SendInitialMetadataOperation((), 0))
+        if message is not None:
+            operations.append(_core.SendMessageOperation(message, 0))
+        if self._listens:
+            call.start_server_batch(tuple(operations), _nothing)
+            return
+        operations.append(_core.ReceiveCloseOnServerOperation(0))  # gRPC wants somebody to
+        call.start_server_batch(tuple(operations), self._finished)
+
+    def _send_and_linger(self, call: Any, message: bytes) -> None:
+        """Its end comes a moment after its answer. A server that stops closes a connection when the last call there ends, and
+        what of the answer is still in this host's buffers then is lost as soon as the caller says anything, were it only how
+        much it has read.
+        """
+        if not self._listens:
+            call.start_server_batch((_core.ReceiveCloseOnServerOperation(0),), self._finished)
+        operations = [_core.SendMessageOperation(message, 0)]
+        if not self._opened:
+            operations.append(_core.SendInitialMetadataOperation((), 0))
+        loop, deadline = self._server.loop, self._deadline
+
+        def end() -> None:
+            call.start_server_batch((_core.SendStatusFromServerOperation((), _OK, b"", 0),), _nothing)
+
+        def sent(event: Any) -> None:
+            left = (deadline - time.monotonic()) / 2  # nor may it come when nobody waits any more
+            loop.call_soon_threadsafe(loop.call_later, min(_LINGER_S, max(left, 0.0)), end)
+
+        call.start_server_batch(tuple(operations), sent)
+
+    def _finished(self, event: Any) -> None:
+        self._server.open.discard(self)
+
+    # -- on the loop
+
+    def _begin(self, data: bytes | None) -> None:
+        server = self._server
+        if self._call is None:
+            server.has_begun()
+            return
+        self._task = server.loop.create_task(self._run(data))
+        server.loop.call_soon(server.has_begun)  # after the task's first step
+        server.tasks.add(self._task)
+        self._task.add_done_callback(server.tasks.discard)
+
+    def _leave(self) -> None:
+        """The caller is gone."""
+        self._call = None
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self, data: bytes | None) -> None:
+        method = self._method
+        try:
+            request = self._messages() if data is None else method.read(data)
+            if not method.streams_out:
+                behaviour = method.handler.stream_unary if method.streams_in else method.handler.unary_unary
+                self._finish(method.write(await behaviour(request, self)))
+                return
+            behaviour = method.handler.stream_stream if method.streams_in else method.handler.unary_stream
+            answers = behaviour(request, self)
+            if hasattr(answers, "__aiter__"):
+                async for answer in answers:
+                    await self.write(answer)
+            else:
+                await answers
+            self._finish(None)
+        except grpc.aio.AbortError:  # it is ended
+            pass
+        except asyncio.CancelledError:
+            self.end(CANCELLED)
+        except Exception:
+            _log.exception("%s failed", method.path)
+            self.end(FAILED)
+
+    async def _messages(self) -> AsyncIterator[Any]:
+        while True:
+            event = await self._step(_core.ReceiveMessageOperation(0))
+            data = event.batch_operations[0].message()
+            if data is None:
+                return
+            yield self._method.read(data)
+
+    async def _step(self, *operations: Any) -> Any:
+        """What gRPC says when it has done them."""
+        if self._call is None:
+            raise asyncio.CancelledError
+        loop = self._server.loop
+        done: asyncio.Future[Any] = loop.create_future()
+        self._call.start_server_batch(operations, lambda event: loop.call_soon_threadsafe(_set, done, event))
+        return await done
+
+    # -- what a handler may ask: see grpc.aio.ServicerContext
+
+    async def write(self, message: Any) -> None:
+        """Send one of many answers, and wait until gRPC has taken it."""
+        operations = [_core.SendMessageOperation(self._method.write(message), 0)]
+        if not self._opened:
+            self._opened = True
+            operations.append(_core.SendInitialMetadataOperation((), 0))
+        if not (await self._step(*operations)).success:
+            raise asyncio.CancelledError
+
+    async def abort(
+        self,
+        code: grpc.StatusCode,
+        details: str = "",
+        trailing_metadata: Sequence[tuple[str, str | bytes]] = (),
+    ) -> None:
+        """End the call with an error; raises."""
+        self.end(Ending(code.name, details, tuple(trailing_metadata)))
+        raise grpc.aio.AbortError
+
+    def time_remaining(self) -> float | None:
+        """Seconds that the caller waits; None: as long as it takes."""
+        return None if self._deadline == math.inf else max(self._deadline - time.monotonic(), 0.0)
+
+    def invocation_metadata(self) -> Sequence[tuple[str, Any]]:
+        """What came with the call."""
+        return self._metadata
+
+
+def _set(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _nothing(event: Any) -> None:
+    """Of a call that is over."""
+
+
+SERVER_PARTS = {
+    "Server": (
+        "register_completion_queue",
+        "add_http2_port",
+        "start",
+        "request_call",
+        "shutdown",
+        "cancel_all_calls",
+        "destroy",
+    ),
+    "CompletionQueue": ("poll",),
+    "CompletionType": ("queue_timeout",),
+    "StatusCode": ("ok", "unknown"),
+    "ReceiveMessageOperation": ("message",),
+    "ReceiveCloseOnServerOperation": ("cancelled",),
+    "SendInitialMetadataOperation": (),
+    "SendMessageOperation": (),
+    "SendStatusFromServerOperation": (),
+    "Call": ("start_server_batch",),
+}
+"""What a server is made of."""
+
+
+def binding(wanted: Mapping[str, Sequence[str]]) -> Any:
+    """grpcio's binding of gRPC's core; None where it lacks one of ``wanted``: its classes, and what each must have."""
+    try:
+        from grpc._cython import cygrpc
+    except ImportError:
+        return None
+    has_all = all(
+        hasattr(cygrpc, kind) and all(hasattr(getattr(cygrpc, kind), name) for name in names)
+        for kind, names in wanted.items()
+    )
+    return cygrpc if has_all else None
+
+
+_core = binding(SERVER_PARTS)
+_CODES = (
+    {} if _core is None else {code.name: getattr(_core.StatusCode, code.name.lower(), None) for code in grpc.StatusCode}
+)
+_OK = None if _core is None else _core.StatusCode.ok

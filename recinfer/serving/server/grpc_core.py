@@ -1,0 +1,284 @@
+"""A gRPC server on grpcio's binding of gRPC's core: one thread takes all events, and answers at once what can be.
+
+grpc.aio, in whose place it is, hands each of a call's events from gRPC's thread to the event loop's, where each wakes a
+task; for a small request that is most of what it costs. Here the thread that waits for gRPC's events does a call's steps
+itself, and only a call whose answer has to be waited for becomes a task of the event loop. Handlers are written as for
+grpc.aio, and get what they need of its context, so a server can be either.
+
+The binding is what grpcio's own synchronous server (``grpc/_server.py``) is made of: objects that have been the same for
+years, but are not promised to stay. Where they are not as expected, :func:`knows_grpcio` says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from recinfer.serving.engine.pace import REST_S
+from recinfer.serving.server.grpc_call import (
+    CANCELLED,
+    FAILED,
+    SERVER_PARTS,
+    CoreCall,
+    Each,
+    Ending,
+    Fast,
+    Method,
+    binding,
+)
+from recinfer.serving.server.grpc_stream import AnswerStream
+
+__all__ = ["Admit", "CoreServer", "knows_grpcio"]
+
+_log = logging.getLogger("recinfer.serving.server")
+_ASKED_FOR = 8  # calls that gRPC may hand over before the thread turns to it again
+_PATHS = 1024  # that are remembered; callers may make up any number of them
+_NEVER_S = 1e17
+_TICK_S = 60.0
+_LOOK_S, _IDLE_LOOKS = 0.1, 3  # while the last calls end
+_CANCELLED_S = 3.0  # until calls that were cancelled are given back
+
+Admit = Callable[[str, float, Sequence[tuple[str, Any]]], "Ending | None"]
+"""What a call is ended with as it arrives, before its message is read: takes method path, ``time.monotonic()`` after which
+nobody waits, metadata. None: it goes on. Called on gRPC's thread."""
+
+
+_NO_METHOD = Ending("UNIMPLEMENTED", "Method not found!")
+
+
+def knows_grpcio() -> bool:
+    """Whether the installed grpcio has what this module is made of."""
+    return _core is not None
+
+
+class CoreServer:
+    """As grpc.aio.Server, for handlers of one message in and one or many out, and of many in and out.
+
+    Args:
+        options: of the server's channels.
+        admit: looks at every call as it arrives.
+        fast: by method path; for methods with one message in and out, whose messages it gets as they came.
+        streams: by method path; answers each message of a call that has many, one after another, without a handler.
+
+    Tasks run on the event loop that :meth:`start` runs on.
+
+    Attributes:
+        thread_id: native id of the thread that takes events; None before :meth:`start`.
+        tasks, deferred, open: see recinfer.serving.server.grpc_call.Owner.
+    """
+
+    def __init__(
+        self,
+        options: Sequence[tuple[str, Any]],
+        admit: Admit = lambda path, deadline, metadata: None,
+        fast: Mapping[str, Fast] | None = None,
+        streams: Mapping[str, Each] | None = None,
+    ) -> None:
+        self._admit, self._fast = admit, dict(fast or {})
+        self._streams = {path.encode(): each for path, each in (streams or {}).items()}
+        self._handlers: list[grpc.GenericRpcHandler] = []
+        self._methods: dict[bytes, Method | None] = {}
+        self._server = _core.Server(tuple(options), False)
+        self._events = _core.CompletionQueue()
+        self._server.register_completion_queue(self._events)
+        self._asked = 0  # how many times gRPC has been asked for a call and has not given one
+        self._handed = self._begun = 0
+        self._rested = time.monotonic()
+        self._ends, self._all_ended = threading.Event(), False
+        self._over: asyncio.Event | None = None
+        self.thread_id: int | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.deferred: set[CoreCall] = set()
+        self.open: set[CoreCall | AnswerStream] = set()
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """See grpc.aio.Server."""
+        self._handlers.extend(generic_rpc_handlers)
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Any]) -> None:
+        """See grpc.aio.Server. Generated code gives the same handlers to :meth:`add_generic_rpc_handlers`."""
+
+    def add_insecure_port(self, address: str) -> int:
+        """See grpc.aio.Server."""
+        return self._bound(self._server.add_http2_port(address.encode()), address)
+
+    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
+        """See grpc.aio.Server."""
+        return self._bound(self._server.add_http2_port(address.encode(), server_credentials._credentials), address)
+
+    def _bound(self, port: int, address: str) -> int:
+        if not port:
+            raise RuntimeError(f"failed to bind to address {address}")
+        return port
+
+    async def start(self) -> None:
+        """Accept calls; their tasks run on this event loop."""
+        self.loop = asyncio.get_running_loop()
+        self._over = asyncio.Event()
+        self._server.start()
+        for _ in range(_ASKED_FOR):
+            self._ask()
+        thread = threading.Thread(target=self._take_events, name="recinfer-grpc", daemon=True)
+        thread.start()
+        self.thread_id = thread.native_id
+
+    async def stop(self, grace: float | None) -> None:
+        """Refuse new calls, let those that run end for up to ``grace`` seconds, cancel the others."""
+        if self._over is None or self._ends.is_set():
+            return
+        self._ends.set()
+        self._server.shutdown(self._events, self._shut)
+        if grace:
+            await self._wait_for_calls(self._over, grace)
+        if not self._over.is_set():
+            self._server.cancel_all_calls()
+            for call in tuple(self.deferred):
+                call.end(CANCELLED)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), _CANCELLED_S)
+        if self._over.is_set():
+            self._server.destroy()  # here, as it may not be while calls are being cancelled
+        else:
+            _log.warning("some calls do not end; the server leaves them behind")
+        for task in tuple(self.tasks):
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(tuple(self.tasks))
+
+    async def _wait_for_calls(self, over: asyncio.Event, seconds: float) -> None:
+        """Until all calls have ended, or those that are left are none of ours: now and then gRPC keeps one that came just as
+        the server began to stop, gives it to nobody, and waits for its end as long as it may.
+        """
+        until, idle = time.monotonic() + seconds, 0
+        while idle < _IDLE_LOOKS and (left := until - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), min(left, _LOOK_S))
+                return
+            idle = 0 if self.open or self._asked else idle + 1
+
+    @property
+    def is_stopping(self) -> bool:
+        """See recinfer.serving.server.grpc_call.Owner."""
+        return self._ends.is_set()
+
+    @property
+    def coming(self) -> int:
+        """Calls that gRPC's thread has handed to the loop, whose handlers have not begun."""
+        return self._handed - self._begun
+
+    @property
+    def busy_s(self) -> float:
+        """For how long gRPC's thread has had no rest."""
+        return time.monotonic() - self._rested
+
+    def was_handed(self) -> None:
+        """See recinfer.serving.server.grpc_call.Owner."""
+        self._handed += 1
+
+    def has_begun(self) -> None:
+        """See recinfer.serving.server.grpc_call.Owner."""
+        self._begun += 1
+
+    # -- on gRPC's thread --------------------------------------------------------------------------------------------
+
+    def _take_events(self) -> None:
+        timed_out, poll = _core.CompletionType.queue_timeout, self._events.poll
+        while True:
+            begun = time.monotonic()
+            event = poll(time.time() + _TICK_S)
+            if (now := time.monotonic()) - begun > REST_S:
+                self._rested = now
+            if event.completion_type == timed_out:
+                continue
+            ends = False
+            try:
+                ends = event.tag(event) is _END
+            except Exception:
+                _log.exception("a call's event was lost")
+            # An event may hold the last reference to its call, which gRPC wants back before it is asked again, and
+            # before the server is destroyed.
+            event = None
+            if ends:
+                break
+        self.loop.call_soon_threadsafe(self._over.set)  # type: ignore[union-attr]
+
+    def _ask(self) -> None:
+        self._asked += 1
+        try:
+            self._server.request_call(self._events, self._events, self._called)
+        except ValueError:  # the server has been stopped since
+            self._asked -= 1
+
+    def _called(self, event: Any) -> object:
+        """A call is there, or will not be, as the server stops."""
+        self._asked -= 1
+        if not event.success or not event.call_details.method:
+            return self._end_if_over()
+        if not self._ends.is_set():
+            self._ask()
+        details, metadata = event.call_details, event.invocation_metadata
+        deadline = math.inf
+        if details.deadline < _NEVER_S:
+            deadline = time.monotonic() + details.deadline - time.time()
+        each = self._streams.get(details.method)
+        method = None if each is not None else self._method(details.method, metadata)
+        path = details.method.decode("utf-8", "replace") if method is None else method.path
+        try:
+            ending = self._admit(path, deadline, metadata)
+        except Exception:
+            _log.exception("%s could not be admitted", path)
+            ending = FAILED
+        if each is not None and ending is None:
+            stream = AnswerStream(self, event.call, path, each)
+            self.open.add(stream)
+            stream.begin()
+            return None
+        call = CoreCall(self, event.call, metadata, deadline, method)
+        self.open.add(call)
+        if ending is not None or method is None:
+            call.end(ending or _NO_METHOD)
+        elif method.streams_in:
+            call.hand_over(None)
+        else:
+            call.receive()
+        return None
+
+    def _method(self, path: bytes, metadata: Sequence[tuple[str, Any]]) -> Method | None:
+        found = self._methods.get(path, _UNSEEN)
+        if found is _UNSEEN:
+            name = path.decode("utf-8", "replace")
+            details = _Details(name, tuple(metadata))
+            handler = next((h for each in self._handlers if (h := each.service(details)) is not None), None)
+            found = None if handler is None else Method(name, handler, self._fast.get(name))
+            if len(self._methods) < _PATHS:
+                self._methods[path] = found
+        return found  # type: ignore[return-value]
+
+    def _shut(self, event: Any) -> object:
+        """No call is under way any more, and none will come."""
+        self._all_ended = True
+        return self._end_if_over()
+
+    def _end_if_over(self) -> object:
+        return _END if self._all_ended and not self._asked else None
+
+
+@dataclass(frozen=True)
+class _Details:
+    """As grpc.HandlerCallDetails."""
+
+    method: str
+    invocation_metadata: tuple[Any, ...] = ()
+
+
+_END, _UNSEEN = object(), object()
+_core = binding(SERVER_PARTS)

@@ -1,0 +1,229 @@
+"""What every gRPC server of ours does with a call: bytes in, bytes out, errors of ours as statuses; and how long it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+
+from recinfer.serving.server.admission import GrpcServer
+from recinfer.serving.server.grpc_call import LATER, CoreCall, Ending, Fast, Later
+from recinfer.serving.server.health import EndingHealth
+from recinfer.serving.server.telemetry.observe import Observer
+from recinfer.serving.wire.retry import trailing_of
+from recinfer.serving.wire.status import status_of
+
+__all__ = [
+    "Answer",
+    "Begin",
+    "Told",
+    "add_standard_services",
+    "at_once",
+    "connection_options",
+    "deadline",
+    "generic_handler",
+    "handler",
+    "in_time",
+    "one_by_one",
+    "until_signalled",
+]
+
+_log = logging.getLogger("recinfer.serving.server")
+_SIGNAL_POLL_S = 0.05
+_HANDSHAKE_MS, _KEEPALIVE_MS = 10_000, 60_000
+_AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
+
+# time.monotonic() after which the caller of this task's call does not wait any more; every call is a task of its own.
+deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
+
+Answer = Callable[[bytes], Awaitable[bytes]]
+
+Answered = Callable[[bytes], bytes]
+
+Told = Callable[["bytes | Exception | None"], None]
+"""Takes an answer, an error, or None where the method's handler is to answer; once, on any thread."""
+
+Begin = Callable[[bytes, float, Callable[[], Told]], "bytes | Later | None"]
+"""Takes a message, the ``time.monotonic()`` after which nobody waits, and what makes the call wait for what is told. Gives
+the answer; None where the method's handler is to answer; LATER where it has made the call wait."""
+
+_Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
+
+
+def connection_options() -> list[tuple[str, int]]:
+    """How a server of ours treats connections."""
+    return [
+        # Clients that are slow to say hello, or gone without a word.
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _HANDSHAKE_MS),
+        # Calls that are opened and never sent. They take no place of others', since there is no bound on all
+        # connections' calls together but the queue's; this ends them. Other callers move on unnoticed.
+        ("grpc.max_connection_age_ms", _AGE_MS),
+        ("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS),
+    ]
+
+
+def generic_handler(service: str, calls: Mapping[str, Answer], observer: Observer) -> grpc.GenericRpcHandler:
+    """The methods of ``service``. Bytes in, bytes out: parsing is theirs, so that its errors get a code and our message."""
+    methods = {
+        call: grpc.unary_unary_rpc_method_handler(handler(call, answer, observer))  # type: ignore[arg-type]
+        for call, answer in calls.items()
+    }
+    return grpc.method_handlers_generic_handler(service, methods)
+
+
+def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
+    """What gRPC calls for the method ``call``: deadline, status and counting around ``answer``."""
+
+    async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        start = time.perf_counter()
+        code = "CANCELLED"
+        left = context.time_remaining()
+        if left is not None:
+            deadline.set(time.monotonic() + left)
+        try:
+            response = await answer(data)
+            code = "OK"
+            return response
+        except Exception as error:
+            ending = _ending(call, data, error)
+            code = ending.code
+            try:
+                await context.abort(grpc.StatusCode[code], ending.message, ending.trailing)
+            except grpc.aio.AbortError:
+                raise
+            except Exception:  # gRPC cannot send it: who asked is gone, and gRPC would log that as our error
+                raise asyncio.CancelledError from None
+            raise  # not reached: abort raises
+        finally:
+            spent = time.perf_counter() - start
+            observer.answered(call, code, spent, headers=context.invocation_metadata, num_bytes=len(data))
+
+    return handle
+
+
+def at_once(call: str, answer: Callable[[bytes, float], bytes | None], observer: Observer) -> Fast:
+    """The same for what is answered on gRPC's own thread.
+
+    Args:
+        answer: takes a message and the ``time.monotonic()`` after which nobody waits; None: the method's handler answers.
+    """
+
+    return in_time(call, lambda data, until, defer: answer(data, until), observer)
+
+
+def in_time(call: str, begin: Begin, observer: Observer) -> Fast:
+    """The same for what may have to wait for other threads, where ``begin`` gives the answer, or sees to it."""
+
+    def fast(data: bytes, until: float, asked: CoreCall) -> bytes | Ending | Later | None:
+        start = time.perf_counter()
+
+        def answered(code: str) -> None:
+            spent = time.perf_counter() - start
+            observer.answered(call, code, spent, headers=asked.invocation_metadata, num_bytes=len(data))
+
+        def defer() -> Told:
+            asked.defer()
+            return told
+
+        def told(found: bytes | Exception | None) -> None:
+            if found is None:
+                asked.hand_over(data)
+            elif isinstance(found, Exception):
+                ending = _ending(call, data, found)
+                answered(ending.code)
+                asked.end(ending)
+            else:
+                answered("OK")
+                asked.answer(found)
+
+        found: bytes | Ending | Later | None
+        try:
+            found, code = begin(data, until, defer), "OK"
+        except Exception as error:
+            found = _ending(call, data, error)
+            code = found.code
+        if found is not None and found is not LATER:
+            answered(code)
+        return found
+
+    return fast
+
+
+def one_by_one(call: str, answer: Answered, failed: Callable[[Ending], bytes], observer: Observer) -> Answered:
+    """The same for the messages of a stream, each counted as a call of ``call``. It raises nothing.
+
+    Args:
+        failed: what a message is answered with that cannot be.
+    """
+
+    def each(data: bytes) -> bytes:
+        start = time.perf_counter()
+        try:
+            found, code = answer(data), "OK"
+        except Exception as error:
+            ending = _ending(call, data, error)
+            found, code = failed(ending), ending.code
+        observer.answered(call, code, time.perf_counter() - start, num_bytes=len(data))
+        return found
+
+    return each
+
+
+def _ending(call: str, data: bytes, error: Exception) -> Ending:
+    status = status_of(error)
+    if status.code == "INTERNAL":
+        _log.exception("%s failed on a request of %d bytes", call, len(data))
+    return Ending(status.code, status.message, trailing_of(error, status.message))
+
+
+def add_standard_services(server: GrpcServer, services: Sequence[str], descriptors: DescriptorPool) -> EndingHealth:
+    """Reflection of ``services`` and of itself, and health, which is given back."""
+    shown = reflection.aio.ReflectionServicer((*services, reflection.SERVICE_NAME), pool=descriptors)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, server)
+    health = EndingHealth()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    return health
+
+
+def until_signalled(
+    start: Callable[[], None],
+    stop: Callable[[], None],
+    *,
+    wanted: threading.Event | None = None,
+    on_hangup: Callable[[], None] | None = None,
+) -> None:
+    """``start``, wait for SIGTERM, SIGINT (Ctrl-C) or ``wanted``, ``stop``. Call from the main thread.
+
+    Args:
+        on_hangup: called at each SIGHUP, which ends the process when this is None.
+    """
+    # The handler runs in this thread, between any two steps of it: were it to set an Event that this thread is about to
+    # wait for, it could find the Event's lock taken by its own thread, for ever. Appending takes no lock.
+    signalled: list[int] = []
+    before = {
+        number: signal.signal(number, lambda got, _: signalled.append(got))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    if on_hangup is not None:
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: on_hangup())
+    try:
+        start()
+        while not (signalled or (wanted is not None and wanted.is_set())):
+            time.sleep(_SIGNAL_POLL_S)
+    finally:
+        stop()
+        for number, handler in before.items():
+            signal.signal(number, handler)

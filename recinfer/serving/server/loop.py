@@ -1,0 +1,40 @@
+"""The one asyncio loop of the process that gRPC servers run on, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from recinfer.serving.server.tuning import new_loop
+
+__all__ = ["run_on_loop", "start_on_loop"]
+
+T = TypeVar("T")
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+def run_on_loop(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    """Run ``work`` on the loop, from any other thread, and wait for its result.
+
+    grpc.aio has one completion queue a process: two loops in two threads wake each other for nothing and log errors, so
+    all servers of a process share this loop. It is started by the first use and ends with the process.
+    """
+    return start_on_loop(work).result(timeout)
+
+
+def start_on_loop(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Begin ``work`` on that loop, from any thread."""
+    return asyncio.run_coroutine_threadsafe(work, _running())
+
+
+def _running() -> asyncio.AbstractEventLoop:
+    global _loop
+    with _lock:
+        if _loop is None:
+            _loop = new_loop()
+            threading.Thread(target=_loop.run_forever, name="recinfer-serving", daemon=True).start()
+        return _loop

@@ -1,0 +1,169 @@
+"""The gRPC form of the Open Inference Protocol: serialized messages in and out, raw and typed contents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from google.protobuf.message import Message
+
+from recinfer.errors import InputError, NotFoundError, RecinferError
+from recinfer.serving.wire import codec
+from recinfer.serving.wire import open_inference as oip
+from recinfer.serving.wire.fields import Buffer, bytes_field
+from recinfer.serving.wire.proto import open_inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from recinfer.serving.engine.registry import ModelRegistry
+    from recinfer.serving.wire.limits import Limits
+
+__all__ = ["SERVICE_NAME", "OpenInference", "off_loop", "raw_array"]
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+_CONTENTS = {"INT64": "int64_contents", "INT32": "int_contents", "FP32": "fp32_contents"}
+_INLINE_BYTES = 32 << 10  # a longer message is translated in a thread, so that the event loop stays free
+
+T = TypeVar("T")
+Ask = Callable[[str, bytes], Awaitable[bytes]]
+
+
+class OpenInference:
+    """The calls of GRPCInferenceService.
+
+    Args:
+        registry: the models.
+        limits: bounds on requests.
+        ask: answers a serialized request of ours, by the call's name ("Lookup", "Predict"); raises errors of ours.
+        is_ready: whether the server takes requests.
+    """
+
+    def __init__(
+        self, registry: ModelRegistry, limits: Limits, ask: Ask, is_ready: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.registry, self.limits, self._ask, self.is_ready = registry, limits, ask, is_ready
+
+    def calls(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
+        """Method name -> serialized request to serialized answer."""
+        return {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelReady": self._model_ready,
+            "ModelMetadata": self._model_metadata,
+            "ModelInfer": self._model_infer,
+        }
+
+    def model_is_ready(self, name: str, version: str = "") -> bool:
+        """Whether the model takes requests; an unknown one does not."""
+        try:
+            self.registry.get(name, version)
+        except RecinferError:
+            return False
+        return self.is_ready()
+
+    async def infer(self, request: oip.InferRequest) -> oip.InferAnswer:
+        """The version that answered, and the outputs."""
+        try:
+            return await self._infer(request)
+        except NotFoundError:
+            if request.version:
+                raise
+            return await self._infer(request)  # the version that was drawn may be unloaded since; then it is no more
+
+    async def _infer(self, request: oip.InferRequest) -> oip.InferAnswer:
+        size = sum(tensor.data.nbytes for tensor in request.inputs)
+        call, message = await off_loop(size, oip.to_call, request, self.registry, self.limits)
+        answer = await self._ask(call, message)
+        return await off_loop(len(answer), oip.read_answer, call, answer, request.outputs)
+
+    async def _server_live(self, data: bytes) -> bytes:
+        codec.parse(pb.ServerLiveRequest, data)
+        return pb.ServerLiveResponse(live=True).SerializeToString()
+
+    async def _server_ready(self, data: bytes) -> bytes:
+        codec.parse(pb.ServerReadyRequest, data)
+        return pb.ServerReadyResponse(ready=self.is_ready()).SerializeToString()
+
+    async def _server_metadata(self, data: bytes) -> bytes:
+        codec.parse(pb.ServerMetadataRequest, data)
+        return pb.ServerMetadataResponse(**oip.server_metadata()).SerializeToString()
+
+    async def _model_ready(self, data: bytes) -> bytes:
+        request = codec.parse(pb.ModelReadyRequest, data)
+        return pb.ModelReadyResponse(ready=self.model_is_ready(request.name, request.version)).SerializeToString()
+
+    async def _model_metadata(self, data: bytes) -> bytes:
+        request = codec.parse(pb.ModelMetadataRequest, data)
+        found = oip.model_metadata(self.registry, request.name, request.version)
+        return pb.ModelMetadataResponse(**found).SerializeToString()
+
+    async def _model_infer(self, data: bytes) -> bytes:
+        request = await off_loop(len(data), _read, data)
+        answer = await self.infer(request)
+        return _write(request.model or self.registry.names()[0], request.id, answer)
+
+
+async def off_loop(size: int, work: Callable[..., T], *args: object) -> T:
+    """``work(*args)``, in a thread when ``size`` (bytes) is large."""
+    if size <= _INLINE_BYTES:
+        return work(*args)
+    return await asyncio.to_thread(work, *args)
+
+
+def _read(data: bytes) -> oip.InferRequest:
+    message = codec.parse(pb.ModelInferRequest, data)
+    raws = message.raw_input_contents
+    if raws and len(raws) != len(message.inputs):
+        raise InputError(f"raw_input_contents: got {len(raws)} entries, expected {len(message.inputs)}, one an input")
+    inputs = []
+    for index, tensor in enumerate(message.inputs):
+        if not raws:
+            array = _typed(tensor)
+        elif tensor.HasField("contents"):
+            raise InputError(f"input {tensor.name!r}: got contents and raw_input_contents, expected one of them")
+        else:
+            array = raw_array(tensor.name, tensor.datatype, raws[index])
+        inputs.append(oip.InputTensor(tensor.name, tensor.datatype, tuple(tensor.shape), array))
+    return oip.InferRequest(
+        message.model_name,
+        message.model_version,
+        message.id,
+        inputs,
+        [output.name for output in message.outputs],
+        message.parameters["method"].string_param if "method" in message.parameters else "",
+    )
+
+
+def raw_array(name: str, datatype: str, raw: bytes | memoryview) -> np.ndarray:
+    """``raw`` as a 1-D array of ``datatype`` that shares its memory; raises InputError."""
+    dtype = oip.dtype_of(name, datatype)
+    if len(raw) % dtype.itemsize:
+        raise InputError(f"input {name!r}: got {len(raw)} bytes, expected a multiple of {dtype.itemsize} ({datatype})")
+    return np.frombuffer(raw, dtype) if len(raw) else np.zeros(0, dtype)
+
+
+def _typed(tensor: pb.ModelInferRequest.InferInputTensor) -> np.ndarray:
+    dtype = oip.dtype_of(tensor.name, tensor.datatype)
+    field = _CONTENTS[tensor.datatype]
+    for other, _ in tensor.contents.ListFields():
+        if other.name != field:
+            raise InputError(f"input {tensor.name!r}: got {other.name}, expected {field} as {tensor.datatype} has")
+    return np.array(getattr(tensor.contents, field), dtype)
+
+
+def _write(model: str, request_id: str, answer: oip.InferAnswer) -> bytes:
+    head: Message = pb.ModelInferResponse(
+        model_name=model,
+        model_version=answer.version,
+        id=request_id,
+        outputs=[
+            {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape} for tensor in answer.outputs
+        ],
+        parameters={name: pb.InferParameter(string_param=text) for name, text in answer.parameters.items()},
+    )
+    parts: list[Buffer] = [head.SerializeToString()]
+    for tensor in answer.outputs:
+        parts += bytes_field(6, tensor.data)
+    return b"".join(parts)

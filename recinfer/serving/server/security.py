@@ -1,0 +1,187 @@
+"""Who may talk to a server, and how it is kept private: TLS from files, a bearer token, and loopback unless told."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import ssl
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from recinfer.errors import ConfigError, InputError
+from recinfer.serving.server.grpc_call import Ending
+
+__all__ = ["NO_TOKEN", "Security", "TokenInterceptor", "authorization", "load_pem", "read_token"]
+
+NO_TOKEN = Ending("UNAUTHENTICATED", "this server needs a token: send 'authorization: Bearer <token>'")
+"""What who has not got it is told."""
+
+_HEADER, _SCHEME = "authorization", "bearer "
+_MIN_TOKEN = 16
+_OPEN = ("/grpc.health.v1.Health/",)
+
+
+@dataclass(frozen=True)
+class Security:
+    """How a server is protected.
+
+    Attributes:
+        token: every call but health needs ``authorization: Bearer <token>``; None: none does.
+        tls_cert, tls_key: PEM files of the server's certificate chain and key; both or neither.
+        client_ca: PEM file of the authority whose certificates clients must show (mutual TLS); needs tls_cert.
+        insecure: listen beyond this machine also without a token.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    client_ca: Path | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("TLS: got one of certificate and key, expected both or neither")
+        if self.client_ca is not None and self.tls_cert is None:
+            raise ConfigError("TLS: got a client authority without a server certificate; mutual TLS needs both")
+        if self.token is not None and (len(self.token) < _MIN_TOKEN or not self.token.isascii()):
+            raise ConfigError(f"token: got {len(self.token)} characters, expected ASCII of at least {_MIN_TOKEN}")
+        if self.token is not None and not _fits_a_header(self.token):  # no caller could send it
+            raise ConfigError(
+                "token: got several lines, control characters or white space at its ends, expected one line"
+            )
+
+    def check_host(self, host: str) -> None:
+        """Raises ConfigError when ``host`` is not loopback and nothing says who may call."""
+        if self.insecure or self.token is not None or self.client_ca is not None or _is_loopback(host):
+            return
+        raise ConfigError(
+            f"host {host} can be reached from other machines, and there is no token: set RECINFER_TOKEN, give "
+            "--token-file or --tls-client-ca, or say --insecure"
+        )
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """For a secure port; None without TLS. Raises ConfigError naming a file that cannot be read, or is not what it should be."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        self.tls_context()  # gRPC would say of a wrong file that the port cannot be bound
+        key, chain = _read(self.tls_key), _read(self.tls_cert)
+        authority = None if self.client_ca is None else _read(self.client_ca)
+        return grpc.ssl_server_credentials(
+            [(key, chain)], root_certificates=authority, require_client_auth=authority is not None
+        )
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """The same for the HTTP port. Raises ConfigError."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        load_pem(context, self.tls_cert, self.tls_key, self.client_ca)
+        if self.client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def allows(self, authorization: str | None) -> bool:
+        """Whether a call with this ``authorization`` header may pass."""
+        if self.token is None:
+            return True
+        given = authorization or ""
+        if given[: len(_SCHEME)].lower() != _SCHEME:
+            return False
+        # Bytes that are no text reach us as lone surrogates, which plain UTF-8 would not take.
+        return hmac.compare_digest(given[len(_SCHEME) :].strip().encode(errors="surrogatepass"), self.token.encode())
+
+    def admits(self, path: str, metadata: Iterable[tuple[str, Any]]) -> bool:
+        """The same for a call of gRPC; health stays open, for those who watch the server."""
+        if self.token is None or path.startswith(_OPEN):
+            return True
+        return self.allows(next((value for key, value in metadata if key == _HEADER), None))
+
+
+def read_token(path: Path) -> str:
+    """The token in a file, without the white space around it; raises ConfigError."""
+    return _read(path).decode("ascii", "replace").strip()
+
+
+def load_pem(context: ssl.SSLContext, cert: Path | None, key: Path | None, authority: Path | None) -> None:
+    """Put PEM files into ``context``: a certificate chain with its key, and who is believed; None: there is none.
+
+    Raises:
+        ConfigError: a file that cannot be read or holds something else, a key of another certificate or with a passphrase.
+    """
+    for path in (cert, key, authority):
+        if path is not None:
+            _read(path)  # ssl would not say which it is
+    try:
+        if cert is not None:
+            context.load_cert_chain(cert, key, password="")  # else ssl asks for a passphrase on the terminal
+    except OSError as error:  # ssl's own errors are among them
+        raise ConfigError(
+            f"TLS: {cert} and {key} are no certificate with its key, PEM without a passphrase ({error})"
+        ) from None
+    try:
+        if authority is not None:
+            context.load_verify_locations(authority)
+    except OSError as error:
+        raise ConfigError(f"TLS: {authority} holds no certificate of an authority, PEM ({error})") from None
+
+
+def authorization(token: str) -> tuple[tuple[str, str], ...]:
+    """The metadata that a call with ``token`` carries, without the white space around it; empty: none.
+
+    Raises:
+        InputError: a token that no header can hold.
+    """
+    plain = token.strip()
+    if not _fits_a_header(plain):
+        raise InputError(
+            f"token: got {len(plain)} characters, some no printable ASCII; expected the server's token alone"
+        )
+    return (("authorization", f"Bearer {plain}"),) if plain else ()
+
+
+def _fits_a_header(text: str) -> bool:
+    return text.isascii() and text.isprintable() and text == text.strip()
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without the token, UNAUTHENTICATED, in a server of grpc.aio."""
+
+    def __init__(self, security: Security) -> None:
+        self._security = security
+        self._refuse = grpc.unary_unary_rpc_method_handler(_refuse)  # type: ignore[arg-type]
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """The call's own handler, or the one that refuses."""
+        if self._security.admits(handler_call_details.method, handler_call_details.invocation_metadata):
+            return await continuation(handler_call_details)
+        return self._refuse
+
+
+async def _refuse(_: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    await context.abort(grpc.StatusCode[NO_TOKEN.code], NO_TOKEN.message)
+    raise AssertionError  # abort raises
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None

@@ -1,0 +1,414 @@
+"""The gRPC server: our service, health and reflection on one port, and a stop that lets running requests end."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import grpc
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from recinfer.errors import ConfigError, InputError, UnavailableError
+from recinfer.serving.engine.decoded_path import InferenceService
+from recinfer.serving.engine.dispatcher import Answering
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
+from recinfer.serving.engine.scheduler import BatchConfig, Batcher, BatcherState
+from recinfer.serving.engine.store import ModelStore, StoreManager
+from recinfer.serving.server.address import check_address, join_address
+from recinfer.serving.server.admission import Door, GrpcServer, grpc_server, names_of
+from recinfer.serving.server.grpc_call import Fast
+from recinfer.serving.server.grpc_channel import knows_channels
+from recinfer.serving.server.grpc_core import CoreServer
+from recinfer.serving.server.grpc_methods import (
+    Answer,
+    add_standard_services,
+    connection_options,
+    generic_handler,
+    in_time,
+    until_signalled,
+)
+from recinfer.serving.server.health import EndingHealth
+from recinfer.serving.server.loop import run_on_loop
+from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
+from recinfer.serving.server.open_inference_grpc import OpenInference
+from recinfer.serving.server.security import Security
+from recinfer.serving.server.telemetry.metrics import ServerMetrics, Status
+from recinfer.serving.server.telemetry.observe import Observer
+from recinfer.serving.server.tuning import tune_process
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import admin_pb2, open_inference_pb2
+from recinfer.serving.wire.proto import inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from recinfer.inference.predictor import Predictor
+    from recinfer.serving.server.rest import HttpDoor
+    from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
+    from recinfer.serving.shards.fanout import Fanout
+
+__all__ = ["SERVICE_NAME", "Server", "serve"]
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+_ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+_HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_log = logging.getLogger(__name__)
+
+_STOP_SLACK_S = 5.0
+
+
+class Server:
+    """Serves predictors over gRPC from a background thread.
+
+    Args:
+        predictors: name -> predictor, or models as they are to be served; the first is the default model. A
+            ModelRegistry is used as it is.
+        host: address to listen on. The default is reachable from this machine only.
+        port: TCP port; 0 takes a free one.
+        limits: bounds on requests.
+        threads: threads for large requests; None: one a core, at most 4.
+        http_port: TCP port of the Open Inference Protocol's REST form, 0 takes a free one; None: no HTTP.
+        metrics_port: TCP port of Prometheus metrics and the status page, 0 takes a free one; None: no metrics.
+        batching: how requests share runs.
+        security: TLS and token; a host beyond loopback needs one (or ``insecure``).
+        share_port: other processes may listen on the same port (SO_REUSEPORT); the system spreads connections.
+        admin: the store that the admin service loads versions from, or what changes the models from one; None: there
+            is no such service.
+        admin_through: makes an admin call (its name, the serialized request) in all processes that share the port, this
+            one among them by its ``admin_calls``; needed for the service with ``share_port``.
+        shards: what the predictors' lookups go through, where their rows are on other hosts.
+        serving: what health says once the server answers; see :meth:`set_serving`.
+
+    >>> server = Server({"movies": recinfer.load("movies.rqa")}).start()    # doctest: +SKIP
+    >>> InferenceClient(f"127.0.0.1:{server.port}").lookup(features)        # doctest: +SKIP
+    >>> server.stop()                                                       # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        predictors: Mapping[str, Predictor] | Iterable[ServedModel] | ModelRegistry,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        limits: Limits | None = None,
+        threads: int | None = None,
+        http_port: int | None = None,
+        metrics_port: int | None = None,
+        batching: BatchConfig | None = None,
+        security: Security | None = None,
+        share_port: bool = False,
+        admin: ModelStore | StoreManager | None = None,
+        admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
+        shards: Fanout | None = None,
+        serving: bool = True,
+    ) -> None:
+        if not 0 <= port <= 65535:
+            raise InputError(f"port: got {port}, expected 0 to 65535")
+        self._security = security or Security()
+        self._security.check_host(host)
+        self._share_port = share_port
+        registry = predictors if isinstance(predictors, ModelRegistry) else ModelRegistry(predictors)
+        self.service = InferenceService(registry, limits)
+        self.stats = self.service.stats
+        self.observer = Observer(self.stats)
+        self.host = host
+        self._port = port
+        self._threads = threads or min(4, os.cpu_count() or 1)
+        self._server: GrpcServer | None = None
+        self._core: CoreServer | None = None
+        self._answering: Answering | None = None
+        self._health: EndingHealth | None = None
+        self._batching = batching or BatchConfig()
+        self.open_inference = OpenInference(
+            self.service.registry, self.service.limits, self._ask, lambda: self._server is not None and self._serving
+        )
+        self.admin_calls: dict[str, Answer] = {}
+        self._admin_through = admin_through
+        if admin is not None:
+            if share_port and admin_through is None:
+                raise ConfigError("admin: it would change one of the processes that share the port; use one process")
+            from recinfer.serving.engine.admin import AdminService
+
+            manager = admin if isinstance(admin, StoreManager) else StoreManager(registry, admin)
+            self.admin_calls = {k: self._announced(call) for k, call in AdminService(manager).calls().items()}
+        self._http: HttpDoor | None = None
+        self.http_port = http_port
+        self._shards, self._serving = shards, serving
+        shown = None if shards is None else shards.status
+        self.status = ServerMetrics(self.stats, self.service.registry, self._queue_state, shards=shown).status
+        self._metrics: MetricsDoor | None = None
+        self.metrics_port = metrics_port
+
+    @property
+    def batcher(self) -> Batcher | None:
+        """What waits, and runs (after ``start``)."""
+        return None if self._answering is None else self._answering.batcher
+
+    @property
+    def port(self) -> int:
+        """The bound TCP port (after ``start``)."""
+        return self._port
+
+    @property
+    def target(self) -> str:
+        """What a client connects to."""
+        return join_address(self.host, self._port)
+
+    def start(self) -> Server:
+        """Bind and accept requests; returns once the server answers.
+
+        Raises:
+            UnavailableError: the address cannot be bound.
+        """
+        if self._server is not None:
+            raise InputError("start: the server already runs; make a new Server for a second one")
+        run_on_loop(self._start())
+        return self
+
+    def stop(self, grace: float = 10.0) -> None:
+        """Refuse new requests, let those that run end for up to ``grace`` seconds, then close. A second call is free."""
+        if self._server is not None:
+            run_on_loop(self._stop(grace), timeout=grace + _STOP_SLACK_S)
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    async def _start(self) -> None:
+        limits = self.service.limits
+        answering = self._answering = Answering(
+            self.service,
+            self._batching,
+            self._threads,
+            is_away=self._shards is not None,
+            coming=self._coming,
+            busy_s=self._busy_s,
+        )
+        fast = self._fast(answering)
+        server = grpc_server(
+            self._door(answering.batcher),
+            fast=fast,
+            options=[
+                ("grpc.max_receive_message_length", limits.max_message_bytes),
+                ("grpc.max_send_message_length", -1),  # bounded by max_response_bytes, before anything is computed
+                ("grpc.so_reuseport", int(self._share_port)),  # else a second server on a taken port must fail
+                ("grpc.max_concurrent_streams", limits.max_concurrent),
+                *connection_options(),
+            ],
+        )
+        if isinstance(server, CoreServer):
+            self._core = server
+        server.add_generic_rpc_handlers(self._handlers(answering, tried=bool(fast) and self._core is not None))
+        names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, *([_ADMIN_NAME] if self.admin_calls else [])]
+        self._health = add_standard_services(server, names, _pool_of_everything())
+        if not self._share_port:
+            check_address(self.host, self._port)
+        credentials = self._security.credentials()
+        try:
+            if credentials is None:
+                self._port = server.add_insecure_port(self.target)
+            else:
+                self._port = server.add_secure_port(self.target, credentials)
+        except RuntimeError as error:  # taken since the check
+            raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
+        await server.start()
+        if self.http_port is not None:
+            await self._start_http(self.http_port)
+        if self.metrics_port is not None:
+            await self._start_metrics(self.metrics_port)
+        self._server = server
+        await self._show_health()
+
+    def set_serving(self, serving: bool) -> None:
+        """What health says of this server from now on."""
+        self._serving = serving
+        if self._server is not None:
+            run_on_loop(self._show_health())
+
+    async def _show_health(self) -> None:
+        assert self._health is not None
+        status = health_pb2.HealthCheckResponse.SERVING if self._serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE_NAME, OPEN_INFERENCE, *self.service.registry.names()):
+            await self._health.set(name, status)
+
+    async def _stop(self, grace: float) -> None:
+        server, self._server = self._server, None
+        if server is None or self._health is None or self._answering is None:
+            return
+        await self._health.end()
+        await asyncio.gather(server.stop(grace), *([self._http.stop()] if self._http is not None else []))
+        if self._metrics is not None:
+            await self._metrics.stop()
+        self._answering.close()
+
+    def _coming(self) -> int:
+        return 0 if self._core is None else self._core.coming
+
+    def _busy_s(self) -> float:
+        return 0.0 if self._core is None else self._core.busy_s
+
+    async def _ask(self, call: str, data: bytes) -> bytes:
+        assert self._answering is not None
+        return await self._answering.ask(call, data)
+
+    async def _start_http(self, port: int) -> None:
+        from recinfer.serving.server.rest import HttpDoor
+
+        if not self._share_port:
+            check_address(self.host, port)
+        self._http = HttpDoor(
+            self.open_inference,
+            self.host,
+            port,
+            token=self._security.token or "",
+            tls=self._security.tls_context(),
+            reuse_port=self._share_port,
+            observe=functools.partial(self.observer.answered, door="http"),
+        )
+        await self._http.start()
+        self.http_port = self._http.port
+
+    async def _start_metrics(self, port: int) -> None:
+        from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
+
+        async def status() -> Status:
+            return self.status()
+
+        check_address(self.host, port)
+        self._metrics = MetricsDoor(
+            status, self.host, port, allows=self._security.allows, tls=self._security.tls_context()
+        )
+        await self._metrics.start()
+        self.metrics_port = self._metrics.port
+
+    def _queue_state(self) -> BatcherState | None:
+        return None if self._answering is None else self._answering.batcher.state
+
+    def _door(self, batcher: Batcher) -> Door:
+        # Small lookups of this process's tables are answered past the queue: they are never refused for its length.
+        paths = {f"/{SERVICE_NAME}/Predict": "Predict"}
+        if self._shards is not None:
+            paths |= {f"/{SERVICE_NAME}/Lookup": "Lookup", f"/{OPEN_INFERENCE}/ModelInfer": "ModelInfer"}
+        files = (pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
+        services = [service for file in files for service in file.services_by_name.values()]
+        return Door(self._security, self.observer, batcher.room, paths, names_of(*services))
+
+    def _fast(self, answering: Answering) -> dict[str, Fast]:
+        """What gRPC's threads may answer."""
+        if self._shards is not None and not knows_channels():
+            return {}
+
+        def fast(call: str) -> Fast:
+            begin = answering.at_once if self._shards is None else answering.away_at_once
+            return in_time(call, functools.partial(begin, call), self.observer)
+
+        return {f"/{SERVICE_NAME}/{call}": fast(call) for call in answering.calls}
+
+    def _handlers(self, answering: Answering, *, tried: bool) -> tuple[grpc.GenericRpcHandler, ...]:
+        """Of all services; ``tried``: gRPC's thread has found that it cannot answer what reaches the plain methods."""
+
+        def handlers(service: str, calls: Mapping[str, Answer]) -> grpc.GenericRpcHandler:
+            return generic_handler(service, calls, self.observer)
+
+        ours = {call: functools.partial(answering.ask, call, tried=tried) for call in (*answering.calls, "GetModel")}
+        found = [handlers(SERVICE_NAME, ours), handlers(OPEN_INFERENCE, self.open_inference.calls())]
+        if self.admin_calls:
+            through = self._admin_through
+            calls = self.admin_calls
+            if through is not None:
+                calls = {call: functools.partial(through, call) for call in calls}
+            found.append(handlers(_ADMIN_NAME, calls))
+        return tuple(found)
+
+    def _announced(self, change: Answer) -> Answer:
+        async def answer(data: bytes) -> bytes:
+            """A change of the models, and then health as it is after it."""
+            before = set(self.service.registry.names())
+            response = await change(data)
+            assert self._health is not None
+            after = set(self.service.registry.names())
+            for name in before ^ after:
+                status = "SERVING" if name in after else "SERVICE_UNKNOWN"
+                await self._health.set(name, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
+            return response
+
+        return answer
+
+
+def _pool_of_everything() -> DescriptorPool:
+    """What reflection shows. Ours and the Open Inference Protocol's files are in different pools: see its generator."""
+    pool = DescriptorPool()
+    for file in (
+        pb.DESCRIPTOR,
+        admin_pb2.DESCRIPTOR,
+        open_inference_pb2.DESCRIPTOR,
+        health_pb2.DESCRIPTOR,
+        reflection_pb2.DESCRIPTOR,
+    ):
+        pool.AddSerializedFile(file.serialized_pb)
+    return pool
+
+
+def serve(
+    predictors: Mapping[str, Predictor] | Iterable[ServedModel] | ModelRegistry,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    limits: Limits | None = None,
+    http_port: int | None = None,
+    metrics_port: int | None = None,
+    batching: BatchConfig | None = None,
+    security: Security | None = None,
+    share_port: bool = False,
+    admin: ModelStore | StoreManager | None = None,
+    admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
+    shards: Fanout | None = None,
+    serving: bool = True,
+    grace: float = 10.0,
+    on_ready: Callable[[int], None] | None = None,
+    on_start: Callable[[Server], None] | None = None,
+    on_hangup: Callable[[], None] | None = None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT (Ctrl-C), then drain for up to ``grace`` seconds. Call from the main thread.
+
+    Args:
+        http_port, metrics_port, batching, security, share_port, admin, admin_through, shards, serving: as
+            :class:`Server` has them.
+        stop: set by someone else to end serving, as a signal does.
+        on_ready: called with the bound port once requests are accepted.
+        on_start: called with the server before that, when its models are in place.
+        on_hangup: called at each SIGHUP, which ends the process when this is None.
+    """
+    tune_process()
+    server = Server(
+        predictors,
+        host,
+        port,
+        limits=limits,
+        http_port=http_port,
+        metrics_port=metrics_port,
+        batching=batching,
+        security=security,
+        share_port=share_port,
+        admin=admin,
+        admin_through=admin_through,
+        shards=shards,
+        serving=serving,
+    )
+
+    def start() -> None:
+        if on_start is not None:
+            on_start(server)
+        server.start()
+        if on_ready is not None:
+            on_ready(server.port)
+
+    until_signalled(start, lambda: server.stop(grace), wanted=stop, on_hangup=on_hangup)

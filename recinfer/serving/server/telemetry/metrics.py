@@ -1,0 +1,247 @@
+"""What a server shows of itself, as plain data: read where it is counted, and summed over the processes of one server.
+
+A status is a JSON object. Its counts only grow, so that who looks twice has a rate:
+
+    uptime      seconds
+    workers     processes behind these figures
+    requests    [{method, code, count}]
+    latency     {method: histogram}; a histogram is {bounds, counts, total}, with one more count for what is beyond
+    stages      {stage: histogram}, in the order a request goes through them
+    samples     histogram of the samples of a request
+    queue       {waiting, running, runs, requests, samples, expired, refused}, or None
+    models      [{name, version, weight, deltas, age, mapped, ..., replaced: {feature: count}, missing: {feature: count}}]
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from recinfer.archive.manifest import ENGINE_PACKAGES
+from recinfer.errors import NotFoundError
+from recinfer.inference.stages import HistogramState, Stages
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
+from recinfer.serving.engine.scheduler import BatcherState
+from recinfer.serving.engine.stats import RequestStats
+
+if TYPE_CHECKING:
+    from recinfer.distributed.planner.plan import Plan
+
+__all__ = ["ServerMetrics", "Status", "merge_statuses", "only_counts", "plain_histogram"]
+
+Status = dict[str, Any]
+_NONE: dict[str, Any] = {"bounds": [], "counts": [0], "total": 0.0}
+_NOW = ("waiting", "running")  # of the queue: not counts since the start
+
+
+class ServerMetrics:
+    """Reads counts where they are kept, when somebody asks; nothing here runs on the path of a request.
+
+    Args:
+        stats: requests and their stages.
+        registry: the models.
+        queue: gives the state of the queue of requests; None where there is none (yet).
+        shards: gives the figures of the remote shards that are asked (see recinfer.serving.shards.fanout); None: none are.
+    """
+
+    def __init__(
+        self,
+        stats: RequestStats,
+        registry: ModelRegistry,
+        queue: Callable[[], BatcherState | None] = lambda: None,
+        *,
+        shards: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        self._stats, self._registry, self._queue, self._shards = stats, registry, queue, shards
+        self._started = time.monotonic()
+        self._stages_of: dict[int, Stages] = {}  # of the models seen last time
+        self._past: list[dict[str, HistogramState]] = []  # of models that are gone, summed: at most one entry
+
+    def status(self) -> Status:
+        """The status of this process."""
+        queue = self._queue()
+        return {
+            "uptime": time.monotonic() - self._started,
+            "workers": 1,
+            "requests": _requests(self._stats.requests()),
+            "latency": {call: plain_histogram(state) for call, state in sorted(self._stats.latency().items())},
+            "stages": {stage: plain_histogram(state) for stage, state in self._stages().items()},
+            "samples": plain_histogram(self._stats.batch.state()),
+            "queue": None if queue is None else asdict(queue),
+            "models": [_described(model, weight) for model, weight in self._models()],
+            "shards": None if self._shards is None else self._shards(),
+        }
+
+    def _stages(self) -> dict[str, HistogramState]:
+        """All stages, in the order a request goes through them; lookup and dense summed over the models."""
+        own = self._stats.stages.state()
+        now = {id(model.predictor.stages): model.predictor.stages for model, _ in self._models()}
+        gone = [stages.state() for key, stages in self._stages_of.items() if key not in now]
+        self._stages_of = now
+        if gone:  # what an unloaded model counted stays in the sums
+            self._past = [{name: _sum([state[name] for state in [*self._past, *gone]]) for name in gone[0]}]
+        models = [*self._past, *(stages.state() for stages in now.values())]
+        both = {name: _sum([state[name] for state in models]) for name in ("lookup", "dense")}
+        return {"decode": own["decode"], "queue": own["queue"], **both, "encode": own["encode"]}
+
+    def _models(self) -> list[tuple[ServedModel, int]]:
+        found: list[tuple[ServedModel, int]] = []
+        for name in self._registry.names():
+            with suppress(NotFoundError):  # unloaded meanwhile
+                weights = self._registry.weights(name)
+                found += [(model, weights.get(v, 0)) for v, model in self._registry.versions(name).items()]
+        return found
+
+
+def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> Status:
+    """One status of several processes that serve the same.
+
+    Args:
+        running: of processes that run now. What they share (a mapped archive) is counted once.
+        ended: of processes that do not run any more; their counts stay in the sums, which would else go back.
+    """
+    everything = [*running, *ended]
+    counted: Counter[tuple[str, str]] = Counter()
+    for status in everything:
+        counted.update({(item["method"], item["code"]): item["count"] for item in status["requests"]})
+    queues = [status["queue"] for status in everything if status["queue"] is not None]
+    return {
+        "uptime": max((status["uptime"] for status in running), default=0.0),
+        "workers": sum(status["workers"] for status in running),
+        "requests": _requests(counted),
+        "latency": _merge_histograms([status["latency"] for status in everything]),
+        "stages": _merge_histograms([status["stages"] for status in everything]),
+        "samples": _merge_histograms([{"": _NONE}, *({"": status["samples"]} for status in everything)])[""],
+        "queue": {name: sum(queue[name] for queue in queues) for name in queues[0]} if queues else None,
+        "models": _merge_models(running, everything),
+        "shards": _merge_shards(running, everything),
+    }
+
+
+def _merge_shards(running: Sequence[Status], everything: Sequence[Status]) -> dict[str, Any] | None:
+    """Counts of all, and the replicas as the processes that run see them: up where all that list one say so, as requests come to each."""
+    asked = [status["shards"] for status in everything if status.get("shards") is not None]
+    if not asked:
+        return None
+    calls: Counter[str] = Counter()
+    missing: Counter[str] = Counter()
+    for shards in asked:
+        calls.update(shards["calls"])
+        missing.update(shards["default_rows"])
+    replicas: dict[tuple[int, str], dict[str, Any]] = {}
+    for status in running:
+        for replica in (status.get("shards") or {"replicas": []})["replicas"]:
+            have = replicas.setdefault((replica["rank"], replica["address"]), replica | {"up": True, "outstanding": 0})
+            have["up"] &= replica["up"]
+            have["outstanding"] += replica["outstanding"]
+    return {"calls": dict(calls), "default_rows": dict(missing), "replicas": list(replicas.values())}
+
+
+def only_counts(status: Status) -> Status:
+    """What stays of the status of a process that has ended: its counts, not what it held."""
+    queue = status["queue"]
+    return status | {
+        "workers": 0,
+        "queue": None if queue is None else queue | dict.fromkeys(_NOW, 0),
+        "models": [_key(model) | {kind: model[kind] for kind in ("replaced", "missing")} for model in status["models"]],
+    }
+
+
+def _requests(counted: Mapping[tuple[str, str], int]) -> list[dict[str, Any]]:
+    return [{"method": call, "code": code, "count": count} for (call, code), count in sorted(counted.items())]
+
+
+def _merge_histograms(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for histograms in found:
+        for name, own in histograms.items():
+            have = merged.get(name)
+            if have is None or have is _NONE:
+                merged[name] = own
+                continue
+            counts = [a + b for a, b in zip(have["counts"], own["counts"], strict=True)]
+            merged[name] = {"bounds": own["bounds"], "counts": counts, "total": have["total"] + own["total"]}
+    return merged
+
+
+def _key(model: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": model["name"], "version": model["version"]}
+
+
+def _merge_models(running: Sequence[Status], everything: Sequence[Status]) -> list[dict[str, Any]]:
+    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    for status in running:
+        for model in status["models"]:
+            have = merged.setdefault((model["name"], model["version"]), model | {"replaced": {}, "missing": {}})
+            have["age"] = max(have["age"], model["age"])
+    for status in everything:
+        for model in status["models"]:
+            sums = merged.get((model["name"], model["version"]))
+            if sums is None:
+                continue
+            for kind in ("replaced", "missing"):
+                for feature, count in model[kind].items():
+                    sums[kind][feature] = sums[kind].get(feature, 0) + count
+    return list(merged.values())
+
+
+def _described(model: ServedModel, weight: int) -> dict[str, Any]:
+    predictor = model.predictor
+    manifest = predictor.manifest
+    intake = predictor.intake
+    return {
+        "name": model.name,
+        "version": model.version,
+        "weight": weight,
+        "deltas": predictor.num_deltas,
+        "created": manifest.created,
+        "age": max(0.0, time.monotonic() - model.since),
+        "precision": manifest.precision,
+        "plan": manifest.plan_hash[:12],
+        "engine": "none" if predictor.engine is None else ENGINE_PACKAGES[predictor.engine],
+        "engine_reason": predictor.engine_reason,
+        "mapped": predictor.mapped_bytes,
+        "features": len(intake.names),
+        "dense": predictor.num_dense,
+        "tables": [
+            {
+                "name": table.table,
+                "rows": table.num_embeddings,
+                "dim": table.embedding_dim,
+                "precision": table.precision.value.lower(),
+                "sharding": table.sharding_type,
+                "ranks": sorted({shard.rank for shard in table.shards}),
+            }
+            for table in predictor.plan.tables
+        ],
+        "ranks": _ranks(predictor.plan),
+        "replaced": {name: intake.replaced[name] for name in intake.names},
+        "missing": {name: intake.missing[name] for name in intake.names},
+    }
+
+
+def _ranks(plan: Plan) -> list[dict[str, Any]]:
+    """Per rank: tables, cells (rows x columns) it holds, and the planner's estimate of a batch, ms or None."""
+    estimates = plan.estimates.get("perf_ms_per_rank") or [None] * plan.world_size
+    ranks = [{"rank": rank, "tables": 0, "cells": 0, "ms": estimates[rank]} for rank in range(plan.world_size)]
+    for table in plan.tables:
+        for rank in {shard.rank for shard in table.shards}:
+            ranks[rank]["tables"] += 1
+        for shard in table.shards:
+            cells = (shard.row_stop - shard.row_start) * (shard.col_stop - shard.col_start)
+            ranks[shard.rank]["cells"] += cells
+    return ranks
+
+
+def plain_histogram(state: HistogramState) -> dict[str, Any]:
+    """A histogram as JSON."""
+    return {"bounds": list(state.bounds), "counts": list(state.counts), "total": state.total}
+
+
+def _sum(states: list[HistogramState]) -> HistogramState:
+    counts = tuple(sum(column) for column in zip(*(state.counts for state in states), strict=True))
+    return HistogramState(states[0].bounds, counts, sum(state.total for state in states))

@@ -1,0 +1,140 @@
+"""What is told about each request: counted, written to the log as one JSON line, and traced where OpenTelemetry is.
+
+A request's id is its ``x-request-id`` metadata (or HTTP header), else a new one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import sys
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from recinfer.serving.engine.stats import RequestStats
+
+__all__ = ["JsonLines", "Observer", "log_as_json"]
+
+_log = logging.getLogger("recinfer.requests")
+_MAX_ID = 128
+_EXTRA = ("request_id", "call", "code", "ms", "bytes", "door")
+
+
+class Observer:
+    """Told once of every answered request.
+
+    Args:
+        stats: where requests are counted.
+        trace: start OpenTelemetry spans; None: when the package ``opentelemetry`` is installed and a tracer provider was
+            set (by the program, or by ``opentelemetry-instrument``): without one every span would be made and thrown away.
+    """
+
+    def __init__(self, stats: RequestStats, *, trace: bool | None = None) -> None:
+        self.stats = stats
+        self._tracing = _Tracing() if (_has_provider() if trace is None else trace) else None
+
+    def answered(
+        self,
+        call: str,
+        code: str,
+        seconds: float,
+        *,
+        headers: Any = None,
+        num_bytes: int = 0,
+        door: str = "grpc",
+    ) -> None:
+        """Count, log and trace one request.
+
+        Args:
+            call: the method's name.
+            code: name of its gRPC status code.
+            seconds: from its arrival to its answer.
+            headers: its metadata, a mapping or pairs, or a function that gives them; read only where needed.
+            num_bytes: size of the request.
+            door: ``"grpc"`` or ``"http"``.
+        """
+        self.stats.add(call, code, seconds)
+        self._tell(call, code, seconds, headers, num_bytes, door)
+
+    def refused(self, call: str, code: str, headers: Any = None) -> None:
+        """Count, log and trace one that was refused as it arrived; it took no time to speak of."""
+        self.stats.count(call, code)
+        self._tell(call, code, 0.0, headers, 0, "grpc")
+
+    def _tell(self, call: str, code: str, seconds: float, headers: Any, num_bytes: int, door: str) -> None:
+        logged = _log.isEnabledFor(logging.INFO)
+        if not logged and self._tracing is None:
+            return
+        found = _lowered(headers() if callable(headers) else headers)
+        request_id = found.get("x-request-id", "")[:_MAX_ID] or uuid.uuid4().hex
+        if logged:
+            extra = {"request_id": request_id, "call": call, "code": code, "ms": round(seconds * 1e3, 3)}
+            _log.info("%s %s", call, code, extra={**extra, "bytes": num_bytes, "door": door})
+        if self._tracing is not None:
+            self._tracing.span(call, code, seconds, found, request_id)
+
+
+def _lowered(headers: Mapping[str, str] | Iterable[tuple[str, Any]] | None) -> dict[str, str]:
+    if headers is None:
+        return {}
+    pairs = headers.items() if isinstance(headers, Mapping) else headers
+    return {key.lower(): value for key, value in pairs if isinstance(value, str)}
+
+
+def _has_provider() -> bool:
+    if importlib.util.find_spec("opentelemetry") is None:
+        return False
+    from opentelemetry import trace
+
+    return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+
+
+class _Tracing:
+    """Spans of requests, written when they are answered; the caller's ``traceparent`` is their parent."""
+
+    def __init__(self) -> None:
+        from opentelemetry import propagate, trace
+
+        self._extract, self._trace = propagate.extract, trace
+        self._tracer = trace.get_tracer("recinfer")
+
+    def span(self, call: str, code: str, seconds: float, headers: dict[str, str], request_id: str) -> None:
+        end = time.time_ns()
+        span = self._tracer.start_span(
+            f"recinfer/{call}",
+            context=self._extract(headers),
+            kind=self._trace.SpanKind.SERVER,
+            start_time=end - int(seconds * 1e9),
+            attributes={"rpc.method": call, "rpc.grpc.status": code, "recinfer.request_id": request_id},
+        )
+        if code not in ("OK", "CANCELLED"):
+            span.set_status(self._trace.StatusCode.ERROR, code)
+        span.end(end_time=end)
+
+
+class JsonLines(logging.Formatter):
+    """A log record as one JSON object: time, level, logger, message, what a request's line adds, and the traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"time": at, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        line |= {key: getattr(record, key) for key in _EXTRA if hasattr(record, key)}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def log_as_json(*, requests: bool = True) -> None:
+    """Write the package's log to stderr as JSON lines, with one line a request unless ``requests`` is False."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    package = logging.getLogger("recinfer")
+    package.handlers[:] = [handler]
+    package.propagate = False
+    package.setLevel(logging.INFO)
+    _log.setLevel(logging.INFO if requests else logging.WARNING)

@@ -1,0 +1,653 @@
+/* Small plain requests between a ranker and its shards, from bytes to bytes: what a shard is asked, what it was asked, and
+   the answers put together. What is unusual gets None: then the ordinary way does it, or says what is wrong. */
+
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "../../quant/_bags.h"
+#include "../../quant/_half.h"
+#include "../../quant/_row.h"
+#include "../wire/_reader.h"
+
+/* -- a ShardRequest as it comes ---------------------------------------------------------------------------------- */
+
+typedef struct {
+    uint64_t rank, module, length_bytes;
+    Span lengths, ids;
+    int wide;
+} Part;
+
+static int read_part(Span message, Part *part) {
+    Reader reader = {message.at, message.at + message.size};
+    unsigned seen = 0;
+    while (reader.at < reader.end) {
+        uint64_t tag;
+        if (!read_varint(&reader, &tag))
+            return 0;
+        const uint64_t field = tag >> 3;
+        if (field < 1 || field > 6 || seen & 1u << field)
+            return 0;
+        seen |= 1u << field;
+        const int delimited = field == 3 || field >= 5;
+        if ((tag & 7) != (delimited ? DELIMITED : VARINT))
+            return 0;
+        int read;
+        if (field == 3)
+            read = read_span(&reader, &part->lengths);
+        else if (delimited)
+            read = read_span(&reader, &part->ids);
+        else
+            read = read_varint(&reader, field == 1 ? &part->rank : field == 2 ? &part->module : &part->length_bytes);
+        if (!read)
+            return 0;
+    }
+    part->wide = (seen >> 6) & 1;
+    return (seen >> 5 & 3) != 3 && part->rank <= INT32_MAX && part->module <= INT32_MAX &&
+           (part->length_bytes == 4 || part->length_bytes == 1 || (part->length_bytes == 0 && !part->lengths.size)) &&
+           part->ids.size && part->ids.size % (part->wide ? 8 : 4) == 0;
+}
+
+PyDoc_STRVAR(read_doc,
+             "read_find(data)\n--\n\n"
+             "(version, samples, whether stored rows may be sent, parts) of a serialized ShardRequest; None for one that is not\n"
+             "of the plain kind. Each part:\n"
+             "(rank, module, bytes of a length, lengths at, bytes of all lengths, ids at, number of ids, whether ids are 64\n"
+             "bits wide). Places are offsets in `data`. What lengths and ids are, nobody has looked at.");
+
+static PyObject *read_method(PyObject *module, PyObject *data) {
+    (void)module;
+    if (!PyBytes_Check(data)) {
+        PyErr_SetString(PyExc_TypeError, "read_find: expected bytes");
+        return NULL;
+    }
+    const uint8_t *bytes = (const uint8_t *)PyBytes_AsString(data);
+    Reader reader = {bytes, bytes + PyBytes_Size(data)};
+    Span version = {NULL, 0};
+    uint64_t batch = 0, stored = 0;
+    PyObject *found = NULL, *parts = PyList_New(0);
+    if (parts == NULL)
+        return NULL;
+    while (reader.at < reader.end) {
+        uint64_t tag;
+        Span span;
+        if (!read_varint(&reader, &tag))
+            goto unusual;
+        if (tag == (2 << 3 | VARINT)) {
+            if (batch || !read_varint(&reader, &batch) || batch < 1 || batch > INT32_MAX)
+                goto unusual;
+        } else if (tag == (5 << 3 | VARINT)) {
+            if (!read_varint(&reader, &stored) || stored > 1)
+                goto unusual;
+        } else if (tag == (1 << 3 | DELIMITED)) {
+            if (version.at != NULL || !read_span(&reader, &version))
+                goto unusual;
+        } else if (tag == (3 << 3 | DELIMITED)) {
+            Part part = {0};
+            if (!read_span(&reader, &span) || !read_part(span, &part))
+                goto unusual;
+            PyObject *item = Py_BuildValue(
+                "nnnnnnnO", (Py_ssize_t)part.rank, (Py_ssize_t)part.module, (Py_ssize_t)part.length_bytes,
+                part.lengths.at == NULL ? (Py_ssize_t)0 : (Py_ssize_t)(part.lengths.at - bytes), part.lengths.size,
+                (Py_ssize_t)(part.ids.at - bytes), part.ids.size / (part.wide ? 8 : 4), part.wide ? Py_True : Py_False);
+            const int failed = item == NULL || PyList_Append(parts, item) < 0;
+            Py_XDECREF(item);
+            if (failed)
+                goto done;
+        } else {
+            goto unusual;
+        }
+    }
+    if (!batch || version.at == NULL)
+        goto unusual;
+    found = Py_BuildValue("s#nOO", (const char *)version.at, version.size, (Py_ssize_t)batch,
+                          stored ? Py_True : Py_False, parts);
+    if (found != NULL || !PyErr_ExceptionMatches(PyExc_UnicodeDecodeError))
+        goto done;
+    PyErr_Clear();
+unusual:
+    found = Py_None;
+    Py_INCREF(found);
+done:
+    Py_DECREF(parts);
+    return found;
+}
+
+/* -- a request split by rank ---------------------------------------------------------------------------------------- */
+
+/* One feature's ids in a range of rows; `key`: its place in the request, -1 where it is absent. */
+typedef struct {
+    int64_t key, start, rows;
+} Stream;
+
+/* What one rank is sent: how many ids of each stream and sample, as the message needs them. */
+typedef struct {
+    int64_t ids, most;
+    int ones;
+} Counts;
+
+static inline int is_kept(const Stream *stream, int64_t id) {
+    return (uint64_t)(id - stream->start) < (uint64_t)stream->rows;
+}
+
+/* Whether all ids of a stream's key are in its range, whatever they are. */
+static inline int is_whole(const Stream *stream, const int64_t *limits) {
+    return stream->start == 0 && stream->rows >= limits[stream->key];
+}
+
+/* `ones`: each bag holds one id, here and below. */
+static Counts count_kept(const Bags *bags, const int64_t *starts, const int64_t *limits, const Stream *streams,
+                         int64_t num_streams, int ones) {
+    Counts counts = {0, 0, 1};
+    for (int64_t s = 0; s < num_streams; s++) {
+        const Stream *stream = streams + s;
+        if (stream->key < 0) {
+            counts.ones = 0;
+            continue;
+        }
+        const int whole = is_whole(stream, limits);
+        int64_t at = starts[stream->key];
+        if (ones) {
+            int64_t kept = whole ? bags->batch : 0;
+            if (!whole)
+                for (int64_t b = 0; b < bags->batch; b++)
+                    kept += is_kept(stream, id_at(bags, at + b));
+            counts.ids += kept;
+            counts.most = kept && !counts.most ? 1 : counts.most;
+            counts.ones &= kept == bags->batch;
+            continue;
+        }
+        for (int64_t b = 0; b < bags->batch; b++) {
+            const int64_t length = length_at(bags, stream->key * bags->batch + b), end = at + length;
+            int64_t kept = length;
+            if (whole) {
+                at = end;
+            } else {
+                for (kept = 0; at < end; at++)
+                    kept += is_kept(stream, id_at(bags, at));
+            }
+            counts.ids += kept;
+            counts.most = kept > counts.most ? kept : counts.most;
+            counts.ones &= kept == 1;
+        }
+    }
+    return counts;
+}
+
+/* Each is written where the next one goes, and stays there when it is kept: which are is for no processor to guess. */
+static void put_kept(const Bags *bags, const int64_t *starts, const int64_t *limits, const Stream *streams,
+                     int64_t num_streams, int wide, uint8_t *into, int64_t ids) {
+    const int size = wide ? 8 : 4;
+    const uint8_t *end = into + size * ids;
+    for (int64_t s = 0; s < num_streams; s++) {
+        const Stream *stream = streams + s;
+        if (stream->key < 0)
+            continue;
+        if (!wide && is_whole(stream, limits)) {
+            const int64_t first = starts[stream->key], count = starts[stream->key + 1] - first;
+            for (int64_t i = 0; i < count; i++) {
+                const int32_t narrow = (int32_t)id_at(bags, first + i);
+                memcpy(into + 4 * i, &narrow, 4);
+            }
+            into += 4 * count;
+            continue;
+        }
+        for (int64_t at = starts[stream->key]; at < starts[stream->key + 1]; at++) {
+            if (into == end)
+                return;
+            const int64_t id = id_at(bags, at), local = id - stream->start;
+            const int32_t narrow = (int32_t)local;
+            memcpy(into, wide ? (const void *)&local : (const void *)&narrow, wide ? 8 : 4);
+            into += is_kept(stream, id) ? size : 0;
+        }
+    }
+}
+
+static uint8_t *put_lengths(const Bags *bags, const int64_t *starts, const Stream *streams, int64_t num_streams,
+                            int length_bytes, int ones, uint8_t *into) {
+    for (int64_t s = 0; s < num_streams; s++) {
+        const Stream *stream = streams + s;
+        int64_t at = stream->key < 0 ? 0 : starts[stream->key];
+        if (ones && stream->key >= 0) { /* then a byte is enough */
+            for (int64_t b = 0; b < bags->batch; b++)
+                into[b] = (uint8_t)is_kept(stream, id_at(bags, at + b));
+            into += bags->batch;
+            continue;
+        }
+        for (int64_t b = 0; b < bags->batch; b++) {
+            uint32_t kept = 0;
+            if (stream->key >= 0)
+                for (const int64_t end = at + length_at(bags, stream->key * bags->batch + b); at < end; at++)
+                    kept += (uint32_t)is_kept(stream, id_at(bags, at));
+            if (length_bytes == 1)
+                *into = (uint8_t)kept;
+            else
+                memcpy(into, &kept, 4);
+            into += length_bytes;
+        }
+    }
+    return into;
+}
+
+static Py_ssize_t varint_size(uint64_t value) {
+    Py_ssize_t size = 1;
+    for (; value > 0x7f; value >>= 7)
+        size++;
+    return size;
+}
+
+static uint8_t *put_head(uint8_t *into, int field, uint64_t size) {
+    *into++ = (uint8_t)(field << 3 | DELIMITED);
+    for (; size > 0x7f; size >>= 7)
+        *into++ = (uint8_t)(size | 0x80);
+    *into++ = (uint8_t)size;
+    return into;
+}
+
+static Py_ssize_t field_size(Py_ssize_t size) { return 1 + varint_size((uint64_t)size) + size; }
+
+/* One rank's part as a field of a ShardRequest; None without any id; NULL with an error. `rank`: (heads, streams, wide). */
+static PyObject *part_of(PyObject *rank, const Bags *bags, const int64_t *starts, const int64_t *limits, int ones) {
+    PyObject *heads[3], *streams_object, *result = NULL;
+    int wide;
+    if (!PyArg_ParseTuple(rank, "SSSOp", &heads[0], &heads[1], &heads[2], &streams_object, &wide))
+        return NULL;
+    Py_buffer view;
+    if (PyObject_GetBuffer(streams_object, &view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    const Stream *streams = view.buf;
+    const int64_t num_streams = view.len / (Py_ssize_t)sizeof *streams;
+    for (int64_t s = 0; s < num_streams; s++) {
+        if (streams[s].key < -1 || streams[s].key >= bags->keys || streams[s].start < 0 || streams[s].rows < 0 ||
+            (!wide && streams[s].rows > (int64_t)INT32_MAX + 1)) {
+            PyErr_SetString(PyExc_ValueError, "split: a stream is not of this request");
+            goto release;
+        }
+    }
+    const Counts counts = count_kept(bags, starts, limits, streams, num_streams, ones);
+    if (!counts.ids) {
+        result = Py_None;
+        Py_INCREF(result);
+        goto release;
+    }
+    const int length_bytes = counts.ones ? 0 : counts.most < 256 ? 1 : 4;
+    PyObject *head = heads[length_bytes == 4 ? 2 : length_bytes];
+    const Py_ssize_t head_size = PyBytes_Size(head), ids_size = (wide ? 8 : 4) * counts.ids,
+                     lengths_size = length_bytes * num_streams * bags->batch;
+    const Py_ssize_t size = head_size + (length_bytes ? field_size(lengths_size) : 0) + field_size(ids_size);
+    result = PyBytes_FromStringAndSize(NULL, field_size(size));
+    if (result == NULL)
+        goto release;
+    uint8_t *into = put_head((uint8_t *)PyBytes_AsString(result), 3, (uint64_t)size);
+    memcpy(into, PyBytes_AsString(head), (size_t)head_size);
+    into += head_size;
+    if (length_bytes)
+        into = put_lengths(bags, starts, streams, num_streams, length_bytes, ones, put_head(into, 3, (uint64_t)lengths_size));
+    put_kept(bags, starts, limits, streams, num_streams, wide, put_head(into, wide ? 6 : 5, (uint64_t)ids_size), counts.ids);
+release:
+    PyBuffer_Release(&view);
+    return result;
+}
+
+/* Whether each id is 0 or more and below its key's number of rows. */
+static int fits(const Bags *bags, const int64_t *starts, const int64_t *limits) {
+    int all = 1;
+    for (int64_t key = 0; key < bags->keys; key++) {
+        int outside = 0; /* no way out of the loop, so that it becomes one of vectors */
+        for (int64_t at = starts[key]; at < starts[key + 1]; at++)
+            outside |= (uint64_t)id_at(bags, at) >= (uint64_t)limits[key];
+        all &= !outside;
+    }
+    return all;
+}
+
+/* Whether each bag holds one id. */
+static int are_ones(const Bags *bags) {
+    int64_t others = bags->ids != bags->keys * bags->batch;
+    for (int64_t at = 0; !others && at < bags->ids; at++)
+        others = length_at(bags, at) != 1;
+    return !others;
+}
+
+PyDoc_STRVAR(split_doc,
+             "split(data, lengths_at, values_at, ids, wide, batch, limits, ranks)\n--\n\n"
+             "Each rank's part of the bags whose lengths (int32 [keys, batch]) and ids (int64 [ids], or int32 unless `wide`)\n"
+             "lie in the bytes `data` from those places on: a ShardRequest's field, or None where it has no id.\n\n"
+             "limits: int64 [keys], rows of each key's tables.\n"
+             "ranks: of each, (ShardPart without lengths and ids for lengths of 0, 1 and 4 bytes; streams, int64 [S, 3]: place\n"
+             "among the keys or -1, first row, rows; whether its ids are sent 64 bits wide).\n\n"
+             "None when an id is not below its limit or the lengths are not those of so many ids. Raises ValueError for places\n"
+             "outside `data`.");
+
+static PyObject *split_method(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *data_object, *limits_object, *ranks, *found = NULL;
+    Py_ssize_t lengths_at, values_at, ids, batch;
+    int wide;
+    if (!PyArg_ParseTuple(args, "SnnnpnOO!", &data_object, &lengths_at, &values_at, &ids, &wide, &batch, &limits_object,
+                          &PyList_Type, &ranks))
+        return NULL;
+    Py_buffer limits_view;
+    if (PyObject_GetBuffer(limits_object, &limits_view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    const uint8_t *bytes = (const uint8_t *)PyBytes_AsString(data_object);
+    const Py_ssize_t size = PyBytes_Size(data_object), most = PY_SSIZE_T_MAX / 64;
+    const int64_t *limits = limits_view.buf;
+    const Py_ssize_t keys = limits_view.len / (Py_ssize_t)sizeof *limits;
+    int64_t *starts = NULL;
+    if (batch < 1 || ids < 0 || ids > most || (keys && batch > most / keys) || lengths_at < 0 || lengths_at > size ||
+        4 * keys * batch > size - lengths_at || values_at < 0 || values_at > size ||
+        (wide ? 8 : 4) * ids > size - values_at) {
+        PyErr_SetString(PyExc_ValueError, "split: places outside the bytes");
+        goto release;
+    }
+    starts = PyMem_Malloc(((size_t)keys + 1) * sizeof *starts);
+    if (starts == NULL) {
+        PyErr_NoMemory();
+        goto release;
+    }
+    const Bags bags = {bytes + lengths_at, bytes + values_at, keys, ids, batch, wide, 4};
+    if (!find_starts(&bags, starts) || !fits(&bags, starts, limits)) {
+        found = Py_None;
+        Py_INCREF(found);
+        goto release;
+    }
+    const int ones = are_ones(&bags);
+    const Py_ssize_t num_ranks = PyList_Size(ranks);
+    found = PyList_New(num_ranks);
+    for (Py_ssize_t r = 0; found != NULL && r < num_ranks; r++) {
+        PyObject *part = part_of(PyList_GetItem(ranks, r), &bags, starts, limits, ones);
+        if (part == NULL || PyList_SetItem(found, r, part) < 0)
+            Py_CLEAR(found);
+    }
+release:
+    PyMem_Free(starts);
+    PyBuffer_Release(&limits_view);
+    return found;
+}
+
+/* -- the answers put together ----------------------------------------------------------------------------------------- */
+
+/* Neighbouring columns: `to` of the answer, `at` of the rank's; `adds` where others add to them. */
+typedef struct {
+    int64_t at, to, width, adds;
+} Run;
+
+static void put_run(const uint8_t *values, int64_t rank_columns, const Run *run, uint8_t *out, int64_t columns,
+                    int64_t batch) {
+    for (int64_t b = 0; b < batch; b++) {
+        const uint8_t *from = values + 4 * (b * rank_columns + run->at);
+        uint8_t *to = out + 4 * (b * columns + run->to);
+        if (!run->adds) {
+            memcpy(to, from, 4 * (size_t)run->width);
+            continue;
+        }
+        for (int64_t i = 0; i < run->width; i++) {
+            float sum, value;
+            memcpy(&sum, to + 4 * i, 4);
+            memcpy(&value, from + 4 * i, 4);
+            sum += value;
+            memcpy(to + 4 * i, &sum, 4);
+        }
+    }
+}
+
+/* One feature's columns as a rank has them: `to` of the answer, -1 where nobody wants them; `bits` as they are stored. */
+typedef struct {
+    int64_t width, bits, to, adds;
+} Pair;
+
+/* Bytes of a pair's part of an answer, of which `left` are there; more than that where it is none. */
+static int64_t kind_bytes(uint8_t kind, const Pair *pair, int64_t batch, const uint8_t *part, int64_t left) {
+    const int64_t size = stored_bytes(pair->width, pair->bits), head = bits_bytes(batch);
+    int64_t rows = 0;
+    switch (kind) {
+    case EMPTY:
+        return 0;
+    case STORED:
+        return batch * size;
+    case SUMS:
+        return 4 * batch * pair->width;
+    case SOME:
+        for (int64_t b = 0; head <= left && b < batch; b++)
+            rows += part[b / 8] >> b % 8 & 1;
+        return head + rows * size;
+    default:
+        return left + 1;
+    }
+}
+
+INLINE static void put_vector(const float *vector, int64_t width, int64_t adds, uint8_t *to) {
+    if (!adds) {
+        memcpy(to, vector, (size_t)width * sizeof *vector);
+        return;
+    }
+    for (int64_t i = 0; i < width; i++) {
+        float sum;
+        memcpy(&sum, to + 4 * i, 4);
+        sum += vector[i];
+        memcpy(to + 4 * i, &sum, 4);
+    }
+}
+
+/* `there`: a bit for each bag that has a row; NULL: all have. By eight bytes of them at a time, as which bags have one is for
+   no processor to guess. */
+INLINE static void put_rows(const uint8_t *there, const uint8_t *row, int64_t width, int64_t bits, int64_t adds,
+                            float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
+    const int64_t size = stored_bytes(width, bits);
+    for (int64_t first = 0; first < batch; first += 64) {
+        const int64_t count = batch - first < 64 ? batch - first : 64;
+        const uint64_t all = count < 64 ? ((uint64_t)1 << count) - 1 : UINT64_MAX;
+        uint64_t left = all;
+        if (there != NULL) {
+            left = 0;
+            for (int64_t i = 0; i < bits_bytes(count); i++)
+                left |= (uint64_t)there[first / 8 + i] << 8 * i;
+            left &= all;
+        }
+        for (; left; left &= left - 1, row += size) {
+            for (int64_t i = 0; i < width; i++)
+                vector[i] = 0.0f;
+            add_row(row, width, bits, vector);
+            put_vector(vector, width, adds, out + 4 * (first + __builtin_ctzll(left)) * columns);
+        }
+    }
+}
+
+#define PUT(WIDTH, BITS, VECTOR) put_rows(there, row, WIDTH, BITS, pair->adds, VECTOR, to, columns, batch)
+
+/* Adds what `pack` wrote, whose size fits, to `out`; `vector`: of the widest pair. */
+WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pairs, int64_t num_pairs,
+                            float *restrict vector, uint8_t *out, int64_t columns, int64_t batch) {
+    const uint8_t *from = packed + num_pairs, *end = packed + size;
+    for (int64_t p = 0; p < num_pairs; p++) {
+        const Pair *pair = pairs + p;
+        const uint8_t *there = packed[p] == SOME ? from : NULL, *row = there == NULL ? from : from + bits_bytes(batch);
+        uint8_t *to = out + 4 * pair->to;
+        from += kind_bytes(packed[p], pair, batch, from, end - from);
+        if (pair->to < 0 || packed[p] == EMPTY)
+            continue;
+        if (packed[p] == SUMS)
+            PUT(pair->width, 32, vector);
+        else
+            BY_ROW(PUT, pair->width, pair->bits, vector);
+    }
+}
+
+/* 0 with an error. */
+static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_t *out, int64_t columns, int64_t batch) {
+    const uint8_t *kinds = packed->buf;
+    const Pair *pairs = pairs_view->buf;
+    const int64_t num_pairs = pairs_view->len / (Py_ssize_t)sizeof *pairs;
+    int64_t left = packed->len - num_pairs, widest = 1;
+    for (int64_t p = 0; p < num_pairs && left >= 0; p++) {
+        const Pair *pair = pairs + p;
+        if (!are_bits(pair->bits) || pair->width < 1 || pair->width > 1 << 24 ||
+            batch > PY_SSIZE_T_MAX / 64 / pair->width || pair->to < -1 ||
+            (pair->to >= 0 && pair->to > columns - pair->width)) {
+            PyErr_SetString(PyExc_ValueError, "join: columns outside the answer");
+            return 0;
+        }
+        widest = pair->width > widest ? pair->width : widest;
+        left -= kind_bytes(kinds[p], pair, batch, kinds + (packed->len - left), left);
+    }
+    if (left) {
+        PyErr_SetString(PyExc_ValueError, "join: a rank's answer is not of the rows that it has");
+        return 0;
+    }
+    float *vector = PyMem_Malloc((size_t)widest * sizeof *vector);
+    if (vector == NULL) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    put_packed(kinds, packed->len, pairs, num_pairs, vector, out, columns, batch);
+    PyMem_Free(vector);
+    return 1;
+}
+
+/* Adds one rank's answer to `out`; 0 with an error. `found`: (values, columns of the rank, runs), or (packed, -1, pairs). */
+static int put_rank(PyObject *found, uint8_t *out, int64_t columns, int64_t batch) {
+    PyObject *values_object, *runs_object;
+    Py_ssize_t rank_columns;
+    Py_buffer values, runs_view;
+    int whole = 0;
+    if (!PyArg_ParseTuple(found, "OnO", &values_object, &rank_columns, &runs_object) ||
+        PyObject_GetBuffer(values_object, &values, PyBUF_SIMPLE) < 0)
+        return 0;
+    if (PyObject_GetBuffer(runs_object, &runs_view, PyBUF_SIMPLE) < 0)
+        goto release_values;
+    if (rank_columns == -1) {
+        whole = put_pack(&values, &runs_view, out, columns, batch);
+        goto release;
+    }
+    if (rank_columns < 0 || rank_columns > PY_SSIZE_T_MAX / 64 / batch || values.len != 4 * batch * rank_columns) {
+        PyErr_SetString(PyExc_ValueError, "join: a rank's answer is not of [batch, its columns] float32");
+        goto release;
+    }
+    const Run *runs = runs_view.buf;
+    const int64_t num_runs = runs_view.len / (Py_ssize_t)sizeof *runs;
+    for (int64_t r = 0; r < num_runs; r++) {
+        const Run *run = runs + r;
+        if (run->width < 0 || run->at < 0 || run->to < 0 || run->width > rank_columns || run->width > columns ||
+            run->at > rank_columns - run->width || run->to > columns - run->width) {
+            PyErr_SetString(PyExc_ValueError, "join: columns outside the answer");
+            goto release;
+        }
+    }
+    for (int64_t r = 0; r < num_runs; r++)
+        put_run(values.buf, rank_columns, runs + r, out, columns, batch);
+    whole = 1;
+release:
+    PyBuffer_Release(&runs_view);
+release_values:
+    PyBuffer_Release(&values);
+    return whole;
+}
+
+/* Divides sums of bags by what is in them. `means`: [M, 3], place among the keys, first and last column. */
+static int divide(const int64_t *means, int64_t num_means, const Bags *bags, uint8_t *out, int64_t columns) {
+    for (int64_t m = 0; m < num_means; m++) {
+        const int64_t key = means[3 * m], first = means[3 * m + 1], last = means[3 * m + 2];
+        if (key < 0 || key >= bags->keys || first < 0 || last < first || last > columns)
+            return 0;
+        for (int64_t b = 0; b < bags->batch; b++) {
+            const int64_t length = length_at(bags, key * bags->batch + b);
+            const float scale = 1.0f / (float)(length > 1 ? length : 1);
+            for (int64_t c = first; c < last; c++) {
+                float value;
+                memcpy(&value, out + 4 * (b * columns + c), 4);
+                value *= scale;
+                memcpy(out + 4 * (b * columns + c), &value, 4);
+            }
+        }
+    }
+    return 1;
+}
+
+PyDoc_STRVAR(join_doc,
+             "join(found, means, data, lengths_at, keys, batch, columns, into)\n--\n\n"
+             "Float32 [batch, columns] of what ranks gave, zero where none did.\n\n"
+             "found: of each rank, (its float32 [batch, its columns] as a buffer, its columns, runs, int64 [R, 4]: first column\n"
+             "of the rank, first of the answer, how many, whether they are added); or (what `pack` of recinfer.quant._tables\n"
+             "wrote behind the size, -1, pairs, int64 [P, 4]: columns, bits of a stored number, first column of the answer or\n"
+             "-1, whether they are added), P being the steps that were packed.\n"
+             "means: int64 [M, 3], key, first and last column that are then divided by the ids of its bags, whose lengths\n"
+             "(int32 [keys, batch]) lie in the bytes `data` from `lengths_at` on.\n"
+             "into: a writable float32 buffer of [batch, columns], or bytes that the answer begins with.\n\n"
+             "Returns the answer as bytes, or True when it was written `into`. Raises ValueError for an answer of another size.");
+
+static PyObject *join_method(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *found, *means_object, *data, *into, *answer = NULL, *result = NULL;
+    Py_ssize_t lengths_at, keys, batch, columns;
+    if (!PyArg_ParseTuple(args, "O!OSnnnnO", &PyList_Type, &found, &means_object, &data, &lengths_at, &keys, &batch,
+                          &columns, &into))
+        return NULL;
+    Py_buffer means, out = {0};
+    if (PyObject_GetBuffer(means_object, &means, PyBUF_SIMPLE) < 0)
+        return NULL;
+    const Py_ssize_t size = PyBytes_Size(data), most = PY_SSIZE_T_MAX / 64;
+    if (keys < 0 || batch < 1 || columns < 0 || (keys && batch > most / keys) || (columns && batch > most / columns) ||
+        lengths_at < 0 || lengths_at > size || 4 * keys * batch > size - lengths_at) {
+        PyErr_SetString(PyExc_ValueError, "join: places outside the bytes");
+        goto release_means;
+    }
+    const Py_ssize_t num_bytes = 4 * batch * columns;
+    uint8_t *target;
+    if (PyBytes_Check(into)) {
+        const Py_ssize_t head = PyBytes_Size(into);
+        answer = PyBytes_FromStringAndSize(NULL, head + num_bytes);
+        if (answer == NULL)
+            goto release_means;
+        target = (uint8_t *)PyBytes_AsString(answer);
+        memcpy(target, PyBytes_AsString(into), (size_t)head);
+        target += head;
+    } else {
+        if (PyObject_GetBuffer(into, &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0)
+            goto release_means;
+        if (out.len != num_bytes) {
+            PyErr_SetString(PyExc_ValueError, "join: the answer is not of [batch, columns] float32");
+            goto release_out;
+        }
+        target = out.buf;
+    }
+    memset(target, 0, (size_t)num_bytes);
+    for (Py_ssize_t r = 0; r < PyList_Size(found); r++)
+        if (!put_rank(PyList_GetItem(found, r), target, columns, batch))
+            goto release_out;
+    const Bags bags = {(const uint8_t *)PyBytes_AsString(data) + lengths_at, NULL, keys, 0, batch, 0, 4};
+    if (!divide(means.buf, means.len / (Py_ssize_t)(3 * sizeof(int64_t)), &bags, target, columns)) {
+        PyErr_SetString(PyExc_ValueError, "join: a mean of columns outside the answer");
+        goto release_out;
+    }
+    result = answer != NULL ? answer : Py_True;
+    Py_INCREF(result);
+release_out:
+    if (out.obj != NULL)
+        PyBuffer_Release(&out);
+release_means:
+    PyBuffer_Release(&means);
+    Py_XDECREF(answer);
+    return result;
+}
+
+static PyMethodDef methods[] = {{"join", join_method, METH_VARARGS, join_doc},
+                                {"read_find", read_method, METH_O, read_doc},
+                                {"split", split_method, METH_VARARGS, split_doc},
+                                {NULL, NULL, 0, NULL}};
+
+static PyModuleDef_Slot slots[] = {{0, NULL}};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                                        "_ranks",
+                                        "Small plain requests between a ranker and its shards, from bytes to bytes.",
+                                        0,
+                                        methods,
+                                        slots,
+                                        NULL,
+                                        NULL,
+                                        NULL};
+
+PyMODINIT_FUNC PyInit__ranks(void) { return PyModuleDef_Init(&definition); }

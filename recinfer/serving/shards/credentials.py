@@ -1,0 +1,59 @@
+"""What shards.json says of the connections to shards: when it changes, they are made anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from recinfer.errors import ConfigError, InputError
+from recinfer.serving.client.client import credentials_of
+from recinfer.serving.server.security import read_token
+from recinfer.serving.shards.config import ShardsSettings
+
+__all__ = ["Link"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """How replicas are reached. Two are equal where a connection of one will do for the other.
+
+    Attributes:
+        token: of the servers, if they have one.
+        files: what the PEM files hold: authority, certificate, key.
+        name: in the servers' certificates, where it is not their address.
+        prepare_seconds: how long mapping and checking a version may take.
+        credentials: TLS; None: none.
+    """
+
+    token: str | None
+    files: tuple[bytes | None, ...]
+    name: str | None
+    prepare_seconds: float
+    credentials: grpc.ChannelCredentials | None = field(compare=False)
+
+    @classmethod
+    def of(cls, settings: ShardsSettings, token: str | None) -> Link:
+        """That of a file's settings; ``token``: where they name none.
+
+        Raises:
+            ConfigError: a file cannot be read, or holds something else.
+        """
+        named = (settings.tls_ca, settings.tls_cert, settings.tls_key)
+        ca, cert, key = (None if path is None else Path(path) for path in named)
+        try:
+            credentials = credentials_of(ca, cert, key)
+            if settings.token_file is not None:
+                token = read_token(Path(settings.token_file))
+            files = tuple(None if path is None else path.read_bytes() for path in (ca, cert, key))
+        except InputError as error:
+            raise ConfigError(f"shards: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"shards: cannot read {error.filename}: {error.strerror}") from None
+        return cls(token, files, settings.tls_name, settings.prepare_seconds, credentials)
+
+    @property
+    def encrypts(self) -> bool:
+        """Whether there is TLS."""
+        return self.credentials is not None

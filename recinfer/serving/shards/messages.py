@@ -1,0 +1,228 @@
+"""The messages of proto/recinfer/v1/shards.proto between bytes and arrays: large fields are views, never copies of copies.
+
+Shapes: S streams, B samples, N ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.errors import InputError
+from recinfer.inference.bags import offsets_of
+from recinfer.serving.server.grpc_call import Ending
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.fields import Buffer, bytes_field, field_head
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import shards_pb2 as pb
+
+__all__ = [
+    "PACKED_HEAD",
+    "Parts",
+    "Request",
+    "RequestPart",
+    "decode_failure",
+    "decode_part",
+    "decode_request",
+    "decode_response",
+    "encode_failure",
+    "encode_part",
+    "encode_response",
+    "join_request",
+    "ones",
+    "part_head",
+    "values_head",
+]
+
+_NO_LENGTHS, _BYTE, _INT = 0, 1, 4
+_PARTS, _VALUES, _PACKED, _FILL = 3, 1, 2, 15
+_ALIGNED = 4
+
+_FAILED = field_head(3, 0)[:1]
+PACKED_HEAD = field_head(_PACKED, 0)[:-1]
+"""What stands before the size of packed rows in a ``ShardResponse``."""
+
+Parts = list[list[Buffer]]
+"""One rank's parts of a request, one a module."""
+
+
+def encode_part(
+    rank: int,
+    module: int,
+    lengths_SB: NDArray[Any] | None,
+    ids: NDArray[Any],
+    weights: NDArray[np.float32] | None,
+) -> list[Buffer]:
+    """Parts of a ``ShardPart`` field of a request.
+
+    Args:
+        lengths_SB: ids of each stream and sample, of any integer type; None: each has one.
+        ids: int32 or int64, counted from the rank's first row.
+    """
+    width, flat = _NO_LENGTHS, None
+    if lengths_SB is not None:
+        flat = lengths_SB.reshape(-1)
+        if len(ids) != flat.size or int(flat.min()) != 1:
+            width = _BYTE if flat.dtype == np.uint8 or int(flat.max()) < 256 else _INT
+    parts: list[Buffer] = [part_head(rank, module, width)]
+    if width and flat is not None:
+        parts += bytes_field(3, _data(flat.astype(np.uint8 if width == _BYTE else np.uint32, copy=False)))
+    parts += bytes_field(5 if ids.dtype == np.int32 else 6, _data(ids))
+    if weights is not None:
+        parts += bytes_field(7, _data(weights))
+    return bytes_field(_PARTS, *parts)
+
+
+def _data(array: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
+
+
+@lru_cache(maxsize=4096)
+def part_head(rank: int, module: int, width: int) -> bytes:
+    """A ``ShardPart`` without lengths and ids; lengths take ``width`` bytes each."""
+    return pb.ShardPart(rank=rank, module=module, length_bytes=width).SerializeToString()
+
+
+@lru_cache(maxsize=1024)
+def _request_head(version: str, batch: int, half: bool, stored: bool) -> bytes:
+    return pb.ShardRequest(version=version, batch_size=batch, half=half, stored=stored).SerializeToString()
+
+
+def join_request(
+    version: str, batch: int, parts: Iterable[Sequence[Buffer]], *, half: bool = False, stored: bool = False
+) -> bytes:
+    """A serialized ``ShardRequest`` of parts of :func:`encode_part`."""
+    return b"".join([_request_head(version, batch, half, stored), *(buffer for part in parts for buffer in part)])
+
+
+@dataclass(slots=True, eq=False)
+class RequestPart:
+    """One decoded part: offsets ``[S * B + 1]`` of the ids' type, ids ``[N]``, weights float32 ``[N]`` or None."""
+
+    rank: int
+    module: int
+    offsets: NDArray[Any]
+    ids: NDArray[Any]
+    weights: NDArray[np.float32] | None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A decoded request; its parts are decoded one by one, by who knows their streams."""
+
+    version: str
+    batch: int
+    half: bool
+    parts: Sequence[pb.ShardPart]
+
+
+def decode_request(data: bytes, limits: Limits) -> Request:
+    """Raises InputError: no such message, or beyond a limit."""
+    message = codec.parse(pb.ShardRequest, data)
+    if not 1 <= message.batch_size <= limits.max_concurrent * limits.max_batch:
+        raise InputError(f"batch_size: got {message.batch_size}, expected 1 or more")
+    return Request(message.version, message.batch_size, message.half, message.parts)
+
+
+def decode_part(part: pb.ShardPart, streams: int, batch: int) -> RequestPart:
+    """The arrays of a part for ``streams`` streams; raises InputError when they do not fit."""
+    bags, ids = streams * batch, np.frombuffer(part.ids or part.ids_int64, np.int32 if part.ids else np.int64)
+    raw = part.lengths
+    if not part.length_bytes:
+        if len(ids) != bags:
+            raise InputError(f"ids: got {len(ids)}, expected one for each of {bags} bags")
+        offsets = ones(bags, ids.dtype)
+    else:
+        if part.length_bytes not in (_BYTE, _INT) or len(raw) != bags * part.length_bytes:
+            raise InputError(f"lengths: got {len(raw)} bytes of {part.length_bytes}, expected those of {bags} bags")
+        lengths = np.frombuffer(raw, np.uint8 if part.length_bytes == _BYTE else np.uint32)
+        if int(lengths.sum(dtype=np.uint64)) != len(ids):
+            raise InputError(f"lengths: they add up to {int(lengths.sum(dtype=np.uint64))}, expected {len(ids)} ids")
+        offsets = offsets_of(lengths, ids.dtype)
+    weights = np.frombuffer(part.weights, np.float32) if part.weights else None
+    if weights is not None and len(weights) != len(ids):
+        raise InputError(f"weights: got {len(weights)}, expected one for each of {len(ids)} ids")
+    return RequestPart(part.rank, part.module, offsets, ids, weights)
+
+
+@lru_cache(maxsize=64)
+def ones(bags: int, dtype: Any) -> NDArray[Any]:
+    """Offsets of that many bags of one id each; not to be written."""
+    return np.arange(bags + 1, dtype=dtype)
+
+
+def encode_response(values: Sequence[Sequence[NDArray[Any]]]) -> bytes:
+    """A serialized ``ShardResponse``; each entry's arrays follow one another in its bytes."""
+    parts: list[Buffer] = []
+    at = 0
+    for arrays in values:
+        field = [_data(array) for array in arrays]
+        size = sum(map(len, field))
+        head = values_head(at % _ALIGNED, size)
+        parts += [head, *field]
+        at += len(head) + size
+    return b"".join(parts)
+
+
+def encode_failure(ending: Ending) -> bytes:
+    """A serialized ``ShardResponse`` that says why there is no answer."""
+    return pb.ShardResponse(failure=pb.Failure(code=ending.code, message=ending.message)).SerializeToString()
+
+
+def decode_failure(data: bytes) -> Ending | None:
+    """The same read back; None: it is an answer."""
+    if data[:1] != _FAILED:
+        return None
+    failure = codec.parse(pb.ShardResponse, data).failure
+    return Ending(failure.code, failure.message)
+
+
+@lru_cache(maxsize=1024)
+def values_head(at: int, size: int) -> bytes:
+    """What stands before ``size`` bytes of values in a ``ShardResponse`` that has ``at`` bytes (modulo 4) already."""
+    head = field_head(_VALUES, size)
+    short = -(at + len(head)) % _ALIGNED
+    if short:  # a field of its own takes two bytes and what it holds
+        return b"".join([*bytes_field(_FILL, bytes((short - 2) % _ALIGNED)), head])
+    return head
+
+
+def decode_response(data: bytes, half: bool) -> list[NDArray[Any]]:
+    """The arrays of a response, flat, over its own bytes, packed ones as uint8; raises InputError when it is no such
+    message.
+    """
+    types = {_VALUES: np.float16 if half else np.float32, _PACKED: np.uint8}
+    return [np.frombuffer(view, types[number]) for number, view in _fields(data) if number in types]
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, memoryview]]:
+    """The length-delimited fields of a message that has no others."""
+    view, at, size = memoryview(data), 0, len(data)
+    try:
+        while at < size:
+            key, at = _varint(data, at)
+            length, at = _varint(data, at)
+            if key & 7 != 2 or at + length > size:
+                raise InputError(f"response: {size} bytes are not a ShardResponse")
+            yield key >> 3, view[at : at + length]
+            at += length
+    except IndexError:
+        raise InputError(f"response: {size} bytes end inside a field") from None
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise InputError("response: a number of more than 10 bytes")

@@ -1,0 +1,316 @@
+"""All replicas of all ranks, as shards.json lists them: kept up to date with the file and with DNS, and with the versions
+that the ranker serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from recinfer.errors import ConfigError, InputError, UnavailableError
+from recinfer.serving.server.address import join_address
+from recinfer.serving.server.loop import run_on_loop, start_on_loop
+from recinfer.serving.shards.config import ShardsConfig, read_shards
+from recinfer.serving.shards.credentials import Link
+from recinfer.serving.shards.replica import Replica
+from recinfer.serving.shards.versions import VersionSpec
+
+__all__ = ["ReplicaPool"]
+
+_LOOK_S, _RESOLVE_S, _EXPIRE_S = 0.5, 5.0, 0.05
+_SWITCH_S = 10.0  # at most, that connections wait for those that take their place
+_RENEW_S = 20.0  # a third of how long shards keep what is wanted
+_log = logging.getLogger(__name__)
+
+
+class ReplicaPool:
+    """Replicas by rank. Made and closed from any thread; everything else happens on the serving loop.
+
+    Args:
+        path: shards.json; read again when it changes.
+        token: bearer token of the shards, unless the file names another one.
+
+    Attributes:
+        loop: the serving loop.
+
+    Raises:
+        ConfigError: the file is not what its format says.
+    """
+
+    def __init__(self, path: Path, *, token: str | None = None) -> None:
+        self._path, self._token = path, token
+        self.config = read_shards(path)
+        self._link = Link.of(self.config.settings, token)
+        self._seen = _stamp(path)
+        self._told = ""  # why the file was not followed
+        self._read_again = False
+        self._replicas: dict[str, Replica] = {}
+        self._listed: dict[int, tuple[Replica, ...]] = {}
+        self._by_rank: dict[int, tuple[Replica, ...]] = {}  # without those that turned out not to have the rank
+        self._lacks: dict[tuple[str, int], str] = {}  # why a replica is not asked for a rank; empty: it is
+        self._wanted: weakref.WeakValueDictionary[str, VersionSpec] = weakref.WeakValueDictionary()
+        self._resolved: dict[str, tuple[float, tuple[str, ...]]] = {}
+        self._changed = asyncio.Event()
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self._retiring: set[asyncio.Task[None]] = set()
+        self.loop: asyncio.AbstractEventLoop
+        run_on_loop(self._start())
+
+    def close(self) -> None:
+        """Close all channels."""
+        run_on_loop(self._stop(), timeout=10.0)
+
+    def reload(self) -> None:
+        """Read the file again soon, whether it looks changed or not; takes no lock, so a signal handler may call it."""
+        self._read_again = True
+
+    def replicas(self, rank: int) -> tuple[Replica, ...]:
+        """Those of a rank that may be asked for it; none when the file does not list it."""
+        return self._by_rank.get(rank, ())
+
+    def listed(self, rank: int) -> tuple[Replica, ...]:
+        """All that the file lists for a rank, those too whose servers say that they do not have it."""
+        return self._listed.get(rank, ())
+
+    def everyone(self) -> list[Replica]:
+        """Each replica once."""
+        return list(self._replicas.values())
+
+    def addresses(self, rank: int, version: str = "") -> str:
+        """A rank's replicas and what is wrong with them, or with asking them for ``version``, for messages."""
+        found = [
+            f"{replica.target} ({replica.lack_of(rank) or replica.wrong(version)})" for replica in self.listed(rank)
+        ]
+        listed = self.config.ranks.get(rank)
+        return "; ".join(found) or (f"{', '.join(listed)} (no address)" if listed else "none listed in shards.json")
+
+    def unreachable(self, ranks: Iterable[int], version: str) -> list[int]:
+        """Those of ``ranks`` that nobody can be asked for."""
+        return [rank for rank in ranks if not any(r.usable(version) for r in self.replicas(rank))]
+
+    # -- versions ----------------------------------------------------------------------------------------------------
+
+    def want(self, spec: VersionSpec) -> VersionSpec:
+        """Replicas prepare ``spec``, those that are there and those that come, for as long as somebody holds what this
+        returns."""
+        found = self._wanted.setdefault(spec.key, spec)
+        start_on_loop(self._catch_up(found.key))
+        return found
+
+    async def _catch_up(self, version: str) -> None:
+        """Have replicas look again that came up before ``version`` was wanted."""
+        for replica in self.everyone():
+            if replica.up and version not in replica.versions:
+                replica.lacks(version)
+
+    def wanted(self) -> list[VersionSpec]:
+        """What replicas should have."""
+        return list(self._wanted.values())
+
+    async def prepare(self, spec: VersionSpec, ranks: Sequence[int]) -> None:
+        """Have every replica that is up map and check a version.
+
+        Raises:
+            InputError: one of them cannot; names it and says why.
+            UnavailableError: a rank has no replica that is up, nor gets one within the settings' ``timeout_seconds``.
+        """
+        end = time.monotonic() + self.config.settings.timeout_seconds
+        while any(not any(r.up for r in self.replicas(rank)) for rank in ranks) and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        up = [replica for replica in self.everyone() if replica.up]
+        outcomes = await asyncio.gather(*(replica.prepare(spec) for replica in up), return_exceptions=True)
+        for replica, outcome in zip(up, outcomes):
+            if isinstance(outcome, grpc.aio.AioRpcError):
+                if outcome.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+                    continue  # it went away, and prepares when it is back
+                raise InputError(f"shard {replica.target} did not prepare version {spec}: {outcome.details()}")
+            if isinstance(outcome, BaseException):
+                raise outcome
+        missing = self.unreachable(ranks, spec.key)
+        if missing:
+            where = "; ".join(f"rank {rank}: {self.addresses(rank, spec.key)}" for rank in missing)
+            raise UnavailableError(f"version {spec} is not prepared, no replica of some ranks is there: {where}")
+
+    async def wait_for(self, ranks: Sequence[int], version: str) -> None:
+        """Return once every rank can be asked for ``version``."""
+        while self.unreachable(ranks, version):
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), _LOOK_S)
+            except TimeoutError:
+                continue
+
+    # -- the list of replicas ----------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        await self._list(self.config, self._link)
+        self._tasks = tuple(self.loop.create_task(each) for each in (self._follow(), self._expire()))
+
+    async def _stop(self) -> None:
+        for task in (*self._tasks, *self._retiring):
+            task.cancel()
+        await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
+
+    async def _follow(self) -> None:
+        renewed = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if time.monotonic() - renewed > _RENEW_S:
+                renewed = time.monotonic()
+                for replica in self.everyone():
+                    replica.renew()
+            try:
+                stamp = _stamp(self._path)
+                if self._read_again or self._told or stamp != self._seen:
+                    self._read_again, self._seen = False, stamp
+                    await self._take_again()
+                else:
+                    await self._list(self.config, self._link)
+            except ConfigError as error:
+                if self._told != str(error):  # it is tried again, as what it names may change and the file not
+                    _log.error("the shards stay as they were: %s", error)
+                self._told = str(error)
+            except Exception:
+                _log.exception("following %s failed", self._path)
+
+    async def _take_again(self) -> None:
+        config = read_shards(self._path)
+        needed = max((spec.world_size for spec in self.wanted()), default=0)
+        lost = sorted(set(range(needed)) - config.ranks.keys())
+        if lost:
+            ranks = ", ".join(map(str, lost))
+            raise ConfigError(f"{self._path}: no address of rank {ranks}; what is served is cut for {needed} ranks")
+        await self._list(config, Link.of(config.settings, self._token))
+        self._told = ""
+        _log.info("%s was read again", self._path)
+
+    async def _expire(self) -> None:
+        """End what has waited too long at a replica, where gRPC does not."""
+        while True:
+            await asyncio.sleep(_EXPIRE_S)
+            for replica in self._replicas.values():
+                if replica.quick is not None:
+                    replica.quick.expire()
+
+    async def _list(self, config: ShardsConfig, link: Link) -> None:
+        """Replicas for what a file and DNS say now; the others are closed. Where it fails, nothing has changed."""
+        names: dict[str, str | None] = {}
+        by_rank: dict[int, list[str]] = {}
+        for rank, addresses in config.ranks.items():
+            found = [target for address in addresses for target in await self._targets(address)]
+            names |= {target: name for target, name in found if target not in names}
+            by_rank[rank] = list(dict.fromkeys(target for target, _ in found))
+        kept = self._replicas if link == self._link else {}
+        with self._made(names, kept, link) as new:
+            await self._until_up(new, min(config.settings.timeout_seconds, _SWITCH_S))
+            used = {target: new.get(target) or kept[target] for target in names}
+            gone = [replica for target, replica in self._replicas.items() if used.get(target) is not replica]
+            self.config, self._link, self._replicas = config, link, used
+            self._listed = {rank: tuple(used[target] for target in mine) for rank, mine in by_rank.items()}
+        self._sort()
+        for replica in gone:
+            if replica.target not in used:
+                _log.info("shard %s is not listed any more", replica.target)
+            self._retire(replica)
+
+    @contextmanager
+    def _made(
+        self, names: Mapping[str, str | None], kept: Mapping[str, Replica], link: Link
+    ) -> Iterator[dict[str, Replica]]:
+        """Replicas for those that are not ``kept``; closed where they come to nothing."""
+        new: dict[str, Replica] = {}
+        try:
+            for target, name in names.items():
+                if target not in kept:
+                    new[target] = self._new(target, name, link)
+            yield new
+        except BaseException:
+            for replica in new.values():
+                self._retire(replica)
+            raise
+
+    async def _until_up(self, new: Mapping[str, Replica], seconds: float) -> None:
+        """Until those can be asked that take the place of one that can be: so nobody is without in between."""
+        waited = {
+            target: replica for target, replica in new.items() if target in self._replicas and self._replicas[target].up
+        }
+        end = time.monotonic() + seconds
+        while not all(replica.up for replica in waited.values()) and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        for target, replica in waited.items():
+            if not replica.up:
+                _log.warning("shard %s cannot be asked with the settings of now: %s", target, replica.why)
+
+    def _retire(self, replica: Replica) -> None:
+        task = asyncio.get_running_loop().create_task(replica.retire(self.config.settings.timeout_seconds))
+        self._retiring.add(task)  # a loop holds its tasks weakly
+        task.add_done_callback(self._retiring.discard)
+
+    def _sort(self) -> None:
+        """Keep of each rank's replicas those that have it, or have not said yet what they have."""
+        lacks = {
+            (replica.target, rank): replica.lack_of(rank) for rank, mine in self._listed.items() for replica in mine
+        }
+        for (target, rank), why in lacks.items():
+            if why and self._lacks.get((target, rank)) != why:
+                _log.warning("shard %s is listed for rank %d, but %s: it is not asked for it", target, rank, why)
+        self._lacks = lacks
+        self._by_rank = {
+            rank: tuple(replica for replica in mine if not lacks[replica.target, rank])
+            for rank, mine in self._listed.items()
+        }
+
+    def _notice(self, replica: Replica) -> None:
+        """A replica has become usable, or is not any more, or has said which ranks it has."""
+        self._sort()
+        self._changed.set()
+
+    async def _targets(self, address: str) -> list[tuple[str, str | None]]:
+        """Addresses behind ``address``, with the name that TLS is to check."""
+        if not address.startswith("dns:///"):
+            return [(address, None)]
+        # Every address is a replica of its own, since versions are prepared on each: so names are resolved here.
+        host, _, port = address.removeprefix("dns:///").rpartition(":")
+        until, known = self._resolved.get(address, (0.0, ()))
+        if time.monotonic() >= until:
+            try:
+                loop = asyncio.get_running_loop()
+                found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+                known = tuple(sorted({join_address(str(entry[4][0]), port) for entry in found}))
+            except (
+                OSError,
+                UnicodeError,
+            ) as error:  # the last addresses stay: a name server that is away moves no server
+                _log.warning("cannot resolve %s: %s", address, error)
+            self._resolved[address] = (time.monotonic() + _RESOLVE_S, known)
+        return [(target, host) for target in known]
+
+    def _new(self, target: str, name: str | None, link: Link) -> Replica:
+        replica = Replica(
+            target,
+            credentials=link.credentials,
+            name=link.name or (name if link.encrypts else None),
+            token=link.token,
+            wanted=self.wanted,
+            prepare_seconds=link.prepare_seconds,
+            changed=self._notice,
+        )
+        replica.start()
+        return replica
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

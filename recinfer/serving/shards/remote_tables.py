@@ -1,0 +1,183 @@
+"""The ranker's side of small requests that go from their bytes to the shards' messages and back, by compiled loops.
+
+What the ordinary way (recinfer.serving.shards.lookups) does in array operations is here one call to split a request by rank
+and one to put the answers together; the messages and the vectors are the same, to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.inference.direct import MAX_HEADS
+from recinfer.inference.lru import LruCache
+from recinfer.serving.shards._ranks import join, split
+from recinfer.serving.shards.fan import Answers
+from recinfer.serving.shards.messages import Parts, part_head
+from recinfer.serving.shards.packed import PACKED_ANSWER, is_packed, pairs_of
+from recinfer.serving.shards.quick import Told
+from recinfer.serving.shards.split import ModuleSplit
+from recinfer.serving.wire.fields import Buffer
+
+__all__ = ["RemoteOrder", "RemoteTables"]
+
+_MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
+
+
+@dataclass(frozen=True, eq=False)
+class _Rank:
+    """``part``: what ``split`` takes for this rank; ``columns`` that it answers with; ``runs``: where they go, and
+    ``pairs``, where its answer is packed.
+    """
+
+    rank: int
+    part: tuple[bytes, bytes, bytes, NDArray[np.int64], bool]
+    columns: int
+    runs: NDArray[np.int64]
+    pairs: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteOrder:
+    """What one order of a request's keys means; ``names`` to ``heads`` as recinfer.inference.direct.DirectOrder has them.
+
+    Attributes:
+        limits: int64 ``[keys]``, rows of each key's tables.
+        ranks: who is asked; ``parts``: what ``split`` takes for them.
+        means: int64 ``[M, 3]``: key, first and last column of what is divided by the number of ids.
+    """
+
+    names: tuple[str, ...]
+    dims: tuple[int, ...]
+    columns: int
+    complete: bool
+    limits: NDArray[np.int64]
+    ranks: tuple[_Rank, ...]
+    parts: list[Any]
+    means: NDArray[np.int64]
+    heads: LruCache[Any, bytes] = field(default_factory=partial(LruCache, MAX_HEADS))
+
+
+class RemoteTables:
+    """The tables of a model whose only embedding module is pooled, unweighted and on other hosts.
+
+    Args:
+        split: of the module.
+        names, dims: of the module's outputs.
+        rows: of each feature's tables.
+        find: asks the shards for samples of this version: takes their number, each rank's parts and the deadline; see
+            recinfer.serving.shards.fanout.Fanout.find.
+        begin: the same without waiting, told of the answers.
+    """
+
+    def __init__(
+        self,
+        split: ModuleSplit,
+        names: Sequence[str],
+        dims: Sequence[int],
+        rows: Mapping[str, int],
+        find: Callable[..., Awaitable[tuple[Answers, tuple[int, ...]]]],
+        begin: Callable[..., bool],
+    ) -> None:
+        self._split, self._rows, self._find, self._begin = split, rows, find, begin
+        self._names, self._dims = tuple(names), tuple(dims)
+        self._known = frozenset(split.features)
+        self._orders: LruCache[bytes, RemoteOrder] = LruCache(_MAX_ORDERS)
+
+    def order(self, block: bytes) -> RemoteOrder | None:
+        """The order that was :meth:`learn` ed for these bytes."""
+        return self._orders[block]
+
+    def learn(self, block: bytes, keys: Sequence[str]) -> RemoteOrder | None:
+        """Remember what ``block`` means: the keys of a request; None when they are not features of the model, each once."""
+        at = {key: place for place, key in enumerate(keys)}
+        if not at or len(at) != len(keys) or not self._known.issuperset(at):
+            return None
+        firsts: dict[int, int] = {}  # feature of the module -> its first column of the answer
+        column = 0
+        for number, (feature, dim) in enumerate(zip(self._split.features, self._dims)):
+            if feature in at:
+                firsts[number] = column
+                column += dim
+        ranks = tuple(self._rank(rank, at, firsts) for rank in self._split.ranks)
+        means = []
+        for number, first, last in self._split.mean_columns:
+            if number in firsts:
+                start = firsts[number]
+                means.append((at[self._split.features[number]], start + first, start + last))
+        order = RemoteOrder(
+            tuple(self._names[number] for number in firsts),
+            tuple(self._dims[number] for number in firsts),
+            column,
+            len(at) == len(self._known),
+            np.array([self._rows[key] for key in keys], np.int64),
+            ranks,
+            [rank.part for rank in ranks],
+            np.array(means, np.int64).reshape(-1, 3),
+        )
+        self._orders[block] = order
+        return order
+
+    def _rank(self, rank: Any, at: Mapping[str, int], firsts: Mapping[int, int]) -> _Rank:
+        mine = rank.mine
+        streams = [(at.get(stream.feature, -1), stream.row_start, stream.rows) for stream in mine.streams]
+        runs: list[tuple[int, int, int, int]] = []
+        column = 0
+        for number, shard, stream in zip(mine.order.order, mine.order.shards, mine.stream_of):
+            if number in firsts:
+                run = (column, firsts[number] + shard.col_start, shard.cols, int(not mine.streams[stream].whole))
+                last = runs[-1] if runs else (0, 0, 0, -1)
+                if (last[0] + last[2], last[1] + last[2], last[3]) == (run[0], run[1], run[3]):
+                    runs[-1] = (last[0], last[1], last[2] + run[2], run[3])
+                else:
+                    runs.append(run)
+            column += shard.cols
+        heads = [part_head(rank.rank, self._split.number, width) for width in (0, 1, 4)]
+        part = (heads[0], heads[1], heads[2], np.array(streams, np.int64), rank.wide)
+        pairs = pairs_of(mine, self._split.layout.configs, firsts)
+        return _Rank(rank.rank, part, column, np.array(runs, np.int64).reshape(-1, 4), pairs)
+
+    def split(
+        self, order: RemoteOrder, data: bytes, lengths_at: int, ids_at: int, ids: int, wide: bool, batch: int
+    ) -> dict[int, Parts] | None:
+        """What each rank is asked; None when an id is out of range."""
+        found = split(data, lengths_at, ids_at, ids, wide, batch, order.limits, order.parts)
+        if found is None:
+            return None
+        return {rank.rank: [[part]] for rank, part in zip(order.ranks, found) if part is not None}
+
+    async def find(self, parts: Mapping[int, Parts], batch: int, deadline: float) -> tuple[Answers, tuple[int, ...]]:
+        """See :meth:`recinfer.serving.shards.fanout.Fanout.find`."""
+        return await self._find(batch, parts, deadline) if parts else ({}, ())
+
+    def begin(self, parts: Mapping[int, Parts], batch: int, deadline: float, told: Told) -> bool:
+        """See :meth:`recinfer.serving.shards.fanout.Fanout.begin`."""
+        return self._begin(batch, parts, deadline, told)
+
+    def join(
+        self,
+        order: RemoteOrder,
+        answers: Answers,
+        data: bytes,
+        lengths_at: int,
+        keys: int,
+        batch: int,
+        into: bytes | NDArray[np.float32],
+    ) -> Any:
+        """Float32 ``[batch, order.columns]``, zero where no rank answered: see ``recinfer.serving.shards._ranks.join``."""
+        found: list[tuple[Buffer | NDArray[Any], int, NDArray[np.int64]]] = []
+        for rank in order.ranks:
+            arrays = answers.get(rank.rank)
+            if arrays is None:
+                continue
+            if is_packed(arrays[0]):
+                found.append((arrays[0], PACKED_ANSWER, rank.pairs))
+            else:
+                values = arrays[0] if arrays[0].dtype == np.float32 else arrays[0].astype(np.float32)
+                found.append((values, rank.columns, rank.runs))
+        return join(found, order.means, data, lengths_at, keys, batch, order.columns, into)

@@ -1,0 +1,377 @@
+"""A shard server: looks up in the ranks that it has, for rankers; health, metrics and a graceful stop as any server of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from recinfer.errors import ArchiveError, InputError, OverloadedError, UnavailableError
+from recinfer.inference.stages import Stages
+from recinfer.serving.engine.stats import RequestStats
+from recinfer.serving.server.address import check_address, join_address
+from recinfer.serving.server.admission import Door, GrpcServer, grpc_server, names_of
+from recinfer.serving.server.grpc_call import Each
+from recinfer.serving.server.grpc_core import CoreServer
+from recinfer.serving.server.grpc_methods import (
+    add_standard_services,
+    at_once,
+    connection_options,
+    generic_handler,
+    one_by_one,
+    until_signalled,
+)
+from recinfer.serving.server.loop import run_on_loop
+from recinfer.serving.server.security import Security
+from recinfer.serving.server.telemetry.metrics import Status, plain_histogram
+from recinfer.serving.server.telemetry.observe import Observer
+from recinfer.serving.server.tuning import tune_process
+from recinfer.serving.shards.busy import BusyShare, thread_seconds
+from recinfer.serving.shards.connections import FIND_EACH, MOST_BYTES, SERVICE_NAME, SMALL_BYTES
+from recinfer.serving.shards.messages import encode_failure
+from recinfer.serving.shards.tables import ShardTables
+from recinfer.serving.shards.transport import AnswerSockets
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import shards_pb2 as pb
+
+if TYPE_CHECKING:
+    from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
+
+__all__ = ["ShardServer", "serve_shards"]
+
+_MAX_RUNNING = 512
+_STOP_SLACK_S = 5.0
+_NOTICED_S = 0.1  # after which rankers know that this server takes no more requests
+_HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_log = logging.getLogger(__name__)
+
+
+class ShardServer:
+    """Serves the ranks of ``tables`` over gRPC from the serving loop.
+
+    Args:
+        tables: the ranks, in each version that is mapped.
+        host, port, metrics_port, security, limits: as recinfer.serving.server.server.Server has them.
+        threads: for long requests; None: one a core, at most 4.
+        max_running: requests at a time; one more is refused.
+        socket_port: where rankers ask past gRPC (recinfer.serving.shards.transport); 0: a free one. Rankers find
+            it by themselves, and do without where they cannot reach it. Not listened on with TLS.
+    """
+
+    def __init__(
+        self,
+        tables: ShardTables,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        metrics_port: int | None = None,
+        security: Security | None = None,
+        limits: Limits | None = None,
+        threads: int | None = None,
+        max_running: int = _MAX_RUNNING,
+        socket_port: int = 0,
+    ) -> None:
+        for name, number in (("port", port), ("socket port", socket_port)):
+            if not 0 <= number <= 65535:
+                raise InputError(f"{name}: got {number}, expected 0 to 65535")
+        self._security = security or Security()
+        self._security.check_host(host)
+        self.tables, self.host, self.port, self.socket_port = tables, host, port, socket_port
+        self._limits = limits or Limits()
+        self.metrics_port = metrics_port
+        self._threads = threads or min(4, os.cpu_count() or 1)
+        self._max_running = max_running
+        self._running = self._refused = 0
+        self._pool_seconds, self._counting = 0.0, threading.Lock()
+        self._busy: list[BusyShare] = []
+        self.stats, self._stages = RequestStats(), Stages("lookup")
+        self._observer = Observer(self.stats)
+        self._started = time.monotonic()
+        self._server: GrpcServer | None = None
+        self._sockets: AnswerSockets | None = None
+        self._metrics: MetricsDoor | None = None
+
+    @property
+    def target(self) -> str:
+        """What a ranker connects to."""
+        return join_address(self.host, self.port)
+
+    def start(self) -> ShardServer:
+        """Bind and accept requests; raises UnavailableError when the address cannot be bound."""
+        run_on_loop(self._start())
+        return self
+
+    def stop(self, grace: float = 10.0) -> None:
+        """Say so to the rankers, let requests that run end for up to ``grace`` seconds, then close."""
+        if self._server is not None:
+            run_on_loop(self._stop(grace), timeout=grace + _STOP_SLACK_S)
+
+    def __enter__(self) -> ShardServer:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def status(self) -> Status:
+        """The status of this process, as recinfer.serving.server.telemetry.metrics has it; ``held`` says what it has mapped."""
+        return {
+            "uptime": time.monotonic() - self._started,
+            "workers": 1,
+            "requests": [
+                {"method": call, "code": code, "count": count}
+                for (call, code), count in sorted(self.stats.requests().items())
+            ],
+            "latency": {call: plain_histogram(state) for call, state in sorted(self.stats.latency().items())},
+            "stages": {stage: plain_histogram(state) for stage, state in self._stages.state().items()},
+            "samples": plain_histogram(self.stats.batch.state()),
+            "queue": None,
+            "models": [],
+            "shards": None,
+            "held": {
+                "ranks": list(self.tables.ranks),
+                "busy": max((share.now() for share in self._busy), default=0.0),
+                "running": self._running,
+                "refused": self._refused,
+                "versions": [
+                    {
+                        "key": model.key,
+                        "model": model.manifest.model,
+                        "version": model.manifest.version,
+                        "deltas": model.deltas,
+                        "mapped": model.mapped_bytes,
+                    }
+                    for model in self.tables.models()
+                ],
+            },
+        }
+
+    async def _start(self) -> None:
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="recinfer-shard")
+        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="recinfer-prepare")
+        each = self._each()
+        server = grpc_server(
+            Door(self._security, self._observer, names=names_of(*pb.DESCRIPTOR.services_by_name.values())),
+            fast={f"/{SERVICE_NAME}/Find": at_once("Find", self._find_small, self._observer)},
+            streams={FIND_EACH.decode(): each},
+            options=[
+                ("grpc.max_receive_message_length", self._limits.max_message_bytes),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_concurrent_streams", self._limits.max_concurrent),
+                *connection_options(),
+                # Rankers look often whether this host is still there: see recinfer.serving.shards.replica.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
+        )
+        calls = {"Find": self._find, "Prepare": self._prepare, "State": self._state}
+        self._health = add_standard_services(server, [SERVICE_NAME, _HEALTH_NAME], _descriptors())
+        server.add_generic_rpc_handlers((generic_handler(SERVICE_NAME, calls, self._observer),))
+        check_address(self.host, self.port)
+        credentials = self._security.credentials()
+        try:
+            if credentials is None:
+                self.port = server.add_insecure_port(self.target)
+            else:
+                self.port = server.add_secure_port(self.target, credentials)
+        except RuntimeError as error:  # taken since the check
+            raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
+        if credentials is None:
+            host, token = self.host, self._security.token
+            self._sockets = AnswerSockets(host, self.socket_port, each, token, MOST_BYTES)
+            self.socket_port = self._sockets.port
+        await server.start()
+        self._follow_busy(server)
+        if self.metrics_port is not None:
+            await self._start_metrics(self.metrics_port)
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._server = server
+
+    def _follow_busy(self, server: GrpcServer) -> None:
+        # Small requests are answered by the threads that read sockets: ours, gRPC's, or this loop's where grpc.aio serves. They
+        # share Python's lock, so together they are one. Long requests are the pool's.
+        reader = server.thread_id if isinstance(server, CoreServer) else None
+        readers = [reader or threading.get_native_id()]
+        if self._sockets is not None and self._sockets.thread_id is not None:
+            readers.append(self._sockets.thread_id)
+
+        def reads() -> float:
+            return sum(map(thread_seconds, readers))
+
+        self._busy = [BusyShare(reads), BusyShare(lambda: self._pool_seconds / self._threads)]
+
+    async def _stop(self, grace: float) -> None:
+        server, self._server = self._server, None
+        if server is None:
+            return
+        await self._health.end()
+        # A ranker that has heard it just now may have asked before; gRPC's own grace would be for all calls, State's too.
+        end = time.monotonic() + grace
+        await asyncio.sleep(min(grace, _NOTICED_S))
+        while self._running and time.monotonic() < end:
+            await asyncio.sleep(_NOTICED_S)
+        if self._sockets is not None:
+            self._sockets.close()
+        await server.stop(min(grace, _NOTICED_S))
+        if self._metrics is not None:
+            await self._metrics.stop()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+
+    async def _start_metrics(self, port: int) -> None:
+        from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
+
+        async def status() -> Status:
+            return self.status()
+
+        check_address(self.host, port)
+        self._metrics = MetricsDoor(
+            status, self.host, port, allows=self._security.allows, tls=self._security.tls_context()
+        )
+        await self._metrics.start()
+        self.metrics_port = self._metrics.port
+
+    def _each(self) -> Each:
+        """Answers what comes over sockets and streams: long questions in the pool, so that no other waits behind them."""
+        here = one_by_one("Find", self._find_here, encode_failure, self._observer)
+        aside = one_by_one("Find", self._find_in_pool, encode_failure, self._observer)
+
+        def answer(data: bytes, reply: Callable[[bytes], None]) -> None:
+            try:
+                reply(aside(data))
+            finally:
+                self._went()
+
+        def each(data: bytes, reply: Callable[[bytes], None]) -> None:
+            if len(data) <= SMALL_BYTES or self._is_full:  # then it is refused here
+                reply(here(data))
+            else:
+                self._came()
+                self._pool.submit(answer, data, reply)
+
+        return each
+
+    # -- the calls ---------------------------------------------------------------------------------------------------
+
+    def _find_small(self, data: bytes, until: float) -> bytes | None:
+        """On gRPC's thread."""
+        if len(data) > SMALL_BYTES or self._is_full:
+            return None
+        return self._find_here(data)
+
+    def _find_here(self, data: bytes) -> bytes:
+        """On gRPC's thread too."""
+        self._check_room()
+        start = time.perf_counter()
+        try:
+            return self.tables.find(data, self._limits)
+        finally:
+            self._stages.add("lookup", time.perf_counter() - start)
+
+    @property
+    def _is_full(self) -> bool:
+        return self._running >= self._max_running
+
+    def _check_room(self) -> None:
+        if self._is_full:
+            self._refused += 1
+            raise OverloadedError(f"the shard has {self._running} requests under way, its limit", retry_after=0.01)
+
+    async def _find(self, data: bytes) -> bytes:
+        if len(data) <= SMALL_BYTES:
+            return self._find_here(data)
+        self._check_room()
+        self._came()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._find_in_pool, data)
+        finally:
+            self._went()
+
+    def _find_in_pool(self, data: bytes) -> bytes:
+        start = time.perf_counter()
+        try:
+            return self.tables.find(data, self._limits)
+        finally:
+            spent = time.perf_counter() - start
+            self._stages.add("lookup", spent)
+            with self._counting:
+                self._pool_seconds += spent
+
+    def _came(self) -> None:
+        """One more is under way."""
+        with self._counting:
+            self._running += 1
+
+    def _went(self) -> None:
+        with self._counting:
+            self._running -= 1
+
+    async def _prepare(self, data: bytes) -> bytes:
+        request = codec.parse(pb.PrepareRequest, data)
+        self.tables.keep(request.wanted)
+
+        def prepare() -> None:
+            try:
+                self.tables.prepare(request.version, request.folder, list(request.deltas))
+            except ArchiveError as error:
+                raise InputError(f"version: {request.folder!r} of this host's store is not sound: {error}") from None
+
+        await asyncio.get_running_loop().run_in_executor(self._preparing, prepare)
+        return self._here()
+
+    async def _state(self, data: bytes) -> bytes:
+        self.tables.keep(codec.parse(pb.StateRequest, data).wanted)
+        return self._here()
+
+    def _here(self) -> bytes:
+        state = pb.ShardState(ranks=self.tables.ranks, versions=self.tables.keys())
+        if self._sockets is not None:
+            state.socket_port, state.socket_server = self._sockets.port, self._sockets.server_id
+            state.socket_bytes = MOST_BYTES
+        return state.SerializeToString()
+
+
+def _descriptors() -> DescriptorPool:
+    pool = DescriptorPool()
+    for file in (pb.DESCRIPTOR, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
+        pool.AddSerializedFile(file.serialized_pb)
+    return pool
+
+
+def serve_shards(
+    tables: ShardTables,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    metrics_port: int | None = None,
+    security: Security | None = None,
+    limits: Limits | None = None,
+    grace: float = 10.0,
+    on_ready: Callable[[ShardServer], Any] | None = None,
+    stop: threading.Event | None = None,
+    socket_port: int = 0,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain for up to ``grace`` seconds. Call from the main thread."""
+    tune_process()
+    server = ShardServer(
+        tables, host, port, metrics_port=metrics_port, security=security, limits=limits, socket_port=socket_port
+    )
+
+    def start() -> None:
+        server.start()
+        if on_ready is not None:
+            on_ready(server)
+
+    until_signalled(start, lambda: server.stop(grace), wanted=stop)

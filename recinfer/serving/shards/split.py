@@ -1,0 +1,265 @@
+"""Splits a request's ids by rank and joins what the ranks found: the ranker's side of the layout.
+
+Shapes: F features, S streams of a rank, B samples, N ids, D columns. Loops run over features and ranks, never over ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recinfer.errors import RecinferError
+from recinfer.inference.bags import Bags, offsets_of
+from recinfer.inference.lru import LruCache
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
+from recinfer.serving.shards.layout import ModuleLayout, RankModule
+from recinfer.serving.shards.messages import encode_part, ones
+from recinfer.serving.shards.packed import is_packed, pairs_of, unpacked
+from recinfer.serving.wire.fields import Buffer
+from recinfer.sparse.jagged_tensor import JaggedTensor
+
+__all__ = ["ModuleSplit", "Section"]
+
+_INT32_ROWS = 1 << 31
+_MAX_ORDERS = 64  # orders of keys that are remembered
+_FEW = 4  # samples for which one scattered copy is faster than a copy for each run of columns
+
+
+@dataclass(slots=True, eq=False)
+class Section:
+    """One rank's part of a request for one module.
+
+    Attributes:
+        parts: of the message.
+        offsets: ``[S * B + 1]`` of the ids that are sent.
+        positions: where each stood in its stream's ids of the whole request; None when all were sent.
+    """
+
+    parts: list[Buffer]
+    offsets: NDArray[Any]
+    positions: NDArray[np.intp] | None
+
+
+class _RankSplit:
+    """One rank's streams, as arrays."""
+
+    def __init__(self, number: int, mine: RankModule, configs: Sequence[BaseEmbeddingConfig]) -> None:
+        self.rank, self._number, self.mine = mine.rank, number, mine
+        self.names = tuple(stream.feature for stream in mine.streams)
+        self._starts = np.array([stream.row_start for stream in mine.streams], np.int64)
+        self._rows = np.array([stream.rows for stream in mine.streams], np.int64)
+        narrow = max(stream.rows for stream in mine.streams) <= _INT32_ROWS
+        self.wide = not narrow
+        self._type = np.dtype(np.int32 if narrow else np.int64)
+        self.runs, self.pairs = _runs(mine), pairs_of(mine, configs)
+        self.columns = None if mine.cuts_rows else np.array(mine.order.columns, np.intp)
+        self._places: LruCache[tuple[str, ...], NDArray[np.intp]] = LruCache(_MAX_ORDERS)
+
+    def section_of_ones(self, bags: Bags) -> Section | None:
+        """:meth:`section` of bags of one id each, all of whose features are there, for a pooled module."""
+        at = self._places[bags.keys]
+        if at is None:
+            place = {key: i for i, key in enumerate(bags.keys)}
+            at = self._places[bags.keys] = np.array([place[name] for name in self.names], np.intp)
+        ids_SB = bags.values.reshape(-1, bags.batch)[at]
+        weights_SB = None if bags.weights is None else bags.weights.reshape(-1, bags.batch)[at]
+        if not self.mine.cuts_rows:
+            weights = None if weights_SB is None else weights_SB.reshape(-1)
+            ids = ids_SB.reshape(-1).astype(self._type, copy=False)
+            return Section(encode_part(self.rank, self._number, None, ids, weights), bags.offsets, None)
+        ids_SB -= self._starts.astype(ids_SB.dtype)[:, None]
+        unsigned = np.uint64 if ids_SB.dtype == np.int64 else np.uint32
+        keep_SB: NDArray[np.bool_] = np.less(ids_SB.view(unsigned), self._rows.astype(unsigned)[:, None])
+        ids = ids_SB[keep_SB].astype(self._type, copy=False)
+        if not ids.size:
+            return None
+        weights = None if weights_SB is None else weights_SB[keep_SB]
+        parts = encode_part(self.rank, self._number, keep_SB.view(np.uint8), ids, weights)
+        return Section(parts, bags.offsets, None)
+
+    def section(self, bags: Bags, keep_positions: bool) -> Section | None:
+        """Its part; None without any id. All ids are in range."""
+        mine = bags.arranged(self.names)
+        if not mine.values.size:
+            return None
+        if not self.mine.cuts_rows:
+            lengths_SB = mine.lengths_FB
+            ids = mine.values.astype(self._type, copy=False)
+            parts = encode_part(self.rank, self._number, lengths_SB, ids, mine.weights)
+            return Section(parts, mine.offsets, None)
+        batch, values_N = mine.batch, mine.values
+        edges = mine.offsets[::batch]
+        counts_S = edges[1:] - edges[:-1]
+        local_N = values_N - np.repeat(self._starts.astype(values_N.dtype), counts_S)
+        # Unsigned, a row before the first one is huge.
+        unsigned = np.uint64 if local_N.dtype == np.int64 else np.uint32
+        keep_N = local_N.view(unsigned) < np.repeat(self._rows.astype(unsigned), counts_S)
+        before = offsets_of(keep_N, mine.offsets.dtype)
+        offsets = before[mine.offsets]
+        if not offsets[-1]:
+            return None
+        lengths_SB = offsets[1:] - offsets[:-1]
+        ids = local_N[keep_N].astype(self._type, copy=False)
+        weights = None if mine.weights is None else mine.weights[keep_N]
+        positions = None
+        if keep_positions:
+            positions = np.flatnonzero(keep_N)
+            positions -= np.repeat(edges[:-1], offsets[::batch][1:] - offsets[::batch][:-1])
+        return Section(encode_part(self.rank, self._number, lengths_SB, ids, weights), offsets, positions)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring columns: ``to`` of the module's output, ``at`` of the rank's; ``adds`` where others add to them."""
+
+    at: slice
+    to: slice
+    adds: bool
+
+
+def _runs(mine: RankModule) -> list[_Run]:
+    runs: list[_Run] = []
+    at = 0
+    columns = mine.order.columns
+    for shard, stream in zip(mine.order.shards, mine.stream_of):
+        to, adds = columns[at], not mine.streams[stream].whole
+        last = runs[-1] if runs else None
+        if last is not None and last.to.stop == to and last.adds == adds:
+            runs[-1] = _Run(slice(last.at.start, at + shard.cols), slice(last.to.start, to + shard.cols), adds)
+        else:
+            runs.append(_Run(slice(at, at + shard.cols), slice(to, to + shard.cols), adds))
+        at += shard.cols
+    return runs
+
+
+class ModuleSplit:
+    """One embedding module, as the ranker splits and joins it.
+
+    Attributes:
+        features: of its outputs, in order.
+        ranks: who has a part of it.
+        mean_columns: (number of the feature, first and last column of its vector) of what ranks sum and the ranker divides.
+    """
+
+    def __init__(self, number: int, layout: ModuleLayout) -> None:
+        self.layout, self.number = layout, number
+        self.ranks = [_RankSplit(number, mine, layout.configs) for mine in layout.ranks.values()]
+        self.features = tuple(f for config in layout.configs for f in config.feature_names)
+        self._dims = [config.embedding_dim for config in layout.configs for _ in config.feature_names]
+        self._columns = sum(self._dims)
+        self._names = frozenset(self.features)
+        self._mean = self._mean_spans()
+        starts = [0, *accumulate(self._dims)]
+        self.mean_columns = [
+            (feature, first - starts[feature], last - starts[feature]) for feature, first, last in self._mean
+        ]
+
+    def _mean_spans(self) -> list[tuple[int, int, int]]:
+        """(feature, first column, last column) of what is summed by ranks and divided here; neighbours stay apart."""
+        starts = [0, *accumulate(self._dims)]
+        spans: dict[tuple[int, int], tuple[int, int, int]] = {}
+        for rank in self.ranks:
+            if rank.mine.pooling is not PoolingType.SUM:
+                continue
+            for feature, shard in zip(rank.mine.order.order, rank.mine.order.shards):
+                if self._pooling(feature) is PoolingType.MEAN:
+                    first = starts[feature] + shard.col_start
+                    spans[first, shard.cols] = (feature, first, first + shard.cols)
+        return sorted(spans.values())
+
+    def _pooling(self, feature: int) -> PoolingType | None:
+        flat = [config for config in self.layout.configs for _ in config.feature_names]
+        return getattr(flat[feature], "pooling", None)
+
+    def split(self, bags: Bags) -> dict[int, Section]:
+        """Each rank's part of ``bags``, whose ids are in range and which hold weights only where the module has them."""
+        sections = {}
+        single = self.layout.pooled and self._is_ones(bags)
+        for rank in self.ranks:
+            section = rank.section_of_ones(bags) if single else rank.section(bags, not self.layout.pooled)
+            if section is not None:
+                sections[rank.rank] = section
+        return sections
+
+    def _is_ones(self, bags: Bags) -> bool:
+        """Whether each feature is there and each bag holds one id."""
+        size = bags.values.size
+        if size != len(bags.offsets) - 1 or not size or not self._names.issubset(bags.keys):
+            return False
+        return bool((bags.offsets == ones(size, bags.offsets.dtype)).all())
+
+    def join(
+        self, bags: Bags, sections: Mapping[int, Section], found: Mapping[int, NDArray[Any]]
+    ) -> Tensor | list[JaggedTensor]:
+        """The module's vectors: ``[B, D]``, or of each output. Ranks without an answer give rows of zeros."""
+        return self._join_pooled(bags, found) if self.layout.pooled else self._join_rows(bags, sections, found)
+
+    def _join_pooled(self, bags: Bags, found: Mapping[int, NDArray[Any]]) -> Tensor:
+        batch = bags.batch
+        out_BD = np.zeros((batch, self._columns), np.float32)
+        for rank in self.ranks:
+            flat = found.get(rank.rank)
+            if flat is None:
+                continue
+            if is_packed(flat):
+                flat = unpacked(flat, rank.pairs, batch)
+            mine = flat.reshape(batch, -1)
+            if batch <= _FEW and rank.columns is not None:
+                out_BD[:, rank.columns] = mine
+                continue
+            for run in rank.runs:
+                if run.adds:
+                    out_BD[:, run.to] += mine[:, run.at]
+                else:
+                    out_BD[:, run.to] = mine[:, run.at]
+        if self._mean:
+            lengths_FB = bags.arranged(self.features).lengths_FB
+            scale_FB = np.float32(1) / np.maximum(lengths_FB, 1).astype(np.float32)
+            for feature, first, last in self._mean:
+                out_BD[:, first:last] *= scale_FB[feature][:, None]
+        return torch.from_numpy(out_BD)
+
+    def _join_rows(
+        self, bags: Bags, sections: Mapping[int, Section], found: Mapping[int, NDArray[Any]]
+    ) -> list[JaggedTensor]:
+        arranged = bags.arranged(self.features)
+        lengths_FB = arranged.lengths_FB
+        counts = lengths_FB.sum(1).tolist()
+        rows = [np.zeros((count, dim), np.float32) for count, dim in zip(counts, self._dims)]
+        for rank in self.ranks:
+            flat = found.get(rank.rank)
+            if flat is not None and is_packed(flat):
+                raise RecinferError(
+                    f"rank {rank.rank} answered packed rows for {self.layout.info.path}, which is not pooled"
+                )
+            if flat is not None:
+                _place_rows(rank.mine, bags.batch, sections[rank.rank], flat, rows)
+        return [
+            JaggedTensor.from_parts_unchecked(torch.from_numpy(mine), None, torch.from_numpy(lengths))
+            for mine, lengths in zip(rows, lengths_FB)
+        ]
+
+
+def _place_rows(
+    mine: RankModule, batch: int, section: Section, flat: NDArray[Any], rows: Sequence[NDArray[np.float32]]
+) -> None:
+    """Write one rank's rows where their ids and columns stand."""
+    edges = section.offsets[::batch].tolist()
+    at = 0
+    for feature, shard, stream in zip(mine.order.order, mine.order.shards, mine.stream_of):
+        first, last = edges[stream], edges[stream + 1]
+        size = (last - first) * shard.cols
+        values = flat[at : at + size].reshape(last - first, shard.cols)
+        at += size
+        target = rows[feature][:, shard.col_start : shard.col_stop]
+        if section.positions is None:
+            target[:] = values
+        else:
+            target[section.positions[first:last]] = values

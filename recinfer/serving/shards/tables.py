@@ -1,0 +1,369 @@
+"""A shard server's rows: the versions that it has mapped, and the lookup of one request in them.
+
+Shapes: S streams, B samples, N ids.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recinfer.archive.delta import Delta, patch_rows, read_delta, with_delta
+from recinfer.archive.manifest import Manifest
+from recinfer.archive.mapping import MappedShards
+from recinfer.archive.reader import Archive, open_archive
+from recinfer.distributed.quant_layout import PackedShard, RankLayout
+from recinfer.errors import InputError, NotFoundError, NotPreparedError
+from recinfer.inference.bags import Bags, offsets_of
+from recinfer.inference.direct import DirectPieces
+from recinfer.modules.embedding_configs import PoolingType
+from recinfer.serving.shards._ranks import read_find
+from recinfer.serving.shards.layout import ModuleLayout, RankModule, module_layouts
+from recinfer.serving.shards.messages import (
+    PACKED_HEAD,
+    RequestPart,
+    decode_part,
+    decode_request,
+    encode_response,
+    values_head,
+)
+from recinfer.serving.shards.versions import base_of, version_key
+from recinfer.serving.wire.limits import Limits
+
+__all__ = ["MAX_VERSIONS", "ShardModel", "ShardTables"]
+
+MAX_VERSIONS = 4
+"""Versions of a model that stay mapped: the one in use, the next, the one to go back to, and one a delta is made on. More of
+them where rankers want more: see :meth:`ShardTables.keep`."""
+_WANTED_S = 60.0
+_MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = (
+    1 << 17,
+    1 << 22,
+)  # beyond, FBGEMM's operator has more to do than it takes to reach
+_BEYOND = "ids: one is beyond the rows of this rank; ranker and shard must have the same plan"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class _DirectRank:
+    """One rank's part of a module for lookups from bytes; ``steps``: stream, piece and first column of each pair."""
+
+    pieces: DirectPieces
+    steps: NDArray[np.int64]
+
+
+class _RankTables:
+    """The op calls of one rank's part of one module."""
+
+    def __init__(self, layout: ModuleLayout, mine: RankModule, mapped: MappedShards) -> None:
+        self._pooled, self._streams = layout.pooled, len(mine.streams)
+        self._stream_of = None if mine.stream_of == tuple(range(self._streams)) else mine.stream_of
+        shards = list(dict.fromkeys(mine.order.shards))
+        here = {_place(s): s.offset for s in mapped.module_shards[layout.info.path]}
+        placed = [replace(shard, offset=here[_place(shard)]) for shard in shards]
+        self._layout = RankLayout(
+            layout.configs, placed, mapped.buffer, pooled=layout.pooled, row_alignment=1, pooling=mine.pooling
+        )
+        self._cols = [shard.cols for shard in mine.order.shards]
+        self._rows = np.array([stream.rows for stream in mine.streams], np.uint64)
+        self._least = int(self._rows.min())
+        self._weighted = layout.info.is_weighted
+        self._names = tuple(map(str, range(self._streams)))
+        # Past nn.Module's call machinery; where the op refuses ids beyond the rows by itself, only that is needed (it
+        # takes -1 for a row that was pruned away: no bag gets anything of it).
+        self._op = self._layout.batches[0].forward
+        self._op_checks = layout.pooled and self._layout.batches[0].knows_rows
+        self.columns = sum(self._cols)
+        self.direct = self._direct(mine)
+
+    def _direct(self, mine: RankModule) -> _DirectRank | None:
+        """For small requests of pooled, unweighted modules."""
+        if not self._pooled or self._weighted:
+            return None
+        batch = self._layout.batches[0]
+        pieces = DirectPieces(batch, [mine.pooling is PoolingType.MEAN] * len(self._cols))
+        columns = [0, *accumulate(self._cols)][:-1]
+        steps = [(stream, piece, column) for piece, (stream, column) in enumerate(zip(mine.stream_of, columns))]
+        return _DirectRank(pieces, np.array(steps, np.int64).reshape(-1, 3))
+
+    @property
+    def num_streams(self) -> int:
+        """S."""
+        return self._streams
+
+    def find(self, part: RequestPart, batch: int) -> list[NDArray[Any]]:
+        """Arrays that follow one another: ``[B, columns]`` when pooled, else ``[ids, columns]`` of each pair."""
+        bags = Bags(self._names, batch, part.offsets, part.ids, part.weights)
+        if not self._op_checks and not self._are_low(part.ids) and not bags.fits(self._rows):
+            raise InputError(_BEYOND)
+        if self._weighted != (part.weights is not None) and part.ids.size:
+            raise InputError(f"weights: {'expected' if self._weighted else 'got'} weights for this module")
+        if self._stream_of is not None:
+            bags = _taken(bags, self._stream_of)
+        return [self._sums(bags)] if self._pooled else self._sequences(bags)
+
+    def _are_low(self, ids: NDArray[Any]) -> bool:
+        """Whether all ids are below every table's rows: one pass that mostly settles it for tables of one height."""
+        unsigned = np.uint64 if ids.dtype == np.int64 else np.uint32
+        return not ids.size or int(ids.view(unsigned).max()) < self._least
+
+    def _sums(self, bags: Bags) -> NDArray[Any]:
+        weights = None if bags.weights is None else torch.from_numpy(bags.weights)
+        if self._weighted and weights is None:
+            weights = torch.empty(0)
+        layout = self._layout
+        try:
+            out_BD = self._op(torch.from_numpy(bags.values), torch.from_numpy(bags.offsets), weights)
+        except RuntimeError as error:  # the op's word for an id beyond its rows
+            raise InputError(f"{_BEYOND} ({str(error)[:100]})") from None
+        found: NDArray[Any] = (out_BD if layout.real is None else out_BD.index_select(1, layout.real)).numpy()
+        return found
+
+    def _sequences(self, bags: Bags) -> list[NDArray[Any]]:
+        layout = self._layout
+        out: list[Any] = [None] * len(self._cols)
+        for table_batch, members in zip(layout.batches, layout.members):
+            chosen = range(len(self._cols)) if members is None else members
+            mine = bags if members is None else _taken(bags, members)
+            rows = table_batch(torch.from_numpy(mine.values), torch.from_numpy(mine.offsets)).numpy()
+            edges = mine.offsets[:: mine.batch].tolist()
+            for place, pair in enumerate(chosen):
+                out[pair] = rows[edges[place] : edges[place + 1], : self._cols[pair]]
+        return out
+
+
+def _place(shard: PackedShard) -> tuple[str, int, int]:
+    return shard.table, shard.row_start, shard.col_start
+
+
+def _taken(bags: Bags, chosen: Sequence[int]) -> Bags:
+    """Streams by number, also several times."""
+    at = list(chosen)
+    edges = bags.offsets[:: bags.batch].tolist()
+    pieces = [slice(edges[i], edges[i + 1]) for i in at]
+    values = np.concatenate([bags.values[piece] for piece in pieces])
+    weights = None if bags.weights is None else np.concatenate([bags.weights[piece] for piece in pieces])
+    offsets = offsets_of(bags.lengths_FB[at], values.dtype)
+    return Bags(tuple(map(str, range(len(at)))), bags.batch, offsets, values, weights)
+
+
+class _Version:
+    """One mapped version."""
+
+    def __init__(
+        self, key: str, archive: Archive, ranks: Sequence[int], deltas: Sequence[Delta], **mapping: bool
+    ) -> None:
+        self.key, self.archive, self.deltas = key, archive, tuple(deltas)
+        manifest = archive.manifest
+
+        def edit(mapped: MappedShards) -> None:
+            for delta in deltas:
+                patch_rows(mapped, manifest, delta)
+
+        self.mapped = archive.map_shards(ranks, edit=edit if deltas else None, **mapping)
+        self.tables = {
+            (rank, number): _RankTables(layout, layout.ranks[rank], self.mapped)
+            for number, layout in enumerate(module_layouts(manifest, archive.plan))
+            for rank in ranks
+            if rank in layout.ranks
+        }
+
+
+@dataclass(frozen=True)
+class ShardModel:
+    """What a shard server shows of a version."""
+
+    key: str
+    manifest: Manifest
+    mapped_bytes: int
+    deltas: int
+
+
+class ShardTables:
+    """The ranks that this process serves, in every version that it has. Thread-safe.
+
+    Args:
+        ranks: which.
+        store: folder that versions may be prepared from; None: only what :meth:`add` brought.
+        preload, lock: as recinfer.inference.predictor.load has them.
+
+    Raises:
+        InputError: no rank.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], store: Path | None = None, *, preload: bool = False, lock: bool = False
+    ) -> None:
+        self.ranks = tuple(sorted(set(ranks)))
+        if not self.ranks:
+            raise InputError("ranks: got none, expected at least one")
+        self._store = store
+        self._mapping = {"preload": preload, "lock": lock}
+        self._versions: dict[str, _Version] = {}  # the one used last at the end
+        self._wanted: dict[str, float] = {}  # until when (time.monotonic()) somebody wants a version
+        self._lock = threading.Lock()
+        self._preparing = threading.Lock()
+
+    def add(self, path: Path, deltas: Sequence[Path] = ()) -> str:
+        """Map an archive, with deltas applied; its key. Raises ArchiveError, InputError."""
+        archive = open_archive(path, ranks=self.ranks, dense=False)
+        return self._add(archive, [read_delta(delta) for delta in deltas]).key
+
+    def keys(self) -> list[str]:
+        """The versions that are here."""
+        with self._lock:
+            return list(self._versions)
+
+    def models(self) -> list[ShardModel]:
+        """The same for people."""
+        with self._lock:
+            versions = list(self._versions.values())
+        return [ShardModel(v.key, v.archive.manifest, v.mapped.buffer.numel(), len(v.deltas)) for v in versions]
+
+    def keep(self, keys: Iterable[str]) -> None:
+        """A ranker may ask for these versions: they stay mapped for a minute from now, however many there are."""
+        now = time.monotonic()
+        with self._lock:
+            still = {key: until for key, until in self._wanted.items() if until > now}
+            self._wanted = still | dict.fromkeys(keys, now + _WANTED_S)
+
+    def prepare(self, key: str, folder: str, deltas: Sequence[str] = ()) -> None:
+        """Map and check a version; nothing happens when it is here.
+
+        Raises:
+            NotFoundError: the store has no such folder or file, or another content under that name.
+            InputError: a name that leads out of the store.
+            ArchiveError: a file is not what the manifest or the delta says; its hash is checked too.
+        """
+        with self._preparing:
+            if self._get(key) is not None:
+                return
+            archive = self._base(key, folder)
+            found = [read_delta(self._inside(name)) for name in deltas]
+            if version_key(archive.manifest_sha256, found) != key:
+                raise NotFoundError(f"version: {folder} {list(deltas)} of this host's store is not {key}; copy it here")
+            self._add(archive, found)
+
+    def find(self, data: bytes, limits: Limits) -> bytes:
+        """Answer a serialized ShardRequest.
+
+        Raises:
+            InputError: it does not fit the plan.
+            NotPreparedError: its version is not here.
+        """
+        answer = self.find_directly(data, limits)
+        return self.find_any(data, limits) if answer is None else answer
+
+    def find_directly(self, data: bytes, limits: Limits) -> bytes | None:
+        """:meth:`find` of a small request of bags without weights, by the compiled loops; None for any other."""
+        found = read_find(data)
+        if found is None:
+            return None
+        key, batch, stored, parts = found
+        version = self._get(key)
+        if version is None or batch > limits.max_concurrent * limits.max_batch:
+            return None
+        answer: list[bytes] = []
+        at = 0
+        for rank, module, length_bytes, lengths_at, lengths_size, ids_at, ids, wide in parts:
+            tables = version.tables.get((rank, module))
+            if tables is None or tables.direct is None:
+                return None
+            bags, floats = batch * tables.num_streams, batch * tables.columns
+            if ids > _MOST_DIRECT_IDS or floats > _MOST_DIRECT_FLOATS or lengths_size != bags * length_bytes:
+                return None
+            direct = tables.direct
+            find = direct.pieces.pack if stored else direct.pieces.pool
+            vectors = find(
+                direct.steps,
+                data,
+                lengths_at,
+                ids_at,
+                ids,
+                wide,
+                tables.num_streams,
+                batch,
+                tables.columns,
+                PACKED_HEAD if stored else values_head(at % 4, 4 * floats),
+                length_bytes,
+            )
+            if vectors is None:
+                return None
+            answer.append(vectors)
+            at += len(vectors)
+        return answer[0] if len(answer) == 1 else b"".join(answer)
+
+    def find_any(self, data: bytes, limits: Limits) -> bytes:
+        """:meth:`find` of any request, through tensors and FBGEMM's operator."""
+        request = decode_request(data, limits)
+        version = self._get(request.version)
+        if version is None:
+            raise NotPreparedError(f"version: {request.version} is not mapped here; here are {', '.join(self.keys())}")
+        values = []
+        for part in request.parts:
+            tables = version.tables.get((part.rank, part.module))
+            if tables is None:
+                raise InputError(f"rank {part.rank}: this server has ranks {', '.join(map(str, self.ranks))}")
+            arrays = tables.find(decode_part(part, tables.num_streams, request.batch), request.batch)
+            values.append([a.astype(np.float16) for a in arrays] if request.half else arrays)
+        return encode_response(values)
+
+    def _base(self, key: str, folder: str) -> Archive:
+        with self._lock:
+            for version in self._versions.values():
+                if not version.deltas and version.key == base_of(key):
+                    return version.archive
+        archive = open_archive(self._inside(folder), ranks=self.ranks, dense=False)
+        if version_key(archive.manifest_sha256) != base_of(key):
+            raise NotFoundError(f"version: {folder} of this host's store is not {base_of(key)}; copy it here")
+        return open_archive(archive.root, ranks=self.ranks, dense=False, check_hashes=True)
+
+    def _inside(self, name: str) -> Path:
+        if self._store is None:
+            raise NotFoundError("version: this server has no store to prepare versions from; start it with one")
+        parts = PurePosixPath(name).parts
+        if not parts or any(part in ("..", "/") or "\0" in part for part in parts):
+            raise InputError(f"folder: got {name[:80]!r}, expected a path inside the store")
+        path = self._store.joinpath(*parts)
+        if not path.resolve().is_relative_to(self._store.resolve()):
+            raise InputError(f"folder: {name[:80]!r} leads out of the store")
+        if not path.exists():
+            raise NotFoundError(f"version: the store of this host has no {name[:80]!r}; copy it here")
+        return path
+
+    def _get(self, key: str) -> _Version | None:
+        versions = self._versions
+        version = versions.get(key)
+        if version is not None and next(reversed(versions)) != key:
+            with self._lock:
+                if key in versions:
+                    versions[key] = versions.pop(key)
+        return version
+
+    def _add(self, base: Archive, deltas: Sequence[Delta]) -> _Version:
+        archive = base
+        for count, delta in enumerate(deltas):
+            archive = with_delta(archive, delta, tuple(deltas[:count]))
+        key = version_key(base.manifest_sha256, deltas)
+        version = _Version(key, archive, self.ranks, deltas, **self._mapping)
+        with self._lock:
+            self._versions[key] = version
+            # Other models' versions stay: rankers of a store ask for all of its models.
+            model, now = archive.manifest.model, time.monotonic()
+            mine = [name for name, held in self._versions.items() if held.archive.manifest.model == model]
+            for gone in mine[:-MAX_VERSIONS]:
+                if self._wanted.get(gone, 0.0) > now:
+                    continue
+                del self._versions[gone]
+                _log.info("version %s is not mapped any more: %d others were used later", gone, MAX_VERSIONS)
+        return version

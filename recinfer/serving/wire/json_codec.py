@@ -1,0 +1,203 @@
+"""JSON bodies, as a second spelling of the protobuf messages: they are turned into those, so one code checks both.
+
+Predict takes ``{"dense": [[...], ...], "features": {"C1": [[3, 7], [5]], "C2": [4, 9]}}`` and gives
+``{"outputs": {name: [[...], ...]}, "model_version": "..."}``. A feature is a list of one list of ids a sample, or one id
+a sample; ``"weights"``, where present, has the same form as ``"features"``, and ``"context"`` holds features of one sample
+that go with all. Lookup takes the same without ``dense`` and
+gives ``{"embeddings": {"C1": [[...], ...]}, "sequences": {...}, "model_version": "..."}``. ``model`` and ``version`` may
+be named in both.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from recinfer.errors import InputError
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.proto import inference_pb2 as pb
+from recinfer.sparse.jagged_tensor import JaggedTensor
+
+__all__ = ["json_text", "lookup_request", "lookup_response", "parse_json", "predict_request", "predict_response"]
+
+_COMMON_KEYS = {"features", "weights", "model", "version"}
+
+
+def parse_json(body: bytes | bytearray | str) -> dict[str, Any]:
+    """The JSON object in ``body``.
+
+    Raises:
+        InputError: it is no JSON object.
+    """
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InputError(f"body: got text that is not JSON ({reason}), expected a JSON object") from None
+    return _object("body", value)
+
+
+def json_text(value: Any) -> str:
+    """``value`` as JSON. What is not finite becomes null: JSON has no NaN, and a whole answer is lost to who reads one."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value))
+
+
+def predict_request(body: Mapping[str, Any]) -> bytes:
+    """A serialized PredictRequest of a JSON object."""
+    _check_keys(body, _COMMON_KEYS | {"dense", "context"})
+    features = _features(body)
+    dense = np.zeros(0, np.float32)
+    if body.get("dense"):
+        dense = _floats("dense", body["dense"])
+        if dense.ndim != 2 or dense.shape[0] != features.batch_size:
+            raise InputError(
+                f"dense: got shape {list(dense.shape)}, "
+                f"expected one list of numbers for each of {features.batch_size} samples"
+            )
+    names = _names(body)
+    context = None if body.get("context") is None else _features({"features": body["context"]}, "context")
+    return pb.PredictRequest(
+        model=names.get("model"),
+        version=names.get("version"),
+        features=features,
+        dense=dense.tobytes(),
+        context=context,
+    ).SerializeToString()
+
+
+def lookup_request(body: Mapping[str, Any]) -> bytes:
+    """A serialized LookupRequest of a JSON object."""
+    _check_keys(body, _COMMON_KEYS)
+    return pb.LookupRequest(**_names(body), features=_features(body)).SerializeToString()
+
+
+def predict_response(data: bytes) -> dict[str, Any]:
+    """The JSON object of a serialized PredictResponse."""
+    outputs, version = codec.decode_predict_response(data)
+    return {"outputs": {name: tensor.tolist() for name, tensor in outputs.items()}, "model_version": version}
+
+
+def lookup_response(data: bytes) -> dict[str, Any]:
+    """The JSON object of a serialized LookupResponse."""
+    pooled, sequences, version = codec.decode_lookup_response(data)
+    embeddings = {} if pooled is None else {key: block.tolist() for key, block in pooled.to_dict().items()}
+    return {
+        "embeddings": embeddings,
+        "sequences": {key: _nested(sequence) for key, sequence in sequences.items()},
+        "model_version": version,
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _nested(sequence: JaggedTensor) -> list[Any]:
+    return [sample.tolist() for sample in sequence.values().split(sequence.lengths().tolist())]
+
+
+def _check_keys(body: Mapping[str, Any], known: set[str]) -> None:
+    if unknown := sorted(set(body) - known):
+        raise InputError(f"body: got unknown fields {unknown[:5]}, expected some of {sorted(known)}")
+
+
+def _names(body: Mapping[str, Any]) -> dict[str, str]:
+    names = {}
+    for key in ("model", "version"):
+        value = body.get(key, "")
+        if not isinstance(value, str):
+            raise InputError(f"{key}: got {type(value).__name__}, expected a string")
+        names[key] = _text(key, value)
+    return names
+
+
+def _text(field: str, value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{field}: got text with a lone surrogate, expected valid Unicode") from None
+    return value
+
+
+def _object(field: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{field}: got {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def _features(body: Mapping[str, Any], field: str = "features") -> pb.JaggedFeatures:
+    columns = _object(field, body.get("features"))
+    if not columns:
+        raise InputError(f"{field}: got none, expected at least one feature with its ids")
+    bags = {_text(field, key): _bags(f"{field}[{key!r}]", column) for key, column in columns.items()}
+    batch = len(next(iter(bags.values())))
+    for key, column in bags.items():
+        if len(column) != batch:
+            raise InputError(
+                f"{field}[{key!r}]: got {len(column)} samples, expected {batch} as in {next(iter(bags))!r}"
+            )
+    lengths = np.fromiter((len(bag) for column in bags.values() for bag in column), np.int32)
+    ids = _array(_flat(bags)) if lengths.any() else np.zeros(0, np.int64)
+    if ids.dtype != np.int64 or ids.ndim != 1:
+        raise InputError(f"{field}: got an id that is not a 64-bit integer, expected lists of integer ids")
+    return pb.JaggedFeatures(
+        keys=list(bags),
+        batch_size=batch,
+        lengths=lengths.tobytes(),
+        values=ids.tobytes(),
+        weights=_weights(body, bags).tobytes(),
+    )
+
+
+def _weights(body: Mapping[str, Any], bags: dict[str, list[list[Any]]]) -> np.ndarray:
+    if body.get("weights") is None:
+        return np.zeros(0, np.float32)
+    columns = _object("weights", body["weights"])
+    if set(columns) != set(bags):
+        raise InputError(f"weights: got features {sorted(columns)[:10]}, expected those of features")
+    weights = {key: _bags(f"weights[{key!r}]", columns[key]) for key in bags}
+    for key, column in bags.items():
+        if list(map(len, weights[key])) != list(map(len, column)):
+            raise InputError(f"weights[{key!r}]: got another form than features[{key!r}], expected one weight an id")
+    flat = _floats("weights", _flat(weights))
+    if flat.ndim != 1:
+        raise InputError("weights: got nested lists, expected numbers")
+    return flat
+
+
+def _bags(field: str, column: Any) -> list[list[Any]]:
+    if not isinstance(column, list):
+        raise InputError(f"{field}: got {type(column).__name__}, expected a list with one entry a sample")
+    return [bag if isinstance(bag, list) else [bag] for bag in column]
+
+
+def _flat(bags: dict[str, list[list[Any]]]) -> list[Any]:
+    return list(chain.from_iterable(chain.from_iterable(bags.values())))
+
+
+def _array(values: Any) -> np.ndarray:
+    """``values`` with the dtype numpy finds for them; of dtype object when they have no common shape."""
+    try:
+        return np.array(values)
+    except ValueError:
+        return np.array(None)
+
+
+def _floats(field: str, values: Any) -> np.ndarray:
+    array = _array(values)
+    if array.dtype.kind not in "fiu":
+        raise InputError(f"{field}: got values that are not numbers or rows of different length, expected numbers")
+    with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, which the predictor refuses
+        return array.astype(np.float32)

@@ -1,0 +1,39 @@
+"""How large a request may be: one frozen config that the gRPC server, the codec and the TorchServe handler share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from recinfer.errors import ConfigError
+
+__all__ = ["Limits"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on one request; a request beyond one is refused before anything is computed.
+
+    Attributes:
+        max_message_bytes: bytes of the serialized request; gRPC itself refuses a longer one (RESOURCE_EXHAUSTED).
+        max_batch: samples in a request.
+        max_ids: ids in a request, over all features.
+        max_keys: feature names in a request.
+        max_response_bytes: bytes of embeddings an answer may hold; known before the lookup runs.
+        max_concurrent: calls that one connection may have open at a time; further ones wait at the client, but gRPC
+            refuses some (UNAVAILABLE) when a client comes near it while the server is busy. So it is far above the bound
+            on what waits for a run (recinfer.serving.engine.scheduler.BatchConfig), which refuses with a word on when to come back.
+    """
+
+    max_message_bytes: int = 64 << 20
+    max_batch: int = 16_384
+    max_ids: int = 4_194_304
+    max_keys: int = 4_096
+    max_response_bytes: int = 256 << 20
+    max_concurrent: int = 4_096
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            # Below 2^31: the wire counts samples in int32, and gRPC's own limits are int32.
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
+                raise ConfigError(f"limit {field.name}: got {value!r}, expected an integer from 1 to 2^31 - 1")

@@ -1,0 +1,386 @@
+"""The Open Inference Protocol (KServe v2) over our own messages: its tensors become a request of ours, and back.
+
+Nothing is computed here: a request is rewritten (one copy, no loop over ids) into a PredictRequest or LookupRequest, and
+what answers those checks it, so every door gives the same numbers and the same errors.
+
+Inputs, B samples:
+    ``F.values`` INT64 [ids] and ``F.lengths`` INT32 [B]     feature F with any number of ids a sample
+    ``F.weights`` FP32 [ids]                                 one weight an id; the other features then weigh 1
+    ``F`` INT64 [B] or [B, n]                                feature F with one or n ids a sample
+    ``dense`` FP32 [B, num_dense]
+Ids may also be INT32 and lengths INT64. Outputs: those of the model by name, FP32; or embeddings, ``F.embedding`` FP32
+[B, dim], for an unpooled feature [ids, dim] with ``F.embedding.lengths`` INT32 [B]. A request that names embeddings as
+outputs, or has the parameter ``method`` = ``"lookup"``, is a lookup, of as many features as it brings; any other is a
+prediction where the model has a dense part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from recinfer import __version__
+from recinfer.errors import InputError
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.fields import Buffer, bytes_field
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import inference_pb2 as pb
+
+if TYPE_CHECKING:
+    from recinfer.inference.predictor import Predictor
+    from recinfer.serving.engine.registry import ModelRegistry
+
+__all__ = [
+    "EXTENSIONS",
+    "PLATFORM",
+    "InferAnswer",
+    "InferRequest",
+    "InputTensor",
+    "OutputTensor",
+    "dtype_of",
+    "model_metadata",
+    "read_answer",
+    "server_metadata",
+    "to_call",
+]
+
+PLATFORM = "recinfer"
+EXTENSIONS = ("binary_tensor_data",)
+
+Call = Literal["Lookup", "Predict"]
+_DTYPES: dict[str, np.dtype] = {"INT64": np.dtype("<i8"), "INT32": np.dtype("<i4"), "FP32": np.dtype("<f4")}
+_INTEGERS = ("INT64", "INT32")
+_EMBEDDING, _LENGTHS = ".embedding", ".embedding.lengths"
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class InputTensor:
+    """One input: ``data`` is 1-D, row-major, of the dtype that ``datatype`` names, as many elements as ``shape`` says."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """One output: ``data`` holds the elements little-endian and row-major."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: Buffer
+
+
+@dataclass(frozen=True)
+class InferAnswer:
+    """What a ModelInfer gave. ``missing``: ranks that did not answer, so that their rows are zero."""
+
+    version: str
+    outputs: list[OutputTensor]
+    missing: tuple[int, ...] = ()
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """What either form adds to its answer: ``missing_ranks``, as in ``"0,2"``."""
+        return {"missing_ranks": ",".join(map(str, self.missing))} if self.missing else {}
+
+
+@dataclass(frozen=True)
+class InferRequest:
+    """A ModelInfer of either form; ``outputs`` empty means all, ``method`` empty means what the outputs say."""
+
+    model: str
+    version: str
+    id: str
+    inputs: Sequence[InputTensor]
+    outputs: Sequence[str] = ()
+    method: str = ""
+
+
+def dtype_of(name: str, datatype: str) -> np.dtype:
+    """The numpy dtype of input ``name``; raises InputError for a datatype that no input of recinfer has."""
+    dtype = _DTYPES.get(datatype)
+    if dtype is None:
+        raise InputError(f"input {name!r}: got datatype {datatype[:40]!r}, expected one of {', '.join(_DTYPES)}")
+    return dtype
+
+
+def _check_size(name: str, shape: Sequence[int], elements: int) -> None:
+    """Raise InputError unless ``shape`` is one of ``elements`` elements."""
+    # Beside a size of 0 another may be anything, and our own messages count samples in 31 bits.
+    if not 1 <= len(shape) <= 2 or any(not 0 <= size <= _INT32_MAX for size in shape):
+        raise InputError(f"input {name!r}: got shape {list(shape)[:8]}, expected one or two sizes from 0 to 2^31 - 1")
+    if math.prod(shape) != elements:
+        raise InputError(f"input {name!r}: got {elements} elements, expected those of shape {list(shape)}")
+
+
+# -- the request ---------------------------------------------------------------------------------------------------
+
+
+def to_call(request: InferRequest, registry: ModelRegistry, limits: Limits) -> tuple[Call, bytes]:
+    """The call of ours that answers ``request``, and its serialized message.
+
+    It names a version, the one that the request was checked against: where there are several, another would be drawn for it.
+
+    Raises:
+        InputError: tensors that do not fit each other or the convention above; the message names the input.
+        NotFoundError: no such model or version.
+    """
+    model = registry.get(request.model, request.version)
+    call = _call_of(request, model.predictor)
+    if len(request.inputs) > 3 * limits.max_keys + 1:
+        raise InputError(f"inputs: got {len(request.inputs)} tensors, expected at most {3 * limits.max_keys + 1}")
+    by_name = {tensor.name: tensor for tensor in request.inputs}
+    if len(by_name) != len(request.inputs):
+        raise InputError("inputs: got a name more than once, expected each input once")
+    for tensor in request.inputs:
+        _check_size(tensor.name, tensor.shape, tensor.data.size)
+    dense = by_name.get("dense")
+    if dense is not None and dense.datatype == "FP32":
+        del by_name["dense"]
+        if len(dense.shape) != 2:
+            raise InputError(f"input 'dense': got shape {list(dense.shape)}, expected [batch, num_dense]")
+    else:
+        dense = None
+    features = _features(by_name)
+    if dense is not None and features and dense.shape[0] != features[0].batch:
+        raise InputError(f"input 'dense': got {dense.shape[0]} samples, expected {features[0].batch} as the features")
+    parts = _encode(features, limits)
+    # Both requests begin with the same two fields.
+    head = pb.GetModelRequest(model=request.model, version=model.version)
+    if call == "Lookup":
+        return call, b"".join([head.SerializeToString(), *parts])
+    tail = [] if dense is None else bytes_field(4, _raw(dense.data))
+    return call, b"".join([head.SerializeToString(), *parts, *tail])
+
+
+def _call_of(request: InferRequest, predictor: Predictor) -> Call:
+    if request.method not in ("", "predict", "lookup"):
+        raise InputError(f"parameter method: got {request.method[:40]!r}, expected 'predict' or 'lookup'")
+    known = _output_names(predictor)
+    wanted = {known[name] for name in request.outputs if name in known}
+    unknown = [name for name in request.outputs if name not in known]
+    if unknown:
+        listed = ", ".join(list(known)[:20])
+        raise InputError(f"outputs: got {unknown[0][:80]!r}, expected some of {listed}")
+    if len(wanted) > 1:
+        raise InputError("outputs: got model outputs and embeddings together, expected one kind; ask in two requests")
+    if request.method:
+        call: Call = "Lookup" if request.method == "lookup" else "Predict"
+        if wanted and wanted != {call}:
+            raise InputError(f"outputs: got outputs that method {request.method!r} does not give")
+        return call
+    if wanted:
+        return wanted.pop()
+    return "Lookup" if predictor.engine is None else "Predict"
+
+
+def _output_names(predictor: Predictor) -> dict[str, Call]:
+    """Every output that may be asked for, and the call that gives it."""
+    names: dict[str, Call] = {}
+    if predictor.manifest.dense is not None:
+        names.update((output.name, "Predict") for output in predictor.manifest.dense.outputs)
+    for feature in predictor.features:
+        names[feature.name + _EMBEDDING] = "Lookup"
+        if not feature.pooled:
+            names[feature.name + _LENGTHS] = "Lookup"
+    return names
+
+
+@dataclass(frozen=True)
+class _Feature:
+    name: str
+    batch: int
+    values: InputTensor
+    lengths: np.ndarray | int  # int32 [B], or the number of ids of every sample
+    weights: InputTensor | None
+
+
+def _features(by_name: dict[str, InputTensor]) -> list[_Feature]:
+    found = []
+    while by_name:
+        name = next(iter(by_name))
+        stem, _, part = name.rpartition(".")
+        if stem and part in ("values", "lengths", "weights") and f"{stem}.values" in by_name:
+            found.append(_jagged(stem, by_name))
+        elif (stem and part in ("values", "lengths")) or (part == "weights" and stem and stem not in by_name):
+            raise InputError(f"input {name!r}: got it alone, expected {stem + '.values'!r} and {stem + '.lengths'!r}")
+        elif stem and part == "weights":
+            found.append(_rectangular(stem, by_name))
+        else:
+            found.append(_rectangular(name, by_name))
+    for feature in found:
+        if feature.batch != found[0].batch:
+            raise InputError(
+                f"feature {feature.name!r}: got {feature.batch} samples, expected {found[0].batch} as {found[0].name!r}"
+            )
+    return found
+
+
+def _jagged(name: str, by_name: dict[str, InputTensor]) -> _Feature:
+    values = _one_dimensional(_integers(by_name.pop(f"{name}.values")))
+    lengths = by_name.pop(f"{name}.lengths", None)
+    if lengths is None:
+        raise InputError(f"input '{name}.lengths': got none, expected INT32 [batch] beside '{name}.values'")
+    counts = _one_dimensional(_integers(lengths)).data
+    if lengths.datatype == "INT64":
+        if counts.size and not 0 <= int(counts.min()) <= int(counts.max()) <= _INT32_MAX:
+            raise InputError(f"input {lengths.name!r}: got a length out of range, expected 0 or more ids a sample")
+        counts = counts.astype(np.int32)
+    total = int(counts.sum(dtype=np.int64))
+    if total != values.data.size:
+        raise InputError(f"input '{name}.values': got {values.data.size} ids, expected {total}, the sum of the lengths")
+    return _Feature(name, counts.size, values, counts, _weights(name, values, by_name))
+
+
+def _rectangular(name: str, by_name: dict[str, InputTensor]) -> _Feature:
+    values = _integers(by_name.pop(name))
+    each = values.shape[1] if len(values.shape) == 2 else 1
+    return _Feature(name, values.shape[0], values, each, _weights(name, values, by_name))
+
+
+def _weights(name: str, values: InputTensor, by_name: dict[str, InputTensor]) -> InputTensor | None:
+    weights = by_name.pop(f"{name}.weights", None)
+    if weights is None:
+        return None
+    if weights.datatype != "FP32" or weights.data.size != values.data.size:
+        raise InputError(
+            f"input {weights.name!r}: got {weights.datatype} {list(weights.shape)}, "
+            f"expected FP32 {list(values.shape)}, one weight an id"
+        )
+    return weights
+
+
+def _integers(tensor: InputTensor) -> InputTensor:
+    if tensor.datatype not in _INTEGERS:
+        raise InputError(f"input {tensor.name!r}: got {tensor.datatype}, expected INT64 or INT32")
+    return tensor
+
+
+def _one_dimensional(tensor: InputTensor) -> InputTensor:
+    if len(tensor.shape) != 1:
+        raise InputError(f"input {tensor.name!r}: got shape {list(tensor.shape)}, expected one size")
+    return tensor
+
+
+def _encode(features: Sequence[_Feature], limits: Limits) -> list[Buffer]:
+    """Parts of the field ``features`` of a request of ours."""
+    batch = features[0].batch if features else 0
+    if batch > limits.max_batch or len(features) > limits.max_keys:
+        # Refused here, with the codec's words, before lengths are written for that many samples.
+        codec.decode_features(pb.JaggedFeatures(keys=[f.name for f in features], batch_size=batch), limits)
+    lengths = [_raw(_lengths(feature)) for feature in features]
+    narrow = all(feature.values.datatype == "INT32" for feature in features)
+    dtype = _DTYPES["INT32" if narrow else "INT64"]
+    values = [_raw(feature.values.data.astype(dtype, copy=False)) for feature in features]
+    small = pb.JaggedFeatures(keys=[feature.name for feature in features], batch_size=batch).SerializeToString()
+    parts: list[Buffer] = [small, *bytes_field(3, *lengths), *bytes_field(6 if narrow else 4, *values)]
+    if any(feature.weights is not None for feature in features):
+        parts += bytes_field(5, *(_raw(_weights_or_ones(feature)) for feature in features))
+    return bytes_field(3, *parts)
+
+
+def _lengths(feature: _Feature) -> np.ndarray:
+    if isinstance(feature.lengths, int):
+        return np.full(feature.batch, feature.lengths, np.int32)
+    return feature.lengths
+
+
+def _weights_or_ones(feature: _Feature) -> np.ndarray:
+    return np.ones(feature.values.data.size, np.float32) if feature.weights is None else feature.weights.data
+
+
+def _raw(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
+
+
+# -- the answer ----------------------------------------------------------------------------------------------------
+
+
+def read_answer(call: Call, data: bytes, wanted: Sequence[str] = ()) -> InferAnswer:
+    """The answer of ours to ``call``, with the outputs ``wanted`` in that order.
+
+    Raises:
+        InputError: an output is wanted whose feature the request did not bring.
+    """
+    if call == "Predict":
+        answer = codec.parse(pb.PredictResponse, data)
+        version, missing = answer.model_version, tuple(answer.missing_ranks)
+        outputs = [OutputTensor(item.name, "FP32", tuple(item.shape), item.values) for item in answer.outputs]
+    else:
+        lookup = codec.parse(pb.LookupResponse, data)
+        version, missing = lookup.model_version, tuple(lookup.missing_ranks)
+        outputs = [*_pooled(lookup), *_sequences(lookup)]
+    if not wanted:
+        return InferAnswer(version, outputs, missing)
+    by_name = {output.name: output for output in outputs}
+    unknown = [name for name in wanted if name not in by_name]
+    if unknown:
+        raise InputError(f"outputs: got {unknown[0]!r}, whose feature is not among the inputs")
+    return InferAnswer(version, [by_name[name] for name in wanted], missing)
+
+
+def _pooled(answer: pb.LookupResponse) -> Iterable[OutputTensor]:
+    if not answer.dims:
+        return
+    matrix = np.frombuffer(answer.values, "<f4").reshape(answer.batch_size, -1)
+    columns = np.split(matrix, np.cumsum(list(answer.dims))[:-1], axis=1)
+    for key, dim, block in zip(answer.keys, answer.dims, columns):
+        yield OutputTensor(key + _EMBEDDING, "FP32", (answer.batch_size, dim), _raw(block))
+
+
+def _sequences(answer: pb.LookupResponse) -> Iterable[OutputTensor]:
+    for item in answer.sequences:
+        shape = (len(item.values) // 4 // item.dim, item.dim)
+        yield OutputTensor(item.key + _EMBEDDING, "FP32", shape, item.values)
+        yield OutputTensor(item.key + _LENGTHS, "INT32", (answer.batch_size,), item.lengths)
+
+
+# -- what there is -------------------------------------------------------------------------------------------------
+
+
+def server_metadata() -> dict[str, Any]:
+    """The protocol's server metadata, as its JSON has it."""
+    return {"name": "recinfer", "version": __version__, "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(registry: ModelRegistry, name: str, version: str) -> dict[str, Any]:
+    """The protocol's model metadata, as its JSON has it; embeddings are among the outputs.
+
+    Raises:
+        NotFoundError: no such model or version.
+    """
+    model = registry.get(name, version)
+    predictor = model.predictor
+    manifest = predictor.manifest
+    inputs = [_tensor("dense", "FP32", -1, predictor.num_dense)] if predictor.num_dense else []
+    weighted = {feature for module in manifest.modules if module.is_weighted for feature in module.features}
+    for feature in dict.fromkeys(feature for module in manifest.modules for feature in module.features):
+        inputs += [_tensor(f"{feature}.values", "INT64", -1), _tensor(f"{feature}.lengths", "INT32", -1)]
+        if feature in weighted:
+            inputs.append(_tensor(f"{feature}.weights", "FP32", -1))
+    outputs = []
+    if manifest.dense is not None:
+        outputs = [_tensor(output.name, "FP32", -1, *output.shape) for output in manifest.dense.outputs]
+    for spec in predictor.features:
+        outputs.append(_tensor(spec.name + _EMBEDDING, "FP32", -1, spec.dim))
+        if not spec.pooled:
+            outputs.append(_tensor(spec.name + _LENGTHS, "INT32", -1))
+    return {
+        "name": model.name,
+        "versions": list(registry.versions(model.name)),
+        "platform": PLATFORM,
+        "inputs": inputs,
+        "outputs": outputs,
+    }
+
+
+def _tensor(name: str, datatype: str, *shape: int) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": list(shape)}

@@ -1,0 +1,47 @@
+"""What a status says besides its message: that a server of ours said it, and when to try again (gRPC's pushback header, RetryInfo)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recinfer.errors import OverloadedError, UnavailableError
+from recinfer.serving.wire.fields import bytes_field
+
+__all__ = ["has_said", "trailing_of"]
+
+_TYPE = b"type.googleapis.com/google.rpc.RetryInfo"
+_RESOURCE_EXHAUSTED = 8
+# What gRPC itself says of a connection has the same codes as what a server says of itself, or of those behind it.
+_SAID = ("recinfer-said", "1")
+
+
+def has_said(trailing: Sequence[tuple[str, str | bytes]] | None) -> bool:
+    """Whether a server of ours ended a call, and not gRPC for want of an answer."""
+    return any(tuple(pair) == _SAID for pair in trailing or ())
+
+
+def trailing_of(error: BaseException, message: str) -> tuple[tuple[str, str | bytes], ...]:
+    """Trailing metadata for ``error``: empty unless it is one that says of a server that it does not answer now."""
+    if not isinstance(error, OverloadedError):
+        return (_SAID,) if isinstance(error, UnavailableError) else ()
+    # google.rpc.Status{code, message, details[Any{type_url, value: RetryInfo{retry_delay: Duration}}]}, written by hand:
+    # the package that holds those messages is not worth a dependency.
+    micros = int(error.retry_after * 1e6)
+    duration = _integer(1, micros // 1_000_000) + _integer(2, micros % 1_000_000 * 1000)
+    detail = b"".join([*bytes_field(1, _TYPE), *bytes_field(2, *bytes_field(1, duration))])
+    status = b"".join(
+        [_integer(1, _RESOURCE_EXHAUSTED), *bytes_field(2, message.encode()[:500]), *bytes_field(3, detail)]
+    )
+    return (
+        ("grpc-retry-pushback-ms", str(max(1, micros // 1000))),
+        ("grpc-status-details-bin", status),
+    )
+
+
+def _integer(number: int, value: int) -> bytes:
+    out = bytearray([number << 3])
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
