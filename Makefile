@@ -45,7 +45,7 @@ $(STAMP)/$(TORCH): $(STAMP)/venv
 	$(PIP) $(TORCH_PIP_ARGS) $(TORCH)
 	@touch $@
 
-$(STAMP)/run: $(STAMP)/$(TORCH) pyproject.toml setup.py $(wildcard recinfer/*/*.c recinfer/*/*.h)
+$(STAMP)/run: $(STAMP)/$(TORCH) pyproject.toml setup.py $(wildcard recinfer/*/*.[ch] recinfer/*/*/*.[ch])
 	$(PIP) --editable '.[$(EXTRAS)]'
 	@touch $@
 
@@ -92,4 +92,4 @@ proto: $(STAMP)/dev
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f recinfer/*/*.so
+	find recinfer -name "*.so" -delete
