@@ -57,7 +57,7 @@ UPWARD = {
 
 
 def modules() -> list[Path]:
-    return sorted(p for p in PACKAGE.rglob("*.py") if not p.name.endswith(("_pb2.py", "_pb2_grpc.py")))
+    return sorted(p for p in PACKAGE.rglob("*.py") if not p.name.endswith("_pb2.py"))
 
 
 def dotted(path: Path) -> str:

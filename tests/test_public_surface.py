@@ -24,7 +24,7 @@ def modules() -> dict[str, ast.Module]:
     """Every module of the package that is written by hand, by dotted name."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        if path.stem.endswith(("_pb2", "_pb2_grpc")):
+        if path.stem.endswith("_pb2"):
             continue
         parts = path.relative_to(ROOT).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())

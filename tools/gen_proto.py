@@ -24,7 +24,6 @@ SOURCES = (
     Path("inference/open_inference.proto"),
 )
 OWN_POOL = {"open_inference_pb2.py"}
-NOT_WRITTEN = {"open_inference_pb2_grpc.py", "shards_pb2_grpc.py"}  # we speak bytes; the former has clients enough
 TARGET = ROOT / "recinfer" / "serving" / "wire" / "proto"
 
 
@@ -34,7 +33,7 @@ def generate(out: Path) -> dict[str, str]:
     files = {}
     for source in SOURCES:
         args = ["protoc", f"-I{ROOT / 'proto'}", f"-I{include}", str(ROOT / "proto" / source)]
-        args += [f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}"]
+        args += [f"--python_out={out}", f"--pyi_out={out}"]
         if protoc.main(args) != 0:
             raise SystemExit("protoc failed; see its message above")
         package = ".".join(source.parent.parts)
@@ -42,8 +41,7 @@ def generate(out: Path) -> dict[str, str]:
             text = path.read_text().replace(f"from {package} import", "from recinfer.serving.wire.proto import")
             if path.name in OWN_POOL:
                 text = text.replace("_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()")
-            if path.name not in NOT_WRITTEN:
-                files[path.name] = text
+            files[path.name] = text
     return files
 
 

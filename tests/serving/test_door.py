@@ -19,9 +19,8 @@ from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine.scheduler import BatchConfig
 from recinfer.serving.engine.stats import RequestStats
-from recinfer.serving.server import admission as door
-from recinfer.serving.server.admission import Door, grpc_server
-from recinfer.serving.server.grpc_core import CoreServer, knows_grpcio
+from recinfer.serving.server.admission import Door
+from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
@@ -96,11 +95,6 @@ def refused(call: grpc.UnaryUnaryMultiCallable, data: bytes, **how: object) -> g
     with pytest.raises(grpc.RpcError) as caught:
         call(data, timeout=LONG, **how)
     return caught.value
-
-
-def test_the_installed_grpcio_is_known():
-    """When this fails, look at what grpc/_server.py of the new grpcio does with cygrpc, and do the same."""
-    assert knows_grpcio()
 
 
 def test_no_room_is_said_before_the_message_is_read(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
@@ -230,15 +224,9 @@ class _Queue:
         return None if deadline == math.inf else OverloadedError("full", retry_after=0.25)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_server_of_any_grpcio_answers(monkeypatch: pytest.MonkeyPatch, known: bool):
-    """Where grpcio is not known nothing is refused here."""
-    if not known:
-        monkeypatch.setattr(door, "knows_grpcio", lambda: False)
-
+def test_only_methods_that_would_wait_are_refused_for_a_full_queue():
     async def main() -> list[object]:
-        server = grpc_server(Door(Security(), Observer(RequestStats()), _Queue(), {"/a.B/C": "C"}), options=[])
-        assert isinstance(server, CoreServer) is known
+        server = CoreServer([], Door(Security(), Observer(RequestStats()), _Queue(), {"/a.B/C": "C"}).admit)
 
         async def echo(data: bytes, _: object) -> bytes:
             return data
@@ -260,4 +248,4 @@ def test_a_server_of_any_grpcio_answers(monkeypatch: pytest.MonkeyPatch, known: 
     from recinfer.serving.server.loop import run_on_loop
 
     answers = run_on_loop(main(), timeout=LONG)
-    assert answers == [b"x", b"x", ("RESOURCE_EXHAUSTED", "full") if known else b"x"]
+    assert answers == [b"x", b"x", ("RESOURCE_EXHAUSTED", "full")]

@@ -29,9 +29,9 @@ from recinfer.serving.engine.store import ModelStore
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.proto import admin_pb2 as admin_pb
-from recinfer.serving.wire.proto import admin_pb2_grpc
 from tests.hostile.damage import fail_in_onnx
 from tests.serving.conftest import make_request
+from tests.serving.stubs import admin_stub
 from tests.warm import RECINFER, Program, run_program
 
 
@@ -62,9 +62,9 @@ def server(store: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def admin(server: Server) -> Iterator[admin_pb2_grpc.AdminStub]:
+def admin(server: Server) -> Iterator[Any]:
     with grpc.insecure_channel(server.target) as channel:
-        yield admin_pb2_grpc.AdminStub(channel)
+        yield admin_stub(channel)
 
 
 def weights(models: admin_pb.ModelList) -> dict[str, dict[str, int]]:
@@ -229,7 +229,7 @@ def test_an_archive_deleted_while_mapped_goes_on(store: Path, predictor: Predict
 
 def test_the_service_is_off_unless_asked_for(predictor: Predictor, store: Path):
     with Server({"tiny": predictor}) as server, grpc.insecure_channel(server.target) as channel:
-        stub = admin_pb2_grpc.AdminStub(channel)
+        stub = admin_stub(channel)
         assert refused(stub.ListModels, admin_pb.ListModelsRequest()).code() is grpc.StatusCode.UNIMPLEMENTED
     with pytest.raises(ConfigError, match="one process"):
         Server({"tiny": predictor}, share_port=True, admin=ModelStore(store))
@@ -364,7 +364,7 @@ def test_the_command_serves_a_store(store: Path):
         try:
             port = json.loads(process.stdout.readline())["port"]
             with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-                models = admin_pb2_grpc.AdminStub(channel).ListModels(admin_pb.ListModelsRequest(), timeout=60)
+                models = admin_stub(channel).ListModels(admin_pb.ListModelsRequest(), timeout=60)
             assert weights(models) == {"other": {"1": 1}, "tiny": {"2": 1}}
         finally:
             process.send_signal(signal.SIGTERM)

@@ -23,8 +23,8 @@ from recinfer.serving.server.loop import run_on_loop
 from recinfer.serving.server.security import Security, read_token
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire.proto import inference_pb2 as pb
-from recinfer.serving.wire.proto import inference_pb2_grpc
 from tests.certificates import need_openssl, self_signed
+from tests.serving.stubs import inference_stub
 from tests.warm import RECINFER, run_program
 
 TOKEN = "a-token-of-enough-letters"
@@ -32,7 +32,7 @@ TOKEN = "a-token-of-enough-letters"
 
 def get_model(channel: grpc.Channel, token: str | None = None) -> str:
     metadata = () if token is None else (("authorization", f"Bearer {token}"),)
-    return inference_pb2_grpc.InferenceStub(channel).GetModel(pb.GetModelRequest(), metadata=metadata, timeout=60).name
+    return inference_stub(channel).GetModel(pb.GetModelRequest(), metadata=metadata, timeout=60).name
 
 
 def test_a_token_is_needed_but_for_health(predictor: Predictor):

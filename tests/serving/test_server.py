@@ -24,10 +24,10 @@ from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
-from recinfer.serving.wire.proto import inference_pb2_grpc
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.ports import free_port
 from tests.serving.conftest import DIM, NUM_DENSE, ROWS, make_request
+from tests.serving.stubs import inference_stub
 from tests.serving.test_workers import until
 from tests.warm import Program, run_program
 
@@ -85,7 +85,7 @@ def test_get_model(client: InferenceClient, predictor: Predictor):
 
 def test_the_generated_stub_speaks_to_it(server: Server):
     with grpc.insecure_channel(server.target) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
+        stub = inference_stub(channel)
         assert stub.GetModel(pb.GetModelRequest(model="tiny", version="3")).num_dense == NUM_DENSE
 
 

@@ -1,4 +1,4 @@
-"""What a call meets first: whether it has the token, and whether there is room for it; and the gRPC server behind that."""
+"""What a call meets first: whether it has the token, and whether there is room for it."""
 
 from __future__ import annotations
 
@@ -6,31 +6,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import grpc
-import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 
 from recinfer.errors import OverloadedError
-from recinfer.serving.server.grpc_call import Each, Ending, Fast
-from recinfer.serving.server.grpc_core import CoreServer, knows_grpcio
-from recinfer.serving.server.security import NO_TOKEN, Security, TokenInterceptor
+from recinfer.serving.server.grpc_call import Ending
+from recinfer.serving.server.security import NO_TOKEN, Security
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.wire.retry import trailing_of
 from recinfer.serving.wire.status import status_of
 
-__all__ = ["Door", "GrpcServer", "Queue", "grpc_server", "names_of"]
+__all__ = ["Door", "Queue", "names_of"]
 
 _log = logging.getLogger("recinfer.serving.server")
-
-
-class GrpcServer(Protocol):
-    """What CoreServer and grpc.aio.Server have in common."""
-
-    def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None: ...
-    def add_insecure_port(self, address: str) -> int: ...
-    def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int: ...
-    async def start(self) -> None: ...
-    async def stop(self, grace: float | None) -> None: ...
 
 
 class Queue(Protocol):
@@ -87,24 +74,3 @@ class Door:
 def names_of(*services: ServiceDescriptor) -> dict[str, str]:
     """By the full path of each method of ``services``, its name."""
     return {f"/{service.full_name}/{method.name}": method.name for service in services for method in service.methods}
-
-
-def grpc_server(
-    door: Door,
-    options: Sequence[tuple[str, Any]],
-    fast: Mapping[str, Fast] | None = None,
-    streams: Mapping[str, Each] | None = None,
-) -> GrpcServer:
-    """A server whose calls have to pass ``door`` first. Where grpcio is not known well enough it is grpc.aio's: then nothing
-    is refused or answered before it is with its handler, and ``streams`` are not there.
-
-    Args:
-        options: of the server's channels.
-        fast: what may be answered at once, by method path.
-        streams: what answers each message of a call that has many, by method path.
-    """
-    if knows_grpcio():
-        return CoreServer(options, door.admit, fast, streams)
-    _log.info("grpcio %s is not known; calls take the longer way through grpc.aio", grpc.__version__)
-    interceptors = [] if door.security.token is None else [TokenInterceptor(door.security)]
-    return grpc.aio.server(interceptors=interceptors, options=options)

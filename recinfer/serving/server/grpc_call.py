@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-__all__ = ["LATER", "SERVER_PARTS", "CoreCall", "Each", "Ending", "Fast", "Later", "Method", "Owner", "binding"]
+from recinfer.serving.server.grpc_binding import cygrpc
+
+__all__ = ["LATER", "CoreCall", "Each", "Ending", "Fast", "Later", "Method", "Owner"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
@@ -125,7 +127,7 @@ class CoreCall:
 
     def receive(self) -> None:
         """Wait for its one message."""
-        self._call.start_server_batch((_core.ReceiveMessageOperation(0),), self._received)
+        self._call.start_server_batch((cygrpc.ReceiveMessageOperation(0),), self._received)
 
     def _received(self, event: Any) -> None:
         data = event.batch_operations[0].message()
@@ -164,7 +166,7 @@ class CoreCall:
         if not self._is_mine():
             return
         self._listens = True
-        self._call.start_server_batch((_core.ReceiveCloseOnServerOperation(0),), self._closed)
+        self._call.start_server_batch((cygrpc.ReceiveCloseOnServerOperation(0),), self._closed)
         self._turn = None  # from here on a server that stops may end it too
         self._server.was_handed()
         self._server.loop.call_soon_threadsafe(self._begin, data)
@@ -185,7 +187,7 @@ class CoreCall:
         """End it without an answer."""
         if not self._is_mine():
             return
-        code = _CODES.get(ending.code, _core.StatusCode.unknown)
+        code = _CODES.get(ending.code, cygrpc.StatusCode.unknown)
         self._finish(None, code, ending.message.encode(), ending.trailing)
 
     def _finish(
@@ -197,15 +199,15 @@ class CoreCall:
         if message is not None and len(message) > _LINGERS_BYTES and self._server.is_stopping:
             self._send_and_linger(call, message)
             return
-        operations = [_core.SendStatusFromServerOperation(trailing, _OK if code is None else code, details, 0)]
+        operations = [cygrpc.SendStatusFromServerOperation(trailing, _OK if code is None else code, details, 0)]
         if not self._opened:
-            operations.append(_core.SendInitialMetadataOperation((), 0))
+            operations.append(cygrpc.SendInitialMetadataOperation((), 0))
         if message is not None:
-            operations.append(_core.SendMessageOperation(message, 0))
+            operations.append(cygrpc.SendMessageOperation(message, 0))
         if self._listens:
             call.start_server_batch(tuple(operations), _nothing)
             return
-        operations.append(_core.ReceiveCloseOnServerOperation(0))  # gRPC wants somebody to
+        operations.append(cygrpc.ReceiveCloseOnServerOperation(0))  # gRPC wants somebody to
         call.start_server_batch(tuple(operations), self._finished)
 
     def _send_and_linger(self, call: Any, message: bytes) -> None:
@@ -214,14 +216,14 @@ class CoreCall:
         much it has read.
         """
         if not self._listens:
-            call.start_server_batch((_core.ReceiveCloseOnServerOperation(0),), self._finished)
-        operations = [_core.SendMessageOperation(message, 0)]
+            call.start_server_batch((cygrpc.ReceiveCloseOnServerOperation(0),), self._finished)
+        operations = [cygrpc.SendMessageOperation(message, 0)]
         if not self._opened:
-            operations.append(_core.SendInitialMetadataOperation((), 0))
+            operations.append(cygrpc.SendInitialMetadataOperation((), 0))
         loop, deadline = self._server.loop, self._deadline
 
         def end() -> None:
-            call.start_server_batch((_core.SendStatusFromServerOperation((), _OK, b"", 0),), _nothing)
+            call.start_server_batch((cygrpc.SendStatusFromServerOperation((), _OK, b"", 0),), _nothing)
 
         def sent(event: Any) -> None:
             left = (deadline - time.monotonic()) / 2  # nor may it come when nobody waits any more
@@ -276,7 +278,7 @@ class CoreCall:
 
     async def _messages(self) -> AsyncIterator[Any]:
         while True:
-            event = await self._step(_core.ReceiveMessageOperation(0))
+            event = await self._step(cygrpc.ReceiveMessageOperation(0))
             data = event.batch_operations[0].message()
             if data is None:
                 return
@@ -295,10 +297,10 @@ class CoreCall:
 
     async def write(self, message: Any) -> None:
         """Send one of many answers, and wait until gRPC has taken it."""
-        operations = [_core.SendMessageOperation(self._method.write(message), 0)]
+        operations = [cygrpc.SendMessageOperation(self._method.write(message), 0)]
         if not self._opened:
             self._opened = True
-            operations.append(_core.SendInitialMetadataOperation((), 0))
+            operations.append(cygrpc.SendInitialMetadataOperation((), 0))
         if not (await self._step(*operations)).success:
             raise asyncio.CancelledError
 
@@ -330,44 +332,5 @@ def _nothing(event: Any) -> None:
     """Of a call that is over."""
 
 
-SERVER_PARTS = {
-    "Server": (
-        "register_completion_queue",
-        "add_http2_port",
-        "start",
-        "request_call",
-        "shutdown",
-        "cancel_all_calls",
-        "destroy",
-    ),
-    "CompletionQueue": ("poll",),
-    "CompletionType": ("queue_timeout",),
-    "StatusCode": ("ok", "unknown"),
-    "ReceiveMessageOperation": ("message",),
-    "ReceiveCloseOnServerOperation": ("cancelled",),
-    "SendInitialMetadataOperation": (),
-    "SendMessageOperation": (),
-    "SendStatusFromServerOperation": (),
-    "Call": ("start_server_batch",),
-}
-"""What a server is made of."""
-
-
-def binding(wanted: Mapping[str, Sequence[str]]) -> Any:
-    """grpcio's binding of gRPC's core; None where it lacks one of ``wanted``: its classes, and what each must have."""
-    try:
-        from grpc._cython import cygrpc
-    except ImportError:
-        return None
-    has_all = all(
-        hasattr(cygrpc, kind) and all(hasattr(getattr(cygrpc, kind), name) for name in names)
-        for kind, names in wanted.items()
-    )
-    return cygrpc if has_all else None
-
-
-_core = binding(SERVER_PARTS)
-_CODES = (
-    {} if _core is None else {code.name: getattr(_core.StatusCode, code.name.lower(), None) for code in grpc.StatusCode}
-)
-_OK = None if _core is None else _core.StatusCode.ok
+_CODES = {code.name: getattr(cygrpc.StatusCode, code.name.lower()) for code in grpc.StatusCode}
+_OK = cygrpc.StatusCode.ok

@@ -2,7 +2,7 @@
 streams (recinfer.serving.server.grpc_stream) are made of.
 
 A thread waits for the events of all calls of a channel, and whoever asked is called there; no event loop has to wake up.
-What it is made of is what grpcio's own synchronous channel (``grpc/_channel.py``) is made of.
+See recinfer.serving.server.grpc_binding for what it is made of.
 """
 
 from __future__ import annotations
@@ -16,21 +16,16 @@ from typing import Any
 
 import grpc
 
-from recinfer.serving.server.grpc_call import binding
+from recinfer.serving.server.grpc_binding import cygrpc
 from recinfer.serving.server.serial_connection import Asked
 
-__all__ = ["CoreChannel", "knows_channels"]
+__all__ = ["CoreChannel"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _STOP_S = 5.0  # until the thread of a channel that is closed has ended
 
 Batches = tuple[tuple[tuple[Any, ...], Callable[[Any], None]], ...]
 """Operations, and who is told of the event when they are done."""
-
-
-def knows_channels() -> bool:
-    """Whether the installed grpcio has what this module is made of."""
-    return _core is not None
 
 
 class CoreChannel:
@@ -47,7 +42,7 @@ class CoreChannel:
     ) -> None:
         self._target = target
         inner = None if credentials is None else credentials._credentials
-        self._channel = _core.Channel(target.encode(), tuple(options), inner)
+        self._channel = cygrpc.Channel(target.encode(), tuple(options), inner)
         self._lock = threading.Lock()
         self._under_way = 0
         self._closes = False
@@ -69,12 +64,12 @@ class CoreChannel:
             done: told of its end, once.
         """
         operations = (
-            _core.SendInitialMetadataOperation(metadata, 0),
-            _core.SendMessageOperation(data, 0),
-            _core.SendCloseFromClientOperation(0),
-            _core.ReceiveInitialMetadataOperation(0),
-            _core.ReceiveMessageOperation(0),
-            _core.ReceiveStatusOnClientOperation(0),
+            cygrpc.SendInitialMetadataOperation(metadata, 0),
+            cygrpc.SendMessageOperation(data, 0),
+            cygrpc.SendCloseFromClientOperation(0),
+            cygrpc.ReceiveInitialMetadataOperation(0),
+            cygrpc.ReceiveMessageOperation(0),
+            cygrpc.ReceiveStatusOnClientOperation(0),
         )
         told = functools.partial(_end, done)
         call = self._begin(path, time.time() + deadline - time.monotonic(), ((operations, told),))
@@ -125,15 +120,15 @@ class CoreChannel:
             thread, idle = self._thread, not self._under_way
         if thread is not None and idle:
             # Nothing may wait for events of a channel that is closed. One more brings the thread back, and is its last.
-            operations = (_core.SendInitialMetadataOperation(None, 0), _core.ReceiveStatusOnClientOperation(0))
+            operations = (cygrpc.SendInitialMetadataOperation(None, 0), cygrpc.ReceiveStatusOnClientOperation(0))
             self._begin(b"/", time.time() - 1.0, ((operations, _nothing),), last=True)
             thread.join(_STOP_S)
-        self._channel.close(_core.StatusCode.cancelled, "the connection was closed")
+        self._channel.close(cygrpc.StatusCode.cancelled, "the connection was closed")
         if thread is not None:
             thread.join(_STOP_S)
 
     def _take_events(self) -> None:
-        timed_out, next_event = _core.CompletionType.queue_timeout, self._channel.next_call_event
+        timed_out, next_event = cygrpc.CompletionType.queue_timeout, self._channel.next_call_event
         while True:
             event = next_event()
             if event.completion_type == timed_out:
@@ -156,25 +151,11 @@ def _end(done: Asked, event: Any) -> None:
 
 
 def _cancel(call: Any) -> None:
-    call.cancel(_core.StatusCode.cancelled, "nobody waits for it")
+    call.cancel(cygrpc.StatusCode.cancelled, "nobody waits for it")
 
 
 def _nothing(event: Any) -> None:
     """The event was asked for to have one."""
 
 
-_WANTED = {
-    "Channel": ("integrated_call", "next_call_event", "close"),
-    "CompletionType": ("queue_timeout",),
-    "StatusCode": ("ok", "cancelled"),
-    "SendInitialMetadataOperation": (),
-    "SendMessageOperation": (),
-    "SendCloseFromClientOperation": (),
-    "ReceiveInitialMetadataOperation": (),
-    "ReceiveMessageOperation": ("message",),
-    "ReceiveStatusOnClientOperation": ("code", "details"),
-}
-_core = binding(_WANTED)
-_NAMES = (
-    {} if _core is None else {getattr(_core.StatusCode, code.name.lower(), None): code.name for code in grpc.StatusCode}
-)
+_NAMES = {getattr(cygrpc.StatusCode, code.name.lower()): code.name for code in grpc.StatusCode}

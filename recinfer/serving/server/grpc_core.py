@@ -3,10 +3,9 @@
 grpc.aio, in whose place it is, hands each of a call's events from gRPC's thread to the event loop's, where each wakes a
 task; for a small request that is most of what it costs. Here the thread that waits for gRPC's events does a call's steps
 itself, and only a call whose answer has to be waited for becomes a task of the event loop. Handlers are written as for
-grpc.aio, and get what they need of its context, so a server can be either.
+grpc.aio, and get what they need of its context.
 
-The binding is what grpcio's own synchronous server (``grpc/_server.py``) is made of: objects that have been the same for
-years, but are not promised to stay. Where they are not as expected, :func:`knows_grpcio` says so.
+See recinfer.serving.server.grpc_binding for what it is made of.
 """
 
 from __future__ import annotations
@@ -24,20 +23,19 @@ from typing import Any
 import grpc
 
 from recinfer.serving.engine.pace import REST_S
+from recinfer.serving.server.grpc_binding import cygrpc
 from recinfer.serving.server.grpc_call import (
     CANCELLED,
     FAILED,
-    SERVER_PARTS,
     CoreCall,
     Each,
     Ending,
     Fast,
     Method,
-    binding,
 )
 from recinfer.serving.server.grpc_stream import AnswerStream
 
-__all__ = ["Admit", "CoreServer", "knows_grpcio"]
+__all__ = ["Admit", "CoreServer"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _ASKED_FOR = 8  # calls that gRPC may hand over before the thread turns to it again
@@ -53,11 +51,6 @@ nobody waits, metadata. None: it goes on. Called on gRPC's thread."""
 
 
 _NO_METHOD = Ending("UNIMPLEMENTED", "Method not found!")
-
-
-def knows_grpcio() -> bool:
-    """Whether the installed grpcio has what this module is made of."""
-    return _core is not None
 
 
 class CoreServer:
@@ -87,8 +80,8 @@ class CoreServer:
         self._streams = {path.encode(): each for path, each in (streams or {}).items()}
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._methods: dict[bytes, Method | None] = {}
-        self._server = _core.Server(tuple(options), False)
-        self._events = _core.CompletionQueue()
+        self._server = cygrpc.Server(tuple(options), False)
+        self._events = cygrpc.CompletionQueue()
         self._server.register_completion_queue(self._events)
         self._asked = 0  # how many times gRPC has been asked for a call and has not given one
         self._handed = self._begun = 0
@@ -191,7 +184,7 @@ class CoreServer:
     # -- on gRPC's thread --------------------------------------------------------------------------------------------
 
     def _take_events(self) -> None:
-        timed_out, poll = _core.CompletionType.queue_timeout, self._events.poll
+        timed_out, poll = cygrpc.CompletionType.queue_timeout, self._events.poll
         while True:
             begun = time.monotonic()
             event = poll(time.time() + _TICK_S)
@@ -281,4 +274,3 @@ class _Details:
 
 
 _END, _UNSEEN = object(), object()
-_core = binding(SERVER_PARTS)

@@ -17,8 +17,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from recinfer.serving.server.admission import GrpcServer
 from recinfer.serving.server.grpc_call import LATER, CoreCall, Ending, Fast, Later
+from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.wire.retry import trailing_of
@@ -189,7 +189,7 @@ def _ending(call: str, data: bytes, error: Exception) -> Ending:
     return Ending(status.code, status.message, trailing_of(error, status.message))
 
 
-def add_standard_services(server: GrpcServer, services: Sequence[str], descriptors: DescriptorPool) -> EndingHealth:
+def add_standard_services(server: CoreServer, services: Sequence[str], descriptors: DescriptorPool) -> EndingHealth:
     """Reflection of ``services`` and of itself, and health, which is given back."""
     shown = reflection.aio.ReflectionServicer((*services, reflection.SERVICE_NAME), pool=descriptors)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, server)

@@ -11,7 +11,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from recinfer.serving.server.grpc_call import SERVER_PARTS, Each, Owner, binding
+from recinfer.serving.server.grpc_binding import cygrpc
+from recinfer.serving.server.grpc_call import Each, Owner
 from recinfer.serving.server.grpc_channel import CoreChannel
 from recinfer.serving.server.serial_connection import Way
 
@@ -39,28 +40,28 @@ class AnswerStream:
 
     def begin(self) -> None:
         """Say that it is there, and take the first question."""
-        self._call.start_server_batch((_core.ReceiveCloseOnServerOperation(0),), self._closed)
-        self._call.start_server_batch((_core.SendInitialMetadataOperation(_IS_THERE, 0),), _nothing)
-        self._call.start_server_batch((_core.ReceiveMessageOperation(0),), self._received)
+        self._call.start_server_batch((cygrpc.ReceiveCloseOnServerOperation(0),), self._closed)
+        self._call.start_server_batch((cygrpc.SendInitialMetadataOperation(_IS_THERE, 0),), _nothing)
+        self._call.start_server_batch((cygrpc.ReceiveMessageOperation(0),), self._received)
 
     def _received(self, event: Any) -> None:
         question = event.batch_operations[-1].message() if event.success else None
         if question is None:  # who asked has no more questions, or is gone
-            self._end(_core.StatusCode.ok)
+            self._end(cygrpc.StatusCode.ok)
             return
         try:
             self._each(question, self._reply)
         except Exception:
             _log.exception("%s failed", self._path)
-            self._end(_core.StatusCode.unknown)
+            self._end(cygrpc.StatusCode.unknown)
 
     def _reply(self, answer: bytes) -> None:
-        operations = (_core.SendMessageOperation(answer, 0), _core.ReceiveMessageOperation(0))
+        operations = (cygrpc.SendMessageOperation(answer, 0), cygrpc.ReceiveMessageOperation(0))
         self._call.start_server_batch(operations, self._received)
 
     def _end(self, code: Any) -> None:
         call, self._call = self._call, None
-        call.start_server_batch((_core.SendStatusFromServerOperation((), code, b"", 0),), _nothing)
+        call.start_server_batch((cygrpc.SendStatusFromServerOperation((), code, b"", 0),), _nothing)
 
     def _closed(self, event: Any) -> None:
         self._server.open.discard(self)
@@ -80,18 +81,18 @@ class AskStream(Way):
     def __init__(self, channel: CoreChannel, path: bytes, metadata: Sequence[tuple[str, str]]) -> None:
         super().__init__()
         self._channel = channel
-        head = (_core.SendInitialMetadataOperation(metadata, 0), _core.ReceiveInitialMetadataOperation(0))
-        end = (_core.ReceiveStatusOnClientOperation(0),)
+        head = (cygrpc.SendInitialMetadataOperation(metadata, 0), cygrpc.ReceiveInitialMetadataOperation(0))
+        end = (cygrpc.ReceiveStatusOnClientOperation(0),)
         self._call = channel.open(path, ((head, self._begun), (end, self._status)))
         if self._call is None:
             self._ended("CANCELLED", "")
 
     def _send(self, question: bytes) -> bool:
-        operations = (_core.SendMessageOperation(question, 0), _core.ReceiveMessageOperation(0))
+        operations = (cygrpc.SendMessageOperation(question, 0), cygrpc.ReceiveMessageOperation(0))
         return self._channel.go_on(self._call, operations, self._received)
 
     def _end(self) -> None:
-        self._channel.go_on(self._call, (_core.SendCloseFromClientOperation(0),), _nothing)
+        self._channel.go_on(self._call, (cygrpc.SendCloseFromClientOperation(0),), _nothing)
 
     # -- on the channel's thread
 
@@ -115,6 +116,3 @@ class AskStream(Way):
 
 def _nothing(event: Any) -> None:
     """Nobody waits for it."""
-
-
-_core = binding(SERVER_PARTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import ssl
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import grpc.aio
 from recinfer.errors import ConfigError, InputError
 from recinfer.serving.server.grpc_call import Ending
 
-__all__ = ["NO_TOKEN", "Security", "TokenInterceptor", "authorization", "load_pem", "read_token"]
+__all__ = ["NO_TOKEN", "Security", "authorization", "load_pem", "read_token"]
 
 NO_TOKEN = Ending("UNAUTHENTICATED", "this server needs a token: send 'authorization: Bearer <token>'")
 """What who has not got it is told."""
@@ -146,29 +146,6 @@ def authorization(token: str) -> tuple[tuple[str, str], ...]:
 
 def _fits_a_header(text: str) -> bool:
     return text.isascii() and text.isprintable() and text == text.strip()
-
-
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token, UNAUTHENTICATED, in a server of grpc.aio."""
-
-    def __init__(self, security: Security) -> None:
-        self._security = security
-        self._refuse = grpc.unary_unary_rpc_method_handler(_refuse)  # type: ignore[arg-type]
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        """The call's own handler, or the one that refuses."""
-        if self._security.admits(handler_call_details.method, handler_call_details.invocation_metadata):
-            return await continuation(handler_call_details)
-        return self._refuse
-
-
-async def _refuse(_: bytes, context: grpc.aio.ServicerContext) -> bytes:
-    await context.abort(grpc.StatusCode[NO_TOKEN.code], NO_TOKEN.message)
-    raise AssertionError  # abort raises
 
 
 def _is_loopback(host: str) -> bool:

@@ -22,9 +22,8 @@ from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.scheduler import BatchConfig, Batcher, BatcherState
 from recinfer.serving.engine.store import ModelStore, StoreManager
 from recinfer.serving.server.address import check_address, join_address
-from recinfer.serving.server.admission import Door, GrpcServer, grpc_server, names_of
+from recinfer.serving.server.admission import Door, names_of
 from recinfer.serving.server.grpc_call import Fast
-from recinfer.serving.server.grpc_channel import knows_channels
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.grpc_methods import (
     Answer,
@@ -119,7 +118,7 @@ class Server:
         self.host = host
         self._port = port
         self._threads = threads or min(4, os.cpu_count() or 1)
-        self._server: GrpcServer | None = None
+        self._server: CoreServer | None = None
         self._core: CoreServer | None = None
         self._answering: Answering | None = None
         self._health: EndingHealth | None = None
@@ -192,8 +191,8 @@ class Server:
             busy_s=self._busy_s,
         )
         fast = self._fast(answering)
-        server = grpc_server(
-            self._door(answering.batcher),
+        server = CoreServer(
+            admit=self._door(answering.batcher).admit,
             fast=fast,
             options=[
                 ("grpc.max_receive_message_length", limits.max_message_bytes),
@@ -203,9 +202,8 @@ class Server:
                 *connection_options(),
             ],
         )
-        if isinstance(server, CoreServer):
-            self._core = server
-        server.add_generic_rpc_handlers(self._handlers(answering, tried=bool(fast) and self._core is not None))
+        self._core = server
+        server.add_generic_rpc_handlers(self._handlers(answering))
         names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, *([_ADMIN_NAME] if self.admin_calls else [])]
         self._health = add_standard_services(server, names, _pool_of_everything())
         if not self._share_port:
@@ -302,8 +300,6 @@ class Server:
 
     def _fast(self, answering: Answering) -> dict[str, Fast]:
         """What gRPC's threads may answer."""
-        if self._shards is not None and not knows_channels():
-            return {}
 
         def fast(call: str) -> Fast:
             begin = answering.at_once if self._shards is None else answering.away_at_once
@@ -311,13 +307,13 @@ class Server:
 
         return {f"/{SERVICE_NAME}/{call}": fast(call) for call in answering.calls}
 
-    def _handlers(self, answering: Answering, *, tried: bool) -> tuple[grpc.GenericRpcHandler, ...]:
-        """Of all services; ``tried``: gRPC's thread has found that it cannot answer what reaches the plain methods."""
+    def _handlers(self, answering: Answering) -> tuple[grpc.GenericRpcHandler, ...]:
+        """Of all services; gRPC's thread has found that it cannot answer what reaches the plain methods."""
 
         def handlers(service: str, calls: Mapping[str, Answer]) -> grpc.GenericRpcHandler:
             return generic_handler(service, calls, self.observer)
 
-        ours = {call: functools.partial(answering.ask, call, tried=tried) for call in (*answering.calls, "GetModel")}
+        ours = {call: functools.partial(answering.ask, call, tried=True) for call in (*answering.calls, "GetModel")}
         found = [handlers(SERVICE_NAME, ours), handlers(OPEN_INFERENCE, self.open_inference.calls())]
         if self.admin_calls:
             through = self._admin_through

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import grpc
-import grpc.aio
 from numpy.typing import NDArray
 
 from recinfer.errors import DeadlineError, OverloadedError, RecinferError, UnavailableError
@@ -246,20 +244,12 @@ class Fan:
     # -- what comes back ---------------------------------------------------------------------------------------------
 
     def _call(self, each: Try) -> None:
-        """Ask, past grpc.aio where it can be: that runs a task for each call."""
-        replica = each.replica
+        """Send the request of one try."""
         try:
             request, each.count = self._of.message(each.ranks)
-            if replica.quick is not None:
-                each.cancel = replica.quick.ask(request, self._of.deadline, functools.partial(self._hear, each))
-                if each.cancel is None:
-                    self._hear(each, None, "CANCELLED", "the connection was closed")
-                return
-            left = max(0.001, self._of.deadline - time.monotonic())
-            call = replica.find(request, timeout=left, metadata=replica.metadata)
-            each.cancel = call.cancel
-            # It is called by gRPC's task, whose result is there once that has ended.
-            call.add_done_callback(lambda _: self._loop.call_soon(self.ended, each, lambda: _result(call)))
+            each.cancel = each.replica.quick.ask(request, self._of.deadline, functools.partial(self._hear, each))
+            if each.cancel is None:
+                self._hear(each, None, "CANCELLED", "the connection was closed")
         except Exception as error:  # the channel is closed
             self._stop(each)
             self._fail(error)
@@ -375,17 +365,3 @@ def given(data: bytes | None, code: str, details: str) -> bytes:
     if data is None:
         raise CallFailed(code, details)
     return data
-
-
-def _result(call: grpc.aio.UnaryUnaryCall[bytes, bytes]) -> bytes:
-    """What a call that has ended gave; raises CallFailed."""
-    try:
-        next(call.__await__())
-    except StopIteration as stop:
-        data: bytes = stop.value
-        return data
-    except grpc.aio.AioRpcError as error:
-        raise CallFailed(error.code().name, error.details() or "") from None
-    except asyncio.CancelledError:  # its channel was closed
-        raise CallFailed("CANCELLED", "the connection was closed") from None
-    raise RecinferError("a call that had ended gave no answer")

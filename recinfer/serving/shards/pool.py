@@ -198,8 +198,7 @@ class ReplicaPool:
         while True:
             await asyncio.sleep(_EXPIRE_S)
             for replica in self._replicas.values():
-                if replica.quick is not None:
-                    replica.quick.expire()
+                replica.quick.expire()
 
     async def _list(self, config: ShardsConfig, link: Link) -> None:
         """Replicas for what a file and DNS say now; the others are closed. Where it fails, nothing has changed."""

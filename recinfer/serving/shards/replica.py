@@ -17,8 +17,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from recinfer.serving.server.grpc_channel import CoreChannel, knows_channels
-from recinfer.serving.shards.connections import FIND, SERVICE_NAME, SMALL_BYTES, Asks
+from recinfer.serving.server.grpc_channel import CoreChannel
+from recinfer.serving.shards.connections import SERVICE_NAME, SMALL_BYTES, Asks
 from recinfer.serving.shards.transport import AskSocket
 from recinfer.serving.shards.versions import VersionSpec
 from recinfer.serving.wire.proto import shards_pb2 as pb
@@ -69,7 +69,7 @@ class Replica:
         versions: those that it has; ``ranks`` likewise, empty while it has not said so.
         outstanding: requests that it has not answered; ``answers``: how many it has.
         why: what the last failure was, for messages.
-        quick: asks without the loop; None where grpcio is not known well enough.
+        quick: asks without the loop.
     """
 
     def __init__(
@@ -96,12 +96,9 @@ class Replica:
         self.metadata = (("authorization", f"Bearer {token}"),) if token else ()
         # What goes over the second connection needs no loop; it is made by the first call. Nor does it need what gRPC does
         # for calls besides: retries, compression, limits of messages' sizes, statistics.
-        self.quick = (
-            Asks(CoreChannel(target, [*options, _BARE], credentials), self.metadata) if knows_channels() else None
-        )
+        self.quick = Asks(CoreChannel(target, [*options, _BARE], credentials), self.metadata)
         self._wanted, self._changed = wanted, changed
         self._prepare_seconds = prepare_seconds
-        self.find = self._channel.unary_unary(FIND.decode())
         self._prepare = self._channel.unary_unary(f"/{SERVICE_NAME}/Prepare")
         self._state = self._channel.unary_unary(f"/{SERVICE_NAME}/State")
         self._health = self._channel.unary_stream(f"/{_HEALTH}/Watch")
@@ -140,8 +137,7 @@ class Replica:
         self._stop_watching()
         self.up = False
         await self._channel.close()
-        if self.quick is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self.quick.close)
+        await asyncio.get_running_loop().run_in_executor(None, self.quick.close)
 
     def _stop_watching(self) -> None:
         for task in (self._task, self._check, self._renewal):
@@ -251,7 +247,7 @@ class Replica:
 
     def _use_socket(self, port: int, server_id: bytes, most: int) -> None:
         """Questions of up to ``most`` bytes go past gRPC where its server says that it can, and nobody wants it encrypted."""
-        if self.quick is None or self._encrypts or self._socket == (port, server_id):
+        if self._encrypts or self._socket == (port, server_id):
             return
         self._socket = port, server_id
         host, _, _ = self.target.rpartition(":")

@@ -19,7 +19,7 @@ from recinfer.errors import ArchiveError, InputError, OverloadedError, Unavailab
 from recinfer.inference.stages import Stages
 from recinfer.serving.engine.stats import RequestStats
 from recinfer.serving.server.address import check_address, join_address
-from recinfer.serving.server.admission import Door, GrpcServer, grpc_server, names_of
+from recinfer.serving.server.admission import Door, names_of
 from recinfer.serving.server.grpc_call import Each
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.grpc_methods import (
@@ -97,7 +97,7 @@ class ShardServer:
         self.stats, self._stages = RequestStats(), Stages("lookup")
         self._observer = Observer(self.stats)
         self._started = time.monotonic()
-        self._server: GrpcServer | None = None
+        self._server: CoreServer | None = None
         self._sockets: AnswerSockets | None = None
         self._metrics: MetricsDoor | None = None
 
@@ -159,8 +159,9 @@ class ShardServer:
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="recinfer-shard")
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="recinfer-prepare")
         each = self._each()
-        server = grpc_server(
-            Door(self._security, self._observer, names=names_of(*pb.DESCRIPTOR.services_by_name.values())),
+        door = Door(self._security, self._observer, names=names_of(*pb.DESCRIPTOR.services_by_name.values()))
+        server = CoreServer(
+            admit=door.admit,
             fast={f"/{SERVICE_NAME}/Find": at_once("Find", self._find_small, self._observer)},
             streams={FIND_EACH.decode(): each},
             options=[
@@ -199,11 +200,10 @@ class ShardServer:
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._server = server
 
-    def _follow_busy(self, server: GrpcServer) -> None:
-        # Small requests are answered by the threads that read sockets: ours, gRPC's, or this loop's where grpc.aio serves. They
-        # share Python's lock, so together they are one. Long requests are the pool's.
-        reader = server.thread_id if isinstance(server, CoreServer) else None
-        readers = [reader or threading.get_native_id()]
+    def _follow_busy(self, server: CoreServer) -> None:
+        # Small requests are answered by the threads that read sockets: ours and gRPC's. They share Python's lock, so together
+        # they are one. Long requests are the pool's.
+        readers = [] if server.thread_id is None else [server.thread_id]
         if self._sockets is not None and self._sockets.thread_id is not None:
             readers.append(self._sockets.thread_id)
 

@@ -1,0 +1,58 @@
+"""grpcio's binding of gRPC's core, ``grpc._cython.cygrpc``: the one place that imports it, and the names that are used of it.
+
+grpcio's own synchronous server and channel (``grpc/_server.py``, ``grpc/_channel.py``) are made of these objects. They are no
+public interface. So pyproject.toml caps grpcio at the releases that were tried, and tests/serving/test_grpc_binding.py is the
+contract: it says how each of them is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc
+from grpc._cython import cygrpc
+
+__all__ = ["PARTS", "check_binding", "cygrpc"]
+
+PARTS: Mapping[str, Sequence[str]] = {
+    "Server": (
+        "register_completion_queue",
+        "add_http2_port",
+        "start",
+        "request_call",
+        "shutdown",
+        "cancel_all_calls",
+        "destroy",
+    ),
+    "Channel": ("integrated_call", "next_call_event", "close"),
+    "CompletionQueue": ("poll",),
+    "CompletionType": ("queue_timeout",),
+    "StatusCode": tuple(code.name.lower() for code in grpc.StatusCode),
+    "Call": ("start_server_batch",),
+    "SendInitialMetadataOperation": (),
+    "SendMessageOperation": (),
+    "SendCloseFromClientOperation": (),
+    "SendStatusFromServerOperation": (),
+    "ReceiveInitialMetadataOperation": (),
+    "ReceiveMessageOperation": ("message",),
+    "ReceiveCloseOnServerOperation": ("cancelled",),
+    "ReceiveStatusOnClientOperation": ("code", "details"),
+}
+"""Classes of the binding, and what each must have."""
+
+
+def check_binding(binding: Any, version: str) -> None:
+    """Raise ImportError, naming what is missing, where grpcio is not one that this package can serve with."""
+    missing = [kind for kind in PARTS if not hasattr(binding, kind)]
+    missing += [
+        f"{kind}.{n}" for kind, names in PARTS.items() for n in names if not hasattr(getattr(binding, kind, None), n)
+    ]
+    if missing:
+        raise ImportError(
+            f"grpcio {version} lacks {', '.join(missing[:5])} of grpc._cython.cygrpc, which recinfer's server is made of; "
+            "install a release that recinfer was tried with: pip install 'grpcio>=1.81.1,<1.86'"
+        )
+
+
+check_binding(cygrpc, grpc.__version__)
