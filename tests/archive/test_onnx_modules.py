@@ -147,7 +147,7 @@ def test_what_is_ours_exports_to_onnx(make: Callable[[], nn.Module | None], forw
     assert exported.onnx_refused is None
     assert exported.onnx is not None
     onnx = OnnxEngine(exported.onnx, cut.inputs, list(cut.outputs), 1)
-    engine = TorchEngine(exported.program)
+    engine = TorchEngine(exported.program, cut.inputs, list(cut.outputs))
     for batch in (1, 2, 33):
         tensors = cut.example(batch, batch)
         with torch.no_grad():

@@ -11,7 +11,8 @@ import pytest
 
 from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient, throttle
+from recinfer.serving.client import throttle
+from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.client.retry import Tries
 from recinfer.serving.client.throttle import Throttle
 from recinfer.serving.server.loop import run_on_loop
