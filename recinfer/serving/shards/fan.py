@@ -267,6 +267,9 @@ class Fan:
         except CallFailed as error:
             self._stop(each)
             self._failed(each, error.code, error.details)
+        except RecinferError as error:  # a malformed answer: the fault of the shard, so another replica is asked
+            self._stop(each)
+            self._failed(each, "UNAVAILABLE", f"its answer is malformed: {error}")
         except Exception as error:  # ours: nobody else would hear of it
             self._stop(each)
             self._fail(error)

@@ -196,8 +196,16 @@ def decode_response(data: bytes, half: bool) -> list[NDArray[Any]]:
     """The arrays of a response, flat, over its own bytes, packed ones as uint8; raises InputError when it is no such
     message.
     """
-    types = {_VALUES: np.float16 if half else np.float32, _PACKED: np.uint8}
-    return [np.frombuffer(view, types[number]) for number, view in _fields(data) if number in types]
+    types = {_VALUES: np.dtype(np.float16 if half else np.float32), _PACKED: np.dtype(np.uint8)}
+    arrays: list[NDArray[Any]] = []
+    for number, view in _fields(data):
+        kind = types.get(number)
+        if kind is None:
+            continue
+        if len(view) % kind.itemsize:
+            raise InputError(f"response: got {len(view)} bytes of values, expected a multiple of {kind.itemsize}")
+        arrays.append(np.frombuffer(view, kind))
+    return arrays
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, memoryview]]:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from recinfer.errors import RecinferError
 from recinfer.serving.shards.fan import Answers, Ask, Fan, Try, choose, given, hedge_delay
 from recinfer.serving.shards.replica import Replica
 
@@ -97,8 +96,8 @@ class QuickFan:
             if not self._moved and data is not None:
                 try:
                     self._answers.update(self._of.by_rank(each, self._of.arrays(each, data)))
-                except RecinferError:
-                    pass  # who takes over finds it out again
+                except Exception:
+                    pass  # the Fan that takes over reads the answer again, and ends this try with the error
                 else:
                     self._left -= 1
                     is_last = self._over = not self._left
