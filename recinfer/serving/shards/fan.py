@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
@@ -35,6 +35,13 @@ class CallFailed(Exception):
     def __init__(self, code: str, details: str) -> None:
         super().__init__(details)
         self.code, self.details = code, details
+
+
+class Timer(Protocol):
+    """A callback that waits for its time."""
+
+    def cancel(self) -> None:
+        """Do not call it, and hold nothing of it."""
 
 
 class Ask:
@@ -100,8 +107,14 @@ class Try:
         self.since = time.monotonic()
         self.cancel: Callable[[], object] | None = None
         self.count = 0  # parts that it was sent
-        self.timer: asyncio.TimerHandle | None = None
+        self.timer: Timer | None = None
         self.over = False
+
+    def end(self) -> None:
+        """It is over: nothing holds its request, or the answer, any more."""
+        self.over, self.cancel = True, None
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 def choose(
@@ -267,6 +280,9 @@ class Fan:
         except CallFailed as error:
             self._stop(each)
             self._failed(each, error.code, error.details)
+        except RecinferError as error:  # a malformed answer: the fault of the shard, so another replica is asked
+            self._stop(each)
+            self._failed(each, "UNAVAILABLE", f"its answer is malformed: {error}")
         except Exception as error:  # ours: nobody else would hear of it
             self._stop(each)
             self._fail(error)
@@ -275,17 +291,16 @@ class Fan:
             self._answered(each, arrays)
 
     def _stop(self, each: Try) -> None:
-        each.over = True
+        each.end()
         each.replica.ended()
-        if each.timer is not None:
-            each.timer.cancel()
 
     def _end(self, each: Try) -> None:
         """Cancel a call whose answer nobody needs."""
         if not each.over:
+            cancel = each.cancel
             self._stop(each)
-            if each.cancel is not None:
-                each.cancel()
+            if cancel is not None:
+                cancel()
 
     def _answered(self, each: Try, arrays: list[NDArray[Any]]) -> None:
         now = time.monotonic()

@@ -36,12 +36,14 @@ __all__ = [
     "join_request",
     "ones",
     "part_head",
+    "part_sizes",
     "values_head",
 ]
 
 _NO_LENGTHS, _BYTE, _INT = 0, 1, 4
 _PARTS, _VALUES, _PACKED, _FILL = 3, 1, 2, 15
 _ALIGNED = 4
+_FEW_BAGS = 1 << 17  # of which offsets are kept: those of more would hold memory for good
 
 _FAILED = field_head(3, 0)[:1]
 PACKED_HEAD = field_head(_PACKED, 0)[:-1]
@@ -131,7 +133,7 @@ def decode_request(data: bytes, limits: Limits) -> Request:
 
 def decode_part(part: pb.ShardPart, streams: int, batch: int) -> RequestPart:
     """The arrays of a part for ``streams`` streams; raises InputError when they do not fit."""
-    bags, ids = streams * batch, np.frombuffer(part.ids or part.ids_int64, np.int32 if part.ids else np.int64)
+    bags, ids = streams * batch, np.frombuffer(part.ids or part.ids_int64, _id_type(part))
     raw = part.lengths
     if not part.length_bytes:
         if len(ids) != bags:
@@ -150,9 +152,23 @@ def decode_part(part: pb.ShardPart, streams: int, batch: int) -> RequestPart:
     return RequestPart(part.rank, part.module, offsets, ids, weights)
 
 
-@lru_cache(maxsize=64)
+def part_sizes(part: pb.ShardPart, streams: int, batch: int) -> tuple[int, int]:
+    """Ids of a part, and bytes of the offsets that :func:`decode_part` would make; nothing is allocated."""
+    item = _id_type(part).itemsize
+    return len(part.ids or part.ids_int64) // item, (streams * batch + 1) * item
+
+
+def _id_type(part: pb.ShardPart) -> np.dtype[Any]:
+    return np.dtype(np.int32 if part.ids else np.int64)
+
+
 def ones(bags: int, dtype: Any) -> NDArray[Any]:
     """Offsets of that many bags of one id each; not to be written."""
+    return _few_ones(bags, dtype) if bags <= _FEW_BAGS else np.arange(bags + 1, dtype=dtype)
+
+
+@lru_cache(maxsize=64)
+def _few_ones(bags: int, dtype: Any) -> NDArray[Any]:
     return np.arange(bags + 1, dtype=dtype)
 
 
@@ -196,8 +212,16 @@ def decode_response(data: bytes, half: bool) -> list[NDArray[Any]]:
     """The arrays of a response, flat, over its own bytes, packed ones as uint8; raises InputError when it is no such
     message.
     """
-    types = {_VALUES: np.float16 if half else np.float32, _PACKED: np.uint8}
-    return [np.frombuffer(view, types[number]) for number, view in _fields(data) if number in types]
+    types = {_VALUES: np.dtype(np.float16 if half else np.float32), _PACKED: np.dtype(np.uint8)}
+    arrays: list[NDArray[Any]] = []
+    for number, view in _fields(data):
+        kind = types.get(number)
+        if kind is None:
+            continue
+        if len(view) % kind.itemsize:
+            raise InputError(f"response: got {len(view)} bytes of values, expected a multiple of {kind.itemsize}")
+        arrays.append(np.frombuffer(view, kind))
+    return arrays
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, memoryview]]:

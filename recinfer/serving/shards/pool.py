@@ -210,8 +210,8 @@ class ReplicaPool:
             by_rank[rank] = list(dict.fromkeys(target for target, _ in found))
         kept = self._replicas if link == self._link else {}
         with self._made(names, kept, link) as new:
-            await self._until_up(new, min(config.settings.timeout_seconds, _SWITCH_S))
             used = {target: new.get(target) or kept[target] for target in names}
+            await self._until_up(new, by_rank, used, min(config.settings.timeout_seconds, _SWITCH_S))
             gone = [replica for target, replica in self._replicas.items() if used.get(target) is not replica]
             self.config, self._link, self._replicas = config, link, used
             self._listed = {rank: tuple(used[target] for target in mine) for rank, mine in by_rank.items()}
@@ -237,17 +237,34 @@ class ReplicaPool:
                 self._retire(replica)
             raise
 
-    async def _until_up(self, new: Mapping[str, Replica], seconds: float) -> None:
-        """Until those can be asked that take the place of one that can be: so nobody is without in between."""
-        waited = {
-            target: replica for target, replica in new.items() if target in self._replicas and self._replicas[target].up
-        }
+    async def _until_up(
+        self,
+        new: Mapping[str, Replica],
+        by_rank: Mapping[int, Sequence[str]],
+        used: Mapping[str, Replica],
+        seconds: float,
+    ) -> None:
+        """Until of each rank as many ``new`` replicas can be asked as leave that can be: so no rank is without in between.
+
+        Args:
+            by_rank, used: what will be listed.
+        """
+
+        def awaited() -> list[Replica]:
+            found = []
+            for rank, targets in by_rank.items():
+                leaving = sum(each.up and used.get(each.target) is not each for each in self.replicas(rank))
+                coming = [new[target] for target in targets if target in new]
+                up = sum(each.up and not each.lack_of(rank) for each in coming)
+                if up < min(leaving, len(coming)):
+                    found += [each for each in coming if not each.up]
+            return list(dict.fromkeys(found))
+
         end = time.monotonic() + seconds
-        while not all(replica.up for replica in waited.values()) and time.monotonic() < end:
+        while (left := awaited()) and time.monotonic() < end:
             await asyncio.sleep(0.05)
-        for target, replica in waited.items():
-            if not replica.up:
-                _log.warning("shard %s cannot be asked with the settings of now: %s", target, replica.why)
+        for replica in left:
+            _log.warning("shard %s cannot be asked with the settings of now: %s", replica.target, replica.why)
 
     def _retire(self, replica: Replica) -> None:
         task = asyncio.get_running_loop().create_task(replica.retire(self.config.settings.timeout_seconds))

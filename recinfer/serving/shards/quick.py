@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from recinfer.errors import RecinferError
 from recinfer.serving.shards.fan import Answers, Ask, Fan, Try, choose, given, hedge_delay
 from recinfer.serving.shards.replica import Replica
 
@@ -72,7 +71,7 @@ class QuickFan:
             for each in self._tries:
                 if fanout.has_choice(each.ranks):
                     delay = hedge_delay(fanout.pace(each.ranks[0], self._of.batch).p95)
-                    fanout.lookout.tell(each.since + delay, functools.partial(self._slow, each, delay))
+                    each.timer = fanout.lookout.tell(each.since + delay, functools.partial(self._slow, each, delay))
         return True
 
     def _call(self, each: Try) -> None:
@@ -97,12 +96,12 @@ class QuickFan:
             if not self._moved and data is not None:
                 try:
                     self._answers.update(self._of.by_rank(each, self._of.arrays(each, data)))
-                except RecinferError:
-                    pass  # who takes over finds it out again
+                except Exception:
+                    pass  # the Fan that takes over reads the answer again, and ends this try with the error
                 else:
                     self._left -= 1
                     is_last = self._over = not self._left
-                    each.over = True
+                    each.end()
             # What is told to the loop is heard there in this order.
             if not each.over:
                 self._move()
@@ -156,24 +155,45 @@ class QuickFan:
         self._told(fan.answers, fan.missing, error)
 
 
+class _Due:
+    """A callback that waits in a :class:`Lookout`. Once cancelled, nothing of its request is held."""
+
+    __slots__ = ("_late",)
+
+    def __init__(self, late: Callable[[], None]) -> None:
+        self._late: Callable[[], None] | None = late
+
+    def cancel(self) -> None:
+        """Do not call it; any thread."""
+        self._late = None
+
+    def call(self) -> None:
+        """Call it, unless it was cancelled."""
+        late = self._late
+        if late is not None:
+            late()
+
+
 class Lookout:
     """Calls what is due, on the loop. One timer for all: most of what is told to it is over long before."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._lock = loop, threading.Lock()
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._due: list[tuple[float, int, _Due]] = []
         self._number = itertools.count()
         self._next: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def tell(self, at: float, late: Callable[[], None]) -> None:
-        """Call ``late`` at ``time.monotonic()`` of about ``at``; from any thread."""
+    def tell(self, at: float, late: Callable[[], None]) -> _Due:
+        """Call ``late`` at ``time.monotonic()`` of about ``at``, unless what is returned is cancelled; from any thread."""
+        due = _Due(late)
         with self._lock:
-            heapq.heappush(self._due, (at, next(self._number), late))
+            heapq.heappush(self._due, (at, next(self._number), due))
             if self._next is not None and self._next <= at:
-                return
+                return due
             self._next = at
         self._loop.call_soon_threadsafe(self._set)
+        return due
 
     def _set(self) -> None:
         if self._timer is not None:
@@ -189,5 +209,5 @@ class Lookout:
             while self._due and self._due[0][0] <= now:
                 due.append(heapq.heappop(self._due)[2])
         self._set()
-        for late in due:
-            late()
+        for each in due:
+            each.call()

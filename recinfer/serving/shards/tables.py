@@ -35,6 +35,7 @@ from recinfer.serving.shards.messages import (
     decode_part,
     decode_request,
     encode_response,
+    part_sizes,
     values_head,
 )
 from recinfer.serving.shards.versions import base_of, version_key
@@ -50,6 +51,7 @@ _MOST_DIRECT_IDS, _MOST_DIRECT_FLOATS = (
     1 << 17,
     1 << 22,
 )  # beyond, FBGEMM's operator has more to do than it takes to reach
+_FLOAT_BYTES = 4
 _BEYOND = "ids: one is beyond the rows of this rank; ranker and shard must have the same plan"
 _log = logging.getLogger(__name__)
 
@@ -100,6 +102,10 @@ class _RankTables:
     def num_streams(self) -> int:
         """S."""
         return self._streams
+
+    def answer_bytes(self, batch: int, ids: int) -> int:
+        """At most, of the float32 answer to a part with that many ids."""
+        return _FLOAT_BYTES * self.columns * (batch if self._pooled else ids)
 
     def find(self, part: RequestPart, batch: int) -> list[NDArray[Any]]:
         """Arrays that follow one another: ``[B, columns]`` when pooled, else ``[ids, columns]`` of each pair."""
@@ -258,7 +264,7 @@ class ShardTables:
         """Answer a serialized ShardRequest.
 
         Raises:
-            InputError: it does not fit the plan.
+            InputError: it does not fit the plan, or a rank's part of it takes more than ``limits.max_response_bytes``.
             NotPreparedError: its version is not here.
         """
         answer = self.find_directly(data, limits)
@@ -275,11 +281,15 @@ class ShardTables:
             return None
         answer: list[bytes] = []
         at = 0
+        taken = 0
         for rank, module, length_bytes, lengths_at, lengths_size, ids_at, ids, wide in parts:
             tables = version.tables.get((rank, module))
             if tables is None or tables.direct is None:
                 return None
             bags, floats = batch * tables.num_streams, batch * tables.columns
+            taken += _FLOAT_BYTES * floats
+            if taken > limits.max_response_bytes:  # of all ranks together, so find_any tells them apart
+                return None
             if ids > _MOST_DIRECT_IDS or floats > _MOST_DIRECT_FLOATS or lengths_size != bags * length_bytes:
                 return None
             direct = tables.direct
@@ -309,11 +319,23 @@ class ShardTables:
         version = self._get(request.version)
         if version is None:
             raise NotPreparedError(f"version: {request.version} is not mapped here; here are {', '.join(self.keys())}")
-        values = []
+        asked = []
+        taken = dict.fromkeys(self.ranks, 0)
         for part in request.parts:
             tables = version.tables.get((part.rank, part.module))
             if tables is None:
                 raise InputError(f"rank {part.rank}: this server has ranks {', '.join(map(str, self.ranks))}")
+            ids, offset_bytes = part_sizes(part, tables.num_streams, request.batch)
+            # Each rank's part of a request that a ranker with the same limits lets through is within them.
+            taken[part.rank] += max(tables.answer_bytes(request.batch, ids), offset_bytes)
+            if taken[part.rank] > limits.max_response_bytes:
+                raise InputError(
+                    f"rank {part.rank}: {request.batch} samples take {taken[part.rank]} bytes or more, expected at most "
+                    f"max_response_bytes = {limits.max_response_bytes}: send fewer samples a request"
+                )
+            asked.append((part, tables))
+        values = []
+        for part, tables in asked:
             arrays = tables.find(decode_part(part, tables.num_streams, request.batch), request.batch)
             values.append([a.astype(np.float16) for a in arrays] if request.half else arrays)
         return encode_response(values)

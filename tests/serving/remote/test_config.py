@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import shards_pb2 as pb
 from tests.serving.remote.fleet import write_shards
+from tests.serving.remote.models import make_archive as make_mixed
 
 GOOD = {"format": "recinfer.shards", "version": 1, "ranks": {"0": ["10.0.0.1:50051", "dns:///shard-0.recinfer:50051"]}}
 
@@ -125,6 +127,47 @@ def test_parts_that_do_not_fit_are_refused(archive: Path):
     ):
         with pytest.raises(InputError, match=says):
             ask(**wrong)
+
+
+@pytest.mark.parametrize("length_bytes", [1, 4])
+def test_an_answer_beyond_the_bound_is_refused_before_it_is_made(tmp_path: Path, length_bytes: int):
+    """A byte of length asks for a whole vector, so a message within its limit could fill the memory."""
+    tables = ShardTables((0, 1, 2))
+    key = tables.add(make_mixed(tmp_path, "table_wise"))
+    batch, limits = 100_000, Limits(max_response_bytes=200_000)
+    kinds = set()
+    for (rank, module), table in tables._versions[key].tables.items():
+        kinds.add(table._pooled)
+        lengths = bytes(batch * table.num_streams * length_bytes)
+        part = pb.ShardPart(rank=rank, module=module, length_bytes=length_bytes, lengths=lengths)
+        data = pb.ShardRequest(version=key, batch_size=batch, parts=[part]).SerializeToString()
+        tracemalloc.start()
+        try:
+            with pytest.raises(InputError, match="max_response_bytes = 200000"):
+                tables.find(data, limits)
+            assert tracemalloc.get_traced_memory()[1] < 2 * len(data) + 100_000
+        finally:
+            tracemalloc.stop()
+    assert kinds == {True, False}
+
+
+def test_the_bound_of_an_answer_counts_all_parts_of_a_rank(tmp_path: Path):
+    tables = ShardTables((0, 1, 2))
+    key = tables.add(make_mixed(tmp_path, "row_wise"))
+    (rank, module), table = next(iter(tables._versions[key].tables.items()))
+    size = 4 * table.columns
+    others = [other for other, number in tables._versions[key].tables if number == module]
+
+    def ask(ranks: list[int]) -> bytes:
+        ids = bytes(4 * table.num_streams)
+        parts = [pb.ShardPart(rank=rank, module=module, ids=ids) for rank in ranks]
+        data = pb.ShardRequest(version=key, batch_size=1, parts=parts).SerializeToString()
+        return tables.find(data, Limits(max_response_bytes=3 * size))
+
+    assert ask([rank] * 3)
+    assert len(others) == 3 and ask(others * 3), "each rank's part of a request may be as large"
+    with pytest.raises(InputError, match=f"rank {rank}: 1 samples take {4 * size} bytes or more"):
+        ask([rank] * 4)
 
 
 def test_a_shard_server_has_the_limits_that_it_is_given(archive: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from recinfer.inference.predictor import load
 from recinfer.serving.server.security import Security
 from recinfer.serving.shards.lookups import remote_lookups
 from recinfer.serving.shards.pool import ReplicaPool, _stamp
+from recinfer.serving.shards.replica import Replica
+from tests.ports import free_port
 from tests.serving.remote.fleet import asking, shard, until, write_shards
 from tests.serving.remote.test_direct import make_archive, make_request
 
@@ -90,3 +93,44 @@ def test_settings_that_change_reach_who_is_there(tmp_path: Path):
             until(lambda: fanout.pool.everyone() != [second])  # the file says so, though nobody takes it
             (third,) = fanout.pool.everyone()
             assert third.metadata == (("authorization", f"Bearer {TOKENS[1]}"),) and not third.up
+
+
+def test_an_address_that_is_replaced_stays_until_the_new_one_can_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    archive, path, port = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json", free_port("127.0.0.2")
+    monkeypatch.setattr("recinfer.serving.shards.pool._SWITCH_S", 3600.0)
+    with (
+        shard(archive, (0, 1, 2)) as server,
+        ExitStack() as later,
+        asking(write_shards(path, {rank: [server.target] for rank in range(3)})) as fanout,
+    ):
+        pool, there = fanout.pool, load(archive, lookups=remote_lookups(fanout))
+        (first,) = pool.everyone()
+        expected = there.lookup(make_request(4)).pooled.values()
+        made: list[Replica] = []
+        make = pool._new
+        monkeypatch.setattr(pool, "_new", lambda *given: made.append(make(*given)) or made[-1])
+        write_shards(path, {rank: [f"127.0.0.2:{port}"] for rank in range(3)}, timeout_seconds=3600.0)
+        until(lambda: bool(made) and made[0].why != "not connected yet")
+        assert pool.everyone() == [first] and first.up
+        assert torch.equal(there.lookup(make_request(4)).pooled.values(), expected)
+        later.enter_context(shard(archive, (0, 1, 2), "127.0.0.2", port=port))
+
+        def is_replaced() -> bool:
+            assert torch.equal(there.lookup(make_request(4)).pooled.values(), expected)
+            return pool.everyone() == made
+
+        until(is_replaced)
+        assert made[0].up and fanout.calls["failed"] == 0
+
+
+def test_a_new_address_that_nobody_answers_is_taken_after_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    archive, path, nobody = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json", f"127.0.0.2:{free_port()}"
+    with (
+        shard(archive, (0, 1, 2)) as server,
+        asking(write_shards(path, {rank: [server.target] for rank in range(3)})) as fanout,
+    ):
+        write_shards(path, {rank: [nobody] for rank in range(3)}, timeout_seconds=0.2)
+        until(lambda: [each.target for each in fanout.pool.everyone()] == [nobody])
+        assert caplog.text.count(f"shard {nobody} cannot be asked with the settings of now") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 import time
@@ -20,7 +21,9 @@ from recinfer.serving.engine.byte_path import DIRECT_BYTES
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.parallel_parts import SideBySide
 from recinfer.serving.server.server import Server
+from recinfer.serving.shards.fan import Fan
 from recinfer.serving.shards.fanout import Fanout
+from recinfer.serving.shards.quick import QuickFan
 from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
@@ -336,6 +339,22 @@ def test_without_hedges_a_slow_replica_is_waited_for_until_the_deadline(tmp_path
                     break
             assert one.is_set() or two.is_set()
         until(lambda: all(replica.outstanding == 0 for replica in fanout.pool.everyone()))
+
+
+def test_a_request_that_is_over_is_not_held_until_its_hedge_delay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("recinfer.serving.shards.fan._FIRST_HEDGE_S", 3600.0)
+    with replicated(make_archive(tmp_path, "row_wise"), tmp_path) as (service, fanout, _):
+        data = codec.encode_lookup_request(make_request(3))
+        before = len(fanout.lookout._due)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                assert later(service, "Lookup", data)[0] == straight(service, "Lookup", data)
+            assert len(fanout.lookout._due) > before
+            until(lambda: not any(isinstance(each, QuickFan | Fan) for each in gc.get_objects()))
+        finally:
+            gc.enable()
 
 
 def test_what_is_late_is_looked_for_in_order_with_one_timer(tmp_path: Path):
