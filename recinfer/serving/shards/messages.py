@@ -131,7 +131,7 @@ def decode_request(data: bytes, limits: Limits) -> Request:
 
 def decode_part(part: pb.ShardPart, streams: int, batch: int) -> RequestPart:
     """The arrays of a part for ``streams`` streams; raises InputError when they do not fit."""
-    bags, ids = streams * batch, np.frombuffer(part.ids or part.ids_int64, np.int32 if part.ids else np.int64)
+    bags, ids = streams * batch, _array("ids", part.ids or part.ids_int64, np.int32 if part.ids else np.int64)
     raw = part.lengths
     if not part.length_bytes:
         if len(ids) != bags:
@@ -144,10 +144,19 @@ def decode_part(part: pb.ShardPart, streams: int, batch: int) -> RequestPart:
         if int(lengths.sum(dtype=np.uint64)) != len(ids):
             raise InputError(f"lengths: they add up to {int(lengths.sum(dtype=np.uint64))}, expected {len(ids)} ids")
         offsets = offsets_of(lengths, ids.dtype)
-    weights = np.frombuffer(part.weights, np.float32) if part.weights else None
+    weights = _array("weights", part.weights, np.float32) if part.weights else None
     if weights is not None and len(weights) != len(ids):
         raise InputError(f"weights: got {len(weights)}, expected one for each of {len(ids)} ids")
     return RequestPart(part.rank, part.module, offsets, ids, weights)
+
+
+def _array(name: str, raw: bytes, dtype: type[np.generic]) -> NDArray[Any]:
+    size = np.dtype(dtype).itemsize
+    if len(raw) % size:
+        raise InputError(
+            f"{name}: got {len(raw)} bytes, expected a multiple of {size}, the bytes of a {dtype.__name__}"
+        )
+    return np.frombuffer(raw, dtype)
 
 
 @lru_cache(maxsize=64)
