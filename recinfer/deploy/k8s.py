@@ -301,7 +301,9 @@ class _Renderer:
         return {"metadata": {"labels": labels, "annotations": {**scrape, **marks}}, "spec": spec}
 
     def _container(self, role: str, args: list[str], memory: tuple[int, int]) -> dict[str, Any]:
-        grpc = {"grpc": {"port": _PORT}, "timeoutSeconds": 2}
+        def probe(service: str = "") -> dict[str, Any]:
+            return {"grpc": {"port": _PORT, **({"service": service} if service else {})}, "timeoutSeconds": 2}
+
         return {
             "name": role,
             "image": self.options.image,
@@ -317,9 +319,9 @@ class _Renderer:
                 {"name": "metrics", "containerPort": _METRICS},
             ],
             # Mapping and checking may take as long as the volume needs to read every byte: ten minutes, then anew.
-            "startupProbe": {**grpc, "periodSeconds": 2, "failureThreshold": 300},
-            "readinessProbe": {**grpc, "periodSeconds": 2, "failureThreshold": 2},
-            "livenessProbe": {**grpc, "periodSeconds": 10, "failureThreshold": 6},
+            "startupProbe": {**probe(), "periodSeconds": 2, "failureThreshold": 300},
+            "readinessProbe": {**probe("readiness"), "periodSeconds": 2, "failureThreshold": 2},
+            "livenessProbe": {**probe("liveness"), "periodSeconds": 10, "failureThreshold": 6},
             # Stop listing first, then drain: callers that resolved the name before still come for some seconds.
             "lifecycle": {"preStop": {"sleep": {"seconds": _UNLISTED_S}}},
             "resources": {

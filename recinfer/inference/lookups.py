@@ -106,6 +106,10 @@ class Lookups(Protocol):
         """The same where the rows are on other hosts (recinfer.serving.shards.remote_tables.RemoteTables); None elsewhere."""
         ...
 
+    def can_answer(self) -> bool:
+        """Whether a lookup would be answered now; never waits."""
+        ...
+
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """Vectors of the samples of all requests, request after request.
 
@@ -250,6 +254,10 @@ class LocalLookups:
             if isinstance(lookup, PooledLookup):
                 lookup.batch.use_threads(threads)
         self.direct = _direct(manifest, self.parts[0]) if len(self.parts) == 1 else None
+
+    def can_answer(self) -> bool:
+        """See :class:`Lookups`."""
+        return True
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """See :class:`Lookups`."""

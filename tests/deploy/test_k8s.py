@@ -17,6 +17,7 @@ from recinfer.cli.main import app
 from recinfer.deploy.groups import MIB, footprint
 from recinfer.deploy.k8s import BUSY_METRIC, QUEUE_METRIC, K8sOptions, manifests, write_manifests
 from recinfer.errors import ConfigError
+from recinfer.serving.server.health import LIVENESS, READINESS
 from recinfer.serving.shards.config import read_shards
 from tests.deploy.example import FOLDER, FOUND, OPTIONS
 from tests.serving.conftest import build_archive
@@ -130,8 +131,10 @@ def test_pods_may_do_no_more_than_they_need():
         assert inside["allowPrivilegeEscalation"] is False and pod["automountServiceAccountToken"] is False
         models = next(volume for volume in pod["volumes"] if volume["name"] == "models")
         assert models["persistentVolumeClaim"]["readOnly"] is True
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        asked = {"startupProbe": None, "readinessProbe": READINESS, "livenessProbe": LIVENESS}
+        for probe, service in asked.items():
             assert container[probe]["grpc"]["port"] == container["ports"][0]["containerPort"]
+            assert container[probe]["grpc"].get("service") == service
         # The kubelet's patience covers the sleep before SIGTERM and the drain of 10 s after it.
         assert pod["terminationGracePeriodSeconds"] >= container["lifecycle"]["preStop"]["sleep"]["seconds"] + 10 + 5
 

@@ -149,6 +149,7 @@ def plain(counts: list[int], **more: Any) -> dict[str, Any]:
     return {
         "uptime": 3.0,
         "workers": 1,
+        "ready": True,
         "requests": [{"method": "Lookup", "code": "OK", "count": counts[0]}],
         "latency": {"Lookup": histogram},
         "stages": {"decode": histogram},

@@ -240,6 +240,8 @@ class Direct:
             return None, elsewhere
         end = time.perf_counter()
         joined = outputs[0] if parts == 1 else [np.concatenate(pieces) for pieces in zip(*outputs, strict=True)]
+        if _has_nan(joined):
+            return None, elsewhere
         answer = codec.encode_output_arrays(state.output_names, joined, request.model.version, missing)
         state.stages.add("lookup", given[0][0] - since)
         state.stages.add("dense", end - given[0][0])
@@ -359,8 +361,11 @@ class Direct:
         if outputs is None:
             return
         start = time.perf_counter()
+        odd = _has_nan(outputs)
         for at, request, first, last in taken:
             mine = outputs if len(taken) == 1 else [output[first:last] for output in outputs]
+            if odd and _has_nan(mine):
+                continue
             answers[at] = codec.encode_output_arrays(state.output_names, mine, request.model.version)
         self.stats.stages.add("encode", time.perf_counter() - start)
 
@@ -388,6 +393,12 @@ def _run_dense(
     if any(not output.ndim or output.shape[0] != batch or output.dtype != np.float32 for output in outputs):
         return None
     return outputs
+
+
+def _has_nan(outputs: Sequence[NDArray[Any]]) -> bool:
+    """Whether there is a NaN, which the ordinary way answers with an error."""
+    # Squares are never negative, so their sum is NaN only where one of them is; it may well be infinite. See PlainRequest.dense.
+    return any(math.isnan(np.vdot(output, output)) for output in outputs)
 
 
 def lookup_head(order: Any, batch: int, version: str, missing: tuple[int, ...] = ()) -> bytes:

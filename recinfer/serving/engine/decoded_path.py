@@ -218,7 +218,12 @@ class InferenceService:
             )
         encode = _lookup_response if kind == "Lookup" else _predict_response
         start = time.perf_counter()
-        encoded = [a if isinstance(a, Exception) else encode(call, a) for call, a in zip(calls, answers, strict=True)]
+        encoded: list[bytes | Exception] = []
+        for call, answer in zip(calls, answers, strict=True):
+            try:
+                encoded.append(answer if isinstance(answer, Exception) else encode(call, answer))
+            except InputError as error:  # of this call alone
+                encoded.append(error)
         self.stats.stages.add("encode", time.perf_counter() - start)
         return encoded
 
@@ -283,4 +288,12 @@ def _lookup_response(call: Call, result: Any) -> bytes:
 
 
 def _predict_response(call: Call, outputs: Outputs) -> bytes:
+    """Raises InputError for a NaN: inputs are finite here, so the model's numbers ran out of range on the way."""
+    for name, output in outputs.items():
+        places = output.isnan().nonzero()
+        if len(places):
+            raise InputError(
+                f"output {name!r}: sample {int(places[0][0]) if output.ndim else 0} is NaN, though all inputs are finite; they are "
+                f"beyond what model {call.model.name!r} {call.model.version} can compute with: check their scale, or the model"
+            )
     return codec.encode_predict_response(outputs, call.model.version, outputs.missing)

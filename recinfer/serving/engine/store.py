@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +19,7 @@ from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 __all__ = ["ModelStore", "StoreManager", "restore", "served_state"]
 
 T = TypeVar("T")
+_MAX_NAME = 255  # bytes of a file's name
 _log = logging.getLogger(__name__)
 
 
@@ -149,7 +151,8 @@ class ModelStore:
 
     @staticmethod
     def _inside(folder: Path, name: str) -> Path:
-        if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name or len(name) > 255:
+        odd = not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name
+        if odd or len(os.fsencode(name)) > _MAX_NAME:
             raise InputError(f"model and version: got {name[:80]!r}, expected the name of a folder of the model store")
         return folder / name
 

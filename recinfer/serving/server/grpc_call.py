@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
+from recinfer.errors import InputError
 from recinfer.serving.server.grpc_binding import cygrpc
 
 __all__ = ["LATER", "CoreCall", "Each", "Ending", "Fast", "Later", "Method", "Owner"]
@@ -255,7 +257,7 @@ class CoreCall:
     async def _run(self, data: bytes | None) -> None:
         method = self._method
         try:
-            request = self._messages() if data is None else method.read(data)
+            request = self._messages() if data is None else self._read(data)
             if not method.streams_out:
                 behaviour = method.handler.stream_unary if method.streams_in else method.handler.unary_unary
                 self._finish(method.write(await behaviour(request, self)))
@@ -272,6 +274,8 @@ class CoreCall:
             pass
         except asyncio.CancelledError:
             self.end(CANCELLED)
+        except InputError as error:
+            self.end(Ending("INVALID_ARGUMENT", str(error)))
         except Exception:
             _log.exception("%s failed", method.path)
             self.end(FAILED)
@@ -282,7 +286,13 @@ class CoreCall:
             data = event.batch_operations[0].message()
             if data is None:
                 return
-            yield self._method.read(data)
+            yield self._read(data)
+
+    def _read(self, data: bytes) -> Any:
+        try:
+            return self._method.read(data)
+        except DecodeError:
+            raise InputError(f"request: {len(data)} bytes are not the message that {self._method.path} takes") from None
 
     async def _step(self, *operations: Any) -> Any:
         """What gRPC says when it has done them."""

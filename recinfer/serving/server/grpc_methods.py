@@ -189,11 +189,16 @@ def _ending(call: str, data: bytes, error: Exception) -> Ending:
     return Ending(status.code, status.message, trailing_of(error, status.message))
 
 
-def add_standard_services(server: CoreServer, services: Sequence[str], descriptors: DescriptorPool) -> EndingHealth:
-    """Reflection of ``services`` and of itself, and health, which is given back."""
+def add_standard_services(
+    server: CoreServer,
+    services: Sequence[str],
+    descriptors: DescriptorPool,
+    is_ready: Callable[[], bool] = lambda: True,
+) -> EndingHealth:
+    """Reflection of ``services`` and of itself, and health, which is given back and says NOT_SERVING."""
     shown = reflection.aio.ReflectionServicer((*services, reflection.SERVICE_NAME), pool=descriptors)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(shown, server)
-    health = EndingHealth()
+    health = EndingHealth(is_ready)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     return health
 

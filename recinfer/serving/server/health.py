@@ -1,27 +1,61 @@
-"""grpc.health.v1 whose watchers are let go when the server stops, so that draining need not wait for them."""
+"""grpc.health.v1: three answers (started, ready, live), and watchers that are let go when the server stops."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
+import grpc
 from grpc_health.v1 import health, health_pb2
 
-__all__ = ["EndingHealth"]
+__all__ = ["LIVENESS", "READINESS", "EndingHealth"]
+
+READINESS, LIVENESS = "readiness", "liveness"
+"""Services that a probe may name beside "" (started): "can it answer now" and "is the process well"."""
 
 _NOTICED_S = 1.0  # for watchers whose connection takes nothing
+_LOOK_S = 0.5  # between two looks of one who watches readiness: what it depends on tells nobody of its changes
+
+_Status = health_pb2.HealthCheckResponse
 
 
 class EndingHealth(health.aio.HealthServicer):  # type: ignore[misc]
-    """As grpc_health has it, but a Watch ends once it has said NOT_SERVING for good, and each watcher hears all.
+    """As grpc_health has it, but NOT_SERVING until :meth:`show`, and with readiness and liveness.
 
-    A Watch never ends by itself, and gRPC's grace is for all calls: one watcher would hold a stop up for all of it. There,
-    too, the watchers of a service share what wakes them, and the first one that leaves takes it away from the others.
+    A Watch ends once it has said what is last for good, and each watcher hears all. In grpc_health a Watch never ends by
+    itself, and gRPC's grace is for all calls: one watcher would hold a stop up for all of it. There, too, the watchers of
+    a service share what wakes them, and the first one that leaves takes it away from the others.
+
+    Args:
+        is_ready: whether the server can answer now, once it has started; called on the event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_ready: Callable[[], bool] = lambda: True) -> None:
         super().__init__()
+        self._server_status[""] = _Status.NOT_SERVING
+        self._is_ready = is_ready
         self._watching: dict[asyncio.Event, asyncio.Task[Any]] = {}
+
+    def is_ready(self) -> bool:
+        """What "readiness" says: it has started, does not stop, and can answer now."""
+        return bool(self._server_status[""] == _Status.SERVING) and self._is_ready()
+
+    def _status(self, service: str) -> Any:
+        """None: there is no such service."""
+        if service == LIVENESS:  # who gets an answer has it from a loop that runs
+            return _Status.SERVING
+        if service == READINESS:
+            return _Status.SERVING if self.is_ready() else _Status.NOT_SERVING
+        return self._server_status.get(service)
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        """See grpc.health.v1."""
+        status = self._status(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return _Status(status=status)
 
     async def Watch(self, request: Any, context: Any) -> None:
         """See grpc.health.v1."""
@@ -29,17 +63,20 @@ class EndingHealth(health.aio.HealthServicer):  # type: ignore[misc]
         task = asyncio.current_task()
         assert task is not None
         self._watching[changed] = task
+        look_s = _LOOK_S if request.service == READINESS else None
         try:
             while True:
                 changed.clear()
-                status = self._server_status.get(request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+                status = self._status(request.service)
+                status = _Status.SERVICE_UNKNOWN if status is None else status
                 if status != said:
-                    await context.write(health_pb2.HealthCheckResponse(status=status))
+                    await context.write(_Status(status=status))
                     said = status
                 elif self._gracefully_shutting_down:  # there is nothing more to say
                     return
                 else:
-                    await changed.wait()
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(changed.wait(), look_s)
         finally:
             del self._watching[changed]
 
@@ -47,6 +84,11 @@ class EndingHealth(health.aio.HealthServicer):  # type: ignore[misc]
         self._server_status[service] = status
         for changed in self._watching:
             changed.set()
+
+    async def show(self, services: Iterable[str], serving: bool) -> None:
+        """Say of all of ``services`` whether they have started."""
+        for service in services:
+            await self.set(service, _Status.SERVING if serving else _Status.NOT_SERVING)
 
     async def end(self) -> None:
         """Say NOT_SERVING to all, and end their calls."""

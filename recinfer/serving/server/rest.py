@@ -35,7 +35,9 @@ _BODY_S = 30.0  # a body that is not here by then is given up
 _UNPACKED = 4  # compressed bodies of the largest size that are there unpacked at a time, or many small ones
 _MAX_NAME = 1024
 _SHOWN = 80
-_PATHS = "/v2, /v2/health/live, /v2/health/ready or /v2/models/MODEL[/versions/VERSION][/ready or /infer]"
+_PATHS = (
+    "/v2, /v2/health/live, /v2/health/ready, /live, /ready or /v2/models/MODEL[/versions/VERSION][/ready or /infer]"
+)
 _DIGITS = re.compile("[0-9]{1,19}")  # int() refuses thousands of them with an error of its own
 
 _Observe = Callable[..., None]
@@ -82,8 +84,10 @@ class HttpDoor:
             app.router.add_get(path + "/ready", self._route("ModelReady", self._model_ready, open_to_all=True))
             app.router.add_post(path + "/infer", self._route("ModelInfer", self._infer))
         app.router.add_get("/v2", self._route("ServerMetadata", self._server))
-        app.router.add_get("/v2/health/live", self._route("ServerLive", self._live, open_to_all=True))
-        app.router.add_get("/v2/health/ready", self._route("ServerReady", self._ready, open_to_all=True))
+        for path in ("/live", "/v2/health/live"):
+            app.router.add_get(path, self._route("ServerLive", self._live, open_to_all=True))
+        for path in ("/ready", "/v2/health/ready"):
+            app.router.add_get(path, self._route("ServerReady", self._ready, open_to_all=True))
         self._site = HttpSite(app, self.host, self.port, tls=self._tls, reuse_port=self._reuse_port, grace=self._grace)
         await self._site.start()
         self.port = self._site.port

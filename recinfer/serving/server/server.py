@@ -123,9 +123,7 @@ class Server:
         self._answering: Answering | None = None
         self._health: EndingHealth | None = None
         self._batching = batching or BatchConfig()
-        self.open_inference = OpenInference(
-            self.service.registry, self.service.limits, self._ask, lambda: self._server is not None and self._serving
-        )
+        self.open_inference = OpenInference(self.service.registry, self.service.limits, self._ask, self.is_ready)
         self.admin_calls: dict[str, Answer] = {}
         self._admin_through = admin_through
         if admin is not None:
@@ -139,7 +137,10 @@ class Server:
         self.http_port = http_port
         self._shards, self._serving = shards, serving
         shown = None if shards is None else shards.status
-        self.status = ServerMetrics(self.stats, self.service.registry, self._queue_state, shards=shown).status
+        metrics = ServerMetrics(
+            self.stats, self.service.registry, self._queue_state, shards=shown, is_ready=self.is_ready
+        )
+        self.status = metrics.status
         self._metrics: MetricsDoor | None = None
         self.metrics_port = metrics_port
 
@@ -205,7 +206,8 @@ class Server:
         self._core = server
         server.add_generic_rpc_handlers(self._handlers(answering))
         names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, *([_ADMIN_NAME] if self.admin_calls else [])]
-        self._health = add_standard_services(server, names, _pool_of_everything())
+        self._health = add_standard_services(server, names, _pool_of_everything(), self._reaches_shards)
+        await self._health.show(self._shown(), False)  # before anybody can connect
         if not self._share_port:
             check_address(self.host, self._port)
         credentials = self._security.credentials()
@@ -230,11 +232,22 @@ class Server:
         if self._server is not None:
             run_on_loop(self._show_health())
 
+    def is_ready(self) -> bool:
+        """Whether it can answer now: it has started, and reaches every rank that an answer needs. Call on the serving loop."""
+        return self._health is not None and self._health.is_ready()
+
+    def _reaches_shards(self) -> bool:
+        registry = self.service.registry
+        models = (model for name in registry.names() for model in registry.versions(name).values())
+        return all(model.predictor.state.lookups.can_answer() for model in models)
+
+    def _shown(self) -> tuple[str, ...]:
+        """The services that health knows."""
+        return ("", SERVICE_NAME, OPEN_INFERENCE, *self.service.registry.names())
+
     async def _show_health(self) -> None:
         assert self._health is not None
-        status = health_pb2.HealthCheckResponse.SERVING if self._serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", SERVICE_NAME, OPEN_INFERENCE, *self.service.registry.names()):
-            await self._health.set(name, status)
+        await self._health.show(self._shown(), self._serving)
 
     async def _stop(self, grace: float) -> None:
         server, self._server = self._server, None

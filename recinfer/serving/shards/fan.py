@@ -363,7 +363,7 @@ class Fan:
 
     def _lose(self, ranks: Sequence[int]) -> None:
         """Nobody can be asked for ``ranks``."""
-        if self._of.default_rows and self._fanout.missing != "error":
+        if self._of.default_rows and self._fanout.gives_default_rows:
             self._fanout.lost(ranks)
             self.missing = (*self.missing, *ranks)
             self._look()

@@ -128,6 +128,11 @@ class Fanout:
         """What a rank that nobody answers for means, by the settings of this moment; None: as each manifest says."""
         return self._missing or self.pool.config.settings.missing
 
+    @property
+    def gives_default_rows(self) -> bool:
+        """Whether a manifest that allows default rows where nobody answers is followed."""
+        return self.missing != "error"
+
     def check_manifest(self, manifest: Manifest) -> None:
         """Raises ConfigError when the settings ask for default rows that ``manifest`` does not allow."""
         if self.missing == "default_rows" and manifest.missing_shards != "default_rows":

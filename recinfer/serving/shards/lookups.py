@@ -70,6 +70,12 @@ class RemoteLookups:
         begin = functools.partial(self._fanout.begin, self.spec.key, default_rows=self._default_rows)
         return RemoteTables(split, part.names, part.dims, self._rows, find, begin)
 
+    def can_answer(self) -> bool:
+        """See :class:`recinfer.inference.lookups.Lookups`."""
+        if self._default_rows and self._fanout.gives_default_rows:
+            return True
+        return not self._fanout.pool.unreachable(self.ranks, self.spec.key)
+
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
         """See :class:`recinfer.inference.lookups.Lookups`; not on the serving loop itself."""
         return start_on_loop(self._find(requests, present, float("inf"), exact=True)).result()

@@ -53,6 +53,7 @@ _MAX_RUNNING = 512
 _STOP_SLACK_S = 5.0
 _NOTICED_S = 0.1  # after which rankers know that this server takes no more requests
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_SHOWN = ("", SERVICE_NAME)  # the services that health knows
 _log = logging.getLogger(__name__)
 
 
@@ -127,6 +128,7 @@ class ShardServer:
         return {
             "uptime": time.monotonic() - self._started,
             "workers": 1,
+            "ready": self._server is not None and self._health.is_ready(),
             "requests": [
                 {"method": call, "code": code, "count": count}
                 for (call, code), count in sorted(self.stats.requests().items())
@@ -178,6 +180,7 @@ class ShardServer:
         )
         calls = {"Find": self._find, "Prepare": self._prepare, "State": self._state}
         self._health = add_standard_services(server, [SERVICE_NAME, _HEALTH_NAME], _descriptors())
+        await self._health.show(_SHOWN, False)  # before anybody can connect
         server.add_generic_rpc_handlers((generic_handler(SERVICE_NAME, calls, self._observer),))
         check_address(self.host, self.port)
         credentials = self._security.credentials()
@@ -196,9 +199,8 @@ class ShardServer:
         self._follow_busy(server)
         if self.metrics_port is not None:
             await self._start_metrics(self.metrics_port)
-        for name in ("", SERVICE_NAME):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._server = server
+        await self._health.show(_SHOWN, True)
 
     def _follow_busy(self, server: CoreServer) -> None:
         # Small requests are answered by the threads that read sockets: ours and gRPC's. They share Python's lock, so together

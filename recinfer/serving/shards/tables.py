@@ -5,6 +5,7 @@ Shapes: S streams, B samples, N ids.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -357,9 +358,16 @@ class ShardTables:
         if not parts or any(part in ("..", "/") or "\0" in part for part in parts):
             raise InputError(f"folder: got {name[:80]!r}, expected a path inside the store")
         path = self._store.joinpath(*parts)
-        if not path.resolve().is_relative_to(self._store.resolve()):
+        try:
+            leads_out, exists = not path.resolve().is_relative_to(self._store.resolve()), path.exists()
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            text = f"folder: got {name[:80]!r}... ({len(name)} characters), which is longer than a file's name can be"
+            raise InputError(text) from None
+        if leads_out:
             raise InputError(f"folder: {name[:80]!r} leads out of the store")
-        if not path.exists():
+        if not exists:
             raise NotFoundError(f"version: the store of this host has no {name[:80]!r}; copy it here")
         return path
 

@@ -4,6 +4,7 @@ A status is a JSON object. Its counts only grow, so that who looks twice has a r
 
     uptime      seconds
     workers     processes behind these figures
+    ready       whether a request would be answered now: by every one of them, since they share the port
     requests    [{method, code, count}]
     latency     {method: histogram}; a histogram is {bounds, counts, total}, with one more count for what is beyond
     stages      {stage: histogram}, in the order a request goes through them
@@ -46,6 +47,7 @@ class ServerMetrics:
         registry: the models.
         queue: gives the state of the queue of requests; None where there is none (yet).
         shards: gives the figures of the remote shards that are asked (see recinfer.serving.shards.fanout); None: none are.
+        is_ready: whether the server can answer now.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class ServerMetrics:
         queue: Callable[[], BatcherState | None] = lambda: None,
         *,
         shards: Callable[[], dict[str, Any]] | None = None,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
         self._stats, self._registry, self._queue, self._shards = stats, registry, queue, shards
+        self._is_ready = is_ready
         self._started = time.monotonic()
         self._stages_of: dict[int, Stages] = {}  # of the models seen last time
         self._past: list[dict[str, HistogramState]] = []  # of models that are gone, summed: at most one entry
@@ -67,6 +71,7 @@ class ServerMetrics:
         return {
             "uptime": time.monotonic() - self._started,
             "workers": 1,
+            "ready": self._is_ready(),
             "requests": _requests(self._stats.requests()),
             "latency": {call: plain_histogram(state) for call, state in sorted(self._stats.latency().items())},
             "stages": {stage: plain_histogram(state) for stage, state in self._stages().items()},
@@ -112,6 +117,7 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
     return {
         "uptime": max((status["uptime"] for status in running), default=0.0),
         "workers": sum(status["workers"] for status in running),
+        "ready": bool(running) and all(status["ready"] for status in running),  # they share the port
         "requests": _requests(counted),
         "latency": _merge_histograms([status["latency"] for status in everything]),
         "stages": _merge_histograms([status["stages"] for status in everything]),

@@ -1,4 +1,4 @@
-"""The metrics port: ``/metrics`` for Prometheus, ``/status.json``, and ``/``, a page for people."""
+"""The metrics port: ``/metrics`` for Prometheus, ``/status.json``, ``/ready``, ``/live``, and ``/``, a page for people."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ _PAGE = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
+
+_READY, _LIVE = "/ready", "/live"  # open to all, as gRPC's health is
 
 
 class MetricsDoor:
@@ -57,6 +59,8 @@ class MetricsDoor:
         app.router.add_get("/", self._show_page)
         app.router.add_get("/metrics", self._show_metrics)
         app.router.add_get("/status.json", self._show_status)
+        app.router.add_get(_READY, self._show_ready)
+        app.router.add_get(_LIVE, self._show_live)
         self._site = HttpSite(app, self.host, self.port, tls=self._tls)
         await self._site.start()
         self.port = self._site.port
@@ -69,7 +73,7 @@ class MetricsDoor:
 
     @web.middleware
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._allows(_as_bearer(request.headers.get("Authorization"))):
+        if request.path in (_READY, _LIVE) or self._allows(_as_bearer(request.headers.get("Authorization"))):
             return await handler(request)
         asks = {"WWW-Authenticate": 'Basic realm="recinfer: the token as the password", charset="UTF-8"'}
         return web.Response(status=401, text="this page needs the server's token", headers=asks)
@@ -82,6 +86,13 @@ class MetricsDoor:
 
     async def _show_status(self, request: web.Request) -> web.Response:
         return web.json_response(await self._status(), headers={"Cache-Control": "no-store"})
+
+    async def _show_ready(self, request: web.Request) -> web.Response:
+        ready = bool((await self._status())["ready"])
+        return web.json_response({"ready": ready}, status=200 if ready else 503)
+
+    async def _show_live(self, request: web.Request) -> web.Response:
+        return web.json_response({"live": True})
 
 
 def _as_bearer(header: str | None) -> str | None:

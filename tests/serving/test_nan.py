@@ -1,0 +1,87 @@
+"""Finite inputs that a model cannot compute with: an error that names the place, on every way to an answer, for them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recinfer.errors import InputError
+from recinfer.inference.predictor import load
+from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.engine.decoded_path import InferenceService, Message
+from recinfer.serving.engine.parallel_parts import SideBySide
+from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.server.server import Server
+from recinfer.serving.wire import codec
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.serving.conftest import NUM_DENSE, build_model, export, make_request
+
+HUGE = 1e18  # finite, and so is its square: the byte path does not leave it to the other for that
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> InferenceService:
+    """Of a model whose layers multiply by much."""
+    model = build_model()
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight *= 1e6
+    path = export(model, tmp_path_factory.mktemp("nan"), "steep", "1", num_dense=NUM_DENSE)
+    return InferenceService(ModelRegistry({"steep": load(path)}))
+
+
+@pytest.fixture(scope="module")
+def client(service: InferenceService) -> Iterator[InferenceClient]:
+    with Server(service.registry) as server, InferenceClient(server.target, timeout=60) as client:
+        yield client
+
+
+def odd_request(batch: int = 4) -> tuple[Tensor, KeyedJaggedTensor]:
+    dense, features = make_request(1, batch)
+    dense[2] = torch.tensor([HUGE, -HUGE, HUGE])
+    return dense, features
+
+
+SAYS = r"output 'output': sample 2 is NaN, though all inputs are finite"
+
+
+def test_the_answer_is_an_error(client: InferenceClient):
+    with pytest.raises(InputError, match=SAYS):
+        client.predict(*odd_request())
+    assert client.predict(*make_request(1, 4))["output"].isfinite().all()
+
+
+def test_the_byte_path_leaves_it_to_the_decoded_path(service: InferenceService):
+    data = codec.encode_predict_request(*odd_request())
+    request = service.direct.read(data)
+    assert request is not None and request.can_predict() and request.dense() is not None
+    assert service.direct.predict(data) is None
+    with pytest.raises(InputError, match=SAYS):
+        service.predict(data)
+
+
+def test_parts_that_run_side_by_side(service: InferenceService):
+    request = service.direct.read(codec.encode_predict_request(*odd_request(256)), large=True)
+    fine = service.direct.read(codec.encode_predict_request(*make_request(1, 256)), large=True)
+    assert request is not None and fine is not None
+    beside = SideBySide(2)
+    try:
+        assert service.direct.predict_alone(request, beside)[0] is None
+        assert service.direct.predict_alone(fine, beside)[0] is not None
+    finally:
+        beside.close()
+
+
+@pytest.mark.parametrize("decoded", [False, True], ids=["bytes", "decoded"])
+def test_others_of_the_same_run_are_answered(service: InferenceService, decoded: bool):
+    messages = [codec.encode_predict_request(*make_request(seed, 4)) for seed in range(2)]
+    messages.insert(1, codec.encode_predict_request(*odd_request()))
+    works = [service.decode_predict(data) if decoded else Message("Predict", data) for data in messages]
+    answers = service.run(works)
+    assert [isinstance(answer, bytes) for answer in answers] == [True, False, True]
+    with pytest.raises(InputError, match=SAYS):
+        raise answers[1]
