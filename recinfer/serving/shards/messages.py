@@ -133,11 +133,7 @@ def decode_request(data: bytes, limits: Limits) -> Request:
 
 def decode_part(part: pb.ShardPart, streams: int, batch: int) -> RequestPart:
     """The arrays of a part for ``streams`` streams; raises InputError when they do not fit."""
-<<<<<<< HEAD
-    bags, ids = streams * batch, np.frombuffer(part.ids or part.ids_int64, _id_type(part))
-=======
-    bags, ids = streams * batch, _array("ids", part.ids or part.ids_int64, np.int32 if part.ids else np.int64)
->>>>>>> w-health
+    bags, ids = streams * batch, _array("ids", part.ids or part.ids_int64, _id_type(part).type)
     raw = part.lengths
     if not part.length_bytes:
         if len(ids) != bags:
@@ -156,7 +152,6 @@ def decode_part(part: pb.ShardPart, streams: int, batch: int) -> RequestPart:
     return RequestPart(part.rank, part.module, offsets, ids, weights)
 
 
-<<<<<<< HEAD
 def part_sizes(part: pb.ShardPart, streams: int, batch: int) -> tuple[int, int]:
     """Ids of a part, and bytes of the offsets that :func:`decode_part` would make; nothing is allocated."""
     item = _id_type(part).itemsize
@@ -167,7 +162,6 @@ def _id_type(part: pb.ShardPart) -> np.dtype[Any]:
     return np.dtype(np.int32 if part.ids else np.int64)
 
 
-=======
 def _array(name: str, raw: bytes, dtype: type[np.generic]) -> NDArray[Any]:
     size = np.dtype(dtype).itemsize
     if len(raw) % size:
@@ -177,8 +171,6 @@ def _array(name: str, raw: bytes, dtype: type[np.generic]) -> NDArray[Any]:
     return np.frombuffer(raw, dtype)
 
 
-@lru_cache(maxsize=64)
->>>>>>> w-health
 def ones(bags: int, dtype: Any) -> NDArray[Any]:
     """Offsets of that many bags of one id each; not to be written."""
     return _few_ones(bags, dtype) if bags <= _FEW_BAGS else np.arange(bags + 1, dtype=dtype)
