@@ -279,18 +279,18 @@ def test_plain_json(server: Server, predictor: Predictor):
     np.testing.assert_allclose(np.reshape(output["data"], output["shape"]), expected.numpy(), atol=1e-6)
 
 
-def test_what_overflows_is_null_in_json(server: Server, predictor: Predictor):
+def test_what_overflows_to_nan_is_an_error_in_json_too(server: Server, predictor: Predictor):
     dense, kjt = make_request(5, 1)
     dense = torch.full_like(dense, 3e38) * torch.tensor([1.0, -1.0]).repeat(dense.shape[1])[: dense.shape[1]]
-    assert not predictor.predict(dense, kjt)["output"].isfinite().any()
+    assert predictor.predict(dense, kjt)["output"].isnan().all()
     inputs = [{"name": "dense", "datatype": "FP32", "shape": [1, NUM_DENSE], "data": dense.tolist()}]
     for name, array in jagged(kjt).items():
         inputs.append(
             {"name": name, "datatype": array.dtype.name.upper(), "shape": [array.size], "data": array.tolist()}
         )
     code, answer = post(server, json.dumps({"inputs": inputs}).encode())
-    assert code == 200, answer
-    assert answer["outputs"][0]["data"] == [None]
+    assert code == 400, answer
+    assert "output 'output': sample 0 is NaN, though all inputs are finite" in answer["error"]
 
 
 TENSOR = {"name": "user", "datatype": "INT64", "shape": [2]}
