@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections import Counter
@@ -175,15 +176,28 @@ class Driver:
             else:
                 done[i] = time.perf_counter() - begin
 
-        tasks: list[asyncio.Task[None]] = []
+        # Those under way alone: collections of garbage would go through all that are kept.
+        tasks: set[asyncio.Task[None]] = set()
+        failures: list[BaseException] = []
         all_sent = asyncio.Event()
 
+        def over(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                failures.append(error)
+
         def send(first: int, last: int) -> None:
-            tasks.extend(asyncio.ensure_future(ask(i)) for i in range(first, last))
+            for i in range(first, last):
+                task = asyncio.ensure_future(ask(i))
+                tasks.add(task)
+                task.add_done_callback(over)
             if last == count:
                 all_sent.set()
 
         stopped = threading.Event()
+        was_frozen = gc.get_freeze_count() > 0
+        gc.collect()
+        gc.freeze()  # what is loaded by now is passed over: going through it takes longer than many a promise
         begin = time.perf_counter() + 0.01
         arguments = (asyncio.get_running_loop(), due_s, begin, send, stopped)
         threading.Thread(target=_when_due, args=arguments, name="recinfer-due", daemon=True).start()
@@ -191,9 +205,13 @@ class Driver:
             await all_sent.wait()
             await asyncio.gather(*tasks)
         finally:
+            if not was_frozen:  # else what somebody froze before would thaw too
+                gc.unfreeze()
             stopped.set()
-            for task in tasks:
+            for task in tuple(tasks):
                 task.cancel()
+        if failures:
+            raise failures[0]
         spread = float(due_s[-1] - due_s[0]) * count / max(count - 1, 1)
         answered = np.sort(done[np.isfinite(done)])
         reason = reasons[0] if reasons else ""
