@@ -227,8 +227,7 @@ class Answering:
             back(0 if found is None else samples, cost)
             tell(found)
 
-        if not away.answer_later(asked, until, told, aside, beside):
-            told(None, 0.0)
+        away.answer_later(asked, until, told, aside, beside)
         return LATER
 
 

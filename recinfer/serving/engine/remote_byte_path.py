@@ -17,7 +17,7 @@ from recinfer.serving.engine.byte_path import Direct, PlainRequest, lookup_head
 from recinfer.serving.engine.parallel_parts import SideBySide
 
 if TYPE_CHECKING:
-    from recinfer.serving.shards.fan import Answers
+    from recinfer.serving.shards.fan_out import Answers
 
 __all__ = ["Aside", "Away", "AwayRequest", "Told"]
 
@@ -80,7 +80,7 @@ class Away:
             beside: see :meth:`Direct.predict_in_parts`.
 
         Raises:
-            UnavailableError, DeadlineError: as recinfer.serving.shards.fanout.Fanout.find.
+            UnavailableError, DeadlineError: as recinfer.serving.shards.fan_out.FanOut.begin.
         """
         start = time.perf_counter()
         answers, missing = await asked.request.tables.find(asked.parts, asked.request.batch, deadline)
@@ -89,11 +89,11 @@ class Away:
 
     def answer_later(
         self, asked: AwayRequest, deadline: float, told: Told, aside: Aside, beside: SideBySide | None = None
-    ) -> bool:
-        """The same without waiting; False: it has to be :meth:`answer`.
+    ) -> None:
+        """The same without waiting.
 
         Args:
-            told: hears of it on a thread of gRPC's, on the loop, or where ``aside`` runs the dense part.
+            told: hears of it on the shards' thread, or where ``aside`` runs the dense part.
             aside: runs the dense part.
         """
         start = time.perf_counter()
@@ -114,7 +114,7 @@ class Away:
             else:
                 finish(answers, missing)
 
-        return bool(asked.request.tables.begin(asked.parts, asked.request.batch, deadline, over))
+        asked.request.tables.begin(asked.parts, asked.request.batch, deadline, over)
 
     def _finish(
         self,

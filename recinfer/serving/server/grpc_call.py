@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from recinfer.errors import InputError
 from recinfer.serving.server.grpc_binding import cygrpc
 
-__all__ = ["LATER", "CoreCall", "Each", "Ending", "Fast", "Later", "Method", "Owner"]
+__all__ = ["LATER", "CoreCall", "Ending", "Fast", "Later", "Method", "Owner"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
@@ -55,10 +55,6 @@ class Later(Enum):
 LATER = Later.LATER
 """What a Fast says that has deferred its call, and will end it."""
 
-Each = Callable[[bytes, Callable[[bytes], None]], None]
-"""Takes one message of a stream, on gRPC's thread, and what to call with its answer: once, then or later, on any thread. What it
-raises ends the stream, so an error of ours is an answer too."""
-
 Fast = Callable[[bytes, float, "CoreCall"], "bytes | Ending | Later | None"]
 """Answers a message at once, on gRPC's thread: takes it, the ``time.monotonic()`` after which nobody waits, and the call.
 None: the call's handler has to answer. LATER: see :meth:`CoreCall.defer`."""
@@ -78,7 +74,7 @@ class Owner(Protocol):
     loop: asyncio.AbstractEventLoop
     tasks: set[asyncio.Task[None]]
     deferred: set[CoreCall]
-    open: set[Any]
+    open: set[CoreCall]
 
     @property
     def is_stopping(self) -> bool: ...

@@ -28,12 +28,10 @@ from recinfer.serving.server.grpc_call import (
     CANCELLED,
     FAILED,
     CoreCall,
-    Each,
     Ending,
     Fast,
     Method,
 )
-from recinfer.serving.server.grpc_stream import AnswerStream
 
 __all__ = ["Admit", "CoreServer"]
 
@@ -60,7 +58,6 @@ class CoreServer:
         options: of the server's channels.
         admit: looks at every call as it arrives.
         fast: by method path; for methods with one message in and out, whose messages it gets as they came.
-        streams: by method path; answers each message of a call that has many, one after another, without a handler.
 
     Tasks run on the event loop that :meth:`start` runs on.
 
@@ -74,10 +71,8 @@ class CoreServer:
         options: Sequence[tuple[str, Any]],
         admit: Admit = lambda path, deadline, metadata: None,
         fast: Mapping[str, Fast] | None = None,
-        streams: Mapping[str, Each] | None = None,
     ) -> None:
         self._admit, self._fast = admit, dict(fast or {})
-        self._streams = {path.encode(): each for path, each in (streams or {}).items()}
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._methods: dict[bytes, Method | None] = {}
         self._server = cygrpc.Server(tuple(options), False)
@@ -91,7 +86,7 @@ class CoreServer:
         self.thread_id: int | None = None
         self.tasks: set[asyncio.Task[None]] = set()
         self.deferred: set[CoreCall] = set()
-        self.open: set[CoreCall | AnswerStream] = set()
+        self.open: set[CoreCall] = set()
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """See grpc.aio.Server."""
@@ -222,19 +217,13 @@ class CoreServer:
         deadline = math.inf
         if details.deadline < _NEVER_S:
             deadline = time.monotonic() + details.deadline - time.time()
-        each = self._streams.get(details.method)
-        method = None if each is not None else self._method(details.method, metadata)
+        method = self._method(details.method, metadata)
         path = details.method.decode("utf-8", "replace") if method is None else method.path
         try:
             ending = self._admit(path, deadline, metadata)
         except Exception:
             _log.exception("%s could not be admitted", path)
             ending = FAILED
-        if each is not None and ending is None:
-            stream = AnswerStream(self, event.call, path, each)
-            self.open.add(stream)
-            stream.begin()
-            return None
         call = CoreCall(self, event.call, metadata, deadline, method)
         self.open.add(call)
         if ending is not None or method is None:

@@ -29,13 +29,11 @@ __all__ = [
     "Begin",
     "Told",
     "add_standard_services",
-    "at_once",
     "connection_options",
     "deadline",
     "generic_handler",
     "handler",
     "in_time",
-    "one_by_one",
     "until_signalled",
 ]
 
@@ -48,8 +46,6 @@ _AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
 deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 Answer = Callable[[bytes], Awaitable[bytes]]
-
-Answered = Callable[[bytes], bytes]
 
 Told = Callable[["bytes | Exception | None"], None]
 """Takes an answer, an error, or None where the method's handler is to answer; once, on any thread."""
@@ -114,18 +110,8 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
     return handle
 
 
-def at_once(call: str, answer: Callable[[bytes, float], bytes | None], observer: Observer) -> Fast:
-    """The same for what is answered on gRPC's own thread.
-
-    Args:
-        answer: takes a message and the ``time.monotonic()`` after which nobody waits; None: the method's handler answers.
-    """
-
-    return in_time(call, lambda data, until, defer: answer(data, until), observer)
-
-
 def in_time(call: str, begin: Begin, observer: Observer) -> Fast:
-    """The same for what may have to wait for other threads, where ``begin`` gives the answer, or sees to it."""
+    """The same on gRPC's own thread, for what may have to wait for others, where ``begin`` gives the answer, or sees to it."""
 
     def fast(data: bytes, until: float, asked: CoreCall) -> bytes | Ending | Later | None:
         start = time.perf_counter()
@@ -160,26 +146,6 @@ def in_time(call: str, begin: Begin, observer: Observer) -> Fast:
         return found
 
     return fast
-
-
-def one_by_one(call: str, answer: Answered, failed: Callable[[Ending], bytes], observer: Observer) -> Answered:
-    """The same for the messages of a stream, each counted as a call of ``call``. It raises nothing.
-
-    Args:
-        failed: what a message is answered with that cannot be.
-    """
-
-    def each(data: bytes) -> bytes:
-        start = time.perf_counter()
-        try:
-            found, code = answer(data), "OK"
-        except Exception as error:
-            ending = _ending(call, data, error)
-            found, code = failed(ending), ending.code
-        observer.answered(call, code, time.perf_counter() - start, num_bytes=len(data))
-        return found
-
-    return each
 
 
 def _ending(call: str, data: bytes, error: Exception) -> Ending:

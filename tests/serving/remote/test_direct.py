@@ -31,7 +31,7 @@ from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.server.loop import run_on_loop
 from recinfer.serving.server.server import Server
-from recinfer.serving.shards.fanout import Fanout
+from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.layout import module_layouts
 from recinfer.serving.shards.lookups import remote_lookups
 from recinfer.serving.shards.messages import join_request
@@ -139,12 +139,12 @@ def served(archive: Path, folder: Path, *, missing: str | None = None, **setting
             server = stack.enter_context(shard(archive, group))
             for rank in group:
                 ranks.setdefault(rank, []).append(server.target)
-        fanout = stack.enter_context(asking(write_shards(folder / "shards.json", ranks, **settings), missing=missing))
-        yield service_of(archive, fanout)
+        fan_out = stack.enter_context(asking(write_shards(folder / "shards.json", ranks, **settings), missing=missing))
+        yield service_of(archive, fan_out)
 
 
-def service_of(archive: Path, fanout: Fanout, limits: Limits | None = None) -> InferenceService:
-    return InferenceService(ModelRegistry({"pooled": load(archive, lookups=remote_lookups(fanout))}), limits)
+def service_of(archive: Path, fan_out: FanOut, limits: Limits | None = None) -> InferenceService:
+    return InferenceService(ModelRegistry({"pooled": load(archive, lookups=remote_lookups(fan_out))}), limits)
 
 
 def straight(service: InferenceService, call: str, data: bytes) -> bytes | None:
@@ -350,8 +350,8 @@ def test_a_missing_rank_is_an_error_or_flagged_zeros(tmp_path: Path):
     predict = codec.encode_predict_request(torch.zeros(3, NUM_DENSE), make_request(3, 1, longest=1))
     for missing in ("error", None, "default_rows"):
         with served(archive, tmp_path, missing=missing) as service:
-            fanout = service.registry.get().predictor.lookups._fanout
-            fanout.pool.replicas(0)[0].up = False  # its health does not change, so it stays like this
+            fan_out = service.registry.get().predictor.lookups._fan_out
+            fan_out.pool.replicas(0)[0].up = False  # its health does not change, so it stays like this
             if missing == "error":
                 with pytest.raises(UnavailableError, match="rank 0 has no living replica"):
                     straight(service, "Lookup", data)
@@ -362,21 +362,21 @@ def test_a_missing_rank_is_an_error_or_flagged_zeros(tmp_path: Path):
                 assert list(kind.FromString(found).missing_ranks) == [0]
                 if call == "Lookup":
                     assert found == ordinary(service, call, message)
-            assert fanout.default_rows[0] == 3
+            assert fan_out.default_rows[0] == 3
 
 
 def test_default_rows_need_the_manifests_word(tmp_path: Path):
     archive = make_archive(tmp_path, "row_wise")
     data = codec.encode_lookup_request(make_request(3, 1, longest=1))
     with served(archive, tmp_path) as service:
-        fanout = service.registry.get().predictor.lookups._fanout
-        fanout.pool.replicas(0)[0].up = False
-        fanout._missing = "default_rows"  # as a shards.json does that is changed while the ranker runs
+        fan_out = service.registry.get().predictor.lookups._fan_out
+        fan_out.pool.replicas(0)[0].up = False
+        fan_out._missing = "default_rows"  # as a shards.json does that is changed while the ranker runs
         for way in (straight, ordinary):
             with pytest.raises(UnavailableError, match=r"rank 0 has no living replica.*manifest does not allow them"):
                 way(service, "Lookup", data)
         with pytest.raises(ConfigError, match="pooled 1 does not allow default rows; export or reshard it"):
-            load(archive, lookups=remote_lookups(fanout))
+            load(archive, lookups=remote_lookups(fan_out))
 
 
 def test_through_a_server_and_in_its_figures(tmp_path: Path):
@@ -386,7 +386,7 @@ def test_through_a_server_and_in_its_figures(tmp_path: Path):
     with served(archive, tmp_path) as service:
         predictor = service.registry.get().predictor
         with (
-            Server({"pooled": predictor}, shards=predictor.lookups._fanout) as server,
+            Server({"pooled": predictor}, shards=predictor.lookups._fan_out) as server,
             InferenceClient(server.target, timeout=60) as client,
         ):
             before = predictor.stages.state()["lookup"].count
@@ -448,7 +448,7 @@ def test_a_few_at_a_time_share_no_run(tmp_path: Path, call: str, samples: int, m
     with served(archive, tmp_path) as service:
         predictor = service.registry.get().predictor
         with (
-            Server({"pooled": predictor}, shards=predictor.lookups._fanout) as server,
+            Server({"pooled": predictor}, shards=predictor.lookups._fan_out) as server,
             InferenceClient(server.target, timeout=60) as client,
         ):
             assert server.batcher is not None

@@ -22,7 +22,7 @@ from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.parallel_parts import SideBySide
 from recinfer.serving.server.server import Server
 from recinfer.serving.shards.fan import Fan
-from recinfer.serving.shards.fanout import Fanout
+from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.quick import QuickFan
 from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.wire import codec
@@ -41,7 +41,7 @@ from tests.serving.remote.test_direct import (
     straight,
 )
 
-Alone = tuple[InferenceService, Fanout, list[ShardServer]]
+Alone = tuple[InferenceService, FanOut, list[ShardServer]]
 
 
 def later(
@@ -84,8 +84,8 @@ def replicated(archive: Path, folder: Path, **settings: Any) -> Iterator[Alone]:
     with ExitStack() as stack:
         servers = [stack.enter_context(shard(archive, (0, 1, 2), f"127.0.0.{number}")) for number in (1, 2)]
         targets = {rank: [server.target for server in servers] for rank in range(3)}
-        fanout = stack.enter_context(asking(write_shards(folder / "s.json", targets, **settings)))
-        yield service_of(archive, fanout), fanout, servers
+        fan_out = stack.enter_context(asking(write_shards(folder / "s.json", targets, **settings)))
+        yield service_of(archive, fan_out), fan_out, servers
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,9 +105,9 @@ def test_it_answers_as_the_loop_does(tmp_path: Path, kind: str):
                 found, thread = later(service, "Predict", data, beside=beside)
                 assert found == expected
                 assert (thread == "beside") == beside
-        fanout = service.registry.get().predictor.lookups._fanout
-        assert fanout.calls["sent"] > 0 and set(fanout.calls) == {"sent"}
-        assert all(replica.outstanding == 0 for replica in fanout.pool.everyone())
+        fan_out = service.registry.get().predictor.lookups._fan_out
+        assert fan_out.calls["sent"] > 0 and set(fan_out.calls) == {"sent"}
+        assert all(replica.outstanding == 0 for replica in fan_out.pool.everyone())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,7 +138,7 @@ def ranking(service: InferenceService) -> Iterator[tuple[Server, InferenceClient
     """A ranker's server, and a client that never tries again."""
     predictor = service.registry.get().predictor
     with (
-        Server({"pooled": predictor}, threads=2, shards=predictor.lookups._fanout) as server,
+        Server({"pooled": predictor}, threads=2, shards=predictor.lookups._fan_out) as server,
         InferenceClient(server.target, retries=0, timeout=60) as client,
     ):
         yield server, client
@@ -207,10 +207,10 @@ def test_a_shard_that_dies_on_the_way_of_a_large_prediction_is_answered_and_coun
     with ExitStack() as stack:
         one, other = (stack.enter_context(shard(archive, ranks)) for ranks in ((0,), (1, 2)))
         targets = {0: [one.target], 1: [other.target], 2: [other.target]}
-        fanout = stack.enter_context(asking(write_shards(tmp_path / "s.json", targets)))
-        server, client = stack.enter_context(ranking(service_of(archive, fanout)))
+        fan_out = stack.enter_context(asking(write_shards(tmp_path / "s.json", targets)))
+        server, client = stack.enter_context(ranking(service_of(archive, fan_out)))
         client.predict(*large())
-        (lost,) = fanout.pool.replicas(1)
+        (lost,) = fan_out.pool.replicas(1)
         assert lost.quick is not None
         given: list[Any] = []
 
@@ -232,30 +232,30 @@ def test_a_shard_that_dies_on_the_way_of_a_large_prediction_is_answered_and_coun
         until(lambda: not server.batcher.state.running)
         assert server.batcher.state.requests == 2
         assert server.stats.requests() == {("Predict", "OK"): 1, ("Predict", "UNAVAILABLE"): 1}
-        assert all(replica.outstanding == 0 for replica in fanout.pool.everyone())
+        assert all(replica.outstanding == 0 for replica in fan_out.pool.everyone())
 
 
 def test_nobody_there_is_the_ordinary_ways_affair(tmp_path: Path):
     with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
-        fanout = service.registry.get().predictor.lookups._fanout
-        fanout.pool.replicas(0)[0].up = False
-        before = dict(fanout.calls)  # of the golden requests
+        fan_out = service.registry.get().predictor.lookups._fan_out
+        fan_out.pool.replicas(0)[0].up = False
+        before = dict(fan_out.calls)  # of the golden requests
         assert later(service, "Lookup", codec.encode_lookup_request(make_request(3)))[0] == "no"
-        assert fanout.calls == before
+        assert fan_out.calls == before
 
 
 def test_a_replica_whose_connection_is_lost_is_replaced_by_the_other(tmp_path: Path, turns: None):
-    with replicated(make_archive(tmp_path, "row_wise"), tmp_path, hedge=False) as (service, fanout, _):
+    with replicated(make_archive(tmp_path, "row_wise"), tmp_path, hedge=False) as (service, fan_out, _):
         data = codec.encode_lookup_request(make_request(3))
         expected = straight(service, "Lookup", data)
-        lost = fanout.pool.replicas(0)[0]
+        lost = fan_out.pool.replicas(0)[0]
         assert lost.quick is not None
         lost.quick.close()
         found = [later(service, "Lookup", data) for _ in range(6)]
         assert [answer for answer, _ in found] == [expected] * 6
         assert any(thread == "recinfer-serving" for _, thread in found), "the loop asked the other one"
-        assert fanout.calls["failed"] >= 1 and fanout.calls["retried"] >= 1
-        assert all(replica.outstanding == 0 for replica in fanout.pool.everyone())
+        assert fan_out.calls["failed"] >= 1 and fan_out.calls["retried"] >= 1
+        assert all(replica.outstanding == 0 for replica in fan_out.pool.everyone())
 
 
 @pytest.mark.parametrize("allowed", [False, True])
@@ -264,15 +264,15 @@ def test_a_rank_that_is_lost_on_the_way_is_an_error_or_flagged(tmp_path: Path, a
     if allowed:
         archive = allowing_default_rows(archive, tmp_path / "allowing.rqa")
     with served(archive, tmp_path) as service:
-        fanout = service.registry.get().predictor.lookups._fanout
-        (lost,) = fanout.pool.replicas(0)
+        fan_out = service.registry.get().predictor.lookups._fan_out
+        (lost,) = fan_out.pool.replicas(0)
         assert lost.quick is not None
         lost.quick.close()
         found, thread = later(service, "Lookup", codec.encode_lookup_request(make_request(3)))
         assert thread == "recinfer-serving"
         if allowed:
             assert list(pb.LookupResponse.FromString(found).missing_ranks) == [0]
-            assert fanout.default_rows[0] == 1
+            assert fan_out.default_rows[0] == 1
         else:
             assert isinstance(found, UnavailableError) and "rank 0 has no living replica" in str(found)
 
@@ -281,13 +281,13 @@ def test_a_call_that_cannot_be_made_is_an_error_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
-        fanout = service.registry.get().predictor.lookups._fanout
-        lost = fanout.pool.replicas(2)[0].quick
+        fan_out = service.registry.get().predictor.lookups._fan_out
+        lost = fan_out.pool.replicas(2)[0].quick
         monkeypatch.setattr(lost, "_ways", ())
         monkeypatch.setattr(lost, "_metadata", (("no header", 3),))
         found, _ = later(service, "Lookup", codec.encode_lookup_request(make_request(3)))
         assert isinstance(found, RecinferError) and "it cannot be asked" in str(found)
-        until(lambda: all(replica.outstanding == 0 for replica in fanout.pool.everyone()))
+        until(lambda: all(replica.outstanding == 0 for replica in fan_out.pool.everyone()))
 
 
 @contextmanager
@@ -309,7 +309,7 @@ def held(server: ShardServer) -> Iterator[tuple[threading.Event, threading.Event
 
 
 def test_a_slow_replica_is_hedged_by_the_loop(tmp_path: Path, turns: None):
-    with replicated(make_archive(tmp_path, "row_wise"), tmp_path) as (service, fanout, servers):
+    with replicated(make_archive(tmp_path, "row_wise"), tmp_path) as (service, fan_out, servers):
         data = codec.encode_lookup_request(make_request(3))
         expected = straight(service, "Lookup", data)
         with held(servers[0]) as (asked, go_on):
@@ -318,14 +318,14 @@ def test_a_slow_replica_is_hedged_by_the_loop(tmp_path: Path, turns: None):
                 found.append(later(service, "Lookup", data))
             assert [answer for answer, _ in found] == [expected] * len(found)
             assert found[-1][1] == "recinfer-serving"
-            assert fanout.calls["hedge_won"] >= 1
+            assert fan_out.calls["hedge_won"] >= 1
             go_on.set()
-        until(lambda: all(replica.outstanding == 0 for replica in fanout.pool.everyone()))
+        until(lambda: all(replica.outstanding == 0 for replica in fan_out.pool.everyone()))
         assert later(service, "Lookup", data)[0] == expected
 
 
 def test_without_hedges_a_slow_replica_is_waited_for_until_the_deadline(tmp_path: Path):
-    with replicated(make_archive(tmp_path, "row_wise"), tmp_path, hedge=False) as (service, fanout, servers):
+    with replicated(make_archive(tmp_path, "row_wise"), tmp_path, hedge=False) as (service, fan_out, servers):
         data = codec.encode_lookup_request(make_request(3))
         with held(servers[0]) as (one, _), held(servers[1]) as (two, _):
             for seconds in (
@@ -338,20 +338,20 @@ def test_without_hedges_a_slow_replica_is_waited_for_until_the_deadline(tmp_path
                 if one.is_set() or two.is_set():
                     break
             assert one.is_set() or two.is_set()
-        until(lambda: all(replica.outstanding == 0 for replica in fanout.pool.everyone()))
+        until(lambda: all(replica.outstanding == 0 for replica in fan_out.pool.everyone()))
 
 
 def test_a_request_that_is_over_is_not_held_until_its_hedge_delay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("recinfer.serving.shards.fan._FIRST_HEDGE_S", 3600.0)
-    with replicated(make_archive(tmp_path, "row_wise"), tmp_path) as (service, fanout, _):
+    monkeypatch.setattr("recinfer.serving.shards.fan_out._FIRST_HEDGE_S", 3600.0)
+    with replicated(make_archive(tmp_path, "row_wise"), tmp_path) as (service, fan_out, _):
         data = codec.encode_lookup_request(make_request(3))
-        before = len(fanout.lookout._due)
+        before = len(fan_out.lookout._due)
         gc.collect()
         gc.disable()
         try:
             for _ in range(5):
                 assert later(service, "Lookup", data)[0] == straight(service, "Lookup", data)
-            assert len(fanout.lookout._due) > before
+            assert len(fan_out.lookout._due) > before
             until(lambda: not any(isinstance(each, QuickFan | Fan) for each in gc.get_objects()))
         finally:
             gc.enable()
@@ -359,7 +359,7 @@ def test_a_request_that_is_over_is_not_held_until_its_hedge_delay(tmp_path: Path
 
 def test_what_is_late_is_looked_for_in_order_with_one_timer(tmp_path: Path):
     with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
-        lookout = service.registry.get().predictor.lookups._fanout.lookout
+        lookout = service.registry.get().predictor.lookups._fan_out.lookout
         seen: list[tuple[float, float]] = []
         busy, go_on, over = threading.Event(), threading.Event(), threading.Event()
 

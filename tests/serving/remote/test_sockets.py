@@ -216,8 +216,8 @@ def test_rankers_find_it(tmp_path: Path, token: str | None):
     settings: dict[str, Any] = {} if token is None else {"token_file": str(tmp_path / "token")}
     path = write_shards(tmp_path / "shards.json", {rank: [f"127.0.0.1:{port}"] for rank in (0, 1, 2)}, **settings)
 
-    def way(fanout: Any) -> AskSocket:
-        (replica,) = fanout.pool.everyone()
+    def way(fan_out: Any) -> AskSocket:
+        (replica,) = fan_out.pool.everyone()
         until(lambda: replica.up)
         ends, reply = into()
         assert replica.quick.ask(b"", time.monotonic() + LONG, reply)
@@ -228,15 +228,15 @@ def test_rankers_find_it(tmp_path: Path, token: str | None):
     fixed = free_port()
     with (
         shard(archive, (0, 1, 2), port=port, security=security, socket_port=fixed) as server,
-        asking(path) as fanout,
+        asking(path) as fan_out,
     ):
-        first = way(fanout)
+        first = way(fan_out)
         assert server.socket_port == fixed == first._address[1]
         assert isinstance(first, AskSocket)
         assert ask(first, b"")[1] == "OK"  # a failure is a message here
         server.stop()
         until(lambda: first.is_over)
         with shard(archive, (0, 1, 2), port=port, security=security):
-            until(lambda: fanout.pool.everyone()[0].up)
-            second = way(fanout)
+            until(lambda: fan_out.pool.everyone()[0].up)
+            second = way(fan_out)
             assert isinstance(second, AskSocket) and second is not first, "it has another port and another name"
