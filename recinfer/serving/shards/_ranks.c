@@ -476,16 +476,16 @@ WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pai
     }
 }
 
-/* Whether `packed` holds what `pack` writes for these pairs. */
+static int is_pair(const Pair *pair, int64_t batch) {
+    return are_bits(pair->bits) && pair->width >= 1 && pair->width <= 1 << 24 && batch <= PY_SSIZE_T_MAX / 64 / pair->width;
+}
+
+/* Whether `packed` holds what `pack` writes for these pairs, each of which `is_pair`. */
 static int is_pack(const Py_buffer *packed, const Pair *pairs, int64_t num_pairs, int64_t batch) {
     const uint8_t *kinds = packed->buf;
     int64_t left = packed->len - num_pairs;
-    for (int64_t p = 0; p < num_pairs && left >= 0; p++) {
-        const Pair *pair = pairs + p;
-        if (!are_bits(pair->bits) || pair->width < 1 || pair->width > 1 << 24 || batch > PY_SSIZE_T_MAX / 64 / pair->width)
-            return 0;
-        left -= kind_bytes(kinds[p], pair, batch, kinds + (packed->len - left), left);
-    }
+    for (int64_t p = 0; p < num_pairs && left >= 0; p++)
+        left -= kind_bytes(kinds[p], pairs + p, batch, kinds + (packed->len - left), left);
     return !left;
 }
 
@@ -494,17 +494,17 @@ static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_
     const Pair *pairs = pairs_view->buf;
     const int64_t num_pairs = pairs_view->len / (Py_ssize_t)sizeof *pairs;
     int64_t widest = 1;
-    if (!is_pack(packed, pairs, num_pairs, batch)) {
-        PyErr_SetString(PyExc_ValueError, "join: a rank's answer is not of the rows that it has");
-        return 0;
-    }
     for (int64_t p = 0; p < num_pairs; p++) {
         const Pair *pair = pairs + p;
-        if (pair->to < -1 || (pair->to >= 0 && pair->to > columns - pair->width)) {
+        if (!is_pair(pair, batch) || pair->to < -1 || (pair->to >= 0 && pair->to > columns - pair->width)) {
             PyErr_SetString(PyExc_ValueError, "join: columns outside the answer");
             return 0;
         }
         widest = pair->width > widest ? pair->width : widest;
+    }
+    if (!is_pack(packed, pairs, num_pairs, batch)) {
+        PyErr_SetString(PyExc_ValueError, "join: a rank's answer is not of the rows that it has");
+        return 0;
     }
     float *vector = PyMem_Malloc((size_t)widest * sizeof *vector);
     if (vector == NULL) {
@@ -532,7 +532,11 @@ static PyObject *is_packed_method(PyObject *module, PyObject *args) {
         PyBuffer_Release(&packed);
         return NULL;
     }
-    const int found = batch > 0 && is_pack(&packed, pairs.buf, pairs.len / (Py_ssize_t)sizeof(Pair), batch);
+    const Pair *first = pairs.buf, *end = first + pairs.len / (Py_ssize_t)sizeof *first;
+    int found = batch > 0;
+    for (const Pair *pair = first; found && pair < end; pair++)
+        found = is_pair(pair, batch);
+    found = found && is_pack(&packed, first, end - first, batch);
     PyBuffer_Release(&pairs);
     PyBuffer_Release(&packed);
     return PyBool_FromLong(found);

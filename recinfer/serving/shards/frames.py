@@ -65,7 +65,12 @@ class ShardsThread:
         self.thread_id = self._thread.native_id
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Call ``function`` on the thread; all that is handed over before its turn begins shares one wake-up."""
+        """Call ``function`` on the thread: now, where this is it. All that others hand over before its turn begins shares one
+        wake-up.
+        """
+        if threading.get_ident() == self._thread.ident:
+            function(*args)
+            return
         self._work.append((function, args))
         if not self._is_woken:
             self._is_woken = True

@@ -86,13 +86,13 @@ def test_settings_that_change_reach_who_is_there(tmp_path: Path):
             write_shards(path, ranks, token_file=str(token), prepare_seconds=5)
             until(lambda: there.lookup(make_request(4)) and fan_out.pool.everyone() != [first])  # each is answered
             (second,) = fan_out.pool.everyone()
-            assert second.up and second._prepare_seconds == 5
+            assert second.up and second._credentials.prepare_seconds == 5
             there.lookup(make_request(4))
             (tmp_path / "other").write_text(TOKENS[1])
             write_shards(path, ranks, token_file=str(tmp_path / "other"), timeout_seconds=0.2)
             until(lambda: fan_out.pool.everyone() != [second])  # the file says so, though nobody takes it
             (third,) = fan_out.pool.everyone()
-            assert third.metadata == (("authorization", f"Bearer {TOKENS[1]}"),) and not third.up
+            assert third._metadata == (("authorization", f"Bearer {TOKENS[1]}"),) and not third.up
 
 
 def test_an_address_that_is_replaced_stays_until_the_new_one_can_be_asked(

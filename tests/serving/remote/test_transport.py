@@ -201,7 +201,7 @@ def test_a_replica_that_is_taken_from_the_list_still_answers_what_it_was_asked(t
             expected = predictor.lookup(request)
             one.tables.find = slow_find  # type: ignore[method-assign]
             for rank in range(3):
-                fan_out.pace(rank, 5000).p95 = 60.0  # so the other replica is not asked because this one takes long
+                fan_out.times(rank, 5000).p95 = 60.0  # so the other replica is not asked because this one takes long
             with ThreadPoolExecutor(1) as pool:
                 answer = pool.submit(predictor.lookup, request)
                 assert asked.wait(60)

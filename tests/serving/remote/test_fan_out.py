@@ -1,4 +1,4 @@
-"""Requests that go to the shards and back on gRPC's threads: the same answers, and the loop's help where something is unusual."""
+"""Requests that are fanned out to the shards: the same answers, hedges, retries, and errors that say what is wrong."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from recinfer.errors import DeadlineError, RecinferError, UnavailableError
+from recinfer.errors import DeadlineError, InputError, RecinferError, UnavailableError
+from recinfer.inference.bags import bags_of
 from recinfer.inference.predictor import load
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine.byte_path import DIRECT_BYTES
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.parallel_parts import SideBySide
 from recinfer.serving.server.server import Server
-from recinfer.serving.shards.fan import Fan
-from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.quick import QuickFan
+from recinfer.serving.shards.fan_out import FanOut, _Request
+from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
@@ -53,7 +53,7 @@ def later(
     beside: bool = False,
     parts: SideBySide | None = None,
 ) -> tuple[Any, str]:
-    """What is told, and the name of the thread that told it; "no" where it has to be asked in the ordinary way."""
+    """What is told, and the name of the thread that told it."""
     asked = service.away.begin(call, data)
     assert asked is not None
     told: queue.SimpleQueue[tuple[Any, str]] = queue.SimpleQueue()
@@ -65,8 +65,7 @@ def later(
         assert (cost > 0) == (call == "Predict" and not isinstance(found, Exception))
         told.put((found, threading.current_thread().name))
 
-    if not service.away.answer_later(asked, time.monotonic() + seconds, tell, aside, parts):
-        return "no", ""
+    service.away.answer_later(asked, time.monotonic() + seconds, tell, aside, parts)
     found = told.get(timeout=90)
     assert told.empty()
     return found
@@ -76,6 +75,13 @@ def later(
 def turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas are asked in turns: no figure is young enough to prefer one."""
     monkeypatch.setattr("recinfer.serving.shards.replica._STALE_S", 0.0)
+
+
+def cut(replica: Replica) -> None:
+    """End a replica's connection for lookups."""
+    connection = replica._connection
+    assert connection is not None
+    connection.thread.call(connection.end, "it was cut")
 
 
 @contextmanager
@@ -89,13 +95,13 @@ def replicated(archive: Path, folder: Path, **settings: Any) -> Iterator[Alone]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_answers_as_the_loop_does(tmp_path: Path, kind: str):
+def test_answers_are_those_of_the_event_loop(tmp_path: Path, kind: str):
     with served(make_archive(tmp_path, kind), tmp_path) as service:
         for request in requests():
             data = codec.encode_lookup_request(request)
             found, thread = later(service, "Lookup", data)
             assert found == straight(service, "Lookup", data)
-            assert thread.startswith("recinfer-asks-")
+            assert thread == "recinfer-shards"
             dense = torch.arange(request.stride() * NUM_DENSE, dtype=torch.float32).reshape(-1, NUM_DENSE)
             data = codec.encode_predict_request(dense, request)
             if service.away.begin("Predict", data) is None:  # it lacks features
@@ -167,7 +173,7 @@ def test_a_large_prediction_is_handed_over_until_it_is_known_to_be_short(
             state = server.batcher.state
             assert (state.runs, state.requests, state.samples) == (number, number, 400 * number)
         if len(threads) == 5:  # none waited to see whether others come
-            assert threads[0].startswith("recinfer-request") and threads[-1].startswith("recinfer-asks-")
+            assert threads[0].startswith("recinfer-request") and threads[-1] == "recinfer-shards"
             counts = {name: state.count - before[name] for name, state in stages.state().items()}
             assert counts["lookup"] == counts["dense"] == 5
         monkeypatch.setattr(server.batcher, "is_known_short", lambda *_: False)
@@ -211,7 +217,6 @@ def test_a_shard_that_dies_on_the_way_of_a_large_prediction_is_answered_and_coun
         server, client = stack.enter_context(ranking(service_of(archive, fan_out)))
         client.predict(*large())
         (lost,) = fan_out.pool.replicas(1)
-        assert lost.quick is not None
         given: list[Any] = []
 
         def ask() -> None:
@@ -224,7 +229,7 @@ def test_a_shard_that_dies_on_the_way_of_a_large_prediction_is_answered_and_coun
             caller = threading.Thread(target=ask)
             caller.start()
             assert asked.wait(60)
-            lost.quick.close()
+            cut(lost)
             caller.join(60)
         (found,) = given
         assert isinstance(found, UnavailableError) and "rank 1 has no living replica" in str(found)
@@ -235,27 +240,44 @@ def test_a_shard_that_dies_on_the_way_of_a_large_prediction_is_answered_and_coun
         assert all(replica.outstanding == 0 for replica in fan_out.pool.everyone())
 
 
-def test_nobody_there_is_the_ordinary_ways_affair(tmp_path: Path):
+def test_nobody_there_is_said_without_asking_the_others(tmp_path: Path):
     with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
         fan_out = service.registry.get().predictor.lookups._fan_out
         fan_out.pool.replicas(0)[0].up = False
         before = dict(fan_out.calls)  # of the golden requests
-        assert later(service, "Lookup", codec.encode_lookup_request(make_request(3)))[0] == "no"
+        found, _ = later(service, "Lookup", codec.encode_lookup_request(make_request(3)))
+        assert isinstance(found, UnavailableError) and "rank 0 has no living replica" in str(found)
         assert fan_out.calls == before
 
 
-def test_a_replica_whose_connection_is_lost_is_replaced_by_the_other(tmp_path: Path, turns: None):
-    with replicated(make_archive(tmp_path, "row_wise"), tmp_path, hedge=False) as (service, fan_out, _):
+def test_a_replica_whose_connection_is_lost_is_replaced_by_the_other_and_connects_again(tmp_path: Path, turns: None):
+    with replicated(make_archive(tmp_path, "row_wise"), tmp_path, hedge=False) as (service, fan_out, servers):
         data = codec.encode_lookup_request(make_request(3))
         expected = straight(service, "Lookup", data)
-        lost = fan_out.pool.replicas(0)[0]
-        assert lost.quick is not None
-        lost.quick.close()
-        found = [later(service, "Lookup", data) for _ in range(6)]
-        assert [answer for answer, _ in found] == [expected] * 6
-        assert any(thread == "recinfer-serving" for _, thread in found), "the loop asked the other one"
+        with held(servers[0]) as (asked, _):
+            found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            while not asked.is_set():  # they take turns
+                begin(service, data, found)
+            cut(fan_out.pool.replicas(0)[0])
+            begin(service, data, found)
+            while not found.empty():
+                assert found.get(timeout=90) == expected
+        until(lambda: all(replica.up and not replica.outstanding for replica in fan_out.pool.everyone()))
         assert fan_out.calls["failed"] >= 1 and fan_out.calls["retried"] >= 1
-        assert all(replica.outstanding == 0 for replica in fan_out.pool.everyone())
+        assert all(later(service, "Lookup", data)[0] == expected for _ in range(4))
+
+
+def begin(service: InferenceService, data: bytes, found: queue.SimpleQueue[Any]) -> None:
+    """Begin a lookup, and wait a moment for its answer, which a replica that is held does not give."""
+    asked = service.away.begin("Lookup", data)
+    told = threading.Event()
+
+    def tell(answer: Any, cost: float) -> None:
+        found.put(answer)
+        told.set()
+
+    service.away.answer_later(asked, time.monotonic() + 60.0, tell, lambda work: work())
+    told.wait(0.2)
 
 
 @pytest.mark.parametrize("allowed", [False, True])
@@ -266,10 +288,9 @@ def test_a_rank_that_is_lost_on_the_way_is_an_error_or_flagged(tmp_path: Path, a
     with served(archive, tmp_path) as service:
         fan_out = service.registry.get().predictor.lookups._fan_out
         (lost,) = fan_out.pool.replicas(0)
-        assert lost.quick is not None
-        lost.quick.close()
+        lost._connection.is_open = False  # as it is in the moment before that is told
         found, thread = later(service, "Lookup", codec.encode_lookup_request(make_request(3)))
-        assert thread == "recinfer-serving"
+        assert thread == "recinfer-shards"
         if allowed:
             assert list(pb.LookupResponse.FromString(found).missing_ranks) == [0]
             assert fan_out.default_rows[0] == 1
@@ -277,17 +298,73 @@ def test_a_rank_that_is_lost_on_the_way_is_an_error_or_flagged(tmp_path: Path, a
             assert isinstance(found, UnavailableError) and "rank 0 has no living replica" in str(found)
 
 
-def test_a_call_that_cannot_be_made_is_an_error_and_leaves_nothing_behind(
+def test_a_request_that_cannot_be_sent_is_an_error_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
         fan_out = service.registry.get().predictor.lookups._fan_out
-        lost = fan_out.pool.replicas(2)[0].quick
-        monkeypatch.setattr(lost, "_ways", ())
-        monkeypatch.setattr(lost, "_metadata", (("no header", 3),))
+        monkeypatch.setattr(fan_out.pool.replicas(2)[0], "ask", lambda *_: 1 / 0)
         found, _ = later(service, "Lookup", codec.encode_lookup_request(make_request(3)))
-        assert isinstance(found, RecinferError) and "it cannot be asked" in str(found)
+        assert isinstance(found, ZeroDivisionError)
         until(lambda: all(replica.outstanding == 0 for replica in fan_out.pool.everyone()))
+
+
+def test_what_a_shard_does_not_take_is_the_callers_fault(tmp_path: Path):
+    """A shard with a lower limit than the ranker's: the client is told what to do, and the shard stays up."""
+    with shard(make_archive(tmp_path, "row_wise"), (0, 1, 2), limits=Limits(max_response_bytes=2_000)) as server:
+        path = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})
+        with asking(path) as fan_out, ranking(service_of(make_archive(tmp_path, "row_wise"), fan_out)) as (_, client):
+            client.lookup(make_request(2))
+            with pytest.raises(InputError, match=f"shard {server.target}: .*send fewer samples"):
+                client.lookup(make_request(200))
+            assert fan_out.pool.everyone()[0].up
+
+
+def test_a_request_that_is_too_long_for_a_shard_is_the_callers_fault(tmp_path: Path):
+    archive = make_archive(tmp_path, "row_wise")
+    with shard(archive, (0, 1, 2), limits=Limits(max_message_bytes=4_000)) as server:
+        path = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})
+        with asking(path) as fan_out, ranking(service_of(archive, fan_out)) as (_, client):
+            client.lookup(make_request(2))
+            with pytest.raises(InputError, match="at most 4000 may come: send fewer samples"):
+                client.lookup(make_request(2_000))
+            assert fan_out.pool.everyone()[0].up
+
+
+def test_one_request_after_another_waits_for_nobody(tmp_path: Path):
+    """More requests at a time than there are connections, and each is answered with its own rows."""
+    with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
+        messages = [codec.encode_lookup_request(make_request(1 + number % 7, number)) for number in range(60)]
+        expected = [straight(service, "Lookup", data) for data in messages]
+        told: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        for number, data in enumerate(messages):
+            asked = service.away.begin("Lookup", data)
+
+            def tell(found: Any, cost: float, number: int = number) -> None:
+                told.put((number, found))
+
+            service.away.answer_later(asked, time.monotonic() + 60.0, tell, lambda work: work())
+        found = dict(told.get(timeout=90) for _ in messages)
+        assert [found[number] for number in range(60)] == expected
+
+
+def test_lookups_with_a_callback_give_what_those_that_wait_give(tmp_path: Path):
+    with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
+        lookups = service.registry.get().predictor.lookups
+        told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        bags = [bags_of(make_request(3, 1)), bags_of(make_request(5, 2))]
+        lookups.begin(bags, None, time.monotonic() + 60.0, lambda *found: told.put(found))
+        found, error = told.get(timeout=90)
+        assert error is None and torch.equal(found.parts[0], lookups.find(bags, None).parts[0])
+        wrong = make_request(3, 1, longest=1)
+        wrong.values()[0] = 1_000
+        lookups.begin([bags_of(wrong)], None, time.monotonic() + 60.0, lambda *found: told.put(found))
+        found, error = told.get(timeout=90)
+        assert found is None and isinstance(error, InputError)
+        lookups._fan_out.pool.replicas(0)[0].up = False
+        lookups.begin(bags, None, time.monotonic() + 60.0, lambda *found: told.put(found))
+        found, error = told.get(timeout=90)
+        assert found is None and isinstance(error, UnavailableError)
 
 
 @contextmanager
@@ -308,7 +385,7 @@ def held(server: ShardServer) -> Iterator[tuple[threading.Event, threading.Event
         server.tables.find = find  # type: ignore[method-assign]
 
 
-def test_a_slow_replica_is_hedged_by_the_loop(tmp_path: Path, turns: None):
+def test_a_slow_replica_is_hedged(tmp_path: Path, turns: None):
     with replicated(make_archive(tmp_path, "row_wise"), tmp_path) as (service, fan_out, servers):
         data = codec.encode_lookup_request(make_request(3))
         expected = straight(service, "Lookup", data)
@@ -317,7 +394,6 @@ def test_a_slow_replica_is_hedged_by_the_loop(tmp_path: Path, turns: None):
             while not asked.is_set():  # they take turns
                 found.append(later(service, "Lookup", data))
             assert [answer for answer, _ in found] == [expected] * len(found)
-            assert found[-1][1] == "recinfer-serving"
             assert fan_out.calls["hedge_won"] >= 1
             go_on.set()
         until(lambda: all(replica.outstanding == 0 for replica in fan_out.pool.everyone()))
@@ -343,37 +419,31 @@ def test_without_hedges_a_slow_replica_is_waited_for_until_the_deadline(tmp_path
 
 def test_a_request_that_is_over_is_not_held_until_its_hedge_delay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recinfer.serving.shards.fan_out._FIRST_HEDGE_S", 3600.0)
-    with replicated(make_archive(tmp_path, "row_wise"), tmp_path) as (service, fan_out, _):
+    with replicated(make_archive(tmp_path, "row_wise"), tmp_path) as (service, _, _):
         data = codec.encode_lookup_request(make_request(3))
-        before = len(fan_out.lookout._due)
+        expected = straight(service, "Lookup", data)
         gc.collect()
         gc.disable()
         try:
             for _ in range(5):
-                assert later(service, "Lookup", data)[0] == straight(service, "Lookup", data)
-            assert len(fan_out.lookout._due) > before
-            until(lambda: not any(isinstance(each, QuickFan | Fan) for each in gc.get_objects()))
+                assert later(service, "Lookup", data)[0] == expected
+            until(lambda: not any(isinstance(each, _Request) for each in gc.get_objects()))
         finally:
             gc.enable()
 
 
-def test_what_is_late_is_looked_for_in_order_with_one_timer(tmp_path: Path):
+def test_what_is_left_for_the_end_of_a_turn_comes_after_all_that_has_come(tmp_path: Path):
     with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
-        lookout = service.registry.get().predictor.lookups._fan_out.lookout
-        seen: list[tuple[float, float]] = []
-        busy, go_on, over = threading.Event(), threading.Event(), threading.Event()
+        fan_out = service.registry.get().predictor.lookups._fan_out
+        seen: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-        def keep() -> None:
-            busy.set()
-            go_on.wait(60)
+        def first() -> None:
+            fan_out.at_end_of_turn(lambda: seen.put("end"))
+            seen.put("first")
 
-        lookout.tell(time.monotonic(), keep)  # its thread waits until it has all of them
-        assert busy.wait(60)
-        now = time.monotonic()
-        for after in (0.3, 0.1, 0.2, 0.0, 0.4):
-            lookout.tell(now + after, lambda after=after: seen.append((after, time.monotonic() - now)))
-        lookout.tell(now + 0.5, over.set)
-        go_on.set()
-        assert over.wait(60)
-        assert [after for after, _ in seen] == [0.0, 0.1, 0.2, 0.3, 0.4]
-        assert all(spent >= after for after, spent in seen)  # of one clock: none comes before its time
+        def both() -> None:  # so that both are of one turn
+            fan_out._thread.call(first)
+            fan_out._thread.call(seen.put, "second")
+
+        fan_out._thread.call(both)
+        assert [seen.get(timeout=60) for _ in range(3)] == ["first", "second", "end"]
