@@ -128,7 +128,6 @@ class FrameProtocol(asyncio.BufferedProtocol):
     def __init__(self, thread: ShardsThread, most: int) -> None:
         self.thread, self.most, self.why = thread, most, ""
         self._transport: Any = None
-        self._out: list[bytes] = []  # what this turn sends, heads and messages
         self._sent = 0
         self._stalls: asyncio.TimerHandle | None = None
         self._head = b""  # the beginning of a head
@@ -150,10 +149,14 @@ class FrameProtocol(asyncio.BufferedProtocol):
     # -- for subclasses
 
     def send(self, number: int, message: bytes) -> None:
-        """Send a message; all of one turn go out in one write."""
-        if not self._out:
-            self.thread.loop.call_soon(self._flush)
-        self._out += (_HEAD.pack(len(message), number), message)
+        """Send a message, unless the connection ends. uvloop's transports write all that one turn sends at once."""
+        if self.why:
+            return
+        self._transport.writelines((_HEAD.pack(len(message), number), message))
+        self._sent += _HEAD.size + len(message)
+        if self._stalls is None:
+            taken = self._sent - self._transport.get_write_buffer_size()
+            self._stalls = self.thread.loop.call_later(_STALLED_S, self._look_if_stalled, taken)
 
     def end(self, why: str) -> None:
         """End the connection at once."""
@@ -164,18 +167,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
     def close(self, why: str) -> None:
         """End it when what was sent is on its way."""
         self.why = self.why or why
-        self._flush()
         self._transport.close()
-
-    def _flush(self) -> None:
-        out, self._out = self._out, []
-        if not out or self._transport.is_closing():
-            return
-        self._transport.writelines(out)
-        self._sent += sum(map(len, out))
-        if self._stalls is None:
-            taken = self._sent - self._transport.get_write_buffer_size()
-            self._stalls = self.thread.loop.call_later(_STALLED_S, self._look_if_stalled, taken)
 
     def _look_if_stalled(self, taken_before: int) -> None:
         self._stalls = None

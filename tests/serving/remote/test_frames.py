@@ -20,7 +20,7 @@ import pytest
 from recinfer.errors import UnavailableError
 from recinfer.serving.server.security import Security, load_pem
 from recinfer.serving.shards import transport as module
-from recinfer.serving.shards.frames import FrameProtocol, ShardsThread, frame
+from recinfer.serving.shards.frames import ShardsThread, frame
 from recinfer.serving.shards.transport import ShardAddress, ShardConnection, ShardListener, rankers_thread
 from tests.certificates import certified, need_openssl
 from tests.ports import free_port
@@ -399,35 +399,6 @@ def test_what_other_threads_hand_over_is_done_in_order_and_one_failure_loses_no_
     thread.close()
     thread.call(print)  # nobody is there
     assert not thread._thread.is_alive()
-    thread.close()
-
-
-def test_all_messages_of_one_turn_are_one_write():
-    class Transport:
-        def __init__(self) -> None:
-            self.written: list[list[bytes]] = []
-
-        def is_closing(self) -> bool:
-            return False
-
-        def writelines(self, data: list[bytes]) -> None:
-            self.written.append(data)
-
-        def get_write_buffer_size(self) -> int:
-            return 0
-
-    thread, transport, done = ShardsThread(), Transport(), threading.Event()
-    protocol = FrameProtocol(thread, MOST)
-    protocol._transport = transport
-
-    def send() -> None:
-        for number in range(5):
-            protocol.send(number, b"x" * number)
-        thread.at_end_of_turn(done.set)
-
-    thread.call(send)
-    assert done.wait(LONG)
-    assert [b"".join(each) for each in transport.written] == [b"".join(frame(n, b"x" * n) for n in range(5))]
     thread.close()
 
 
