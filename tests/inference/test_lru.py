@@ -6,13 +6,16 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from torch import nn
 
 from recinfer.archive.reader import Archive
 from recinfer.inference.bags import bags_of
 from recinfer.inference.intake import FeatureIntake
-from recinfer.inference.lru import LruCache
 from recinfer.inference.predictor import Predictor
+from recinfer.lru import LruCache
+from recinfer.quant.arranger import FeatureArranger
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import FEATURES, RANKER_ROWS, make_request
 
 
@@ -68,3 +71,17 @@ def test_bytes_of_keys_are_remembered_after_any_number_of_others(small: tuple[nn
     learned = tables.learn(b"mine", FEATURES)
     assert learned is not None and tables.order(b"mine") is learned
     assert len(tables._orders) < MANY
+
+
+def test_an_order_of_keys_is_arranged_as_before_after_any_number_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    arranger = FeatureArranger(FEATURES, [RANKER_ROWS[name] for name in FEATURES])
+    for number in range(MANY):
+        extra = KeyedJaggedTensor(
+            [f"other {number}", *reversed(FEATURES)],
+            torch.zeros(0, dtype=torch.int64),
+            lengths=torch.zeros(len(FEATURES) + 1, dtype=torch.int32),
+        )
+        arranger.arrange(extra)
+    monkeypatch.delattr(FeatureArranger, "_new_order")
+    assert arranger.arrange(extra).keys() == list(FEATURES)
+    assert len(arranger._orders) < MANY

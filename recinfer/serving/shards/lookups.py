@@ -18,7 +18,7 @@ from recinfer.archive.reader import Archive
 from recinfer.inference.bags import Bags, merge_bags
 from recinfer.inference.direct import DirectTables
 from recinfer.inference.lookups import Found, Part, output_names
-from recinfer.inference.lru import LruCache
+from recinfer.lru import LruCache
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.serving.server.loop import start_on_loop
 from recinfer.serving.shards.fan_out import Answers, FanOut, waited_for

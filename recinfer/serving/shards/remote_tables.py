@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recinfer.inference.direct import MAX_HEADS
-from recinfer.inference.lru import LruCache
+from recinfer.lru import LruCache
 from recinfer.serving.shards._ranks import join, split
 from recinfer.serving.shards.fan_out import Answers, FanOut, FanOutCallback, waited_for
 from recinfer.serving.shards.messages import Parts, part_head

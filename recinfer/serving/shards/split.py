@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from recinfer.inference.bags import Bags, offsets_of
-from recinfer.inference.lru import LruCache
+from recinfer.lru import LruCache
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 from recinfer.serving.shards._ranks import is_packed_answer
 from recinfer.serving.shards.layout import ModuleLayout, RankModule

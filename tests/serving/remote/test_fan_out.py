@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -346,6 +347,16 @@ def test_one_request_after_another_waits_for_nobody(tmp_path: Path):
             service.away.answer_later(asked, time.monotonic() + 60.0, tell, lambda work: work())
         found = dict(told.get(timeout=90) for _ in messages)
         assert [found[number] for number in range(60)] == expected
+
+
+def test_the_rows_of_an_order_of_keys_are_known_after_any_number_of_others(tmp_path: Path):
+    with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
+        lookups = service.registry.get().predictor.lookups
+        for number in range(600):
+            lookups._limits[f"other {number}",] = np.zeros(1, np.uint64)
+        bags = bags_of(make_request(2, 1))
+        lookups.find([bags], None)
+        assert lookups._limits[bags.keys] is not None and len(lookups._limits) < 600
 
 
 def test_lookups_with_a_callback_give_what_those_that_wait_give(tmp_path: Path):
