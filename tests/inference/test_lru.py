@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -29,6 +31,16 @@ def test_the_keys_used_last_are_there_and_no_more_than_the_bound() -> None:
             assert cache[recent] == str(recent)
         assert len(cache) <= 4 and len(cache) + len(cache._older) <= 8
     assert cache[5] is None
+
+
+def test_a_copy_begins_empty_with_the_same_bound() -> None:
+    cache: LruCache[int, int] = LruCache(8)
+    cache.update({1: 2})
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert len(copied) == 0 and copied[1] is None
+        for key in range(100):
+            copied[key] = key
+        assert len(copied) <= 4
 
 
 def test_threads_find_what_was_put_or_nothing() -> None:
