@@ -17,7 +17,7 @@ from recinfer.serving.engine.byte_path import Direct, PlainRequest, lookup_head
 from recinfer.serving.engine.parallel_parts import SideBySide
 
 if TYPE_CHECKING:
-    from recinfer.serving.shards.fan_out import Answers
+    from recinfer.serving.shards.fan_out_request import Answers
 
 __all__ = ["Aside", "Away", "AwayRequest", "Told"]
 

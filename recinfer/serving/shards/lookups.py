@@ -21,7 +21,8 @@ from recinfer.inference.lookups import Found, Part, output_names
 from recinfer.lru import LruCache
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.serving.server.loop import start_on_loop
-from recinfer.serving.shards.fan_out import Answers, FanOut, waited_for
+from recinfer.serving.shards.fan_out import FanOut, waited_for
+from recinfer.serving.shards.fan_out_request import Answers
 from recinfer.serving.shards.layout import ModuleLayout, module_layouts
 from recinfer.serving.shards.messages import Parts
 from recinfer.serving.shards.remote_tables import RemoteTables

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from recinfer.inference.direct import MAX_HEADS
 from recinfer.lru import LruCache
 from recinfer.serving.shards._ranks import join, split
-from recinfer.serving.shards.fan_out import Answers, FanOut, FanOutCallback, waited_for
+from recinfer.serving.shards.fan_out import FanOut, waited_for
+from recinfer.serving.shards.fan_out_request import Answers, FanOutCallback
 from recinfer.serving.shards.messages import Parts, part_head
 from recinfer.serving.shards.packed import PACKED_ANSWER, is_packed, pairs_of
 from recinfer.serving.shards.split import ModuleSplit

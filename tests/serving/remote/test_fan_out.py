@@ -23,7 +23,8 @@ from recinfer.serving.engine.byte_path import DIRECT_BYTES
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.parallel_parts import SideBySide
 from recinfer.serving.server.server import Server
-from recinfer.serving.shards.fan_out import FanOut, _Request
+from recinfer.serving.shards.fan_out import FanOut
+from recinfer.serving.shards.fan_out_request import FanOutRequest
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.wire import codec
@@ -429,7 +430,7 @@ def test_without_hedges_a_slow_replica_is_waited_for_until_the_deadline(tmp_path
 
 
 def test_a_request_that_is_over_is_not_held_until_its_hedge_delay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("recinfer.serving.shards.fan_out._FIRST_HEDGE_S", 3600.0)
+    monkeypatch.setattr("recinfer.serving.shards.fan_out_request._FIRST_HEDGE_S", 3600.0)
     with replicated(make_archive(tmp_path, "row_wise"), tmp_path) as (service, _, _):
         data = codec.encode_lookup_request(make_request(3))
         expected = straight(service, "Lookup", data)
@@ -438,7 +439,7 @@ def test_a_request_that_is_over_is_not_held_until_its_hedge_delay(tmp_path: Path
         try:
             for _ in range(5):
                 assert later(service, "Lookup", data)[0] == expected
-            until(lambda: not any(isinstance(each, _Request) for each in gc.get_objects()))
+            until(lambda: not any(isinstance(each, FanOutRequest) for each in gc.get_objects()))
         finally:
             gc.enable()
 

@@ -152,7 +152,7 @@ def test_who_does_not_have_a_rank_is_not_asked_for_it(tmp_path: Path, caplog: py
 def test_equal_replicas_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recinfer.serving.shards.replica._STALE_S", 0.0)  # no figure is young enough to prefer one
     for wait in ("_FIRST_HEDGE_S", "_LEAST_HEDGE_S"):  # and the other one is not asked because a machine stands still
-        monkeypatch.setattr(f"recinfer.serving.shards.fan_out.{wait}", 600.0)
+        monkeypatch.setattr(f"recinfer.serving.shards.fan_out_request.{wait}", 600.0)
     archive = make_archive(tmp_path, "table_wise")
     with shard(archive, (0, 1, 2)) as one, shard(archive, (0, 1, 2), "127.0.0.2") as two:
         targets = [one.target, two.target]
