@@ -132,7 +132,7 @@ class RoleOptions:
         typer.Option(
             min=0,
             max=65535,
-            help="TCP port of a shard server where rankers ask past gRPC; 0: a free one, which they find.",
+            help="TCP port of a shard server where rankers look up; 0: a free one, which they find.",
         ),
     ] = 0
     shards: Annotated[

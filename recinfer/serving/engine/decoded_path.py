@@ -25,7 +25,7 @@ from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.raw_rows import read_raw
 
-__all__ = ["DecodedRequest", "InferenceService", "Message"]
+__all__ = ["DecodedRequest", "DecodedRuns", "InferenceService"]
 
 _FLOAT_BYTES = 4
 _SHARED_BYTES = 64 << 10  # a longer request is decoded by a worker of its own
@@ -75,6 +75,7 @@ class InferenceService:
         self.registry = registry
         self.stats = stats or RequestStats()
         self.limits = limits or Limits()
+
     def lookup(self, data: bytes) -> bytes:
         """LookupRequest -> LookupResponse."""
         return self._answer("Lookup", data)
@@ -244,7 +245,10 @@ class DecodedRuns:
                 request.reply(error)
                 continue
             runs = groups.setdefault(decoded.key, [[]])
-            if runs[-1] and sum(one.samples for _, one in runs[-1]) + decoded.samples > self._scheduler.config.max_batch:
+            if (
+                runs[-1]
+                and sum(one.samples for _, one in runs[-1]) + decoded.samples > self._scheduler.config.max_batch
+            ):
                 runs.append([])
             runs[-1].append((request, decoded))
         for group in (run for runs in groups.values() for run in runs):

@@ -44,7 +44,9 @@ class Dispatcher:
     ) -> None:
         stats = service.stats
         self._stats, self._reader = stats, PlainReader(service.registry, service.limits)
-        self.scheduler = Scheduler(batching, threads, at_a_time, waited=lambda seconds: stats.stages.add("queue", seconds))
+        self.scheduler = Scheduler(
+            batching, threads, at_a_time, waited=lambda seconds: stats.stages.add("queue", seconds)
+        )
         self._decoded = DecodedRuns(service, self.scheduler)
         self._predictions = Predictions(self.scheduler, stats, self._decoded.submit, threads)
         self._fan_outs = FanOuts(self.scheduler, self._predictions, stats, self._decoded.submit)

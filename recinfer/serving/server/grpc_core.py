@@ -28,11 +28,9 @@ from recinfer.serving.server.grpc_call import (
     FAILED,
     CoreCall,
     Dispatch,
-    Each,
     Ending,
     Method,
 )
-from recinfer.serving.server.grpc_stream import AnswerStream
 
 __all__ = ["Admit", "CoreServer", "Turns"]
 
@@ -79,7 +77,6 @@ class CoreServer:
         admit: looks at every call as it arrives.
         dispatch: by method path; for methods with one message in and out, whose messages it gets as they came.
         turns: told when gRPC has nothing more to hand over after something was dispatched.
-        streams: by method path; answers each message of a call that has many, one after another, without a handler.
 
     Tasks run on the event loop that :meth:`start` runs on.
 
@@ -94,10 +91,8 @@ class CoreServer:
         admit: Admit = lambda path, deadline, metadata: None,
         dispatch: Mapping[str, Dispatch] | None = None,
         turns: Turns | None = None,
-        streams: Mapping[str, Each] | None = None,
     ) -> None:
         self._admit, self._dispatch, self._turns = admit, dict(dispatch or {}), turns
-        self._streams = {path.encode(): each for path, each in (streams or {}).items()}
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._methods: dict[bytes, Method | None] = {}
         self._server = cygrpc.Server(tuple(options), False)
@@ -108,7 +103,7 @@ class CoreServer:
         self._over: asyncio.Event | None = None
         self.thread_id: int | None = None
         self.tasks: set[asyncio.Task[None]] = set()
-        self.open: set[CoreCall | AnswerStream] = set()
+        self.open: set[CoreCall] = set()
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """See grpc.aio.Server."""
@@ -152,8 +147,7 @@ class CoreServer:
         if not self._over.is_set():
             self._server.cancel_all_calls()
             for call in tuple(self.open):
-                if isinstance(call, CoreCall):
-                    call.end(CANCELLED)
+                call.end(CANCELLED)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), _CANCELLED_S)
         if self._over.is_set():
@@ -222,19 +216,13 @@ class CoreServer:
         deadline = math.inf
         if details.deadline < _NEVER_S:
             deadline = time.monotonic() + details.deadline - time.time()
-        each = self._streams.get(details.method)
-        method = None if each is not None else self._method(details.method, metadata)
+        method = self._method(details.method, metadata)
         path = details.method.decode("utf-8", "replace") if method is None else method.path
         try:
             ending = self._admit(path, deadline, metadata)
         except Exception:
             _log.exception("%s could not be admitted", path)
             ending = FAILED
-        if each is not None and ending is None:
-            stream = AnswerStream(self, event.call, path, each)
-            self.open.add(stream)
-            stream.begin()
-            return None
         call = CoreCall(self, event.call, metadata, deadline, method)
         self.open.add(call)
         if ending is not None or method is None:

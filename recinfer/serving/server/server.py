@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
     from recinfer.serving.server.rest import HttpDoor
     from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
-    from recinfer.serving.shards.fanout import Fanout
+    from recinfer.serving.shards.fan_out import FanOut
 
 __all__ = ["SERVICE_NAME", "Server", "serve"]
 
@@ -106,7 +106,7 @@ class Server:
         share_port: bool = False,
         admin: ModelStore | StoreManager | None = None,
         admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
-        shards: Fanout | None = None,
+        shards: FanOut | None = None,
         serving: bool = True,
     ) -> None:
         if not 0 <= port <= 65535:
@@ -373,7 +373,7 @@ def serve(
     share_port: bool = False,
     admin: ModelStore | StoreManager | None = None,
     admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
-    shards: Fanout | None = None,
+    shards: FanOut | None = None,
     serving: bool = True,
     grace: float = 10.0,
     on_ready: Callable[[int], None] | None = None,
