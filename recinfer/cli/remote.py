@@ -111,7 +111,7 @@ def _added(tables: ShardTables, store: Path, name: str, version: str) -> Path:
 def shard_fan_out(path: Path, security: Security, missing: str | None, max_response_bytes: int) -> FanOut:
     """Who asks the shards of shards.json; raises ConfigError. ``max_response_bytes``: of a rank's rows for one request."""
     from recinfer.serving.shards.fan_out import FanOut
-    from recinfer.serving.shards.pool import ReplicaPool
+    from recinfer.serving.shards.replicas import ReplicaPool
 
     pool = ReplicaPool(path, token=security.token, max_response_bytes=max_response_bytes)
     return FanOut(pool, missing=missing)

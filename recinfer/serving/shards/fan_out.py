@@ -17,7 +17,7 @@ from recinfer.archive.manifest import Manifest
 from recinfer.errors import ConfigError
 from recinfer.serving.shards.fan_out_request import Answers, Asked, FanOutCallback, FanOutRequest, Fits
 from recinfer.serving.shards.messages import Parts
-from recinfer.serving.shards.pool import ReplicaPool
+from recinfer.serving.shards.replicas import ReplicaPool
 from recinfer.serving.shards.transport import rankers_thread
 
 __all__ = ["FanOut", "waited_for"]

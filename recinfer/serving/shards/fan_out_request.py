@@ -27,6 +27,7 @@ _FIRST_HEDGE_S = 0.05  # until enough answers were timed
 _LEAST_HEDGE_S = 1e-3
 _GIVE_UP, _LEAST_GIVE_UP_S = 20, 0.25
 _RETRIES = 1
+_FULL_S = 0.01  # after which a client may ask full shards again
 _log = logging.getLogger(__name__)
 
 Answers = dict[int, list[NDArray[Any]]]
@@ -124,6 +125,7 @@ class FanOutRequest:
         self._attempts: list[_Attempt] = []
         self._tried: dict[int, list[Replica]] = {rank: [] for rank in asked.parts}
         self._retried: Counter[int] = Counter()
+        self._full: dict[int, str] = {}  # what full replicas have said, by rank
         self._answers: Answers = {}
         self._missing: tuple[int, ...] = ()
         self._is_over = False
@@ -287,10 +289,10 @@ class FanOutRequest:
         elif code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"):
             fan_out.calls["failed"] += 1
             if code == "RESOURCE_EXHAUSTED":
-                replica.why = details
+                self._full.update(dict.fromkeys(left, details))
             else:
                 replica.failed(f"{code}: {details[:200]}")
-            self._retry(left, code, details)
+            self._retry(left)
         elif code == "DEADLINE_EXCEEDED":
             self._too_late()
         elif code == "INVALID_ARGUMENT":
@@ -309,16 +311,14 @@ class FanOutRequest:
                 attempt.replica.was_slow(time.monotonic() - attempt.since)
         self._finish(DeadlineError(f"the deadline passed before rank {ranks} had answered"))
 
-    def _retry(self, ranks: Sequence[int], code: str, details: str) -> None:
+    def _retry(self, ranks: Sequence[int]) -> None:
         again = [rank for rank in ranks if self._retried[rank] < _RETRIES]
         self._retried.update(again)
         if again:
             self._fan_out.calls["retried"] += 1
             self._ask(again)
         lost = [rank for rank in ranks if rank not in again]
-        if lost and code == "RESOURCE_EXHAUSTED":
-            self._finish(OverloadedError(f"rank {lost[0]}: {details}"))
-        elif lost:
+        if lost:
             self._lose(lost)
 
     def _lose(self, ranks: Sequence[int]) -> None:
@@ -326,6 +326,10 @@ class FanOutRequest:
         if self._asked.default_rows and self._fan_out.gives_default_rows:
             self._fan_out.default_rows.update(ranks)
             self._missing = (*self._missing, *ranks)
+            return
+        full = [rank for rank in ranks if rank in self._full]
+        if full:
+            self._finish(OverloadedError(f"rank {full[0]}: {self._full[full[0]]}", retry_after=_FULL_S))
             return
         version = self._asked.version
         where = "; ".join(f"rank {rank} has no living replica: {self._pool.addresses(rank, version)}" for rank in ranks)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from recinfer.errors import DeadlineError, InputError, RecinferError, UnavailableError
+from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.inference.bags import bags_of
 from recinfer.inference.predictor import load
 from recinfer.serving.client.client import InferenceClient
@@ -27,6 +27,7 @@ from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.fan_out_request import FanOutRequest
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.server import ShardServer
+from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
@@ -300,6 +301,41 @@ def test_what_a_shard_does_not_take_is_the_callers_fault(tmp_path: Path):
             with pytest.raises(InputError, match=f"shard {server.target}: .*send fewer samples"):
                 client.lookup(make_request(200))
             assert fan_out.pool.everyone()[0].up
+
+
+def test_a_shard_that_is_full_is_said_to_be_and_another_is_asked(tmp_path: Path, turns: None):
+    with replicated(make_archive(tmp_path, "row_wise"), tmp_path, hedge=False) as (service, fan_out, servers):
+        data = codec.encode_lookup_request(make_request(3))
+        expected = straight(service, "Lookup", data)
+        servers[0]._running = servers[0]._max_running
+        while not fan_out.calls["failed"]:  # they take turns
+            assert later(service, "Lookup", data)[0] == expected
+        servers[1]._running = servers[1]._max_running
+        found, _ = later(service, "Lookup", data)
+        assert isinstance(found, OverloadedError) and "too many requests under way" in str(found)
+        assert all(server.status()["held"]["refused"] for server in servers)
+        for server in servers:
+            server._running = 0
+        assert later(service, "Lookup", data)[0] == expected, "both are still up"
+
+
+def test_long_requests_hold_up_nobody(tmp_path: Path):
+    with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
+        threads: list[tuple[int, str]] = []
+        find = ShardTables.find
+
+        def seen(tables: ShardTables, data: bytes, limits: Limits) -> bytes:
+            threads.append((len(data), threading.current_thread().name))
+            return find(tables, data, limits)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ShardTables, "find", seen)
+            for samples in (1, 100, 5_000):
+                data = codec.encode_lookup_request(make_request(samples, 1))
+                assert later(service, "Lookup", data)[0] == straight(service, "Lookup", data)
+        assert {length > 32 << 10 for length, _ in threads} == {False, True}
+        for length, thread in threads:
+            assert thread.startswith("recinfer-shard_" if length > 32 << 10 else "recinfer-shards"), length
 
 
 def test_a_request_that_is_too_long_for_a_shard_is_the_callers_fault(tmp_path: Path):

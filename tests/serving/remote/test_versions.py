@@ -284,7 +284,7 @@ def test_what_a_ranker_has_loaded_stays_mapped_for_as_long(
     ahead = [0.0]  # how far the shards' clock is
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
     monkeypatch.setattr("recinfer.serving.shards.tables.time", clock)
-    monkeypatch.setattr("recinfer.serving.shards.pool._RENEW_S", 0.0)  # at each look
+    monkeypatch.setattr("recinfer.serving.shards.replicas._RENEW_S", 0.0)  # at each look
     others = [make_archive(tmp_path / str(n), "table_wise", version=str(n), seed=n) for n in range(3, 4 + MAX_VERSIONS)]
     with shard(archives["1"], (0, 1, 2)) as server:
         path = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})

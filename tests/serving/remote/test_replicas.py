@@ -12,8 +12,8 @@ from recinfer.errors import ConfigError
 from recinfer.inference.predictor import load
 from recinfer.serving.server.security import Security
 from recinfer.serving.shards.lookups import remote_lookups
-from recinfer.serving.shards.pool import ReplicaPool, _stamp
 from recinfer.serving.shards.replica import Replica
+from recinfer.serving.shards.replicas import ReplicaPool, _stamp
 from tests.ports import free_port
 from tests.serving.remote.fleet import asking, shard, until, write_shards
 from tests.serving.remote.test_direct import make_archive, make_request
@@ -54,7 +54,7 @@ def test_what_cannot_be_taken_is_told_once_and_taken_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     archive, path = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json"
-    monkeypatch.setattr("recinfer.serving.shards.pool._LOOK_S", 0.01)
+    monkeypatch.setattr("recinfer.serving.shards.replicas._LOOK_S", 0.01)
     with (
         shard(archive, (0, 1, 2)) as server,
         shard(archive, (0, 1, 2)) as other,
@@ -65,7 +65,7 @@ def test_what_cannot_be_taken_is_told_once_and_taken_later(
         write_shards(path, {rank: [other.target] for rank in range(3)}, token_file=str(missing))
         until(lambda: "the shards stay as they were" in caplog.text)
         looks: list[Path] = []
-        monkeypatch.setattr("recinfer.serving.shards.pool._stamp", lambda path: looks.append(path) or _stamp(path))
+        monkeypatch.setattr("recinfer.serving.shards.replicas._stamp", lambda path: looks.append(path) or _stamp(path))
         until(lambda: len(looks) > 10)
         assert pool.config is before and [each.target for each in pool.everyone()] == [server.target]
         assert caplog.text.count("the shards stay as they were") == 1
@@ -99,7 +99,7 @@ def test_an_address_that_is_replaced_stays_until_the_new_one_can_be_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     archive, path, port = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json", free_port("127.0.0.2")
-    monkeypatch.setattr("recinfer.serving.shards.pool._SWITCH_S", 3600.0)
+    monkeypatch.setattr("recinfer.serving.shards.replicas._SWITCH_S", 3600.0)
     with (
         shard(archive, (0, 1, 2)) as server,
         ExitStack() as later,
