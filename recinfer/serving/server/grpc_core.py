@@ -86,6 +86,7 @@ class CoreServer:
         self._asked = 0  # how many times gRPC has been asked for a call and has not given one
         self._handed = self._begun = 0
         self._rested = time.monotonic()
+        self._event_since: float | None = None
         self._ends, self._all_ended = threading.Event(), False
         self._over: asyncio.Event | None = None
         self.thread_id: int | None = None
@@ -173,6 +174,12 @@ class CoreServer:
         """For how long gRPC's thread has had no rest."""
         return time.monotonic() - self._rested
 
+    @property
+    def event_s(self) -> float:
+        """For how long gRPC's thread has been at one event; 0.0 while it waits for one. Any thread may ask."""
+        since = self._event_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def was_handed(self) -> None:
         """See recinfer.serving.server.grpc_call.Owner."""
         self._handed += 1
@@ -186,13 +193,13 @@ class CoreServer:
     def _take_events(self) -> None:
         timed_out, poll = cygrpc.CompletionType.queue_timeout, self._events.poll
         while True:
-            begun = time.monotonic()
+            begun, self._event_since = time.monotonic(), None
             event = poll(time.time() + _TICK_S)
             if (now := time.monotonic()) - begun > REST_S:
                 self._rested = now
             if event.completion_type == timed_out:
                 continue
-            ends = False
+            ends, self._event_since = False, now
             try:
                 ends = event.tag(event) is _END
             except Exception:

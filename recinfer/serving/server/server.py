@@ -265,6 +265,11 @@ class Server:
     def _busy_s(self) -> float:
         return 0.0 if self._core is None else self._core.busy_s
 
+    @property
+    def event_s(self) -> float:
+        """For how long gRPC's thread has been at one event; 0.0 while it waits for one."""
+        return 0.0 if self._core is None else self._core.event_s
+
     async def _ask(self, call: str, data: bytes) -> bytes:
         assert self._answering is not None
         return await self._answering.ask(call, data)
