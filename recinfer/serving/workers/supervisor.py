@@ -162,12 +162,12 @@ class Supervisor:
             for worker in self._ready_workers():
                 # However long this process itself stood still: what answered meanwhile has not been read yet.
                 if worker.silent_s(min(passed, 2 * self._interval)) > self._timeout:
-                    worker.kill(f"did not answer for {self._timeout:g} s and was killed")
+                    worker.kill(f"hung (no answer for {self._timeout:g} s) and was killed")
                 worker.beat()
 
     def _running(self) -> list[WorkerProcess]:
         with self._lock:
-            return list(self._workers.values())
+            return [self._workers[slot] for slot in sorted(self._workers)]
 
     def _ready_workers(self) -> list[WorkerProcess]:
         return [worker for worker in self._running() if worker.ready]
