@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 def parse_ranks(text: str) -> list[int]:
     """``"0,1"`` or ``"0-3"`` as ranks; raises ConfigError."""
-    from recinfer.archive.manifest_rules import MAX_RANKS
+    from recinfer.distributed.planner.plan import MAX_RANKS
 
     ranks: list[int] = []
     for part in text.split(","):

@@ -59,6 +59,7 @@ def run(options: ServeOptions) -> None:
             metrics_port=address.metrics_port,
             security=security,
             one_first=models.model_store is not None,
+            timeout=models.worker_timeout,
         )
         return
     serve_models(options, security, output)

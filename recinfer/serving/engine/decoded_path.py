@@ -161,7 +161,7 @@ class InferenceService:
         predictor = model.predictor
         contract = predictor.manifest.contract
         features = [
-            pb.FeatureInfo(name=f.name, table=f.table, rows=f.rows, dim=f.dim, pooled=f.pooled)
+            pb.FeatureInfo(name=f.name, table=f.table, rows=f.rows, dim=f.dim, pooled=f.pooled, missing=str(f.missing))
             for f in predictor.features
         ]
         return pb.ModelInfo(

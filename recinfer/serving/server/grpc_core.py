@@ -99,6 +99,7 @@ class CoreServer:
         self._events = cygrpc.CompletionQueue()
         self._server.register_completion_queue(self._events)
         self._asked = 0  # how many times gRPC has been asked for a call and has not given one
+        self._event_since: float | None = None
         self._ends, self._all_ended = threading.Event(), False
         self._over: asyncio.Event | None = None
         self.thread_id: int | None = None
@@ -175,15 +176,27 @@ class CoreServer:
         """See recinfer.serving.server.grpc_call.Owner."""
         return self._ends.is_set()
 
+    @property
+    def event_s(self) -> float:
+        """For how long gRPC's thread has been at one event, or the end of a turn; 0.0 while it waits for one. Any thread may
+        ask."""
+        since = self._event_since
+        return 0.0 if since is None else time.monotonic() - since
+
     # -- on gRPC's thread --------------------------------------------------------------------------------------------
 
     def _take_events(self) -> None:
         timed_out, poll, turns = cygrpc.CompletionType.queue_timeout, self._events.poll, self._turns
         while True:
+            self._event_since = None
             has_new = turns is not None and turns.has_new
             event = poll(_AT_ONCE if has_new else time.time() + _TICK_S)
+            self._event_since = time.monotonic()
             if turns is not None and has_new and (event.completion_type == timed_out or turns.is_due):
-                turns.run_ready()
+                try:
+                    turns.run_ready()
+                except Exception:
+                    _log.exception("the end of a turn failed")
             if event.completion_type == timed_out:
                 continue
             ends = False

@@ -264,6 +264,11 @@ class Server:
     async def _get_model(self, data: bytes) -> bytes:
         return self.service.get_model(data)
 
+    @property
+    def event_s(self) -> float:
+        """For how long gRPC's thread has been at one event; 0.0 while it waits for one."""
+        return 0.0 if self._server is None else self._server.event_s
+
     async def _start_http(self, port: int) -> None:
         from recinfer.serving.server.rest import HttpDoor
 
