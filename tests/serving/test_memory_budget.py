@@ -22,12 +22,12 @@ def test_large_calls_share_what_is_not_kept_for_small_ones():
     first = budget.admit(20 * MIB)
     second = budget.admit(8 * MIB)
     with pytest.raises(OverloadedError) as refused:
-        budget.admit(MIB)
+        budget.admit(2 * MIB)
     assert refused.value.retry_after > 0
     assert str(28 * MIB) in str(refused.value) and str(BUDGET) in str(refused.value)
     assert (budget.held, budget.refused) == (28 * MIB, 1)
     second.release()
-    budget.admit(MIB).release()
+    budget.admit(2 * MIB).release()
     first.release()
     assert budget.held == 0
 
@@ -37,7 +37,7 @@ def test_one_large_call_may_exceed_the_budget_and_never_two():
     alone = budget.admit(BUDGET)
     alone.grow(10 * BUDGET)
     with pytest.raises(OverloadedError):
-        budget.admit(MIB)
+        budget.admit(2 * MIB)
     alone.release()
     first, second = budget.admit(10 * MIB), budget.admit(10 * MIB)
     for ticket in (first, second):
@@ -123,7 +123,7 @@ def test_many_threads_lose_no_byte():
                     ticket.grow(size)
                 ticket.release()
 
-    threads = [threading.Thread(target=work, args=(size,)) for size in (1, 100, SMALL_BYTES, MIB, 16 * MIB)]
+    threads = [threading.Thread(target=work, args=(size,)) for size in (1, 100, SMALL_BYTES, 2 * MIB, 16 * MIB)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -8,7 +8,7 @@ from recinfer.errors import OverloadedError, UnavailableError
 
 __all__ = ["SMALL_BYTES", "MemoryBudget", "Ticket"]
 
-SMALL_BYTES = 256 << 10
+SMALL_BYTES = 1 << 20
 """What a small call holds at most."""
 
 _RESERVE = 8  # one part in so many is for small calls alone

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.dispatcher import Answering
+from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.scheduler import BatchConfig, Batcher, BatcherState
 from recinfer.serving.engine.store import ModelStore, StoreManager
@@ -83,6 +84,9 @@ class Server:
         shards: what the predictors' lookups go through, where their rows are on other hosts.
         serving: what health says once the server answers; see :meth:`set_serving`.
 
+    Attributes:
+        budget: of what requests and answers hold, over all protocols; ``limits`` says how many bytes.
+
     >>> server = Server({"movies": recinfer.load("movies.rqa")}).start()    # doctest: +SKIP
     >>> InferenceClient(f"127.0.0.1:{server.port}").lookup(features)        # doctest: +SKIP
     >>> server.stop()                                                       # doctest: +SKIP
@@ -137,8 +141,9 @@ class Server:
         self.http_port = http_port
         self._shards, self._serving = shards, serving
         shown = None if shards is None else shards.status
+        self.budget = MemoryBudget(self.service.limits.memory_budget_bytes)
         metrics = ServerMetrics(
-            self.stats, self.service.registry, self._queue_state, shards=shown, is_ready=self.is_ready
+            self.stats, self.service.registry, self.budget, self._queue_state, shards=shown, is_ready=self.is_ready
         )
         self.status = metrics.status
         self._metrics: MetricsDoor | None = None
@@ -276,6 +281,7 @@ class Server:
             check_address(self.host, port)
         self._http = HttpDoor(
             self.open_inference,
+            self.budget,
             self.host,
             port,
             token=self._security.token or "",

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from recinfer.errors import ArchiveError, InputError, OverloadedError, UnavailableError
 from recinfer.inference.stages import Stages
+from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.stats import RequestStats
 from recinfer.serving.server.address import check_address, join_address
 from recinfer.serving.server.admission import Door, names_of
@@ -32,7 +33,7 @@ from recinfer.serving.server.grpc_methods import (
 )
 from recinfer.serving.server.loop import run_on_loop
 from recinfer.serving.server.security import Security
-from recinfer.serving.server.telemetry.metrics import Status, plain_histogram
+from recinfer.serving.server.telemetry.metrics import Status, memory_status, plain_histogram
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.server.tuning import tune_process
 from recinfer.serving.shards.busy import BusyShare, thread_seconds
@@ -96,6 +97,7 @@ class ShardServer:
         self._pool_seconds, self._counting = 0.0, threading.Lock()
         self._busy: list[BusyShare] = []
         self.stats, self._stages = RequestStats(), Stages("lookup")
+        self.budget = MemoryBudget(self._limits.memory_budget_bytes)
         self._observer = Observer(self.stats)
         self._started = time.monotonic()
         self._server: CoreServer | None = None
@@ -137,6 +139,7 @@ class ShardServer:
             "stages": {stage: plain_histogram(state) for stage, state in self._stages.state().items()},
             "samples": plain_histogram(self.stats.batch.state()),
             "queue": None,
+            "memory": memory_status(self.budget),
             "models": [],
             "shards": None,
             "held": {
