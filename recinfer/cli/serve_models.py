@@ -94,7 +94,7 @@ def limits_of(options: LimitOptions) -> Limits:
 def _batching(options: BatchOptions) -> BatchConfig:
     from recinfer.serving.engine.scheduler import BatchConfig
 
-    return BatchConfig(max_batch=options.max_batch, max_delay_us=options.max_delay_us, max_queue=options.max_queue)
+    return BatchConfig(max_batch=options.max_batch, max_queue=options.max_queue)
 
 
 # --------------------------------------------------------------------------------------------------- what is served

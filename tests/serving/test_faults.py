@@ -350,8 +350,8 @@ def test_who_goes_away_over_http_frees_the_place(predictor: Predictor, monkeypat
     begun, go_on = hold(predictor, monkeypatch)
     config = BatchConfig(max_queue=2)
     with Server({"tiny": predictor}, threads=1, batching=config, http_port=0) as server:
-        assert server.batcher is not None
-        batcher = server.batcher
+        assert server.scheduler is not None
+        batcher = server.scheduler
         with grpc.insecure_channel(server.target) as channel, ExitStack() as stack:
             running = channel.unary_unary(f"/{SERVICE_NAME}/Lookup").future(
                 codec.encode_lookup_request(make_request(0, 4000)[1]), timeout=90

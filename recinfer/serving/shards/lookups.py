@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -44,6 +43,7 @@ class RemoteLookups:
 
     mapped: MappedShards | None = None
     direct: DirectTables | None = None
+    is_remote = True
 
     def __init__(self, archive: Archive, spec: VersionSpec, fanout: Fanout) -> None:
         manifest = archive.manifest
@@ -66,9 +66,20 @@ class RemoteLookups:
         (part, *others), split = self.parts, self._splits[0]
         if others or not split.layout.pooled or part.info.is_weighted:
             return None
-        find = functools.partial(self._fanout.find, self.spec.key, default_rows=self._default_rows)
-        begin = functools.partial(self._fanout.begin, self.spec.key, default_rows=self._default_rows)
-        return RemoteTables(split, part.names, part.dims, self._rows, find, begin)
+        return RemoteTables(split, part.names, part.dims, self._rows, self._begin, lambda work: work())
+
+    def _begin(self, batch: int, parts: dict[int, Parts], deadline: float, done: Any) -> None:
+        if self._fanout.begin(self.spec.key, batch, parts, deadline, done, default_rows=self._default_rows):
+            return
+        found = start_on_loop(
+            self._fanout.find(self.spec.key, batch, parts, deadline, default_rows=self._default_rows)
+        )
+
+        def tell(future: Any) -> None:
+            error = future.exception()
+            done(*(({}, (), error) if error is not None else (*future.result(), None)))
+
+        found.add_done_callback(tell)
 
     def can_answer(self) -> bool:
         """See :class:`recinfer.inference.lookups.Lookups`."""
@@ -80,9 +91,20 @@ class RemoteLookups:
         """See :class:`recinfer.inference.lookups.Lookups`; not on the serving loop itself."""
         return start_on_loop(self._find(requests, present, float("inf"), exact=True)).result()
 
-    async def find_later(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float) -> Found:
+    def begin(
+        self,
+        requests: Sequence[Bags],
+        present: Set[str] | None,
+        deadline: float,
+        done: Callable[[Found | None, Exception | None], None],
+    ) -> None:
         """See :class:`recinfer.inference.lookups.Lookups`."""
-        return await self._find(requests, present, deadline)
+
+        def tell(future: Any) -> None:
+            error = future.exception()
+            done(None if error is not None else future.result(), error)
+
+        start_on_loop(self._find(requests, present, deadline)).add_done_callback(tell)
 
     async def _find(
         self, requests: Sequence[Bags], present: Set[str] | None, deadline: float, *, exact: bool = False

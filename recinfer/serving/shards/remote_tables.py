@@ -6,7 +6,7 @@ and one to put the answers together; the messages and the vectors are the same, 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -70,9 +70,9 @@ class RemoteTables:
         split: of the module.
         names, dims: of the module's outputs.
         rows: of each feature's tables.
-        find: asks the shards for samples of this version: takes their number, each rank's parts and the deadline; see
-            recinfer.serving.shards.fanout.Fanout.find.
-        begin: the same without waiting, told of the answers.
+        begin: asks the shards for samples of this version: takes their number, each rank's parts, the deadline, and what is
+            called with the answers; see recinfer.serving.shards.fanout.Fanout.begin.
+        at_end_of_turn: called where answers are given, calls its argument when no more have come.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class RemoteTables:
         names: Sequence[str],
         dims: Sequence[int],
         rows: Mapping[str, int],
-        find: Callable[..., Awaitable[tuple[Answers, tuple[int, ...]]]],
-        begin: Callable[..., bool],
+        begin: Callable[..., None],
+        at_end_of_turn: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._split, self._rows, self._find, self._begin = split, rows, find, begin
+        self._split, self._rows, self._begin, self.at_end_of_turn = split, rows, begin, at_end_of_turn
         self._names, self._dims = tuple(names), tuple(dims)
         self._known = frozenset(split.features)
         self._orders: LruCache[bytes, RemoteOrder] = LruCache(_MAX_ORDERS)
@@ -151,13 +151,9 @@ class RemoteTables:
             return None
         return {rank.rank: [[part]] for rank, part in zip(order.ranks, found) if part is not None}
 
-    async def find(self, parts: Mapping[int, Parts], batch: int, deadline: float) -> tuple[Answers, tuple[int, ...]]:
-        """See :meth:`recinfer.serving.shards.fanout.Fanout.find`."""
-        return await self._find(batch, parts, deadline) if parts else ({}, ())
-
-    def begin(self, parts: Mapping[int, Parts], batch: int, deadline: float, told: Told) -> bool:
+    def begin(self, parts: Mapping[int, Parts], batch: int, deadline: float, done: Told) -> None:
         """See :meth:`recinfer.serving.shards.fanout.Fanout.begin`."""
-        return self._begin(batch, parts, deadline, told)
+        self._begin(batch, parts, deadline, done)
 
     def join(
         self,

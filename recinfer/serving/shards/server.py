@@ -25,7 +25,6 @@ from recinfer.serving.server.grpc_call import Each
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.grpc_methods import (
     add_standard_services,
-    at_once,
     connection_options,
     generic_handler,
     one_by_one,
@@ -167,7 +166,6 @@ class ShardServer:
         door = Door(self._security, self._observer, names=names_of(*pb.DESCRIPTOR.services_by_name.values()))
         server = CoreServer(
             admit=door.admit,
-            fast={f"/{SERVICE_NAME}/Find": at_once("Find", self._find_small, self._observer)},
             streams={FIND_EACH.decode(): each},
             options=[
                 ("grpc.max_receive_message_length", self._limits.max_message_bytes),

@@ -396,8 +396,8 @@ def test_through_a_server_and_in_its_figures(tmp_path: Path):
             )
             outputs = client.predict(torch.zeros(3, NUM_DENSE), request)
             torch.testing.assert_close(outputs["output"], here.predict(torch.zeros(3, NUM_DENSE), request)["output"])
-            assert server.batcher is not None
-            state = server.batcher.state
+            assert server.scheduler is not None
+            state = server.scheduler.state
             assert (state.requests, state.samples, state.running) == (2, 6, 0)
             assert server.stats.requests() == {("Lookup", "OK"): 1, ("Predict", "OK"): 1}
             assert predictor.stages.state()["lookup"].count == before + 2
@@ -451,14 +451,14 @@ def test_a_few_at_a_time_share_no_run(tmp_path: Path, call: str, samples: int, m
             Server({"pooled": predictor}, shards=predictor.lookups._fanout) as server,
             InferenceClient(server.target, timeout=60) as client,
         ):
-            assert server.batcher is not None
+            assert server.scheduler is not None
             ask_all(client, few, 80 // few + 1)
-            state = server.batcher.state
+            state = server.scheduler.state
             asked_for = few * (80 // few + 1)
             assert (state.runs, state.requests) == (asked_for, asked_for)
             assert server.stats.stages.state()["queue"].count == 0, "none of them waited"
             monkeypatch.setattr(pace, f"{kind}_QUESTIONS_AWAY", 1)
             ask_all(client, 24, 10)
-            state = server.batcher.state
+            state = server.scheduler.state
             assert state.requests == asked_for + 240
             assert server.stats.stages.state()["queue"].count > 0, "of more than may, some do"

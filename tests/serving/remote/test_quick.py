@@ -158,19 +158,19 @@ def test_a_large_prediction_is_handed_over_until_it_is_known_to_be_short(
             return finish(*given)
 
         monkeypatch.setattr(away, "_finish", seen)
-        assert server.batcher is not None
+        assert server.scheduler is not None
         stages = service.registry.get().predictor.stages
         before = {name: state.count for name, state in stages.state().items()}
         for number in range(1, 6):
             torch.testing.assert_close(client.predict(*large())["output"], expected)
-            until(lambda: not server.batcher.state.running)
-            state = server.batcher.state
+            until(lambda: not server.scheduler.state.running)
+            state = server.scheduler.state
             assert (state.runs, state.requests, state.samples) == (number, number, 400 * number)
         if len(threads) == 5:  # none waited to see whether others come
             assert threads[0].startswith("recinfer-request") and threads[-1].startswith("recinfer-asks-")
             counts = {name: state.count - before[name] for name, state in stages.state().items()}
             assert counts["lookup"] == counts["dense"] == 5
-        monkeypatch.setattr(server.batcher, "is_known_short", lambda *_: False)
+        monkeypatch.setattr(server.scheduler, "is_known_short", lambda *_: False)
         threads.clear()
         for _ in range(3):
             torch.testing.assert_close(client.predict(*large())["output"], expected)
@@ -196,9 +196,9 @@ def test_a_dense_run_that_fails_is_answered_and_counted_once(tmp_path: Path, mon
             with pytest.raises(RecinferError):
                 client.predict(*large())
         torch.testing.assert_close(client.predict(*large())["output"], expected)
-        assert server.batcher is not None
-        until(lambda: not server.batcher.state.running)
-        assert server.batcher.state.requests == 5
+        assert server.scheduler is not None
+        until(lambda: not server.scheduler.state.running)
+        assert server.scheduler.state.requests == 5
         assert server.stats.requests() == {("Predict", "OK"): 4, ("Predict", "INTERNAL"): 1}
 
 
@@ -228,9 +228,9 @@ def test_a_shard_that_dies_on_the_way_of_a_large_prediction_is_answered_and_coun
             caller.join(60)
         (found,) = given
         assert isinstance(found, UnavailableError) and "rank 1 has no living replica" in str(found)
-        assert server.batcher is not None
-        until(lambda: not server.batcher.state.running)
-        assert server.batcher.state.requests == 2
+        assert server.scheduler is not None
+        until(lambda: not server.scheduler.state.running)
+        assert server.scheduler.state.requests == 2
         assert server.stats.requests() == {("Predict", "OK"): 1, ("Predict", "UNAVAILABLE"): 1}
         assert all(replica.outstanding == 0 for replica in fanout.pool.everyone())
 

@@ -28,7 +28,7 @@ from recinfer.errors import NotFoundError
 from recinfer.inference.stages import HistogramState, Stages
 from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
-from recinfer.serving.engine.scheduler import BatcherState
+from recinfer.serving.engine.scheduler import SchedulerState
 from recinfer.serving.engine.stats import RequestStats
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ServerMetrics:
         stats: RequestStats,
         registry: ModelRegistry,
         budget: MemoryBudget,
-        queue: Callable[[], BatcherState | None] = lambda: None,
+        queue: Callable[[], SchedulerState | None] = lambda: None,
         *,
         shards: Callable[[], dict[str, Any]] | None = None,
         is_ready: Callable[[], bool] = lambda: True,
