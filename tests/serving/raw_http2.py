@@ -41,6 +41,7 @@ class RawHttp2:
         self._buffer = b""
         self.ended: list[int] = []
         self.received: dict[int, int] = {}
+        self._pings = 0
 
     def call(self, path: str, data: bytes = b"", *, end: bool = False, **headers: str) -> int:
         """Begin a call, with ``data`` of its body; ``end``: there is no more. Returns its stream."""
@@ -100,6 +101,14 @@ class RawHttp2:
         for each in (stream, 0):
             self._send(_WINDOW, 0, each, struct.pack(">I", size))
 
+    def settle(self, seconds: float = 60.0) -> None:
+        """Read until the server has read all that was sent."""
+        pings, until = self._pings, time.monotonic() + seconds
+        self._send(_PING, 0, 0, bytes(8))
+        while self._pings == pings:
+            assert time.monotonic() < until, "the server does not read"
+            self.read(0.1)
+
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
@@ -119,8 +128,10 @@ class RawHttp2:
                         self._left_of[each] += value - self._initial
                     self._initial = value
             self._send(_SETTINGS, _ACK, 0, b"")
-        elif kind == _PING and not flags & _ACK:
-            self._send(_PING, _ACK, 0, payload)
+        elif kind == _PING:
+            self._pings += flags & _ACK
+            if not flags & _ACK:
+                self._send(_PING, _ACK, 0, payload)
         elif kind == _WINDOW:
             (size,) = struct.unpack(">I", payload)
             if stream == 0:

@@ -18,12 +18,18 @@ from typing import Any
 
 from recinfer.serving.engine.byte_path import Predictions, lookup_now
 from recinfer.serving.engine.decoded_path import DecodedRuns, InferenceService
+from recinfer.serving.engine.memory_budget import UNCOUNTED, Ticket
 from recinfer.serving.engine.plain import PlainReader
 from recinfer.serving.engine.remote_byte_path import FanOuts
 from recinfer.serving.engine.request import CallName, Request
 from recinfer.serving.engine.scheduler import BatchConfig, Scheduler
 
 __all__ = ["Dispatcher"]
+
+_FLOAT_BYTES = 4
+_UNCOUNTED_BYTES = (
+    64 << 10
+)  # vectors that are there for a moment, and few at a time; an answer is counted when it is sent
 
 
 class Dispatcher:
@@ -44,7 +50,9 @@ class Dispatcher:
     ) -> None:
         stats = service.stats
         self._stats, self._reader = stats, PlainReader(service.registry, service.limits)
-        self.scheduler = Scheduler(batching, threads, at_a_time, waited=lambda seconds: stats.stages.add("queue", seconds))
+        self.scheduler = Scheduler(
+            batching, threads, at_a_time, waited=lambda seconds: stats.stages.add("queue", seconds)
+        )
         self._decoded = DecodedRuns(service, self.scheduler)
         self._predictions = Predictions(self.scheduler, stats, self._decoded.submit, threads)
         self._fan_outs = FanOuts(self.scheduler, self._predictions, stats, self._decoded.submit)
@@ -69,6 +77,8 @@ class Dispatcher:
         plain = self._reader.read(request.data)
         if plain is not None:
             self._stats.stages.add("decode", time.perf_counter() - start)
+            if (num_bytes := plain.batch * plain.order.columns * _FLOAT_BYTES) > _UNCOUNTED_BYTES:
+                request.ticket.grow(num_bytes)
             if plain.state.direct is None:
                 self._fan_outs.start(request, plain)
                 return
@@ -113,7 +123,7 @@ class LoopCaller:
         self._loop = asyncio.get_running_loop()
         self._ends = False  # the end of this turn of the loop is awaited
 
-    async def ask(self, call: CallName, data: bytes, deadline: float) -> bytes:
+    async def ask(self, call: CallName, data: bytes, deadline: float, ticket: Ticket = UNCOUNTED) -> bytes:
         """The serialized answer; raises the error that it is. Cancelled, the request gives up its place."""
         future: asyncio.Future[bytes] = self._loop.create_future()
 
@@ -124,7 +134,7 @@ class LoopCaller:
                 self._loop.call_soon_threadsafe(_settle, future, answer)
 
         thread = threading.get_ident()
-        request = Request(call, data, deadline, reply)
+        request = Request(call, data, deadline, reply, ticket=ticket)
         self._dispatcher.dispatch(request)
         if self._dispatcher.scheduler.has_new and not self._ends:
             self._ends = True

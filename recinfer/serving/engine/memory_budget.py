@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from contextvars import ContextVar
 
 from recinfer.errors import OverloadedError, UnavailableError
 
-__all__ = ["SMALL_BYTES", "MemoryBudget", "Ticket"]
+__all__ = ["SMALL_BYTES", "UNCOUNTED", "MemoryBudget", "Ticket", "ticket_of_task"]
 
 SMALL_BYTES = 1 << 20
 """What a small call holds at most."""
@@ -110,3 +111,15 @@ class Ticket:
                 budget.held -= had
             else:
                 budget._move(had, 0)
+
+
+class _Uncounted(Ticket):
+    def resize(self, num_bytes: int) -> None:
+        """Nobody counts."""
+
+
+UNCOUNTED: Ticket = _Uncounted(MemoryBudget(0))
+"""Of calls that no budget counts."""
+
+ticket_of_task: ContextVar[Ticket] = ContextVar("ticket_of_task", default=UNCOUNTED)
+"""Of the call that this task of the event loop answers, and threads that work for it."""

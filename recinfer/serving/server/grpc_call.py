@@ -15,13 +15,19 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from recinfer.errors import InputError
+from recinfer.errors import DeadlineError, InputError, RecinferError
+from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket
 from recinfer.serving.server.grpc_binding import cygrpc
+from recinfer.serving.wire.retry import trailing_of
+from recinfer.serving.wire.status import status_of
 
-__all__ = ["CoreCall", "Dispatch", "Each", "Ending", "Method", "Owner"]
+__all__ = ["Bounds", "CoreCall", "Dispatch", "Each", "Ending", "Method", "Owner", "ending_of"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
+_SLOW_LOOKS = 3  # looks after which a message that is not complete counts as the largest one
+_SENT_S = 30.0  # an answer that its caller has not taken by then is given up
+_RECEIVING, _RUNNING, _SENDING = range(3)
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,29 @@ class Ending:
     code: str
     message: str
     trailing: tuple[tuple[str, str | bytes], ...] = ()
+
+
+def ending_of(error: Exception) -> Ending:
+    """How a call ends that failed with ``error``."""
+    status = status_of(error)
+    return Ending(status.code, status.message, trailing_of(error, status.message))
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the calls of a method may hold.
+
+    Attributes:
+        budget: that their messages and answers are counted by.
+        most_bytes: of a message.
+        slow_bytes: what a message is counted as that is slow to come: nobody can see how much of it is there.
+        receive_s: seconds after which a message that is not complete is given up.
+    """
+
+    budget: MemoryBudget
+    most_bytes: int
+    slow_bytes: int
+    receive_s: float
 
 
 _NO_MESSAGE = Ending("UNIMPLEMENTED", "the method takes exactly one message, and there was none")
@@ -71,14 +100,17 @@ class Owner(Protocol):
     @property
     def is_stopping(self) -> bool: ...
 
+    def refused(self, path: str, code: str, metadata: Sequence[tuple[str, Any]]) -> None:
+        """A call was ended for the memory it holds; on gRPC's thread."""
+
 
 class Method:
     """What answers the calls of one path."""
 
-    __slots__ = ("dispatch", "handler", "path", "read", "streams_in", "streams_out", "write")
+    __slots__ = ("bounds", "dispatch", "handler", "path", "read", "streams_in", "streams_out", "write")
 
-    def __init__(self, path: str, handler: Any, dispatch: Dispatch | None) -> None:
-        self.path, self.handler, self.dispatch = path, handler, dispatch
+    def __init__(self, path: str, handler: Any, dispatch: Dispatch | None, bounds: Bounds) -> None:
+        self.path, self.handler, self.dispatch, self.bounds = path, handler, dispatch, bounds
         self.streams_in, self.streams_out = handler.request_streaming, handler.response_streaming
         self.read = handler.request_deserializer or bytes
         self.write = handler.response_serializer or bytes
@@ -89,6 +121,9 @@ class CoreCall:
 
     It begins on gRPC's thread. A call that is dispatched may be answered or ended on any thread; one that is handed over is the
     loop's, but for its events. gRPC's own call is let go as soon as it is over: a server does not end before.
+
+    Attributes:
+        ticket: what it holds of the memory budget, until it is over; None: of an unknown method.
     """
 
     __slots__ = (
@@ -97,11 +132,17 @@ class CoreCall:
         "_end",
         "_gone",
         "_listens",
+        "_looks",
         "_metadata",
         "_method",
         "_opened",
+        "_seen",
+        "_sending",
         "_server",
+        "_since",
+        "_stage",
         "_task",
+        "ticket",
     )
 
     def __init__(
@@ -114,10 +155,14 @@ class CoreCall:
     ) -> None:
         self._server, self._call, self._metadata, self._deadline = server, call, metadata, deadline
         self._method: Any = method
+        self.ticket: Any = None if method is None else Ticket(method.bounds.budget)
         self._task: asyncio.Task[None] | None = None
         self._opened = self._listens = False
         self._end = threading.Lock()  # taken by who ends it, or listens
         self._gone: Callable[[], None] = self._leave_soon
+        self._sending: Any = None  # gRPC's call while its answer is on the way
+        self._stage = self._seen = _RECEIVING
+        self._since, self._looks = 0.0, 0  # when it was first seen in this stage, and how often since
 
     # -- on gRPC's thread
 
@@ -130,6 +175,11 @@ class CoreCall:
         if data is None:  # the caller is gone, or has nothing to say
             self.end(_NO_MESSAGE)
             return
+        try:
+            self._took(len(data))
+        except RecinferError as error:
+            self._refuse(error)
+            return
         if self._method.dispatch is None:
             self.hand_over(data)
             return
@@ -139,6 +189,43 @@ class CoreCall:
             _log.exception("%s failed", self._method.path)
             self.end(FAILED)
 
+    def _took(self, num_bytes: int) -> None:
+        """A message is here; raises InputError, OverloadedError."""
+        self._stage, bounds = _RUNNING, self._method.bounds
+        if num_bytes > bounds.most_bytes:
+            raise InputError(f"request: got {num_bytes} bytes, expected at most {bounds.most_bytes}")
+        self.ticket.resize(num_bytes)
+
+    def _refuse(self, error: Exception) -> None:
+        ending = ending_of(error)
+        self._server.refused(self._method.path, ending.code, self._metadata)
+        self.end(ending)
+
+    def look(self, now: float) -> None:
+        """End a call that holds memory and does not go on. Called now and then, with ``time.monotonic()``."""
+        stage = self._stage
+        if stage != self._seen or not self._looks:
+            self._seen, self._since, self._looks = stage, now, 1
+            return
+        self._looks += 1
+        spent = now - self._since
+        if stage == _RECEIVING:
+            self._look_at_slow(spent)
+        elif stage == _SENDING and spent > _SENT_S and self._sending is not None:
+            sending, self._sending = self._sending, None
+            sending.cancel(cygrpc.StatusCode.unavailable, f"the answer was not taken for {_SENT_S:g} s")
+
+    def _look_at_slow(self, spent: float) -> None:
+        bounds = self._method.bounds
+        try:
+            if spent > bounds.receive_s:
+                raise DeadlineError(f"request: not complete after {bounds.receive_s:g} s")
+            # Counted in looks: a server that stood still has not looked at what came meanwhile.
+            if self._looks >= _SLOW_LOOKS and self.ticket.held < bounds.slow_bytes:
+                self.ticket.resize(bounds.slow_bytes)
+        except RecinferError as error:
+            self._refuse(error)
+
     def hand_over(self, data: bytes | None) -> None:
         """The rest is a task of the loop, which is cancelled when the caller goes away."""
         self._listens = True
@@ -146,7 +233,7 @@ class CoreCall:
         self._server.loop.call_soon_threadsafe(self._begin, data)
 
     def _closed(self, event: Any) -> None:
-        self._server.open.discard(self)
+        self._finished(event)
         if event.batch_operations[0].cancelled():
             self._gone()
 
@@ -180,6 +267,7 @@ class CoreCall:
             call, self._call = self._call, None
         if call is None:
             return
+        self._stage, self._sending = _SENDING, call
         if message is not None and len(message) > _LINGERS_BYTES and self._server.is_stopping:
             self._send_and_linger(call, message)
             return
@@ -217,6 +305,9 @@ class CoreCall:
 
     def _finished(self, event: Any) -> None:
         self._server.open.discard(self)
+        self._sending = None
+        if self.ticket is not None:
+            self.ticket.release()
 
     # -- on the loop
 
@@ -262,10 +353,12 @@ class CoreCall:
 
     async def _messages(self) -> AsyncIterator[Any]:
         while True:
+            self._stage = _RECEIVING
             event = await self._step(cygrpc.ReceiveMessageOperation(0))
             data = event.batch_operations[0].message()
             if data is None:
                 return
+            self._took(len(data))
             yield self._read(data)
 
     def _read(self, data: bytes) -> Any:

@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from recinfer.errors import InputError, OverloadedError
-from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket
+from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket, ticket_of_task
 from recinfer.serving.server.http_site import HttpSite
 from recinfer.serving.server.open_inference_grpc import OpenInference, off_loop, raw_array
 from recinfer.serving.server.unpacking import TooLargeError, largest, unpack
@@ -166,6 +166,7 @@ class HttpDoor:
         if length > most:
             raise TooLargeError
         ticket = self._budget.admit(length)
+        ticket_of_task.set(ticket)
         try:
             answer = await self._answer(request, await self._body(request, most, ticket), ticket)
             await _send(request, answer)

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.dispatcher import Dispatcher, LoopCaller
-from recinfer.serving.engine.memory_budget import MemoryBudget
+from recinfer.serving.engine.memory_budget import MemoryBudget, ticket_of_task
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.remote_byte_path import MOST_FAN_OUTS
 from recinfer.serving.engine.request import CallName
@@ -194,8 +194,12 @@ class Server:
         at_a_time = None if self._shards is None else MOST_FAN_OUTS
         dispatcher = self._dispatcher = Dispatcher(self.service, self._batching, self._threads, at_a_time)
         self._caller = LoopCaller(dispatcher)
+        door = self._door(dispatcher.scheduler)
         server = CoreServer(
-            admit=self._door(dispatcher.scheduler).admit,
+            budget=self.budget,
+            most_bytes=limits.max_message_bytes,
+            admit=door.admit,
+            refused=door.refused,
             dispatch=self._dispatched(dispatcher),
             turns=dispatcher.scheduler,
             options=[
@@ -264,7 +268,7 @@ class Server:
     async def _ask(self, call: CallName, data: bytes) -> bytes:
         """As a protocol that translates to our messages asks, on the loop."""
         assert self._caller is not None
-        return await self._caller.ask(call, data, deadline.get())
+        return await self._caller.ask(call, data, deadline.get(), ticket_of_task.get())
 
     async def _get_model(self, data: bytes) -> bytes:
         return self.service.get_model(data)

@@ -165,7 +165,10 @@ class ShardServer:
         each = self._each()
         door = Door(self._security, self._observer, names=names_of(*pb.DESCRIPTOR.services_by_name.values()))
         server = CoreServer(
+            budget=self.budget,
+            most_bytes=self._limits.max_message_bytes,
             admit=door.admit,
+            refused=door.refused,
             streams={FIND_EACH.decode(): each},
             options=[
                 ("grpc.max_receive_message_length", self._limits.max_message_bytes),
