@@ -9,13 +9,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.engine.memory_budget import SMALL_BYTES
+from recinfer.serving.engine.memory_budget import SMALL_BYTES, Ticket
 from recinfer.serving.server import grpc_call, grpc_core
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import open_inference_pb2 as pb
 from tests.serving.conftest import make_request
 from tests.serving.raw_http2 import RawHttp2, message
 from tests.serving.test_workers import until
@@ -23,7 +25,9 @@ from tests.serving.test_workers import until
 MIB = 1 << 20
 BUDGET, MOST = 32 * MIB, 8 * MIB
 LARGE = BUDGET - BUDGET // 8  # what large calls may hold
-LOOKUP, CHECK = f"/{SERVICE_NAME}/Lookup", "/grpc.health.v1.Health/Check"
+LOOKUP, PREDICT = f"/{SERVICE_NAME}/Lookup", f"/{SERVICE_NAME}/Predict"
+CHECK = "/grpc.health.v1.Health/Check"
+INFER = "/inference.GRPCInferenceService/ModelInfer"
 TOKEN = "a-token-of-24-characters"
 HALF = message(bytes(1000), MOST)
 
@@ -163,7 +167,7 @@ def test_who_goes_away_gives_back_what_it_held(server: Server):
 
 @pytest.mark.parametrize("method", ["Lookup", "ModelInfer"])
 def test_what_does_not_fit_is_told_when_to_come_back(server: Server, method: str, monkeypatch: pytest.MonkeyPatch):
-    path = LOOKUP if method == "Lookup" else "/inference.GRPCInferenceService/ModelInfer"
+    path = LOOKUP if method == "Lookup" else INFER
     with RawHttp2(server.port) as raw:
         for _ in range(LARGE // MOST):
             raw.call(LOOKUP, HALF)
@@ -174,3 +178,47 @@ def test_what_does_not_fit_is_told_when_to_come_back(server: Server, method: str
     assert "memory budget" in refused.value.details()
     assert "grpc-retry-pushback-ms" in dict(refused.value.trailing_metadata())
     until(lambda: count(server, "RESOURCE_EXHAUSTED", method) == 1)
+
+
+def infer() -> bytes:
+    """A ModelInferRequest with typed contents."""
+    tensor = pb.ModelInferRequest.InferInputTensor(name="user", datatype="INT64", shape=[10_000])
+    tensor.contents.int64_contents.extend([3] * 10_000)
+    method = pb.InferParameter(string_param="lookup")
+    return pb.ModelInferRequest(model_name="tiny", inputs=[tensor], parameters={"method": method}).SerializeToString()
+
+
+def predict() -> bytes:
+    dense, features = make_request(0, 4000)
+    return codec.encode_predict_request(dense, features)
+
+
+UNKNOWN_FIELD = b"\xa0\x06\x01"  # with which a request is not plain
+PLACES = {"plain": (PREDICT, 1), "decoded": (LOOKUP, 2), "Open Inference": (INFER, 5)}
+
+
+@pytest.mark.parametrize(("kind", "place"), [(kind, n) for kind, (_, last) in PLACES.items() for n in range(last + 1)])
+def test_wherever_a_request_grows_beyond_the_budget_it_is_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch, kind: str, place: int
+):
+    """Place 0: nowhere, and all of the places are met."""
+    path, last = PLACES[kind]
+    data = {"plain": predict, "decoded": lambda: lookup(4000) + UNKNOWN_FIELD, "Open Inference": infer}[kind]()
+    grow, met = Ticket.grow, 0
+
+    def failing(self: Ticket, num_bytes: int) -> None:
+        nonlocal met
+        met += 1
+        if met == place:
+            raise OverloadedError("full", retry_after=0.1)
+        grow(self, num_bytes)
+
+    monkeypatch.setattr(Ticket, "grow", failing)
+    if place:
+        with pytest.raises(grpc.RpcError) as refused:
+            ask(server, data, path)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    else:
+        assert ask(server, data, path)
+        assert met == last
+    until(lambda: server.budget.held == 0)

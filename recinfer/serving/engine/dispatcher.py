@@ -19,7 +19,7 @@ from typing import Any
 from recinfer.serving.engine.byte_path import Predictions, lookup_now
 from recinfer.serving.engine.decoded_path import DecodedRuns, InferenceService
 from recinfer.serving.engine.memory_budget import UNCOUNTED, Ticket
-from recinfer.serving.engine.plain import PlainReader
+from recinfer.serving.engine.plain import PlainReader, PlainRequest
 from recinfer.serving.engine.remote_byte_path import FanOuts
 from recinfer.serving.engine.request import CallName, Request
 from recinfer.serving.engine.scheduler import BatchConfig, Scheduler
@@ -27,9 +27,7 @@ from recinfer.serving.engine.scheduler import BatchConfig, Scheduler
 __all__ = ["Dispatcher"]
 
 _FLOAT_BYTES = 4
-_UNCOUNTED_BYTES = (
-    64 << 10
-)  # vectors that are there for a moment, and few at a time; an answer is counted when it is sent
+_FEW_BYTES = 64 << 10
 
 
 class Dispatcher:
@@ -77,14 +75,14 @@ class Dispatcher:
         plain = self._reader.read(request.data)
         if plain is not None:
             self._stats.stages.add("decode", time.perf_counter() - start)
-            if (num_bytes := plain.batch * plain.order.columns * _FLOAT_BYTES) > _UNCOUNTED_BYTES:
-                request.ticket.grow(num_bytes)
             if plain.state.direct is None:
+                _hold_vectors(request, plain)
                 self._fan_outs.start(request, plain)
                 return
             if request.call == "Predict":
                 if plain.can_predict():
                     scheduler.queue.admit(request.deadline)
+                    _hold_vectors(request, plain)
                     self._predictions.submit(request, plain, plain.fill)
                     return
             elif (answer := lookup_now(plain, self._stats)) is not None:
@@ -109,6 +107,13 @@ class Dispatcher:
         for _ in asked:
             done.acquire()
         return answers
+
+
+def _hold_vectors(request: Request, plain: PlainRequest) -> None:
+    """Those of a small request are there for a moment, and few at a time."""
+    num_bytes = plain.batch * plain.order.columns * _FLOAT_BYTES
+    if num_bytes > _FEW_BYTES:
+        request.ticket.grow(num_bytes)
 
 
 class LoopCaller:
