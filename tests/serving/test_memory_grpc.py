@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.engine.memory_budget import SMALL_BYTES, Ticket
-from recinfer.serving.server import grpc_call, grpc_core
+from recinfer.serving.server import call_ticket, grpc_core
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
@@ -139,7 +139,7 @@ def test_answers_that_nobody_reads_are_bounded_and_given_up(server: Server, monk
         assert 2 <= held <= LARGE // size and server.budget.held == held * size
         raw.until_ended(40 - held)
         assert ask(server, lookup())
-        monkeypatch.setattr(grpc_call, "_SENT_S", 0.0)
+        monkeypatch.setattr(call_ticket, "_SENT_S", 0.0)
         raw.until_ended(40)  # the connection stands, and takes other calls
         until(lambda: server.budget.held == 0)
 

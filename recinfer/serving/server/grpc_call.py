@@ -15,19 +15,16 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from recinfer.errors import DeadlineError, InputError, RecinferError
-from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket
+from recinfer.errors import InputError, RecinferError
+from recinfer.serving.server.call_ticket import Bounds, CallTicket
 from recinfer.serving.server.grpc_binding import cygrpc
 from recinfer.serving.wire.retry import trailing_of
 from recinfer.serving.wire.status import status_of
 
-__all__ = ["Bounds", "CoreCall", "Dispatch", "Each", "Ending", "Method", "Owner", "ending_of"]
+__all__ = ["CoreCall", "Dispatch", "Each", "Ending", "Method", "Owner", "ending_of"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
-_SLOW_LOOKS = 3  # looks after which a message that is not complete counts as the largest one
-_SENT_S = 30.0  # an answer that its caller has not taken by then is given up
-_RECEIVING, _RUNNING, _SENDING = range(3)
 
 
 @dataclass(frozen=True)
@@ -49,23 +46,6 @@ def ending_of(error: Exception) -> Ending:
     """How a call ends that failed with ``error``."""
     status = status_of(error)
     return Ending(status.code, status.message, trailing_of(error, status.message))
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What the calls of a method may hold.
-
-    Attributes:
-        budget: that their messages and answers are counted by.
-        most_bytes: of a message.
-        slow_bytes: what a message is counted as that is slow to come: nobody can see how much of it is there.
-        receive_s: seconds after which a message that is not complete is given up.
-    """
-
-    budget: MemoryBudget
-    most_bytes: int
-    slow_bytes: int
-    receive_s: float
 
 
 _NO_MESSAGE = Ending("UNIMPLEMENTED", "the method takes exactly one message, and there was none")
@@ -132,15 +112,11 @@ class CoreCall:
         "_end",
         "_gone",
         "_listens",
-        "_looks",
         "_metadata",
         "_method",
         "_opened",
-        "_seen",
         "_sending",
         "_server",
-        "_since",
-        "_stage",
         "_task",
         "ticket",
     )
@@ -155,14 +131,12 @@ class CoreCall:
     ) -> None:
         self._server, self._call, self._metadata, self._deadline = server, call, metadata, deadline
         self._method: Any = method
-        self.ticket: Any = None if method is None else Ticket(method.bounds.budget)
+        self.ticket: Any = None if method is None else CallTicket(method.bounds)
         self._task: asyncio.Task[None] | None = None
         self._opened = self._listens = False
         self._end = threading.Lock()  # taken by who ends it, or listens
         self._gone: Callable[[], None] = self._leave_soon
         self._sending: Any = None  # gRPC's call while its answer is on the way
-        self._stage = self._seen = _RECEIVING
-        self._since, self._looks = 0.0, 0  # when it was first seen in this stage, and how often since
 
     # -- on gRPC's thread
 
@@ -176,7 +150,7 @@ class CoreCall:
             self.end(_NO_MESSAGE)
             return
         try:
-            self._took(len(data))
+            self.ticket.received(len(data))
         except RecinferError as error:
             self._refuse(error)
             return
@@ -189,41 +163,19 @@ class CoreCall:
             _log.exception("%s failed", self._method.path)
             self.end(FAILED)
 
-    def _took(self, num_bytes: int) -> None:
-        """A message is here; raises InputError, OverloadedError."""
-        self._stage, bounds = _RUNNING, self._method.bounds
-        if num_bytes > bounds.most_bytes:
-            raise InputError(f"request: got {num_bytes} bytes, expected at most {bounds.most_bytes}")
-        self.ticket.resize(num_bytes)
-
-    def _refuse(self, error: Exception) -> None:
+    def _refuse(self, error: RecinferError) -> None:
         ending = ending_of(error)
         self._server.refused(self._method.path, ending.code, self._metadata)
         self.end(ending)
 
     def look(self, now: float) -> None:
-        """End a call that holds memory and does not go on. Called now and then, with ``time.monotonic()``."""
-        stage = self._stage
-        if stage != self._seen or not self._looks:
-            self._seen, self._since, self._looks = stage, now, 1
+        """End a call that holds memory and does not go on. Called every so often, with ``time.monotonic()``."""
+        if self.ticket is None or (error := self.ticket.look(now)) is None:
             return
-        self._looks += 1
-        spent = now - self._since
-        if stage == _RECEIVING:
-            self._look_at_slow(spent)
-        elif stage == _SENDING and spent > _SENT_S and self._sending is not None:
-            sending, self._sending = self._sending, None
-            sending.cancel(cygrpc.StatusCode.unavailable, f"the answer was not taken for {_SENT_S:g} s")
-
-    def _look_at_slow(self, spent: float) -> None:
-        bounds = self._method.bounds
-        try:
-            if spent > bounds.receive_s:
-                raise DeadlineError(f"request: not complete after {bounds.receive_s:g} s")
-            # Counted in looks: a server that stood still has not looked at what came meanwhile.
-            if self._looks >= _SLOW_LOOKS and self.ticket.held < bounds.slow_bytes:
-                self.ticket.resize(bounds.slow_bytes)
-        except RecinferError as error:
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.cancel(cygrpc.StatusCode.unavailable, str(error))
+        elif self._call is not None:
             self._refuse(error)
 
     def hand_over(self, data: bytes | None) -> None:
@@ -267,7 +219,9 @@ class CoreCall:
             call, self._call = self._call, None
         if call is None:
             return
-        self._stage, self._sending = _SENDING, call
+        self._sending = call
+        if self.ticket is not None:
+            self.ticket.sends()
         if message is not None and len(message) > _LINGERS_BYTES and self._server.is_stopping:
             self._send_and_linger(call, message)
             return
@@ -353,12 +307,12 @@ class CoreCall:
 
     async def _messages(self) -> AsyncIterator[Any]:
         while True:
-            self._stage = _RECEIVING
+            self.ticket.receives()
             event = await self._step(cygrpc.ReceiveMessageOperation(0))
             data = event.batch_operations[0].message()
             if data is None:
                 return
-            self._took(len(data))
+            self.ticket.received(len(data))
             yield self._read(data)
 
     def _read(self, data: bytes) -> Any:

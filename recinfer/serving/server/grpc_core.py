@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import grpc
 
 from recinfer.serving.engine.memory_budget import MemoryBudget
+from recinfer.serving.server.call_ticket import Bounds
 from recinfer.serving.server.grpc_binding import cygrpc
 from recinfer.serving.server.grpc_call import (
     CANCELLED,
     FAILED,
-    Bounds,
     CoreCall,
     Dispatch,
     Each,
