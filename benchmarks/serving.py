@@ -105,9 +105,9 @@ def serve_ours(archive: str, batching: BatchConfig, pipe: Any) -> None:
     tune_process()  # as recinfer.serving.server.server.serve does
     with Server({"bench": predictor}, batching=batching) as server:
         pipe.send(server.port)
-        while server.batcher is not None:
+        while server.scheduler is not None:
             asked = pipe.recv()
-            pipe.send(server.batcher.state)
+            pipe.send(server.scheduler.state)
             if asked == "stop":
                 return
 

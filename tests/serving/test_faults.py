@@ -281,7 +281,7 @@ def test_jumps_of_the_clock_change_nothing(archive: Path, tmp_path: Path, predic
     )
     assert float(probe.stdout) > time.time() + 900_000  # else this would test nothing
     shifted(tmp_path, 0)
-    arguments = ("--metrics-port", "0", "--max-delay-us", "2000")
+    arguments = ("--metrics-port", "0")
     preload = {"LD_PRELOAD": str(library), "SHIFT_FILE": str(tmp_path / "shift")}
     with serving(archive, *arguments, **preload) as (_, ready):
         target = f"127.0.0.1:{ready['port']}"
