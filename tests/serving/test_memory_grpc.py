@@ -9,12 +9,17 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from recinfer.errors import OverloadedError
+from recinfer.cli.serve_models import limits_of
+from recinfer.cli.serve_options import LimitOptions
+from recinfer.errors import ConfigError, OverloadedError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.engine.memory_budget import SMALL_BYTES, Ticket
 from recinfer.serving.server import call_ticket, grpc_core
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.shards.connections import SERVICE_NAME as SHARD_SERVICE
+from recinfer.serving.shards.server import ShardServer
+from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import open_inference_pb2 as pb
@@ -222,3 +227,21 @@ def test_wherever_a_request_grows_beyond_the_budget_it_is_refused(
         assert ask(server, data, path)
         assert met == last
     until(lambda: server.budget.held == 0)
+
+
+def test_a_shard_server_has_a_budget_too():
+    limits = Limits(max_message_bytes=MOST, memory_budget_bytes=BUDGET)
+    with ShardServer(ShardTables([0]), limits=limits) as server, RawHttp2(server.port) as raw:
+        for _ in range(5):
+            raw.call(f"/{SHARD_SERVICE}/Prepare", HALF)
+        raw.until_ended(2)
+        assert server.status()["memory"] == {"budget": BUDGET, "held": LARGE // MOST * MOST, "refused": 2}
+        raw.close()
+        until(lambda: server.budget.held == 0)
+
+
+def test_the_option_is_in_mebibytes():
+    assert limits_of(LimitOptions()).memory_budget_bytes == Limits().memory_budget_bytes == 256 * MIB
+    assert limits_of(LimitOptions(memory_budget_mib=8192)).memory_budget_bytes == 8 << 30
+    with pytest.raises(ConfigError, match="memory_budget_bytes"):
+        Limits(memory_budget_bytes=0)
