@@ -49,6 +49,7 @@ _AT_ONCE = 0.0  # a time of the past: a poll that does not wait
 _LOOK_S, _IDLE_LOOKS = 0.1, 3  # while the last calls end
 _CANCELLED_S = 3.0  # until calls that were cancelled are given back
 _STILL_S = 0.05  # between two looks at the calls that are open
+_MOST_LATE = 64  # events that are taken before one that is due
 _RECEIVE_S = 30.0
 # Health and reflection are small, and health needs no token: two calls at a time may be slow to send their message.
 _OPEN_TO_ALL = ("/grpc.health.", "/grpc.reflection.")
@@ -213,13 +214,16 @@ class CoreServer:
 
     def _take_events(self) -> None:
         timed_out, poll, turns = cygrpc.CompletionType.queue_timeout, self._events.poll, self._turns
-        looked = time.monotonic()
+        looked, late = time.monotonic(), 0
         while True:
             has_new = turns is not None and turns.has_new
-            event = poll(_AT_ONCE if has_new else time.time() + (_STILL_S if self.open else _TICK_S))
-            if (now := time.monotonic()) - looked >= _STILL_S:
-                looked = now
-                self._look(now)
+            is_due = (now := time.monotonic()) - looked >= _STILL_S
+            event = poll(_AT_ONCE if has_new or is_due else time.time() + (_STILL_S if self.open else _TICK_S))
+            if is_due:  # what has come is taken first, or its calls would look as if it had not
+                late += 1
+                if event.completion_type == timed_out or late > _MOST_LATE:
+                    looked, late = now, 0
+                    self._look(now)
             if turns is not None and has_new and (event.completion_type == timed_out or turns.is_due):
                 turns.run_ready()
             if event.completion_type == timed_out:
