@@ -88,6 +88,7 @@ def limits_of(options: LimitOptions) -> Limits:
         max_keys=options.max_features,
         max_response_bytes=options.max_response_mib << 20,
         max_concurrent=options.max_streams,
+        memory_budget_bytes=options.memory_budget_mib << 20,
     )
 
 

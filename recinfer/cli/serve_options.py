@@ -93,7 +93,7 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """How large one request may be."""
+    """How large one request may be, and what all of them may hold."""
 
     max_samples: Annotated[int, typer.Option(min=1, help="Samples in one request.", rich_help_panel=_LIMITS)] = 16_384
     max_ids: Annotated[int, typer.Option(min=1, help="Ids in one request.", rich_help_panel=_LIMITS)] = 4_194_304
@@ -103,6 +103,12 @@ class LimitOptions:
     ] = 64
     max_response_mib: Annotated[
         int, typer.Option(min=1, max=2047, help="MiB of one answer's vectors.", rich_help_panel=_LIMITS)
+    ] = 256
+    memory_budget_mib: Annotated[
+        int,
+        typer.Option(
+            min=32, help="MiB that the requests and answers of a process hold at a time.", rich_help_panel=_LIMITS
+        ),
     ] = 256
     max_streams: Annotated[int, typer.Option(min=1, help="Open calls of one connection.", rich_help_panel=_LIMITS)] = (
         4_096

@@ -155,6 +155,7 @@ def plain(counts: list[int], **more: Any) -> dict[str, Any]:
         "stages": {"decode": histogram},
         "samples": histogram,
         "queue": {"waiting": 2, "running": 1, "runs": 5, "requests": 9, "samples": 9, "expired": 0, "refused": 1},
+        "memory": {"budget": 100, "held": 7, "refused": 2},
         "models": [{"name": "m", "version": "1", "mapped": 7, "age": 2.0, "replaced": {"a": 1}, "missing": {"a": 2}}],
     } | more
 
@@ -165,6 +166,7 @@ def test_statuses_are_summed():
     assert merged["requests"] == [{"method": "Lookup", "code": "OK", "count": 14}]
     assert merged["latency"]["Lookup"] == {"bounds": [1.0], "counts": [14, 6], "total": 20.0}
     assert (merged["queue"]["waiting"], merged["queue"]["runs"]) == (4, 15)
+    assert merged["memory"] == {"budget": 200, "held": 14, "refused": 6}  # who has ended holds nothing
     assert merged["models"] == [
         {"name": "m", "version": "1", "mapped": 7, "age": 2.0, "replaced": {"a": 3}, "missing": {"a": 6}}
     ]

@@ -77,6 +77,9 @@ def test_prometheus_reads_the_metrics(door: Server, predictor: Predictor):
     assert lookups >= 5
     assert value("recinfer_stage_seconds", "recinfer_stage_seconds_bucket", stage="lookup", le="+Inf") == lookups
     assert value("recinfer_queue_requests") == 0
+    assert value("recinfer_memory_budget_bytes") == 256 << 20
+    assert value("recinfer_memory_refused", "recinfer_memory_refused_total") == 0
+    assert value("recinfer_memory_held_bytes") >= 0
     assert value("recinfer_run_requests", "recinfer_run_requests_total") >= 5
     assert value("recinfer_request_samples", "recinfer_request_samples_sum") >= 19
     assert value("recinfer_model_mapped_bytes", **model) == predictor.mapped_bytes > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import http.client
 import json
@@ -17,11 +16,9 @@ import pytest
 
 from recinfer.errors import InputError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.server.loop import run_on_loop
 from recinfer.serving.server.server import Server
-from recinfer.serving.server.unpacking import Bytes, TooLargeError, unpack
+from recinfer.serving.server.unpacking import TooLargeError, unpack
 from recinfer.serving.wire.limits import Limits
-from tests.serving.asked import turns
 from tests.serving.conftest import make_request
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
@@ -164,31 +161,3 @@ def test_unpacking_in_pieces_gives_the_whole(size: int):
                 unpack(packed, encoding, size - 1)
         with pytest.raises(InputError, match=r"too early|cannot be read"):
             unpack(packed[:-1], encoding, size)
-
-
-def test_who_wants_bytes_that_others_have_waits_in_turn():
-    async def trial() -> list[str]:
-        seen: list[str] = []
-        room, gate = Bytes(10), asyncio.Event()
-
-        async def take(name: str, amount: int) -> None:
-            async with room.taken(amount) as held:
-                seen.append(name)
-                held.shrink(min(amount, 4))
-                await gate.wait()
-
-        tasks = [
-            asyncio.create_task(take(name, n)) for name, n in (("a", 10), ("b", 6), ("gone", 9), ("c", 1), ("d", 9))
-        ]
-        await turns()
-        assert seen == ["a", "b"]  # 4 + 4 are taken; who came later and wants less does not pass who waits
-        tasks[2].cancel()
-        await turns()
-        assert seen == ["a", "b", "c"]
-        gate.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        async with room.taken(10):
-            seen.append("all is back")
-        return seen
-
-    assert run_on_loop(trial(), timeout=60) == ["a", "b", "c", "d", "all is back"]

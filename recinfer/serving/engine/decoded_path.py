@@ -28,6 +28,7 @@ from recinfer.serving.wire.raw_rows import read_raw
 __all__ = ["DecodedRequest", "DecodedRuns", "InferenceService"]
 
 _FLOAT_BYTES = 4
+_DECODED = 2  # bytes of the parsed message and its arrays, for one of the message
 _SHARED_BYTES = 64 << 10  # a longer request is decoded by a worker of its own
 _MOST_SHARED = 64
 _MOST_UNDER_WAY = 64  # runs that wait for shards
@@ -43,6 +44,7 @@ class DecodedRequest:
         features: ids of B samples.
         dense: float32 ``[B, num_dense]`` of a Predict.
         context: ids of one sample that goes with all B, or None.
+        vector_bytes: of the float vectors that it looks up, at most.
     """
 
     call: CallName
@@ -50,6 +52,7 @@ class DecodedRequest:
     features: Bags
     dense: Tensor | None
     context: Bags | None
+    vector_bytes: int
 
     @property
     def key(self) -> tuple[str, int]:
@@ -102,8 +105,8 @@ class InferenceService:
         request = self._parse(pb.LookupRequest, data)
         model = self.registry.get(request.model, request.version)
         features = codec.decode_bags(request.features, self.limits)
-        self._check_response_size(model, features)
-        return DecodedRequest("Lookup", model, features, None, None)
+        vector_bytes = self._check_response_size(model, features)
+        return DecodedRequest("Lookup", model, features, None, None, vector_bytes)
 
     def _decode_predict(self, data: bytes) -> DecodedRequest:
         request = self._parse(pb.PredictRequest, data)
@@ -124,7 +127,9 @@ class InferenceService:
             dense = codec.decode_dense(request.dense, features.batch, model.predictor.num_dense)
             if context is not None:
                 self._check_context_size(model, context, features.batch)
-        return DecodedRequest("Predict", model, features, dense, context)
+        ids = features.values.size + (0 if context is None else features.batch * context.values.size)
+        vector_bytes = _FLOAT_BYTES * (features.batch * model.pooled_width + ids * model.sequence_width)
+        return DecodedRequest("Predict", model, features, dense, context, vector_bytes)
 
     def run(self, requests: Sequence[DecodedRequest]) -> Steps[list[bytes | Exception]]:
         """The serialized answers of requests of one key, run together; an error stands in its request's place."""
@@ -189,19 +194,20 @@ class InferenceService:
                 f"{self.limits.max_response_bytes}: send fewer samples a request"
             )
 
-    def _check_response_size(self, model: ServedModel, features: Bags) -> None:
-        limit = self.limits.max_response_bytes // _FLOAT_BYTES
+    def _check_response_size(self, model: ServedModel, features: Bags) -> int:
+        """Bytes of the vectors that a lookup gives, at most."""
         ids, batch = features.values.size, features.batch
-        if batch * model.pooled_width + ids * model.sequence_width <= limit:
-            return
+        taken = _FLOAT_BYTES * (batch * model.pooled_width + ids * model.sequence_width)
+        if taken <= min(_SHARED_BYTES, self.limits.max_response_bytes):
+            return taken
         pooled, sequence = model.widths_of(features.keys)
-        most = batch * pooled + ids * sequence
-        if most > limit:
+        taken = _FLOAT_BYTES * (batch * pooled + ids * sequence)
+        if taken > self.limits.max_response_bytes:
             raise InputError(
-                f"features.batch_size: got {batch} samples with {ids} ids, whose embeddings may take "
-                f"{most * _FLOAT_BYTES} bytes; expected at most {self.limits.max_response_bytes}: "
-                "send fewer samples a request"
+                f"features.batch_size: got {batch} samples with {ids} ids, whose embeddings may take {taken} bytes; "
+                f"expected at most {self.limits.max_response_bytes}: send fewer samples a request"
             )
+        return taken
 
 
 class DecodedRuns:
@@ -240,7 +246,11 @@ class DecodedRuns:
         groups: dict[Any, list[list[tuple[Request, DecodedRequest]]]] = {}
         for request in (entry.request for entry in entries):
             try:
+                request.ticket.grow(_DECODED * len(request.data))
                 decoded = self._service.decode(request.call, request.data)
+                request.ticket.grow(
+                    (2 if request.call == "Lookup" else 1) * decoded.vector_bytes
+                )  # and an answer of them
             except Exception as error:
                 request.reply(error)
                 continue

@@ -18,12 +18,16 @@ from typing import Any
 
 from recinfer.serving.engine.byte_path import Predictions, lookup_now
 from recinfer.serving.engine.decoded_path import DecodedRuns, InferenceService
-from recinfer.serving.engine.plain import PlainReader
+from recinfer.serving.engine.memory_budget import UNCOUNTED, Ticket
+from recinfer.serving.engine.plain import PlainReader, PlainRequest
 from recinfer.serving.engine.remote_byte_path import FanOuts
 from recinfer.serving.engine.request import CallName, Request
 from recinfer.serving.engine.scheduler import BatchConfig, Scheduler
 
 __all__ = ["Dispatcher"]
+
+_FLOAT_BYTES = 4
+_FEW_BYTES = 64 << 10
 
 
 class Dispatcher:
@@ -72,11 +76,13 @@ class Dispatcher:
         if plain is not None:
             self._stats.stages.add("decode", time.perf_counter() - start)
             if plain.state.direct is None:
+                _hold_vectors(request, plain)
                 self._fan_outs.start(request, plain)
                 return
             if request.call == "Predict":
                 if plain.can_predict():
                     scheduler.queue.admit(request.deadline)
+                    _hold_vectors(request, plain)
                     self._predictions.submit(request, plain, plain.fill)
                     return
             elif (answer := lookup_now(plain, self._stats)) is not None:
@@ -103,6 +109,13 @@ class Dispatcher:
         return answers
 
 
+def _hold_vectors(request: Request, plain: PlainRequest) -> None:
+    """Those of a small request are there for a moment, and few at a time."""
+    num_bytes = plain.batch * plain.order.columns * _FLOAT_BYTES
+    if num_bytes > _FEW_BYTES:
+        request.ticket.grow(num_bytes)
+
+
 class LoopCaller:
     """Dispatches for coroutines; all of one event loop.
 
@@ -115,7 +128,7 @@ class LoopCaller:
         self._loop = asyncio.get_running_loop()
         self._ends = False  # the end of this turn of the loop is awaited
 
-    async def ask(self, call: CallName, data: bytes, deadline: float) -> bytes:
+    async def ask(self, call: CallName, data: bytes, deadline: float, ticket: Ticket = UNCOUNTED) -> bytes:
         """The serialized answer; raises the error that it is. Cancelled, the request gives up its place."""
         future: asyncio.Future[bytes] = self._loop.create_future()
 
@@ -126,7 +139,7 @@ class LoopCaller:
                 self._loop.call_soon_threadsafe(_settle, future, answer)
 
         thread = threading.get_ident()
-        request = Request(call, data, deadline, reply)
+        request = Request(call, data, deadline, reply, ticket=ticket)
         self._dispatcher.dispatch(request)
         if self._dispatcher.scheduler.has_new and not self._ends:
             self._ends = True

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from recinfer.serving.engine.memory_budget import UNCOUNTED, Ticket
+
 __all__ = ["CallName", "Reply", "Request"]
 
 CallName = Literal["Lookup", "Predict"]
@@ -23,14 +25,21 @@ class Request:
         reply: is given the answer, once; not when the request was dropped before.
         waits: called once, when the request has to wait for a thread, so that its protocol may look whether its caller goes
             away meanwhile; on any thread.
+        ticket: what the call holds of the memory budget.
     """
 
-    __slots__ = ("_reply", "call", "data", "deadline", "waits")
+    __slots__ = ("_reply", "call", "data", "deadline", "ticket", "waits")
 
     def __init__(
-        self, call: CallName, data: bytes, deadline: float, reply: Reply, waits: Callable[[], None] | None = None
+        self,
+        call: CallName,
+        data: bytes,
+        deadline: float,
+        reply: Reply,
+        waits: Callable[[], None] | None = None,
+        ticket: Ticket = UNCOUNTED,
     ) -> None:
-        self.call, self.data, self.deadline, self.waits = call, data, deadline, waits
+        self.call, self.data, self.deadline, self.waits, self.ticket = call, data, deadline, waits, ticket
         self._reply: Reply | None = reply
 
     def reply(self, answer: bytes | Exception) -> None:

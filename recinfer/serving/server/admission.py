@@ -9,11 +9,9 @@ from typing import Any, Protocol
 from google.protobuf.descriptor import ServiceDescriptor
 
 from recinfer.errors import OverloadedError
-from recinfer.serving.server.grpc_call import Ending
+from recinfer.serving.server.grpc_call import Ending, ending_of
 from recinfer.serving.server.security import NO_TOKEN, Security
 from recinfer.serving.server.telemetry.observe import Observer
-from recinfer.serving.wire.retry import trailing_of
-from recinfer.serving.wire.status import status_of
 
 __all__ = ["Door", "Queue", "names_of"]
 
@@ -58,17 +56,20 @@ class Door:
         """How a call ends that may not pass; see recinfer.serving.server.grpc_core.Admit."""
         call = self._methods.get(path)
         if not self.security.admits(path, metadata):
-            self._observer.refused(self._names.get(path, "other"), NO_TOKEN.code, metadata)
+            self.refused(path, NO_TOKEN.code, metadata)
             return NO_TOKEN
         if call is None or self._queue is None or (error := self._queue.refused(deadline)) is None:
             return None
         said, ending = self._said
         if error is not said:
-            status = status_of(error)
-            ending = Ending(status.code, status.message, trailing_of(error, status.message))
+            ending = ending_of(error)
             self._said = error, ending
         self._observer.refused(call, ending.code, metadata)
         return ending
+
+    def refused(self, path: str, code: str, metadata: Sequence[tuple[str, Any]]) -> None:
+        """Count a call that was ended; see recinfer.serving.server.grpc_core.Refused."""
+        self._observer.refused(self._names.get(path, "other"), code, metadata)
 
 
 def names_of(*services: ServiceDescriptor) -> dict[str, str]:

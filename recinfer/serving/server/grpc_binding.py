@@ -27,7 +27,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     "CompletionQueue": ("poll",),
     "CompletionType": ("queue_timeout",),
     "StatusCode": tuple(code.name.lower() for code in grpc.StatusCode),
-    "Call": ("start_server_batch",),
+    "Call": ("start_server_batch", "cancel"),
     "SendInitialMetadataOperation": (),
     "SendMessageOperation": (),
     "SendStatusFromServerOperation": (),

@@ -15,10 +15,13 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from recinfer.errors import InputError
+from recinfer.errors import InputError, RecinferError
+from recinfer.serving.server.call_ticket import Bounds, CallTicket
 from recinfer.serving.server.grpc_binding import cygrpc
+from recinfer.serving.wire.retry import trailing_of
+from recinfer.serving.wire.status import status_of
 
-__all__ = ["CoreCall", "Dispatch", "Ending", "Method", "Owner"]
+__all__ = ["CoreCall", "Dispatch", "Ending", "Method", "Owner", "ending_of"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
@@ -37,6 +40,12 @@ class Ending:
     code: str
     message: str
     trailing: tuple[tuple[str, str | bytes], ...] = ()
+
+
+def ending_of(error: Exception) -> Ending:
+    """How a call ends that failed with ``error``."""
+    status = status_of(error)
+    return Ending(status.code, status.message, trailing_of(error, status.message))
 
 
 _NO_MESSAGE = Ending("UNIMPLEMENTED", "the method takes exactly one message, and there was none")
@@ -67,14 +76,17 @@ class Owner(Protocol):
     @property
     def is_stopping(self) -> bool: ...
 
+    def refused(self, path: str, code: str, metadata: Sequence[tuple[str, Any]]) -> None:
+        """A call was ended for the memory it holds; on gRPC's thread."""
+
 
 class Method:
     """What answers the calls of one path."""
 
-    __slots__ = ("dispatch", "handler", "path", "read", "streams_in", "streams_out", "write")
+    __slots__ = ("bounds", "dispatch", "handler", "path", "read", "streams_in", "streams_out", "write")
 
-    def __init__(self, path: str, handler: Any, dispatch: Dispatch | None) -> None:
-        self.path, self.handler, self.dispatch = path, handler, dispatch
+    def __init__(self, path: str, handler: Any, dispatch: Dispatch | None, bounds: Bounds) -> None:
+        self.path, self.handler, self.dispatch, self.bounds = path, handler, dispatch, bounds
         self.streams_in, self.streams_out = handler.request_streaming, handler.response_streaming
         self.read = handler.request_deserializer or bytes
         self.write = handler.response_serializer or bytes
@@ -85,6 +97,9 @@ class CoreCall:
 
     It begins on gRPC's thread. A call that is dispatched may be answered or ended on any thread; one that is handed over is the
     loop's, but for its events. gRPC's own call is let go as soon as it is over: a server does not end before.
+
+    Attributes:
+        ticket: what it holds of the memory budget, until it is over; None: of an unknown method.
     """
 
     __slots__ = (
@@ -96,8 +111,10 @@ class CoreCall:
         "_metadata",
         "_method",
         "_opened",
+        "_sending",
         "_server",
         "_task",
+        "ticket",
     )
 
     def __init__(
@@ -110,10 +127,12 @@ class CoreCall:
     ) -> None:
         self._server, self._call, self._metadata, self._deadline = server, call, metadata, deadline
         self._method: Any = method
+        self.ticket: Any = None if method is None else CallTicket(method.bounds)
         self._task: asyncio.Task[None] | None = None
         self._opened = self._listens = False
         self._end = threading.Lock()  # taken by who ends it, or listens
         self._gone: Callable[[], None] = self._leave_soon
+        self._sending: Any = None  # gRPC's call while its answer is on the way
 
     # -- on gRPC's thread
 
@@ -126,6 +145,11 @@ class CoreCall:
         if data is None:  # the caller is gone, or has nothing to say
             self.end(_NO_MESSAGE)
             return
+        try:
+            self.ticket.received(len(data))
+        except RecinferError as error:
+            self._refuse(error)
+            return
         if self._method.dispatch is None:
             self.hand_over(data)
             return
@@ -135,6 +159,21 @@ class CoreCall:
             _log.exception("%s failed", self._method.path)
             self.end(FAILED)
 
+    def _refuse(self, error: RecinferError) -> None:
+        ending = ending_of(error)
+        self._server.refused(self._method.path, ending.code, self._metadata)
+        self.end(ending)
+
+    def look(self, now: float) -> None:
+        """End a call that holds memory and does not go on. Called every so often, with ``time.monotonic()``."""
+        if self.ticket is None or (error := self.ticket.look(now)) is None:
+            return
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.cancel(cygrpc.StatusCode.unavailable, str(error))
+        elif self._call is not None:
+            self._refuse(error)
+
     def hand_over(self, data: bytes | None) -> None:
         """The rest is a task of the loop, which is cancelled when the caller goes away."""
         self._listens = True
@@ -142,7 +181,7 @@ class CoreCall:
         self._server.loop.call_soon_threadsafe(self._begin, data)
 
     def _closed(self, event: Any) -> None:
-        self._server.open.discard(self)
+        self._finished(event)
         if event.batch_operations[0].cancelled():
             self._gone()
 
@@ -176,6 +215,9 @@ class CoreCall:
             call, self._call = self._call, None
         if call is None:
             return
+        self._sending = call
+        if self.ticket is not None:
+            self.ticket.sends()
         if message is not None and len(message) > _LINGERS_BYTES and self._server.is_stopping:
             self._send_and_linger(call, message)
             return
@@ -213,6 +255,9 @@ class CoreCall:
 
     def _finished(self, event: Any) -> None:
         self._server.open.discard(self)
+        self._sending = None
+        if self.ticket is not None:
+            self.ticket.release()
 
     # -- on the loop
 
@@ -258,10 +303,12 @@ class CoreCall:
 
     async def _messages(self) -> AsyncIterator[Any]:
         while True:
+            self.ticket.receives()
             event = await self._step(cygrpc.ReceiveMessageOperation(0))
             data = event.batch_operations[0].message()
             if data is None:
                 return
+            self.ticket.received(len(data))
             yield self._read(data)
 
     def _read(self, data: bytes) -> Any:

@@ -22,6 +22,8 @@ from typing import Any, Protocol
 
 import grpc
 
+from recinfer.serving.engine.memory_budget import MemoryBudget
+from recinfer.serving.server.call_ticket import Bounds
 from recinfer.serving.server.grpc_binding import cygrpc
 from recinfer.serving.server.grpc_call import (
     CANCELLED,
@@ -31,17 +33,28 @@ from recinfer.serving.server.grpc_call import (
     Ending,
     Method,
 )
+from recinfer.serving.wire.limits import Limits
 
 __all__ = ["Admit", "CoreServer", "Turns"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _ASKED_FOR = 8  # calls that gRPC may hand over before the thread turns to it again
+_ASKED_FOR_LATE = 1024  # the same when the server stops
 _PATHS = 1024  # that are remembered; callers may make up any number of them
 _NEVER_S = 1e17
 _TICK_S = 60.0
 _AT_ONCE = 0.0  # a time of the past: a poll that does not wait
 _LOOK_S, _IDLE_LOOKS = 0.1, 3  # while the last calls end
 _CANCELLED_S = 3.0  # until calls that were cancelled are given back
+_STILL_S = 0.05  # between two looks at the calls that are open
+_MOST_LATE = 64  # events that are taken before one that is due
+_RECEIVE_S = 30.0
+# Health and reflection are small, and health needs no token: two calls at a time may be slow to send their message.
+_OPEN_TO_ALL = ("/grpc.health.", "/grpc.reflection.")
+_OPEN_BYTES, _OPEN_RECEIVE_S, _OPEN_BUDGET = 64 << 10, 3.0, 3
+
+Refused = Callable[[str, str, Sequence[tuple[str, Any]]], None]
+"""Told of each call that was ended for the memory it holds: method path, code, metadata. Called on gRPC's thread."""
 
 Admit = Callable[[str, float, Sequence[tuple[str, Any]]], "Ending | None"]
 """What a call is ended with as it arrives, before its message is read: takes method path, ``time.monotonic()`` after which
@@ -75,8 +88,11 @@ class CoreServer:
     Args:
         options: of the server's channels.
         admit: looks at every call as it arrives.
+        refused: told of each call that is ended for the memory it holds.
         dispatch: by method path; for methods with one message in and out, whose messages it gets as they came.
         turns: told when gRPC has nothing more to hand over after something was dispatched.
+        budget: of the bytes that messages and answers hold; None: one of its own.
+        most_bytes: of a message, as ``options`` has it.
 
     Tasks run on the event loop that :meth:`start` runs on.
 
@@ -89,10 +105,18 @@ class CoreServer:
         self,
         options: Sequence[tuple[str, Any]],
         admit: Admit = lambda path, deadline, metadata: None,
+        refused: Refused = lambda path, code, metadata: None,
         dispatch: Mapping[str, Dispatch] | None = None,
         turns: Turns | None = None,
+        budget: MemoryBudget | None = None,
+        most_bytes: int = Limits.max_message_bytes,
     ) -> None:
         self._admit, self._dispatch, self._turns = admit, dict(dispatch or {}), turns
+        budget = budget or MemoryBudget(Limits.memory_budget_bytes)
+        self._bounds = Bounds(budget, most_bytes, most_bytes, _RECEIVE_S)
+        open_budget = MemoryBudget(_OPEN_BUDGET * most_bytes)
+        self._bounds_of_open = Bounds(open_budget, min(most_bytes, _OPEN_BYTES), most_bytes, _OPEN_RECEIVE_S)
+        self.refused = refused
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._methods: dict[bytes, Method | None] = {}
         self._server = cygrpc.Server(tuple(options), False)
@@ -100,6 +124,7 @@ class CoreServer:
         self._server.register_completion_queue(self._events)
         self._asked = 0  # how many times gRPC has been asked for a call and has not given one
         self._event_since: float | None = None
+        self._asked_late = self._given_late = 0  # as the server stops; changed on the loop, and on gRPC's thread
         self._ends, self._all_ended = threading.Event(), False
         self._over: asyncio.Event | None = None
         self.thread_id: int | None = None
@@ -142,6 +167,10 @@ class CoreServer:
         if self._over is None or self._ends.is_set():
             return
         self._ends.set()
+        # Calls that are there and that nobody has taken would end as a bare CANCELLED.
+        for _ in range(_ASKED_FOR_LATE):
+            self._server.request_call(self._events, self._events, self._called_late)
+            self._asked_late += 1
         self._server.shutdown(self._events, self._shut)
         if grace:
             await self._wait_for_calls(self._over, grace)
@@ -169,7 +198,7 @@ class CoreServer:
             with suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), min(left, _LOOK_S))
                 return
-            idle = 0 if self.open or self._asked else idle + 1
+            idle = 0 if self.open or self._is_asked else idle + 1
 
     @property
     def is_stopping(self) -> bool:
@@ -187,11 +216,18 @@ class CoreServer:
 
     def _take_events(self) -> None:
         timed_out, poll, turns = cygrpc.CompletionType.queue_timeout, self._events.poll, self._turns
+        looked, late = time.monotonic(), 0
         while True:
             self._event_since = None
             has_new = turns is not None and turns.has_new
-            event = poll(_AT_ONCE if has_new else time.time() + _TICK_S)
+            is_due = (now := time.monotonic()) - looked >= _STILL_S
+            event = poll(_AT_ONCE if has_new or is_due else time.time() + (_STILL_S if self.open else _TICK_S))
             self._event_since = time.monotonic()
+            if is_due:  # what has come is taken first, or its calls would look as if it had not
+                late += 1
+                if event.completion_type == timed_out or late > _MOST_LATE:
+                    looked, late = now, 0
+                    self._look(now)
             if turns is not None and has_new and (event.completion_type == timed_out or turns.is_due):
                 try:
                     turns.run_ready()
@@ -211,6 +247,10 @@ class CoreServer:
                 break
         self.loop.call_soon_threadsafe(self._over.set)  # type: ignore[union-attr]
 
+    def _look(self, now: float) -> None:
+        for call in self.open:
+            call.look(now)
+
     def _ask(self) -> None:
         self._asked += 1
         try:
@@ -221,10 +261,18 @@ class CoreServer:
     def _called(self, event: Any) -> object:
         """A call is there, or will not be, as the server stops."""
         self._asked -= 1
-        if not event.success or not event.call_details.method:
-            return self._end_if_over()
         if not self._ends.is_set():
             self._ask()
+        return self._begin(event)
+
+    def _called_late(self, event: Any) -> object:
+        """The same for those that were there when the server was stopped."""
+        self._given_late += 1
+        return self._begin(event)
+
+    def _begin(self, event: Any) -> object:
+        if not event.success or not event.call_details.method:
+            return self._end_if_over()
         details, metadata = event.call_details, event.invocation_metadata
         deadline = math.inf
         if details.deadline < _NEVER_S:
@@ -252,7 +300,8 @@ class CoreServer:
             name = path.decode("utf-8", "replace")
             details = _Details(name, tuple(metadata))
             handler = next((h for each in self._handlers if (h := each.service(details)) is not None), None)
-            found = None if handler is None else Method(name, handler, self._dispatch.get(name))
+            bounds = self._bounds_of_open if name.startswith(_OPEN_TO_ALL) else self._bounds
+            found = None if handler is None else Method(name, handler, self._dispatch.get(name), bounds)
             if len(self._methods) < _PATHS:
                 self._methods[path] = found
         return found  # type: ignore[return-value]
@@ -263,7 +312,11 @@ class CoreServer:
         return self._end_if_over()
 
     def _end_if_over(self) -> object:
-        return _END if self._all_ended and not self._asked else None
+        return _END if self._all_ended and not self._is_asked else None
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._asked > 0 or self._asked_late > self._given_late
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+from recinfer.errors import RecinferError
 from recinfer.serving.engine.dispatcher import Dispatcher
+from recinfer.serving.engine.memory_budget import ticket_of_task
 from recinfer.serving.engine.request import CallName, Request
-from recinfer.serving.server.grpc_call import CoreCall, Dispatch, Ending
+from recinfer.serving.server.grpc_call import CoreCall, Dispatch, Ending, ending_of
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.telemetry.observe import Observer
-from recinfer.serving.wire.retry import trailing_of
-from recinfer.serving.wire.status import status_of
 
 __all__ = [
     "Answer",
@@ -41,13 +41,15 @@ _log = logging.getLogger("recinfer.serving.server")
 _SIGNAL_POLL_S = 0.05
 _HANDSHAKE_MS, _KEEPALIVE_MS = 10_000, 60_000
 _AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
+_IDENTITY = 1 << grpc.Compression.NoCompression
+_MAX_PENDING = 1 << 15
 
 # time.monotonic() after which the caller of this task's call does not wait any more; every call is a task of its own.
 deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 Answer = Callable[[bytes], Awaitable[bytes]]
 
-_Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
+_Handler = Callable[[bytes, CoreCall], Awaitable[bytes]]
 
 
 def connection_options() -> list[tuple[str, int]]:
@@ -61,6 +63,11 @@ def connection_options() -> list[tuple[str, int]]:
         # connections' calls together but the queue's; this ends them. Other callers move on unnoticed.
         ("grpc.max_connection_age_ms", _AGE_MS),
         ("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS),
+        # What one unpacks to is not known before it is there.
+        ("grpc.compression_enabled_algorithms_bitset", _IDENTITY),
+        # Beyond the first some calls, and beyond the second all, would be dropped as a bare CANCELLED, which nobody counts.
+        ("grpc.server.max_pending_requests", _MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
     ]
 
 
@@ -76,7 +83,7 @@ def generic_handler(service: str, calls: Mapping[str, Answer], observer: Observe
 def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
     """What gRPC calls for the method ``call``: deadline, status and counting around ``answer``."""
 
-    async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    async def handle(data: bytes, context: CoreCall) -> bytes:
         start = time.perf_counter()
 
         def answered(code: str) -> None:
@@ -87,8 +94,10 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
         left = context.time_remaining()
         if left is not None:
             deadline.set(time.monotonic() + left)
+        ticket_of_task.set(context.ticket)
         try:
             response = await answer(data)
+            context.ticket.resize(len(response))
         except asyncio.CancelledError:
             answered("CANCELLED")
             raise
@@ -119,6 +128,11 @@ def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Di
             observer.answered(call, code, spent, headers=core.invocation_metadata, num_bytes=len(data))
 
         def reply(answer: bytes | Exception) -> None:
+            if not isinstance(answer, Exception):
+                try:
+                    core.ticket.resize(len(answer))  # what came is let go
+                except RecinferError as error:
+                    answer = error
             if isinstance(answer, Exception):
                 ending = _ending(call, data, answer)
                 answered(ending.code)
@@ -131,17 +145,17 @@ def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Di
             dispatcher.scheduler.forget(request)
             answered("CANCELLED")
 
-        request = Request(call, data, until, reply, lambda: core.listen(gone))
+        request = Request(call, data, until, reply, lambda: core.listen(gone), core.ticket)
         dispatcher.dispatch(request)
 
     return dispatch
 
 
 def _ending(call: str, data: bytes, error: Exception) -> Ending:
-    status = status_of(error)
-    if status.code == "INTERNAL":
+    ending = ending_of(error)
+    if ending.code == "INTERNAL":
         _log.error("%s failed on a request of %d bytes", call, len(data), exc_info=error)
-    return Ending(status.code, status.message, trailing_of(error, status.message))
+    return ending
 
 
 def add_standard_services(

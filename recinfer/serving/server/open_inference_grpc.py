@@ -10,6 +10,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from recinfer.errors import InputError, NotFoundError, RecinferError
+from recinfer.serving.engine.memory_budget import Ticket, ticket_of_task
 from recinfer.serving.wire import codec
 from recinfer.serving.wire import open_inference as oip
 from recinfer.serving.wire.fields import Buffer, bytes_field
@@ -24,6 +25,7 @@ __all__ = ["SERVICE_NAME", "OpenInference", "off_loop", "raw_array"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 _CONTENTS = {"INT64": "int64_contents", "INT32": "int_contents", "FP32": "fp32_contents"}
+_PARSED, _TYPED = 8, 24  # bytes for one of a message: of integers that are parsed, and of them as objects
 _INLINE_BYTES = 32 << 10  # a longer message is translated in a thread, so that the event loop stays free
 
 T = TypeVar("T")
@@ -75,6 +77,7 @@ class OpenInference:
 
     async def _infer(self, request: oip.InferRequest) -> oip.InferAnswer:
         size = sum(tensor.data.nbytes for tensor in request.inputs)
+        ticket_of_task.get().grow(size)
         call, message = await off_loop(size, oip.to_call, request, self.registry, self.limits)
         answer = await self._ask(call, message)
         return await off_loop(len(answer), oip.read_answer, call, answer, request.outputs)
@@ -104,7 +107,7 @@ class OpenInference:
         return pb.ModelMetadataResponse(**found).SerializeToString()
 
     async def _model_infer(self, data: bytes) -> bytes:
-        request = await off_loop(len(data), _read, data)
+        request = await off_loop(len(data), _read, data, ticket_of_task.get())
         answer = await self.infer(request)
         return _write(request.model or self.registry.names()[0], request.id, answer)
 
@@ -116,9 +119,12 @@ async def off_loop(size: int, work: Callable[..., T], *args: object) -> T:
     return await asyncio.to_thread(work, *args)
 
 
-def _read(data: bytes) -> oip.InferRequest:
+def _read(data: bytes, ticket: Ticket) -> oip.InferRequest:
+    ticket.grow(_PARSED * len(data))
     message = codec.parse(pb.ModelInferRequest, data)
     raws = message.raw_input_contents
+    if not raws:
+        ticket.grow(_TYPED * len(data))
     if raws and len(raws) != len(message.inputs):
         raise InputError(f"raw_input_contents: got {len(raws)} entries, expected {len(message.inputs)}, one an input")
     inputs = []
@@ -130,6 +136,7 @@ def _read(data: bytes) -> oip.InferRequest:
         else:
             array = raw_array(tensor.name, tensor.datatype, raws[index])
         inputs.append(oip.InputTensor(tensor.name, tensor.datatype, tuple(tensor.shape), array))
+    ticket.resize(2 * len(data) + sum(tensor.data.nbytes for tensor in inputs))
     return oip.InferRequest(
         message.model_name,
         message.model_version,

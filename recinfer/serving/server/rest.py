@@ -20,9 +20,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from recinfer.errors import InputError, OverloadedError
+from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket, ticket_of_task
 from recinfer.serving.server.http_site import HttpSite
 from recinfer.serving.server.open_inference_grpc import OpenInference, off_loop, raw_array
-from recinfer.serving.server.unpacking import Bytes, TooLargeError, largest, unpack
+from recinfer.serving.server.unpacking import TooLargeError, largest, unpack
 from recinfer.serving.wire import open_inference as oip
 from recinfer.serving.wire.json_codec import json_text, parse_json
 from recinfer.serving.wire.status import status_of
@@ -32,7 +33,8 @@ __all__ = ["HttpDoor"]
 _log = logging.getLogger(__name__)
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _BODY_S = 30.0  # a body that is not here by then is given up
-_UNPACKED = 4  # compressed bodies of the largest size that are there unpacked at a time, or many small ones
+_SENT_S = 30.0  # and so is an answer that its caller has not taken
+_PARSED, _WRITTEN = 24, 24  # bytes of Python objects: for one of JSON that is read, for one of a tensor that is written
 _MAX_NAME = 1024
 _SHOWN = 80
 _PATHS = (
@@ -48,6 +50,7 @@ class HttpDoor:
 
     Args:
         answers: what answers.
+        budget: of the bytes that requests and answers hold.
         host: address to listen on.
         port: TCP port; 0 takes a free one.
         token: bearer token that every request but the health ones must carry; empty: none.
@@ -60,6 +63,7 @@ class HttpDoor:
     def __init__(
         self,
         answers: OpenInference,
+        budget: MemoryBudget,
         host: str,
         port: int,
         *,
@@ -71,13 +75,12 @@ class HttpDoor:
     ) -> None:
         self._answers, self._token, self._observe = answers, token.encode(), observe
         self.host, self.port, self._tls, self._reuse_port = host, port, tls, reuse_port
-        self._grace = grace
-        self._unpacked = Bytes(_UNPACKED * largest(answers.limits.max_message_bytes, answers.limits.max_message_bytes))
+        self._grace, self._budget = grace, budget
         self._site: HttpSite | None = None
 
     async def start(self) -> None:
         """Bind and accept requests; raises OSError when the address cannot be bound."""
-        app = web.Application(client_max_size=self._answers.limits.max_message_bytes, middlewares=[_in_json])
+        app = web.Application(middlewares=[_in_json])
         model = "/v2/models/{model}"
         for path in (model, model + "/versions/{version}"):
             app.router.add_get(path, self._route("ModelMetadata", self._metadata))
@@ -112,7 +115,7 @@ class HttpDoor:
                 answer = await work(request)
                 code = "OK"
                 return answer
-            except (web.HTTPRequestEntityTooLarge, TooLargeError):
+            except TooLargeError:
                 code = "RESOURCE_EXHAUSTED"
                 most = self._answers.limits.max_message_bytes
                 text = f"body: got more than {most} bytes, expected at most that many"
@@ -159,8 +162,29 @@ class HttpDoor:
         return web.json_response(oip.model_metadata(self._answers.registry, *_model_of(request)))
 
     async def _infer(self, request: web.Request) -> web.Response:
+        most, length = self._answers.limits.max_message_bytes, request.content_length or 0
+        if length > most:
+            raise TooLargeError
+        ticket = self._budget.admit(length)
+        ticket_of_task.set(ticket)
         try:
-            body = await asyncio.wait_for(request.read(), _BODY_S)
+            answer = await self._answer(request, await self._body(request, most, ticket), ticket)
+            await _send(request, answer)
+            return answer
+        finally:
+            ticket.release()
+
+    async def _body(self, request: web.Request, most: int, ticket: Ticket) -> bytearray:
+        """The body, unpacked where it is compressed: once it is all here, so that nobody who sends slowly keeps others waiting."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(_BODY_S):
+                async for piece in request.content.iter_any():
+                    body += piece
+                    if len(body) > most:
+                        raise TooLargeError
+                    if len(body) > ticket.held:
+                        ticket.resize(len(body))
         except TimeoutError:
             raise InputError(f"body: not complete after {_BODY_S:g} s") from None
         except web.RequestPayloadError as error:
@@ -168,19 +192,16 @@ class HttpDoor:
             raise InputError(f"body: cannot be read ({why}), expected one as its chunks say") from None
         encoding = ", ".join(request.headers.getall("Content-Encoding", [])).strip().lower()
         if encoding in ("", "identity"):
-            return await self._answer(request, body)
-        # It is all here, so that nobody who sends slowly keeps others waiting; and it is held until it is answered, as what
-        # is unpacked before there is a thread to read it takes memory too.
-        most = self._answers.limits.max_message_bytes
-        async with self._unpacked.taken(largest(len(body), most)) as held:
-            unpacked = await asyncio.to_thread(unpack, body, encoding, most)
-            held.shrink(len(unpacked))
-            return await self._answer(request, unpacked)
+            return body
+        ticket.grow(largest(len(body), most))
+        unpacked = await asyncio.to_thread(unpack, body, encoding, most)
+        ticket.resize(len(unpacked))
+        return unpacked
 
-    async def _answer(self, request: web.Request, body: bytes | bytearray) -> web.Response:
+    async def _answer(self, request: web.Request, body: bytearray, ticket: Ticket) -> web.Response:
         name, version = _model_of(request)
         header = request.headers.get(_HEADER_LENGTH)
-        read, form = await off_loop(len(body), _read, body, header, name, version)
+        read, form = await off_loop(len(body), _read, body, header, name, version, ticket)
         answer = await self._answers.infer(read)
         head: dict[str, Any] = {
             "model_name": name,
@@ -190,7 +211,23 @@ class HttpDoor:
         if answer.parameters:
             head["parameters"] = answer.parameters
         size = sum(len(output.data) for output in answer.outputs)
-        return await off_loop(size, _write, head, answer.outputs, form)
+        return await off_loop(size, _write, head, answer.outputs, form, ticket)
+
+
+async def _send(request: web.Request, answer: web.Response) -> None:
+    """Write ``answer`` until the system has taken it, but for the 64 KiB that a connection may keep back.
+
+    Raises:
+        ConnectionError: the caller is gone, or does not read.
+    """
+    try:
+        async with asyncio.timeout(_SENT_S):
+            await answer.prepare(request)
+            await answer.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionError(f"the caller has not read its answer for {_SENT_S:g} s") from None
 
 
 @web.middleware
@@ -223,7 +260,7 @@ def _model_of(request: web.Request) -> tuple[str, str]:
 
 
 def _read(
-    body: bytes | bytearray, header: str | None, name: str, version: str
+    body: bytearray, header: str | None, name: str, version: str, ticket: Ticket
 ) -> tuple[oip.InferRequest, Callable[[str], bool]]:
     """The request, and which of its outputs are wanted as binary."""
     length = len(body) if header is None else int(header) if _DIGITS.fullmatch(header) else -1
@@ -231,6 +268,7 @@ def _read(
         raise InputError(
             f"{_HEADER_LENGTH}: got {str(header)[:40]!r}, expected 0 to {len(body)}, the bytes of the body"
         )
+    ticket.grow(_PARSED * length)
     text = body if length == len(body) else body[:length]
     document = parse_json(text or b"{}")
     rest = memoryview(body)[length:]
@@ -248,6 +286,7 @@ def _read(
     if not isinstance(method, str) or not isinstance(request_id, str):
         raise InputError("body: got an id or a parameter method that is no string")
     request = oip.InferRequest(name, version, request_id, inputs, list(wanted), method)
+    ticket.resize(len(body) + sum(tensor.data.nbytes for tensor in inputs))
     return request, (lambda key: key in binary) if wanted else (lambda key: everything)
 
 
@@ -282,8 +321,11 @@ def _array(name: str, datatype: str, data: Any) -> np.ndarray:
         return found.astype(dtype)
 
 
-def _write(head: dict[str, Any], outputs: list[oip.OutputTensor], is_binary: Callable[[str], bool]) -> web.Response:
+def _write(
+    head: dict[str, Any], outputs: list[oip.OutputTensor], is_binary: Callable[[str], bool], ticket: Ticket
+) -> web.Response:
     described, raw = [], []
+    ticket.resize(sum((1 if is_binary(output.name) else 1 + _WRITTEN) * len(output.data) for output in outputs))
     for output in outputs:
         entry: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
         if is_binary(output.name):
@@ -294,8 +336,10 @@ def _write(head: dict[str, Any], outputs: list[oip.OutputTensor], is_binary: Cal
         described.append(entry)
     text = json_text({**head, "outputs": described}).encode()
     if not raw:
+        ticket.resize(len(text))
         return web.Response(body=text, content_type="application/json")
     headers = {_HEADER_LENGTH: str(len(text)), "Content-Type": "application/octet-stream"}
+    ticket.grow(len(text) + sum(map(len, raw)))
     return web.Response(body=b"".join([text, *raw]), headers=headers)
 
 

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.dispatcher import Dispatcher, LoopCaller
+from recinfer.serving.engine.memory_budget import MemoryBudget, ticket_of_task
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.remote_byte_path import MOST_FAN_OUTS
 from recinfer.serving.engine.request import CallName
@@ -86,6 +87,9 @@ class Server:
         shards: what the predictors' lookups go through, where their rows are on other hosts.
         serving: what health says once the server answers; see :meth:`set_serving`.
 
+    Attributes:
+        budget: of what requests and answers hold, over all protocols; ``limits`` says how many bytes.
+
     >>> server = Server({"movies": recinfer.load("movies.rqa")}).start()    # doctest: +SKIP
     >>> InferenceClient(f"127.0.0.1:{server.port}").lookup(features)        # doctest: +SKIP
     >>> server.stop()                                                       # doctest: +SKIP
@@ -140,8 +144,9 @@ class Server:
         self.http_port = http_port
         self._shards, self._serving = shards, serving
         shown = None if shards is None else shards.status
+        self.budget = MemoryBudget(self.service.limits.memory_budget_bytes)
         metrics = ServerMetrics(
-            self.stats, self.service.registry, self._queue_state, shards=shown, is_ready=self.is_ready
+            self.stats, self.service.registry, self.budget, self._queue_state, shards=shown, is_ready=self.is_ready
         )
         self.status = metrics.status
         self._metrics: MetricsDoor | None = None
@@ -189,8 +194,12 @@ class Server:
         at_a_time = None if self._shards is None else MOST_FAN_OUTS
         dispatcher = self._dispatcher = Dispatcher(self.service, self._batching, self._threads, at_a_time)
         self._caller = LoopCaller(dispatcher)
+        door = self._door(dispatcher.scheduler)
         server = CoreServer(
-            admit=self._door(dispatcher.scheduler).admit,
+            budget=self.budget,
+            most_bytes=limits.max_message_bytes,
+            admit=door.admit,
+            refused=door.refused,
             dispatch=self._dispatched(dispatcher),
             turns=dispatcher.scheduler,
             options=[
@@ -259,7 +268,7 @@ class Server:
     async def _ask(self, call: CallName, data: bytes) -> bytes:
         """As a protocol that translates to our messages asks, on the loop."""
         assert self._caller is not None
-        return await self._caller.ask(call, data, deadline.get())
+        return await self._caller.ask(call, data, deadline.get(), ticket_of_task.get())
 
     async def _get_model(self, data: bytes) -> bytes:
         return self.service.get_model(data)
@@ -276,6 +285,7 @@ class Server:
             check_address(self.host, port)
         self._http = HttpDoor(
             self.open_inference,
+            self.budget,
             self.host,
             port,
             token=self._security.token or "",

@@ -1,16 +1,12 @@
-"""Compressed bodies of HTTP requests: unpacked up to a limit, and so many at a time that memory holds them."""
+"""Compressed bodies of HTTP requests, unpacked up to a limit."""
 
 from __future__ import annotations
 
-import asyncio
 import zlib
-from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from recinfer.errors import InputError
 
-__all__ = ["ENCODINGS", "Bytes", "Held", "TooLargeError", "largest", "unpack"]
+__all__ = ["ENCODINGS", "TooLargeError", "largest", "unpack"]
 
 ENCODINGS = ("gzip", "deflate")
 _PIECE, _STEP = 64 << 10, 1 << 20  # bytes that zlib takes, and gives, at a time
@@ -19,7 +15,7 @@ _GZIP, _ZLIB, _BARE = 31, 15, -15  # zlib's names of the three forms
 
 
 class TooLargeError(InputError):
-    """A body that is larger than it may be when it is unpacked."""
+    """A body that is larger than it may be, as it is or unpacked."""
 
 
 def largest(packed: int, most: int) -> int:
@@ -27,7 +23,7 @@ def largest(packed: int, most: int) -> int:
     return min(most, packed * _MOST_TIMES) + _STEP
 
 
-def unpack(body: bytes, encoding: str, most: int) -> bytearray:
+def unpack(body: bytes | bytearray, encoding: str, most: int) -> bytearray:
     """What ``body`` holds, packed as the header ``Content-Encoding`` names it. Frees the interpreter while it works.
 
     Raises:
@@ -53,7 +49,7 @@ def unpack(body: bytes, encoding: str, most: int) -> bytearray:
     return found
 
 
-def _feed(stream: zlib._Decompress, piece: bytes, found: bytearray, most: int) -> None:
+def _feed(stream: zlib._Decompress, piece: bytes | bytearray, found: bytearray, most: int) -> None:
     while not stream.eof:
         room = min(_STEP, most + 1 - len(found))
         step = stream.decompress(piece, room)
@@ -63,54 +59,3 @@ def _feed(stream: zlib._Decompress, piece: bytes, found: bytearray, most: int) -
         piece = stream.unconsumed_tail
         if not piece and len(step) < room:  # else zlib may have more of what it was given
             return
-
-
-class Bytes:
-    """So many bytes that may be taken at a time; who finds too few waits, first come, first served. On one event loop."""
-
-    def __init__(self, most: int) -> None:
-        self._most = self._left = most
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @asynccontextmanager
-    async def taken(self, amount: int) -> AsyncIterator[Held]:
-        """``amount`` of them (all, where there are fewer), until the end of the block."""
-        held = Held(self, min(amount, self._most))
-        await self._wait(held.amount)
-        try:
-            yield held
-        finally:
-            held.shrink(0)
-
-    def give(self, amount: int) -> None:
-        """Take back ``amount``."""
-        self._left += amount
-        while self._waiting and (self._waiting[0][1].done() or self._waiting[0][0] <= self._left):
-            wanted, turn = self._waiting.popleft()
-            if not turn.done():  # else it was cancelled
-                self._left -= wanted
-                turn.set_result(None)
-
-    async def _wait(self, amount: int) -> None:
-        if not self._waiting and amount <= self._left:
-            self._left -= amount
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((amount, turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            self.give(0 if turn.cancelled() else amount)  # it may have been its turn in that moment
-            raise
-
-
-class Held:
-    """Bytes that one has of a :class:`Bytes`."""
-
-    def __init__(self, whose: Bytes, amount: int) -> None:
-        self._whose, self.amount = whose, amount
-
-    def shrink(self, amount: int) -> None:
-        """Give back all but ``amount``."""
-        back, self.amount = self.amount - amount, amount
-        self._whose.give(back)

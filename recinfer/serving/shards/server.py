@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from recinfer.errors import ArchiveError, InputError, OverloadedError, UnavailableError
 from recinfer.inference.stages import Stages
+from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.stats import RequestStats
 from recinfer.serving.server.address import check_address, join_address
 from recinfer.serving.server.admission import Door, names_of
@@ -29,7 +30,7 @@ from recinfer.serving.server.grpc_methods import (
 )
 from recinfer.serving.server.loop import run_on_loop
 from recinfer.serving.server.security import Security
-from recinfer.serving.server.telemetry.metrics import Status, plain_histogram
+from recinfer.serving.server.telemetry.metrics import Status, memory_status, plain_histogram
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.server.tuning import tune_process
 from recinfer.serving.shards.busy import BusyShare, thread_seconds
@@ -95,6 +96,7 @@ class ShardServer:
         self._pool_seconds, self._counting = 0.0, threading.Lock()
         self._busy: list[BusyShare] = []
         self.stats, self._stages = RequestStats(), Stages("lookup")
+        self.budget = MemoryBudget(self._limits.memory_budget_bytes)
         self._observer = Observer(self.stats)
         self._started = time.monotonic()
         self._server: CoreServer | None = None
@@ -136,6 +138,7 @@ class ShardServer:
             "stages": {stage: plain_histogram(state) for stage, state in self._stages.state().items()},
             "samples": plain_histogram(self.stats.batch.state()),
             "queue": None,
+            "memory": memory_status(self.budget),
             "models": [],
             "shards": None,
             "held": {
@@ -161,7 +164,10 @@ class ShardServer:
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="recinfer-prepare")
         door = Door(self._security, self._observer, names=names_of(*pb.DESCRIPTOR.services_by_name.values()))
         server = CoreServer(
+            budget=self.budget,
+            most_bytes=self._limits.max_message_bytes,
             admit=door.admit,
+            refused=door.refused,
             options=[
                 ("grpc.max_receive_message_length", self._limits.max_message_bytes),
                 ("grpc.max_send_message_length", -1),

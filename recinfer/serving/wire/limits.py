@@ -1,4 +1,4 @@
-"""How large a request may be: one frozen config that the gRPC server, the codec and the TorchServe handler share."""
+"""How large a request may be, and all of them together: one frozen config that servers, the codec and the TorchServe handler share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Limits"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on one request; a request beyond one is refused before anything is computed.
+    """Bounds on one request, and on the memory of all; a request beyond one is refused before anything is computed.
 
     Attributes:
         max_message_bytes: bytes of the serialized request; gRPC itself refuses a longer one (RESOURCE_EXHAUSTED).
@@ -22,6 +22,8 @@ class Limits:
         max_concurrent: calls that one connection may have open at a time; further ones wait at the client, but gRPC
             refuses some (UNAVAILABLE) when a client comes near it while the server is busy. So it is far above the bound
             on what waits for a run (recinfer.serving.engine.scheduler.BatchConfig), which refuses with a word on when to come back.
+        memory_budget_bytes: bytes that the requests and answers of a process may hold together, from the first received byte
+            to the last sent one; see recinfer.serving.engine.memory_budget.
     """
 
     max_message_bytes: int = 64 << 20
@@ -30,10 +32,12 @@ class Limits:
     max_keys: int = 4_096
     max_response_bytes: int = 256 << 20
     max_concurrent: int = 4_096
+    memory_budget_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            # Below 2^31: the wire counts samples in int32, and gRPC's own limits are int32.
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
-                raise ConfigError(f"limit {field.name}: got {value!r}, expected an integer from 1 to 2^31 - 1")
+            # Below 2^31: the wire counts samples in int32, and gRPC's own limits are int32. Memory has more.
+            bits = 63 if field.name == "memory_budget_bytes" else 31
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << bits:
+                raise ConfigError(f"limit {field.name}: got {value!r}, expected an integer from 1 to 2^{bits} - 1")

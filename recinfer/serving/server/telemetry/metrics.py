@@ -10,6 +10,7 @@ A status is a JSON object. Its counts only grow, so that who looks twice has a r
     stages      {stage: histogram}, in the order a request goes through them
     samples     histogram of the samples of a request
     queue       {waiting, running, runs, requests, samples, expired, refused}, or None
+    memory      {budget, held, refused}: bytes of requests and answers, and how often some did not fit
     models      [{name, version, weight, deltas, age, mapped, ..., replaced: {feature: count}, missing: {feature: count}}]
 """
 
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from recinfer.archive.manifest import ENGINE_PACKAGES
 from recinfer.errors import NotFoundError
 from recinfer.inference.stages import HistogramState, Stages
+from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.scheduler import SchedulerState
 from recinfer.serving.engine.stats import RequestStats
@@ -32,11 +34,12 @@ from recinfer.serving.engine.stats import RequestStats
 if TYPE_CHECKING:
     from recinfer.distributed.planner.plan import Plan
 
-__all__ = ["ServerMetrics", "Status", "merge_statuses", "only_counts", "plain_histogram"]
+__all__ = ["ServerMetrics", "Status", "memory_status", "merge_statuses", "only_counts", "plain_histogram"]
 
 Status = dict[str, Any]
 _NONE: dict[str, Any] = {"bounds": [], "counts": [0], "total": 0.0}
 _NOW = ("waiting", "running")  # of the queue: not counts since the start
+_MEMORY_NOW = ("budget", "held")
 
 
 class ServerMetrics:
@@ -48,19 +51,21 @@ class ServerMetrics:
         queue: gives the state of the queue of requests; None where there is none (yet).
         shards: gives the figures of the remote shards that are asked (see recinfer.serving.shards.fan_out); None: none are.
         is_ready: whether the server can answer now.
+        budget: of the process's requests and answers.
     """
 
     def __init__(
         self,
         stats: RequestStats,
         registry: ModelRegistry,
+        budget: MemoryBudget,
         queue: Callable[[], SchedulerState | None] = lambda: None,
         *,
         shards: Callable[[], dict[str, Any]] | None = None,
         is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
         self._stats, self._registry, self._queue, self._shards = stats, registry, queue, shards
-        self._is_ready = is_ready
+        self._is_ready, self._budget = is_ready, budget
         self._started = time.monotonic()
         self._stages_of: dict[int, Stages] = {}  # of the models seen last time
         self._past: list[dict[str, HistogramState]] = []  # of models that are gone, summed: at most one entry
@@ -77,6 +82,7 @@ class ServerMetrics:
             "stages": {stage: plain_histogram(state) for stage, state in self._stages().items()},
             "samples": plain_histogram(self._stats.batch.state()),
             "queue": None if queue is None else asdict(queue),
+            "memory": memory_status(self._budget),
             "models": [_described(model, weight) for model, weight in self._models()],
             "shards": None if self._shards is None else self._shards(),
         }
@@ -123,6 +129,9 @@ def merge_statuses(running: Sequence[Status], ended: Iterable[Status] = ()) -> S
         "stages": _merge_histograms([status["stages"] for status in everything]),
         "samples": _merge_histograms([{"": _NONE}, *({"": status["samples"]} for status in everything)])[""],
         "queue": {name: sum(queue[name] for queue in queues) for name in queues[0]} if queues else None,
+        "memory": {
+            name: sum(status["memory"][name] for status in everything) for name in ("budget", "held", "refused")
+        },
         "models": _merge_models(running, everything),
         "shards": _merge_shards(running, everything),
     }
@@ -153,6 +162,7 @@ def only_counts(status: Status) -> Status:
     return status | {
         "workers": 0,
         "queue": None if queue is None else queue | dict.fromkeys(_NOW, 0),
+        "memory": status["memory"] | dict.fromkeys(_MEMORY_NOW, 0),
         "models": [_key(model) | {kind: model[kind] for kind in ("replaced", "missing")} for model in status["models"]],
     }
 
@@ -241,6 +251,11 @@ def _ranks(plan: Plan) -> list[dict[str, Any]]:
             cells = (shard.row_stop - shard.row_start) * (shard.col_stop - shard.col_start)
             ranks[shard.rank]["cells"] += cells
     return ranks
+
+
+def memory_status(budget: MemoryBudget) -> dict[str, int]:
+    """Figures of this moment."""
+    return {"budget": budget.budget_bytes, "held": budget.held, "refused": budget.refused}
 
 
 def plain_histogram(state: HistogramState) -> dict[str, Any]:

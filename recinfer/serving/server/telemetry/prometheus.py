@@ -49,6 +49,7 @@ class _Families:
         yield _histograms("recinfer_request_samples", "Samples of a request.", [], [([], status["samples"])])
         if status["queue"] is not None:
             yield from _queue_metrics(status["queue"])
+        yield from _memory_metrics(status["memory"])
         yield from _model_metrics(status["models"])
         if status.get("shards") is not None:
             yield from _ranker_metrics(status["shards"])
@@ -63,6 +64,15 @@ def _queue_metrics(queue: dict[str, int]) -> Iterator[Metric]:
     yield CounterMetricFamily("recinfer_run_samples", "Samples that were run.", value=queue["samples"])
     yield CounterMetricFamily("recinfer_queue_refused", "Requests that a full queue refused.", value=queue["refused"])
     yield CounterMetricFamily("recinfer_queue_expired", "Requests whose deadline passed first.", value=queue["expired"])
+
+
+def _memory_metrics(memory: dict[str, int]) -> Iterator[Metric]:
+    budget, held = memory["budget"], memory["held"]
+    yield GaugeMetricFamily("recinfer_memory_budget_bytes", "Bytes that requests and answers may hold.", value=budget)
+    yield GaugeMetricFamily("recinfer_memory_held_bytes", "Bytes that requests and answers hold.", value=held)
+    yield CounterMetricFamily(
+        "recinfer_memory_refused", "How often bytes did not fit into the memory budget.", value=memory["refused"]
+    )
 
 
 def _model_metrics(models: list[dict[str, Any]]) -> Iterator[Metric]:
