@@ -47,7 +47,7 @@ from benchmarks.serving import build, process, requests_of
 from recinfer.errors import RecinferError
 from recinfer.inference.predictor import load
 from recinfer.serving.client.client import AsyncInferenceClient
-from recinfer.serving.engine.scheduler import BatchConfig, BatcherState
+from recinfer.serving.engine.scheduler import BatchConfig, SchedulerState
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.server.tuning import tune_process
 
@@ -55,14 +55,14 @@ _CALLERS, _ROUNDS = (16, 64, 128, 256, 384), 3
 _TICK_S, _PAUSE_S, _IDLE_S = 2e-3, 10e-3, 5e-3
 _LEAD = 0.25  # of what is measured, which is not counted
 _ANY_LENGTH = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-_THREADS = {"recinfer-request": "runs", "recinfer-grpc": "events", "recinfer-serving": "loop"}
+_THREADS = {"recinfer-work": "runs", "recinfer-grpc": "events", "recinfer-serving": "loop"}
 
 
 @dataclass(frozen=True)
 class Said:
     """What the server says: what its batcher did, and the names of its Python threads by their ids."""
 
-    state: BatcherState
+    state: SchedulerState
     threads: dict[int, str]
 
 
@@ -77,9 +77,9 @@ def serve_on(cores: set[int], archive: str, batching: BatchConfig, pipe: Any) ->
         asked = ""
         while asked != "stop":
             asked = pipe.recv()
-            assert server.batcher is not None
+            assert server.scheduler is not None
             threads = {thread.native_id: thread.name for thread in threading.enumerate() if thread.native_id}
-            pipe.send(Said(server.batcher.state, threads))
+            pipe.send(Said(server.scheduler.state, threads))
 
 
 def halves() -> tuple[set[int], set[int]]:
@@ -240,7 +240,7 @@ class Bench:
         call = channel.unary_unary(f"/{SERVICE_NAME}/{self._call}")
         return functools.partial(call, self._data, timeout=self._timeout)
 
-    async def _idle(self) -> BatcherState:
+    async def _idle(self) -> SchedulerState:
         while (state := self._ask().state).waiting or state.running:
             await asyncio.sleep(_IDLE_S)
         return state

@@ -105,9 +105,9 @@ def serve_ours(archive: str, batching: BatchConfig, pipe: Any) -> None:
     tune_process()  # as recinfer.serving.server.server.serve does
     with Server({"bench": predictor}, batching=batching) as server:
         pipe.send(server.port)
-        while server.batcher is not None:
+        while server.scheduler is not None:
             asked = pipe.recv()
-            pipe.send(server.batcher.state)
+            pipe.send(server.scheduler.state)
             if asked == "stop":
                 return
 
@@ -125,8 +125,8 @@ def serve_echo(kind: str, pipe: Any) -> None:
         async def echo(data: bytes, _: grpc.aio.ServicerContext) -> bytes:
             return answer(data)
 
-        fast = {_ECHO: lambda data, until, metadata: answer(data)}
-        server = CoreServer(connection_options(), fast=fast) if kind == "core" else grpc.aio.server()
+        dispatch = {_ECHO: lambda data, until, call: call.answer(answer(data))}
+        server = CoreServer(connection_options(), dispatch=dispatch) if kind == "core" else grpc.aio.server()
         method = grpc.unary_unary_rpc_method_handler(echo)  # type: ignore[arg-type]
         service, _, name = _ECHO[1:].partition("/")
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: method}),))
@@ -335,7 +335,7 @@ def compare_context(predictor: Predictor, who: Contender, seconds: float) -> Non
 
 def run(archive: Path, folder: Path, options: argparse.Namespace) -> list[dict]:
     """Start the servers and compare them."""
-    batching = BatchConfig(max_batch=options.max_batch, max_delay_us=options.max_delay_us)
+    batching = BatchConfig(max_batch=options.max_batch)
     found, states = [], {}
     with ExitStack() as stack:
         ports: dict[str, int] = {}
@@ -388,7 +388,6 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--seconds", type=float, default=3.0, help="for each contender and line")
     parser.add_argument("--max-batch", type=int, default=1024, help="1: no merging")
-    parser.add_argument("--max-delay-us", type=int, default=BatchConfig.max_delay_us)
     parser.add_argument("--over", type=int, nargs="+", default=[64, 1], help="layer sizes of the over arch")
     parser.add_argument("--tuned", action="store_true", help="also echoes on our loop and on gRPC's core")
     parser.add_argument("--unbatched", action="store_true", help="also our server with --max-batch 1")

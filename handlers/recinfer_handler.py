@@ -1,4 +1,4 @@
-"""TorchServe's door to an archive: a thin adapter on recinfer.inference and recinfer.serving.
+"""TorchServe's handler of an archive: a thin adapter on recinfer.inference and recinfer.serving.
 
 A request body is our protobuf (``application/octet-stream``) or JSON (``application/json``), the answer has the same
 form. It is a Predict unless the request says ``lookup``: over REST in the header ``X-Recinfer-Method``, over TorchServe's
@@ -9,6 +9,7 @@ The archive is not in the model file: ``handler.archive`` in the model's config 
 
 import json
 import logging
+import math
 from pathlib import Path
 
 from ts.utils.util import PredictionException
@@ -16,7 +17,9 @@ from ts.utils.util import PredictionException
 from recinfer.errors import InputError, RecinferError
 from recinfer.inference.predictor import load
 from recinfer.serving.engine.decoded_path import InferenceService
+from recinfer.serving.engine.dispatcher import Dispatcher
 from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.engine.scheduler import BatchConfig
 from recinfer.serving.wire import json_codec
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.status import status_of
@@ -44,22 +47,20 @@ class RecinferHandler:
         batch_size = max(1, int(context.system_properties.get("batch_size") or 1))
         self._max_answer = int(config.get("max_response_bytes", 6_500_000)) // batch_size - _ANSWER_HEAD
         limits = Limits(max_response_bytes=max(1, self._max_answer))
-        self._service = InferenceService(ModelRegistry({predictor.manifest.model: predictor}), limits)
+        service = InferenceService(ModelRegistry({predictor.manifest.model: predictor}), limits)
+        self._dispatcher = Dispatcher(service, BatchConfig(), threads=1)
 
     def handle(self, data, context):
         """Answer a batch of requests: those that may share a lookup and a dense run do; one that fails, fails alone."""
-        answers = [None] * len(data)
-        lanes = {}
+        answers, asked = [None] * len(data), []
         for index, row in enumerate(data):
             try:
-                call, is_json = self._decoded(row, index, context)
-                lanes.setdefault(call.lane, []).append((index, call, is_json))
+                asked.append((index, *self._asked(row, index, context)))
             except Exception as error:
                 answers[index] = error
-        for lane in lanes.values():
-            found = self._service.run([call for _, call, _ in lane])
-            for (index, call, is_json), answer in zip(lane, found):
-                answers[index] = self._sent(answer, call, is_json, index, context)
+        found = self._dispatcher.answer_all([(call, message) for _, call, message, _ in asked], math.inf)
+        for (index, call, _, is_json), answer in zip(asked, found):
+            answers[index] = self._sent(answer, call, is_json, index, context)
         for error in answers:
             if isinstance(error, Exception) and not isinstance(error, RecinferError):
                 # A bug of ours: the log has it, the caller gets INTERNAL and not a retryable code.
@@ -70,26 +71,26 @@ class RecinferHandler:
             raise PredictionException(status.message, status.http) from answers[0]
         return [self._encode_error(a, i, context) if isinstance(a, Exception) else a for i, a in enumerate(answers)]
 
-    def _decoded(self, row, index, context):
-        """The request as a call that is ready to run, and whether it came as JSON."""
+    def _asked(self, row, index, context):
+        """The request's call, its message, and whether it came as JSON."""
         method = _method(row, index, context)
-        decode = self._service.decode_lookup if method == "lookup" else self._service.decode_predict
+        call = "Lookup" if method == "lookup" else "Predict"
         body = row.get("body", row.get("data"))
         if body is None:
             raise InputError("body: got nothing, expected a serialized recinfer.v1 request or a JSON object")
         if isinstance(body, dict) or _is_json(index, context):
             encode = json_codec.lookup_request if method == "lookup" else json_codec.predict_request
-            return decode(encode(_json_object(body))), True
+            return call, encode(_json_object(body)), True
         if not isinstance(body, (bytes, bytearray)):
             raise InputError(f"body: got {type(body).__name__}, expected bytes or a JSON object")
-        return decode(bytes(body)), False
+        return call, bytes(body), False
 
     def _sent(self, answer, call, is_json, index, context):
         """The answer in the form of its request; or the error that it is."""
         if isinstance(answer, Exception):
             return answer
         if is_json:
-            form = json_codec.lookup_response if call.kind == "Lookup" else json_codec.predict_response
+            form = json_codec.lookup_response if call == "Lookup" else json_codec.predict_response
             answer = json_codec.json_text(form(answer))
         if len(answer) > self._max_answer:
             return InputError(

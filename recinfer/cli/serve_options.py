@@ -88,9 +88,6 @@ class BatchOptions:
     """How requests share runs, and how many may wait."""
 
     max_batch: Annotated[int, typer.Option(min=1, help="Samples that requests may share a run with.")] = 1024
-    max_delay_us: Annotated[
-        int, typer.Option(min=0, help="Microseconds a request may wait for others while several come at a time.")
-    ] = 4000
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are refused at once.")] = 512
 
 
@@ -139,7 +136,7 @@ class RoleOptions:
         typer.Option(
             min=0,
             max=65535,
-            help="TCP port of a shard server where rankers ask past gRPC; 0: a free one, which they find.",
+            help="TCP port of a shard server where rankers look up; 0: a free one, which they find.",
         ),
     ] = 0
     shards: Annotated[

@@ -1,13 +1,13 @@
 """Where embeddings come from: the seam between a predictor and its tables, with the tables of this process behind it.
 
 A predictor says what it wants (:class:`Ask`) and goes on with what was found, so the same steps run where the rows are
-mapped here (:func:`run_now`) and where they are on other hosts and have to be waited for (:func:`run_later`).
+mapped here (:func:`run_now`) and where they are on other hosts and have to be waited for (:func:`run_steps`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Generator, Sequence, Set
+from collections.abc import Callable, Generator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
@@ -38,8 +38,8 @@ __all__ = [
     "Part",
     "Steps",
     "output_names",
-    "run_later",
     "run_now",
+    "run_steps",
     "sharded_module",
 ]
 
@@ -119,8 +119,20 @@ class Lookups(Protocol):
         """
         ...
 
-    async def find_later(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float) -> Found:
-        """:meth:`find` for an event loop; ``deadline`` is of ``time.monotonic()``."""
+    @property
+    def is_remote(self) -> bool:
+        """Whether the rows are on other hosts, so that lookups are waited for; see :meth:`begin`."""
+        ...
+
+    def begin(
+        self,
+        requests: Sequence[Bags],
+        present: Set[str] | None,
+        deadline: float,
+        done: Callable[[Found | None, Exception | None], None],
+    ) -> None:
+        """:meth:`find` of remote rows without waiting: ``done`` is given what was found, or the error, on any thread;
+        ``deadline`` is of ``time.monotonic()``."""
         ...
 
 
@@ -155,33 +167,38 @@ def run_now(steps: Steps[T]) -> T:
         return stop.value  # type: ignore[no-any-return]
 
 
-async def run_later(
-    steps: Steps[T], deadline: float, beside: Callable[[Callable[[], Any]], Awaitable[Any]] | None = None
-) -> T:
-    """Run steps to their end on an event loop that does other work while lookups are waited for.
+def run_steps(
+    steps: Steps[T],
+    deadline: float,
+    done: Callable[[T | Exception], None],
+    resume: Callable[[Callable[[], None]], None],
+) -> None:
+    """Run steps to their end without holding a thread while lookups on other hosts are waited for.
 
     Args:
         deadline: ``time.monotonic()`` after which nobody waits for the result.
-        beside: runs what computes beside the loop, for steps that compute long; None: on the loop.
+        done: is given the result, or what the steps raised.
+        resume: runs the next step once a lookup is there, on a thread that may compute.
     """
 
-    def step(advance: Callable[[], Ask]) -> tuple[Ask | None, Any]:
+    def step(advance: Callable[[], Ask]) -> None:
         try:
-            return advance(), None
+            ask = advance()
         except StopIteration as stop:
-            return None, stop.value
-
-    advance: Callable[[], Ask] = functools.partial(next, steps)
-    while True:
-        ask, result = step(advance) if beside is None else await beside(functools.partial(step, advance))
-        if ask is None:
-            return result  # type: ignore[no-any-return]
-        try:
-            found = await ask.lookups.find_later(ask.requests, ask.present, deadline)
+            done(stop.value)
         except Exception as error:
-            advance = functools.partial(steps.throw, error)
+            done(error)
         else:
-            advance = functools.partial(steps.send, found)
+            ask.lookups.begin(ask.requests, ask.present, deadline, found)
+
+    def found(result: Found | None, error: Exception | None) -> None:
+        if error is not None:
+            resume(functools.partial(step, functools.partial(steps.throw, error)))
+        else:
+            assert result is not None
+            resume(functools.partial(step, functools.partial(steps.send, result)))
+
+    step(functools.partial(next, steps))
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,6 +243,7 @@ class LocalLookups:
     """
 
     away: Any = None
+    is_remote = False
 
     def __init__(
         self,
@@ -268,9 +286,15 @@ class LocalLookups:
             return Found([part(bags) for part in self.parts])
         return Found([None if present.isdisjoint(part.info.features) else part(bags) for part in self.parts])
 
-    async def find_later(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float) -> Found:
+    def begin(
+        self,
+        requests: Sequence[Bags],
+        present: Set[str] | None,
+        deadline: float,
+        done: Callable[[Found | None, Exception | None], None],
+    ) -> None:
         """See :class:`Lookups`."""
-        return self.find(requests, present)
+        done(self.find(requests, present), None)
 
 
 def _direct(manifest: Manifest, part: _LocalPart) -> DirectTables | None:

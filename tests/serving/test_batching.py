@@ -1,13 +1,14 @@
-"""The queue in front of the runs: what merges, what is refused, what is not run; on a real server and on its own."""
+"""Requests that wait: what shares a run, what is refused, what is not run; on a real server and on the scheduler alone."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,326 +19,286 @@ import torch
 from recinfer.errors import ConfigError, DeadlineError, InputError, OverloadedError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine.byte_path import Direct
-from recinfer.serving.engine.scheduler import BatchConfig, Batcher
+from recinfer.serving.engine import dispatcher
+from recinfer.serving.engine.request import Request
+from recinfer.serving.engine.run_cost import RunCost
+from recinfer.serving.engine.scheduler import BatchConfig, Entry, Scheduler
 from recinfer.serving.server.grpc_methods import handler
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
-from tests.serving.asked import turns
 from tests.serving.conftest import make_request
 
-
-@dataclass(eq=False)
-class Work:
-    """A request of ``samples`` samples; large ``bytes`` make it run in a thread."""
-
-    lane: Any = "a"
-    samples: int = 1
-    bytes: int = 1 << 20
+LONG = 120.0
 
 
 class Runs:
-    """Records what runs together; each run waits until it is let go."""
+    """A runner that records what runs together. Long runs wait until they are let go; 13 samples are an error."""
 
-    def __init__(self) -> None:
-        self.batches: list[list[Work]] = []
+    def __init__(self, *, short: bool = False, most: int = 1 << 30) -> None:
+        self.batches: list[list[Entry]] = []
+        self.threads: list[int] = []
         self.gate = threading.Event()
+        self._short, self._most = short, most
+        if short:
+            self.gate.set()
 
-    def __call__(self, works: Sequence[Work]) -> list[Any]:
-        self.batches.append(list(works))
-        assert self.gate.wait(120)
-        return [InputError("bad") if work.samples == 13 else work for work in works]
+    def can_start(self) -> bool:
+        return True
+
+    def may_share(self, entry: Entry, samples: int) -> bool:
+        return samples <= self._most
+
+    def seconds(self, entry: Entry, samples: int, threads: int) -> float:
+        return 0.0 if self._short else math.inf
+
+    def run(self, entries: Sequence[Entry], threads: int) -> None:
+        self.batches.append(list(entries))
+        self.threads.append(threads)
+        assert self.gate.wait(LONG)
+        for entry in entries:
+            entry.request.reply(InputError("bad") if entry.samples == 13 else str(entry.samples).encode())
+
+    @property
+    def samples(self) -> list[list[int]]:
+        return [[entry.samples for entry in batch] for batch in self.batches]
 
 
-def drive(scenario: Callable[[Batcher, Runs], Any], threads: int = 1, **config: int) -> Runs:
-    runs = Runs()
+class Turn:
+    """A thread that takes requests: submits, and ends its turn."""
 
-    async def main() -> None:
-        with ThreadPoolExecutor(threads) as pool:
-            batcher = Batcher(runs, pool, threads, BatchConfig(**config))
-            try:
-                await asyncio.wait_for(scenario(batcher, runs), 120)
-            finally:
-                runs.gate.set()
-            assert (batcher.state.waiting, batcher.state.running) == (0, 0)
+    def __init__(self, runs: Runs, threads: int = 1, **config: int) -> None:
+        self.runs = runs
+        self.scheduler = Scheduler(BatchConfig(**config), threads)
 
-    asyncio.run(main())
-    return runs
+    def submit(self, samples: int = 1, key: Hashable = "a", deadline: float = math.inf) -> queue.SimpleQueue[Any]:
+        """One request; where its answer comes."""
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.scheduler.queue.admit(deadline)
+        self.scheduler.submit(self.runs, Entry(Request("Predict", b"", deadline, answers.put), key, samples))
+        return answers
+
+    def end(self) -> None:
+        self.scheduler.run_ready()
+
+    def busy(self) -> queue.SimpleQueue[Any]:
+        """A run that has begun and waits to be let go."""
+        answers = self.submit()
+        self.end()
+        until(lambda: len(self.runs.batches) > 0)
+        return answers
+
+    def finish(self, *answers: queue.SimpleQueue[Any]) -> list[Any]:
+        """Let runs go, and wait for the answers."""
+        self.runs.gate.set()
+        found = [each.get(timeout=LONG) for each in answers]
+        until(lambda: (self.scheduler.state.waiting, self.scheduler.state.running) == (0, 0))
+        self.scheduler.close()
+        return found
 
 
 def own_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the batcher takes for the time, ``[0]``: it goes on when the test says so."""
+    """What the scheduler takes for the time, ``[0]``: it goes on when the test says so."""
     now = [1000.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], thread_time=time.thread_time)
+    clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("recinfer.serving.engine.scheduler.time", clock)
     monkeypatch.setattr("recinfer.serving.engine.queue_budget.time", clock)
     return now
 
 
-async def busy(batcher: Batcher, work: Work | None = None) -> asyncio.Task[Any]:
-    task = asyncio.create_task(batcher.submit(work or Work()))
-    while not batcher.state.running:
-        await asyncio.sleep(0.001)
-    return task
+def test_what_comes_in_one_turn_runs_together_on_the_thread_that_took_it():
+    turn = Turn(Runs(short=True))
+    answers = [turn.submit(n) for n in (1, 2, 3)]
+    assert turn.scheduler.has_new and not turn.runs.batches
+    turn.end()
+    assert turn.runs.samples == [[1, 2, 3]]
+    assert not turn.scheduler.has_new
+    assert turn.finish(*answers) == [b"1", b"2", b"3"]
 
 
-def test_what_waits_runs_together_up_to_max_batch():
-    async def scenario(batcher: Batcher, runs: Runs) -> None:
-        first = await busy(batcher)
-        waiting = [asyncio.create_task(batcher.submit(Work(samples=n))) for n in (3, 3, 3, 50, 1)]
-        await turns()
-        runs.gate.set()
-        await asyncio.gather(first, *waiting)
+def test_a_turn_that_does_not_end_is_due_at_a_number_of_requests_or_samples():
+    turn = Turn(Runs(short=True), max_batch=8)
+    answers = [turn.submit(3), turn.submit(4)]
+    assert not turn.scheduler.is_due
+    answers.append(turn.submit(1))
+    assert turn.scheduler.is_due
+    turn.end()
+    assert not turn.scheduler.is_due
+    answers += [Turn.submit(turn) for _ in range(8)]
+    assert turn.scheduler.is_due
+    turn.end()
+    assert turn.runs.samples == [[3, 4, 1], [1] * 8]
+    turn.finish(*answers)
 
-    runs = drive(scenario, max_batch=8)
-    assert [[w.samples for w in batch] for batch in runs.batches] == [[1], [3, 3], [3], [50], [1]]
+
+def test_what_waits_for_a_worker_runs_together_up_to_max_batch():
+    turn = Turn(Runs(), max_batch=8)
+    answers = [turn.busy(), *(turn.submit(n) for n in (3, 3, 3, 50, 1))]
+    turn.end()
+    turn.finish(*answers)
+    assert turn.runs.samples == [[1], [3, 3], [3], [50], [1]]
 
 
-def test_lanes_take_turns():
-    async def scenario(batcher: Batcher, runs: Runs) -> None:
-        first = await busy(batcher)
-        waiting = [asyncio.create_task(batcher.submit(Work("a", 4))) for _ in range(4)]
-        await turns()
-        waiting += [asyncio.create_task(batcher.submit(Work("b", 4))) for _ in range(2)]
-        await turns()
-        runs.gate.set()
-        await asyncio.gather(first, *waiting)
+def test_a_runner_says_what_may_share():
+    turn = Turn(Runs(short=True, most=4))
+    answers = [turn.submit(2) for _ in range(3)]
+    turn.end()
+    turn.finish(*answers)
+    assert turn.runs.samples == [[2, 2], [2]]
 
-    runs = drive(scenario, max_batch=8)
-    assert [batch[0].lane for batch in runs.batches[1:]] == ["a", "b", "a"]
+
+def test_keys_take_turns():
+    turn = Turn(Runs(), max_batch=8)
+    answers = [turn.busy(), *(turn.submit(4) for _ in range(4)), *(turn.submit(4, "b") for _ in range(2))]
+    turn.end()
+    turn.finish(*answers)
+    assert [batch[0].key for batch in turn.runs.batches[1:]] == ["a", "b", "a"]
+
+
+def test_a_short_run_passes_by_a_long_one_that_waits():
+    turn = Turn(Runs())
+    long = [turn.busy(), turn.submit(key="long")]
+    turn.end()
+    short = Runs(short=True)
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    turn.scheduler.submit(short, Entry(Request("Predict", b"", math.inf, answers.put), "a", 2))
+    turn.end()
+    assert answers.get_nowait() == b"2"
+    turn.finish(*long)
+
+
+def test_what_is_alone_may_use_all_threads():
+    turn = Turn(Runs(short=True), threads=3)
+    alone = turn.submit()
+    turn.end()
+    both = [turn.submit(), turn.submit(key="b")]
+    turn.end()
+    assert turn.runs.threads == [3, 1, 3]
+    turn.finish(alone, *both)
 
 
 def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
-    async def scenario(batcher: Batcher, runs: Runs) -> None:
-        first = await busy(batcher)
-        waiting = [asyncio.create_task(batcher.submit(Work())) for _ in range(3)]
-        await turns()
-        with pytest.raises(OverloadedError, match="3 requests waiting") as caught:
-            await batcher.submit(Work())
-        assert 0 < caught.value.retry_after < 60
-        with pytest.raises(OverloadedError):
-            batcher.room.admit(1)
-        assert batcher.state.refused == 2
-        runs.gate.set()
-        await asyncio.gather(first, *waiting)
-        await batcher.submit(Work())
-
-    drive(scenario, max_queue=3)
+    turn = Turn(Runs(), max_queue=3)
+    answers = [turn.busy(), *(turn.submit() for _ in range(3))]
+    with pytest.raises(OverloadedError, match="3 requests waiting, its limit") as caught:
+        turn.submit()
+    assert 0 < caught.value.retry_after < 60
+    assert turn.scheduler.state.refused == 1
+    turn.runs.gate.set()
+    turn.end()
+    turn.finish(*answers)
 
 
 def test_those_refused_in_the_same_moment_are_told_the_same(monkeypatch: pytest.MonkeyPatch):
     now = own_clock(monkeypatch)
-
-    async def scenario(batcher: Batcher, runs: Runs) -> None:
-        assert batcher.room.refused(now[0] - 1) is None  # nobody waits
-        first = await busy(batcher)
-        waiting = [asyncio.create_task(batcher.submit(Work())) for _ in range(2)]
-        await turns()
-        assert batcher.room.refused(now[0] + 60) is None
-        late = batcher.room.refused(now[0])
-        assert late is not None and str(late).startswith("the server has 2 requests waiting, more than its deadline")
-        waiting.append(asyncio.create_task(batcher.submit(Work())))
-        await turns()
-        full = batcher.room.refused(now[0])  # another reason
-        assert full is not None and str(full).startswith("the server has 3 requests waiting, its limit; try again in ")
-        assert 0 < full.retry_after < 60
-        assert batcher.room.refused(now[0] + 60) is full
-        now[0] += 0.1
-        later = batcher.room.refused(now[0] + 60)
-        assert later is not full and str(later) == str(full)
-        assert batcher.state.refused == 4
-        runs.gate.set()
-        await asyncio.gather(first, *waiting)
-
-    drive(scenario, max_queue=3)
-
-
-def test_the_queue_is_bounded_in_bytes_too():
-    async def scenario(batcher: Batcher, runs: Runs) -> None:
-        first = await busy(batcher)
-        waiting = asyncio.create_task(batcher.submit(Work()))
-        await turns()
-        with pytest.raises(OverloadedError):
-            await batcher.submit(Work())
-        runs.gate.set()
-        await asyncio.gather(first, waiting)
-
-    drive(scenario, max_queue_bytes=3 << 19)
+    turn = Turn(Runs(), max_queue=3)
+    waiting = turn.scheduler.queue
+    assert waiting.refused(now[0] - 1) is None  # nobody waits
+    answers = [turn.busy(), turn.submit(), turn.submit()]
+    assert waiting.refused(now[0] + 60) is None
+    late = waiting.refused(now[0])
+    assert late is not None and str(late).startswith("the server has 2 requests waiting, more than its deadline")
+    answers.append(turn.submit())
+    full = waiting.refused(now[0])  # another reason
+    assert full is not None and str(full).startswith("the server has 3 requests waiting, its limit; try again in ")
+    assert 0 < full.retry_after < 60
+    assert waiting.refused(now[0] + 60) is full
+    now[0] += 0.1
+    later = waiting.refused(now[0] + 60)
+    assert later is not full and str(later) == str(full)
+    assert turn.scheduler.state.refused == 4
+    turn.end()
+    turn.finish(*answers)
 
 
 def test_a_request_past_its_deadline_is_not_run(monkeypatch: pytest.MonkeyPatch):
-    late, now = Work(samples=7), own_clock(monkeypatch)
-
-    async def scenario(batcher: Batcher, runs: Runs) -> None:
-        first = await busy(batcher)
-        waiting = asyncio.create_task(batcher.submit(late, now[0] + 0.02))
-        await turns()
-        now[0] += 0.05
-        runs.gate.set()
-        await first
-        with pytest.raises(DeadlineError, match="while the request waited"):
-            await waiting
-        with pytest.raises(DeadlineError, match="when the request arrived"):
-            await batcher.submit(late, now[0] - 1)
-        assert batcher.state.expired == 2
-
-    assert all(late not in batch for batch in drive(scenario).batches)
+    now = own_clock(monkeypatch)
+    turn = Turn(Runs())
+    first, late, fine = turn.busy(), turn.submit(7, deadline=now[0] + 0.02), turn.submit(2)
+    turn.end()
+    now[0] += 0.05
+    found = turn.finish(first, late, fine)
+    assert isinstance(found[1], DeadlineError) and "while the request waited" in str(found[1])
+    assert turn.runs.samples == [[1], [2]]
+    with pytest.raises(DeadlineError, match="when the request arrived"):
+        turn.scheduler.check_deadline(now[0] - 1)
+    assert turn.scheduler.state.expired == 2
 
 
 def test_a_request_that_would_be_late_is_refused_at_once(monkeypatch: pytest.MonkeyPatch):
     now = own_clock(monkeypatch)
-
-    async def scenario(batcher: Batcher, runs: Runs) -> None:
-        first = await busy(batcher)
-        now[0] += 0.3  # what a request takes, as far as the batcher knows then: a fifth of it
-        runs.gate.set()
-        await first
-        runs.gate.clear()
-        waiting = [await busy(batcher), *(asyncio.create_task(batcher.submit(Work())) for _ in range(4))]
-        await turns()
-        with pytest.raises(OverloadedError, match="4 requests waiting, more than its deadline allows"):
-            await batcher.submit(Work(), now[0] + 0.05)
-        waiting.append(asyncio.create_task(batcher.submit(Work(), now[0] + 20)))
-        await turns()
-        runs.gate.set()
-        await asyncio.gather(*waiting)
-
-    drive(scenario)
-
-
-def test_merged_runs_stay_short():
-    class Burning(Runs):
-        def __call__(self, works: Sequence[Work]) -> list[Any]:
-            end = time.thread_time() + 0.02 * len(works)
-            while time.thread_time() < end:
-                pass
-            return super().__call__(works)
-
-    runs = Burning()
-    runs.gate.set()
-
-    async def main() -> None:
-        with ThreadPoolExecutor(1) as pool:
-            batcher = Batcher(runs, pool, 1, BatchConfig(max_delay_us=0))
-            for _ in range(3):
-                await asyncio.gather(*(batcher.submit(Work()) for _ in range(8)))
-
-    asyncio.run(main())
-    assert max(len(batch) for batch in runs.batches[3:]) < 8  # 160 ms, once that is known
+    turn = Turn(Runs())
+    turn.scheduler.queue.took(0.3, 1)
+    answers = [turn.busy(), *(turn.submit() for _ in range(4))]
+    with pytest.raises(OverloadedError, match="4 requests waiting, more than its deadline allows"):
+        turn.submit(deadline=now[0] + 0.05)
+    answers.append(turn.submit(deadline=now[0] + 20))
+    turn.end()
+    turn.finish(*answers)
 
 
 def test_who_goes_away_frees_the_place():
-    gone = Work(samples=7)
+    turn = Turn(Runs(), max_queue=1)
+    first, gone = turn.busy(), turn.submit(7)
+    entry = next(iter(turn.scheduler._lanes.values()))[0]
+    turn.end()
+    turn.scheduler.forget(entry.request)
+    assert turn.scheduler.state.waiting == 0
+    turn.finish(first)
+    assert turn.runs.samples == [[1]] and gone.empty()
 
-    async def scenario(batcher: Batcher, runs: Runs) -> None:
-        first = await busy(batcher)
-        waiting = asyncio.create_task(batcher.submit(gone))
-        await turns()
-        waiting.cancel()
-        await turns()
-        assert batcher.state.waiting == 0
-        runs.gate.set()
-        await first
 
-    assert all(gone not in batch for batch in drive(scenario, max_queue=1).batches)
+def test_who_has_to_wait_for_a_thread_is_told_once():
+    turn, told = Turn(Runs()), []
+    first = turn.busy()
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    request = Request("Predict", b"", math.inf, answers.put, lambda: told.append(1))
+    turn.scheduler.submit(turn.runs, Entry(request, "a", 1))
+    assert not told
+    turn.end()
+    turn.end()
+    assert told == [1]
+    turn.finish(first, answers)
 
 
 def test_an_error_is_its_requests_own():
-    async def scenario(batcher: Batcher, runs: Runs) -> None:
-        first = await busy(batcher)
-        works = [Work(samples=n) for n in (1, 13, 2)]
-        waiting = [asyncio.create_task(batcher.submit(work)) for work in works]
-        await turns()
-        runs.gate.set()
-        answers = await asyncio.gather(first, *waiting, return_exceptions=True)
-        assert [answers[1], answers[3]] == [works[0], works[2]]
-        assert isinstance(answers[2], InputError)
-
-    assert len(drive(scenario).batches) == 2
+    turn = Turn(Runs(short=True))
+    answers = [turn.submit(n) for n in (1, 13, 2)]
+    turn.end()
+    found = turn.finish(*answers)
+    assert [found[0], found[2]] == [b"1", b"2"]
+    assert isinstance(found[1], InputError)
+    assert len(turn.runs.batches) == 1
 
 
-def waits_of(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """When it began to wait for more requests than it had."""
-    waits: list[float] = []
-    real = batcher._wait_for_more
+def test_a_run_that_fails_answers_all_of_its_requests():
+    class Broken(Runs):
+        def run(self, entries: Sequence[Entry], threads: int) -> None:
+            entries[0].request.reply(b"one")
+            raise RuntimeError("a bug")
 
-    def waited(now: float) -> None:
-        waits.append(now)
-        real(now)
-
-    monkeypatch.setattr(batcher, "_wait_for_more", waited)
-    return waits
-
-
-def test_a_request_alone_does_not_wait(monkeypatch: pytest.MonkeyPatch):
-    async def scenario(batcher: Batcher, runs: Runs) -> None:
-        runs.gate.set()
-        waits = waits_of(batcher, monkeypatch)
-        await batcher.submit(Work(bytes=10))
-        assert not waits
-
-    drive(scenario, max_delay_us=2_000_000)
+    turn = Turn(Broken(short=True))
+    answers = [turn.submit(), turn.submit()]
+    turn.end()
+    found = turn.finish(*answers)
+    assert found[0] == b"one" and isinstance(found[1], RuntimeError)
 
 
-def test_requests_that_come_alone_hardly_ever_wait(monkeypatch: pytest.MonkeyPatch):
-    async def scenario(batcher: Batcher, runs: Runs) -> None:
-        runs.gate.set()
-        waits = waits_of(batcher, monkeypatch)
-        for _ in range(240):
-            await batcher.submit(Work(bytes=10))
-        assert len(waits) == 4  # probes: after 8 requests, 16, 32 and 64 more
-
-    assert all(len(batch) == 1 for batch in drive(scenario, max_delay_us=50_000).batches)
-
-
-def test_requests_that_come_together_wait_for_each_other(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        "recinfer.serving.engine.scheduler._GAP_S", 0.02
-    )  # together also where the machine holds a caller up
-
-    async def scenario(batcher: Batcher, runs: Runs) -> None:
-        runs.gate.set()
-
-        async def caller() -> None:
-            for _ in range(100):
-                await asyncio.sleep(0.0005)  # as long as gRPC takes to hand one over
-                await batcher.submit(Work(bytes=10))
-
-        await asyncio.gather(*(caller() for _ in range(8)))
-
-    runs = drive(scenario, max_delay_us=20_000)
-    assert sum(len(batch) for batch in runs.batches) == 800
-    assert max(len(batch) for batch in runs.batches) == 8
-    assert len(runs.batches) < 400
-
-
-def test_a_run_that_nobody_measured_says_nothing_of_how_long_one_takes():
-    with ThreadPoolExecutor(1) as pool:
-        batcher = Batcher(list, pool, 1)
-    batcher.goes_away("a")(256, 0.0)
-    assert not batcher.is_known_short("a", 256, 2)
-    batcher.goes_away("a")(256, 1e-3)
-    assert batcher.is_known_short("a", 256, 2)
-    assert not batcher.is_known_short("b", 256, 2)
-    batcher.goes_away("a")(256, 0.0)  # an error, say
-    batcher.goes_away("a")(0, 5.0)  # it did not come about
-    assert batcher.is_known_short("a", 256, 1)
-    assert (batcher.state.runs, batcher.state.samples, batcher.state.running) == (3, 3 * 256, 0)
-
-
-def test_without_a_delay_nothing_waits():
-    async def scenario(batcher: Batcher, runs: Runs) -> None:
-        runs.gate.set()
-        for _ in range(20):
-            assert len(await asyncio.gather(*(batcher.submit(Work(bytes=10)) for _ in range(2)))) == 2
-
-    drive(scenario, max_delay_us=0)
+def test_the_cost_of_runs_is_by_their_samples():
+    cost = RunCost()
+    assert cost.expected(256) == 0.0
+    cost.learn(1, 60e-6)
+    assert cost.expected(1) == pytest.approx(60e-6)
+    for _ in range(20):
+        cost.learn(32, 200e-6)
+    assert cost.expected(32) == pytest.approx(200e-6, rel=0.05)
+    cost.learn(1, 60e-6)
+    assert cost.expected(32) < 250e-6, "one sample alone says little of many"
 
 
 def test_bounds_are_checked():
     with pytest.raises(ConfigError, match="max_batch: got 0"):
         BatchConfig(max_batch=0)
-    assert BatchConfig(max_delay_us=0).max_delay_us == 0
+    assert BatchConfig().max_queue == 512
 
 
 def hold(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
@@ -351,7 +312,7 @@ def hold(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> tuple[threadi
         return real(self, kjt)
 
     monkeypatch.setattr(type(predictor), "lookup_steps", lookup)
-    monkeypatch.setattr(Direct, "lookup", lambda *_: None)  # small ones would pass by the queue
+    monkeypatch.setattr(dispatcher, "lookup_now", lambda *_: None)  # small ones would pass by the queue
     return begun, go_on
 
 
@@ -368,16 +329,16 @@ def test_overload_on_the_wire(predictor: Predictor, monkeypatch: pytest.MonkeyPa
         running = lookup.future(big, timeout=90)
         assert begun.wait(60)
         waiting = [lookup.future(small, timeout=90) for _ in range(2)]
-        until(lambda: server.batcher.state.waiting == 2)
+        until(lambda: server.scheduler.state.waiting == 2)
         with pytest.raises(grpc.RpcError) as caught:
             lookup(small, timeout=60)
-        assert server.batcher.state.waiting == 2 and not go_on.is_set()  # at once: nothing has moved meanwhile
+        assert server.scheduler.state.waiting == 2 and not go_on.is_set()  # at once: nothing has moved meanwhile
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         trailing = dict(caught.value.trailing_metadata())
         assert int(trailing["grpc-retry-pushback-ms"]) > 0
         assert b"google.rpc.RetryInfo" in trailing["grpc-status-details-bin"]
         waiting.pop().cancel()  # a client that goes away frees its place
-        until(lambda: server.batcher.state.waiting == 1)
+        until(lambda: server.scheduler.state.waiting == 1)
         waiting.append(lookup.future(small, timeout=90))
         go_on.set()
         expected = predictor.lookup(make_request(1, 2)[1]).pooled.values()
@@ -430,6 +391,6 @@ def test_concurrent_requests_share_runs_and_a_bad_one_fails_alone(predictor: Pre
 
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(ask, range(200)))
-        assert server.batcher.state.requests == 200
+        assert server.scheduler.state.requests == 200
         until(lambda: sum(server.stats.requests().values()) == 200)  # a refusal is counted once it is sent
         assert server.stats.requests()["Predict", "INVALID_ARGUMENT"] == 20

@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 
 from recinfer.serving.server import grpc_core as core
-from recinfer.serving.server.grpc_call import LATER, CoreCall, Ending, Later
+from recinfer.serving.server.grpc_call import CoreCall, Ending
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.loop import run_on_loop, start_on_loop
 from tests.serving.remote.fleet import until
@@ -88,16 +88,17 @@ class Service:
 DEFERRED: queue.SimpleQueue[CoreCall] = queue.SimpleQueue()
 
 
-def fast(data: bytes, until: float, call: CoreCall) -> bytes | Ending | Later | None:
+def dispatch(data: bytes, until: float, call: CoreCall) -> None:
     if data == b"later":
-        call.defer()
         DEFERRED.put(call)
-        return LATER
-    if data == b"end":
-        return Ending("OUT_OF_RANGE", "too far", (("by", "3"), ("by-bin", b"\0")))
-    if data == b"raise":
+    elif data == b"end":
+        call.end(Ending("OUT_OF_RANGE", "too far", (("by", "3"), ("by-bin", b"\0"))))
+    elif data == b"raise":
         raise RuntimeError("a secret")
-    return b"at once" if data == b"now" else None
+    elif data == b"now":
+        call.answer(b"at once")
+    else:
+        call.hand_over(data)
 
 
 @contextmanager
@@ -107,7 +108,7 @@ def served(
     service = Service()
 
     async def start() -> tuple[CoreServer, int]:
-        server = CoreServer([], *([admit] if admit else []), fast={"/a.B/Echo": fast})
+        server = CoreServer([], *([admit] if admit else []), dispatch={"/a.B/Echo": dispatch})
         server.add_generic_rpc_handlers((service.handlers(),))
         if credentials is None:
             port = server.add_insecure_port("127.0.0.1:0")
@@ -209,7 +210,7 @@ def test_who_goes_away_frees_what_was_held(how: str):
         assert service.left.wait(LONG)
         assert channel.unary_unary("/a.B/Echo")(b"x", timeout=LONG) == b"x!?"
         run_on_loop(server.stop(LONG), timeout=LONG)  # at once: nothing is under way
-        assert not server.tasks and not server.coming
+        assert not server.tasks
 
 
 def test_who_does_not_read_is_not_written_to():
@@ -278,7 +279,7 @@ def test_it_ends_while_calls_come_are_answered_and_cancelled(grace: float | None
 
 
 def test_nothing_is_kept_of_calls_that_are_over():
-    """Answered, failed, refused, unknown, deferred or cancelled: gRPC says of each that it is closed."""
+    """Answered, failed, refused, unknown, dispatched or cancelled: gRPC says of each that it is closed."""
     with served() as (service, channel, server):
         run_on_loop(_set(service.go_on))
         calls = [channel.unary_unary(f"/a.B/{name}") for name in ("Wait", "Echo", "Fail", "Abort", "None")]
@@ -320,7 +321,7 @@ def test_a_server_that_is_never_started_leaves_nothing():
         server.add_insecure_port("256.0.0.1:1")
 
 
-def test_a_call_that_is_deferred_ends_once_and_from_any_thread():
+def test_a_call_that_is_dispatched_ends_once_and_from_any_thread():
     with served() as (_, channel, server):
         echo = channel.unary_unary("/a.B/Echo")
         for _ in range(50):
@@ -329,21 +330,20 @@ def test_a_call_that_is_deferred_ends_once_and_from_any_thread():
             ends = [
                 functools.partial(call.answer, b"first"),
                 functools.partial(call.end, Ending("ABORTED", "first")),
-                functools.partial(call.hand_over, b"first"),
             ]
             threads = [threading.Thread(target=end) for end in ends]
             for thread in threads:
                 thread.start()
             try:
-                assert coming.result(LONG) in (b"first", b"first!?")
+                assert coming.result(LONG) == b"first"
             except grpc.RpcError as error:
                 assert (error.code(), error.details()) == (grpc.StatusCode.ABORTED, "first")
             for thread in threads:
                 thread.join()
-        assert not server.deferred
+        until(lambda: not server.open)
 
 
-def test_a_call_that_is_deferred_for_good_ends_with_the_server():
+def test_a_call_that_is_never_answered_ends_with_the_server():
     with served() as (_, channel, server):
         coming = channel.unary_unary("/a.B/Echo").future(b"later", timeout=LONG)
         call = DEFERRED.get(timeout=LONG)

@@ -17,9 +17,7 @@ from recinfer.errors import InputError
 from recinfer.inference.delta import make_delta
 from recinfer.modules.embedding_configs import DataType
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine.byte_path import DIRECT_BYTES
-from recinfer.serving.engine.decoded_path import InferenceService, Message
-from recinfer.serving.engine.parallel_parts import SideBySide
+from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire import codec
@@ -29,6 +27,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, Ranker, copy_with_missing, make_archive, make_request
 from tests.inference.test_delta import changed, save
 from tests.serving.mutations import mutated
+from tests.serving.paths import BytePath, together
 
 
 def service_of(path: Path, limits: Limits | None = None) -> InferenceService:
@@ -66,18 +65,14 @@ def test_lookups_are_the_ordinary_ones(service: InferenceService) -> None:
         if seed % 3 == 0:
             features = KeyedJaggedTensor(names, features.values().int(), lengths=features.lengths())
         data = codec.encode_lookup_request(features, "ranker" if seed % 2 else "")
-        found = service.direct.lookup(data)
-        assert found is not None
-        assert found == (service.lookup(data), features.stride())
+        assert BytePath(service).lookup(data) == service.lookup(data)
 
 
 def test_a_table_of_every_precision(tmp_path: Path) -> None:
     for precision in (DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32):
         service = service_of(make_archive(tmp_path / precision.value, precision=precision)[1].root)
         data = codec.encode_lookup_request(make_request(RANKER_ROWS, 9))
-        found = service.direct.lookup(data)
-        assert found is not None
-        assert found[0] == service.lookup(data)
+        assert BytePath(service).lookup(data) == service.lookup(data)
 
 
 def test_predictions_alone_and_together(service: InferenceService) -> None:
@@ -87,18 +82,18 @@ def test_predictions_alone_and_together(service: InferenceService) -> None:
         messages.append(codec.encode_predict_request(dense, make_request(RANKER_ROWS, batch, seed)))
     expected = [service.predict(message) for message in messages]
     for message, answer in zip(messages, expected):
-        found = service.direct.predict(message)
+        (found,) = BytePath(service).predict(message)
         assert found is not None
-        same_floats(found[0], answer)
+        same_floats(found, answer)
     bad_id = codec.encode_predict_request(torch.zeros(1, NUM_DENSE), one_id(5000))
     nan = codec.encode_predict_request(torch.full((1, NUM_DENSE), float("nan")), one_id(1))
-    given = service.direct.predict_many([messages[0], bad_id, *messages[1:], nan], max_batch=44)
+    given = BytePath(service, max_batch=44).predict(messages[0], bad_id, *messages[1:], nan)
     assert given[1] is None and given[-1] is None
     for got, answer in zip([given[0], *given[2:-1]], expected, strict=True):
         assert got is not None
         same_floats(got, answer)
-    # and through the run of a batcher, where each gets its answer or its error
-    answers = service.run([Message("Predict", message) for message in (messages[0], bad_id, nan, messages[3])])
+    # and dispatched, where each gets its answer or its error
+    answers = together(service, "Predict", [messages[0], bad_id, nan, messages[3]])
     assert isinstance(answers[0], bytes) and isinstance(answers[3], bytes)
     assert "out of range" in str(answers[1]) or "5000" in str(answers[1])
     assert "dense: sample 0" in str(answers[2])
@@ -111,7 +106,7 @@ def test_large_predictions_alone_and_together_through_a_server(service: Inferenc
     for seed, batch in enumerate((400, 520, 450, 612)):
         dense = torch.randn(batch, NUM_DENSE, generator=torch.Generator().manual_seed(seed))
         requests.append((dense, make_request(RANKER_ROWS, batch, seed, longest=5)))
-        assert 32 << 10 < len(codec.encode_predict_request(*requests[-1])) < DIRECT_BYTES
+        assert 32 << 10 < len(codec.encode_predict_request(*requests[-1])) < 128 << 10
     expected = [predictor.predict(*request) for request in requests]
     with Server({"ranker": predictor}) as server, InferenceClient(server.target, timeout=60) as client:
 
@@ -121,12 +116,12 @@ def test_large_predictions_alone_and_together_through_a_server(service: Inferenc
 
         for number in range(12):
             ask(number)
-        assert server.batcher is not None
-        assert server.batcher.state.requests == server.batcher.state.runs == 12
-        assert server.batcher.state.samples == 3 * sum(dense.shape[0] for dense, _ in requests)
+        assert server.scheduler is not None
+        assert server.scheduler.state.requests == server.scheduler.state.runs == 12
+        assert server.scheduler.state.samples == 3 * sum(dense.shape[0] for dense, _ in requests)
         with ThreadPoolExecutor(8) as callers:
             list(callers.map(ask, range(80)))
-        assert server.batcher.state.requests == 92
+        assert server.scheduler.state.requests == 92
         for change, says in (((0, 5000), "5000"), ((1, float("nan")), "dense: sample 0")):
             dense, kjt = (part.clone() if isinstance(part, torch.Tensor) else part for part in requests[0])
             values = kjt.values().clone()
@@ -134,39 +129,37 @@ def test_large_predictions_alone_and_together_through_a_server(service: Inferenc
             with pytest.raises(InputError, match=says):
                 client.predict(dense, KeyedJaggedTensor(list(kjt.keys()), values, lengths=kjt.lengths()))
         ask(0)
-        assert server.batcher.state.running == 0
+        assert server.scheduler.state.running == 0
 
 
-def test_parts_of_a_prediction_side_by_side_are_the_whole_to_the_bit(service: InferenceService) -> None:
-    beside = SideBySide(3)
+def test_parts_of_a_prediction_are_the_whole_to_the_bit(service: InferenceService) -> None:
+    whole, parts = BytePath(service), BytePath(service, threads=3)
     for batch in (64, 127, 128, 200, 501):
         dense = torch.randn(batch, NUM_DENSE, generator=torch.Generator().manual_seed(batch))
         data = codec.encode_predict_request(dense, make_request(RANKER_ROWS, batch, batch, longest=3))
-        request, whole = service.direct.read(data), service.direct.predict(data)
-        assert request is not None and whole is not None
+        request = parts.read(data)
+        assert request is not None
         assert request.parts(3) == min(3, batch // 64)
-        assert service.direct.predict_alone(request, beside)[0] == whole[0]
+        (answer,) = parts.predict(data)
+        assert answer is not None and [answer] == whole.predict(data)
         for at, number in ((-1, float("nan")), (0, float("inf"))):
             wrong = dense.clone()
             wrong.view(-1)[at] = number
             data = codec.encode_predict_request(wrong, make_request(RANKER_ROWS, batch, batch, longest=3))
-            request = service.direct.read(data)
-            assert request is not None
-            assert service.direct.predict_alone(request, beside)[0] is None
+            assert parts.predict(data) == [None]
         ones = torch.ones(len(RANKER_ROWS) * batch, dtype=torch.int32)
         for at in (0, -1):
             values = torch.ones(len(ones), dtype=torch.int64)
             values[at] = 5000
             bad = KeyedJaggedTensor(list(RANKER_ROWS), values, lengths=ones)
-            request = service.direct.read(codec.encode_predict_request(dense, bad))
-            assert request is not None
-            assert service.direct.predict_alone(request, beside)[0] is None
-    beside.close()
+            assert parts.predict(codec.encode_predict_request(dense, bad)) == [None]
+    whole.close()
+    parts.close()
 
 
 def test_samples_that_see_each_other_stay_together(service: InferenceService) -> None:
     data = codec.encode_predict_request(torch.zeros(300, NUM_DENSE), make_request(RANKER_ROWS, 300))
-    request = service.direct.read(data)
+    request = BytePath(service).read(data)
     assert request is not None
     alone = copy.copy(request.state)
     alone.mergeable = False
@@ -184,7 +177,7 @@ def test_numbers_too_large_to_tell_are_left_to_the_ordinary_way_without_a_word(s
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert [service.direct.predict(data) for data in requests] == [None] * len(values)
+        assert BytePath(service).predict(*requests) == [None] * len(values)
 
 
 def one_id(value: int) -> KeyedJaggedTensor:
@@ -197,7 +190,7 @@ def one_id(value: int) -> KeyedJaggedTensor:
 
 
 def test_what_is_not_plain_is_left_to_the_ordinary_way(service: InferenceService) -> None:
-    direct = service.direct
+    paths = BytePath(service)
     features = make_request(RANKER_ROWS, 2)
     plain = codec.encode_lookup_request(features)
     weighted = KeyedJaggedTensor(
@@ -222,7 +215,7 @@ def test_what_is_not_plain_is_left_to_the_ordinary_way(service: InferenceService
         b"",
         b"\x0a",
     ):
-        assert direct.lookup(data) is None
+        assert paths.lookup(data) is None
     dense = torch.zeros(2, NUM_DENSE)
     context = some_of(make_request(RANKER_ROWS, 1), ["f_user"])
     rest = some_of(features, ["f_item", "f_hist", "f_cat"])
@@ -234,16 +227,16 @@ def test_what_is_not_plain_is_left_to_the_ordinary_way(service: InferenceService
         codec.encode_predict_request(dense[:, :2].contiguous(), features),
         pb.PredictRequest(raw=b"x").SerializeToString(),
     ):
-        assert direct.predict(data) is None
+        assert paths.predict(data) == [None]
     # A LookupRequest has no context: what stands in its place is a field that nobody knows.
-    assert direct.lookup(plain + codec.encode_predict_request(dense, rest, context=context)[-20:]) is None
+    assert paths.lookup(plain + codec.encode_predict_request(dense, rest, context=context)[-20:]) is None
     both = pb.PredictRequest(context=pb.JaggedFeatures(keys=["f_user"], batch_size=1, lengths=bytes(4)))
-    assert direct.lookup(plain + both.SerializeToString()) is None
+    assert paths.lookup(plain + both.SerializeToString()) is None
     assert service.lookup(plain + both.SerializeToString()) == service.lookup(plain)
 
 
 def test_a_context_is_looked_up_once_and_gives_the_ordinary_answer(service: InferenceService) -> None:
-    chosen, beside = random.Random(5), SideBySide(2)
+    chosen, paths, parts = random.Random(5), BytePath(service), BytePath(service, threads=2)
     for seed in range(40):
         batch = chosen.choice([1, 2, 17, 130, 300])
         names = chosen.sample(list(RANKER_ROWS), len(RANKER_ROWS))
@@ -254,11 +247,10 @@ def test_a_context_is_looked_up_once_and_gives_the_ordinary_answer(service: Infe
             context = KeyedJaggedTensor(context.keys(), context.values().int(), lengths=context.lengths())
         dense = torch.randn(batch, NUM_DENSE, generator=torch.Generator().manual_seed(seed))
         data = codec.encode_predict_request(dense, features, "ranker" if seed % 2 else "", context=context)
-        found, request = service.direct.predict(data), service.direct.read(data)
-        assert found is not None and request is not None
-        assert found == (service.predict(data), batch)
-        assert service.direct.predict_alone(request, beside)[0] == found[0]
-    beside.close()
+        found = paths.predict(data)
+        assert found == [service.predict(data)]
+        assert parts.predict(data) == found
+    parts.close()
 
 
 def test_contexts_beside_others_in_one_run_and_what_is_wrong_with_one(service: InferenceService) -> None:
@@ -272,12 +264,12 @@ def test_contexts_beside_others_in_one_run_and_what_is_wrong_with_one(service: I
         ["f_user"], torch.tensor([1]), lengths=torch.ones(1, dtype=torch.int32), weights=torch.ones(1)
     )
     wrong = [codec.encode_predict_request(dense, rest, context=each) for each in (far, weighted)]
-    given = service.direct.predict_many([good, plain, *wrong, good], max_batch=100)
+    given = BytePath(service).predict(good, plain, *wrong, good)
     assert given[2] is given[3] is None
     for message, answer in zip((good, plain, good), (given[0], given[1], given[4]), strict=True):
         assert answer is not None
         same_floats(answer, service.predict(message))
-    said = service.run([Message("Predict", message) for message in (wrong[0], good)])
+    said = together(service, "Predict", [wrong[0], good])
     with pytest.raises(InputError) as ordinary:
         service.predict(wrong[0])
     assert str(said[0]) == str(ordinary.value)
@@ -300,10 +292,10 @@ def test_a_feature_left_out_is_refused_whichever_way_answers(service: InferenceS
     }
     for words, data in lacking.items():
         for _ in range(2):  # the order of its keys is new, then known
-            assert service.direct.predict(data) is None
+            assert BytePath(service).predict(data) == [None]
             with pytest.raises(InputError, match=f"^missing features: {words}\\."):
                 service.predict(data)
-        given = service.run([Message("Predict", message) for message in (data, whole, beside, data)])
+        given = together(service, "Predict", [data, whole, beside, data])
         assert [str(given[at]).split(".")[0] for at in (0, 3)] == [f"missing features: {words}"] * 2
         for answer, message in zip(given[1:3], (whole, beside)):
             assert isinstance(answer, bytes)
@@ -312,8 +304,7 @@ def test_a_feature_left_out_is_refused_whichever_way_answers(service: InferenceS
         copy_with_missing(service.registry.get().predictor.archive.root, tmp_path / "before.rqa", "empty")
     )
     for data in lacking.values():
-        (alone,), together = before.run([Message("Predict", data)]), before.run([Message("Predict", data)] * 2)
-        for answer in (alone, *together):
+        for answer in (*together(before, "Predict", [data]), *together(before, "Predict", [data] * 2)):
             assert isinstance(answer, bytes)
             same_floats(answer, before.predict(data))
 
@@ -323,12 +314,12 @@ def test_mutated_messages_with_a_context(service: InferenceService) -> None:
     rest = some_of(make_request(RANKER_ROWS, 2), ["f_item", "f_hist", "f_cat"])
     context = some_of(make_request(RANKER_ROWS, 1, 7), ["f_user"])
     answered = 0
-    start = codec.encode_predict_request(torch.ones(2, NUM_DENSE), rest, context=context)
+    start, paths = codec.encode_predict_request(torch.ones(2, NUM_DENSE), rest, context=context), BytePath(service)
     for data in mutated(chosen, [start], 1500):
-        found = service.direct.predict(data)
+        (found,) = paths.predict(data)
         if found is not None:
             answered += 1
-            assert found[0] == service.predict(data)
+            assert found == service.predict(data)
     assert answered > 20
 
 
@@ -343,19 +334,19 @@ def test_limits_are_the_ordinary_ways(tmp_path: Path) -> None:
         Limits(max_message_bytes=len(data) - 1),
         Limits(max_response_bytes=4 * 8 * (12 + 16 + 16 + 20) - 4),
     ):
-        assert service_of(path, limits).direct.lookup(data) is None
+        assert BytePath(service_of(path, limits)).lookup(data) is None
 
 
 def test_ten_thousand_mutated_messages(service: InferenceService) -> None:
     """Whatever the bytes, the answer is the ordinary way's, or none."""
     chosen = random.Random(11)
     starts = [codec.encode_lookup_request(make_request(RANKER_ROWS, batch, batch)) for batch in (1, 3)]
-    answered = 0
+    answered, paths = 0, BytePath(service)
     for data in mutated(chosen, starts, 10_000):
-        found = service.direct.lookup(data)
+        found = paths.lookup(data)
         if found is not None:
             answered += 1
-            assert found[0] == service.lookup(data)
+            assert found == service.lookup(data)
     assert answered > 100
 
 
@@ -367,13 +358,14 @@ def test_a_delta_reaches_it_at_once(tmp_path: Path) -> None:
     service = service_of(archive.root)
     predictor = service.registry.get().predictor
     data = codec.encode_lookup_request(make_request(RANKER_ROWS, 30))
-    before = service.direct.lookup(data)
+    paths = BytePath(service)
+    before = paths.lookup(data)
     predictor.apply_delta(tmp_path / "d.rqd")
-    after = service.direct.lookup(data)
+    after = paths.lookup(data)
     assert before is not None and after is not None
-    assert before[0] != after[0] == service.lookup(data)
+    assert before != after == service.lookup(data)
     predictor.undo_delta()
-    assert service.direct.lookup(data) == before
+    assert paths.lookup(data) == before
 
 
 def test_through_a_server_and_in_its_figures(service: InferenceService) -> None:
@@ -385,8 +377,8 @@ def test_through_a_server_and_in_its_figures(service: InferenceService) -> None:
         torch.testing.assert_close(found.pooled.values(), predictor.lookup(features).pooled.values(), rtol=0, atol=0)
         outputs = client.predict(torch.zeros(3, NUM_DENSE), features)
         torch.testing.assert_close(outputs["output"], predictor.predict(torch.zeros(3, NUM_DENSE), features)["output"])
-        assert server.batcher is not None
-        assert server.batcher.state.requests == 2
+        assert server.scheduler is not None
+        assert server.scheduler.state.requests == 2
         assert server.stats.requests() == {("Lookup", "OK"): 1, ("Predict", "OK"): 1}
         assert predictor.stages.state()["lookup"].count == before + 4
         assert server.stats.batch.state().count == 2

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2
 from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.engine import queue_budget
 from recinfer.serving.engine.scheduler import BatchConfig
 from recinfer.serving.engine.stats import RequestStats
 from recinfer.serving.server.admission import Door
@@ -42,11 +43,10 @@ class Held:
 
     def fill(self) -> list[grpc.Future]:
         """Requests that run and wait, until there is no room."""
-        large = codec.encode_predict_request(*make_request(0, 16_000))  # too long to be answered from its bytes
-        futures = [self.call[PREDICT].future(large, timeout=LONG)]
+        futures = [self.call[PREDICT].future(small(), timeout=LONG)]
         assert self.begun.wait(LONG)
         futures += [self.call[PREDICT].future(small(), timeout=LONG) for _ in range(2)]
-        until(lambda: self.server.batcher is not None and self.server.batcher.state.waiting == 2)
+        until(lambda: self.server.scheduler is not None and self.server.scheduler.state.waiting == 2)
         return futures
 
 
@@ -72,19 +72,20 @@ def held(
     http_port: int | None = None,
 ) -> Iterator[Held]:
     begun, go_on = threading.Event(), threading.Event()
-    ordinary = predictor.predict_steps
+    ordinary = type(predictor).run_engine_arrays
 
-    def slow(*args: object) -> object:
+    def slow(*args: object, **how: object) -> object:
         begun.set()
         assert go_on.wait(LONG)
-        return ordinary(*args)  # type: ignore[arg-type]
+        return ordinary(*args, **how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(predictor, "predict_steps", slow)
+    monkeypatch.setattr(type(predictor), "run_engine_arrays", slow)
     config = BatchConfig(max_queue=2)
     with (
         Server({"tiny": predictor}, threads=1, batching=config, security=security, http_port=http_port) as server,
         grpc.insecure_channel(server.target) as channel,
     ):
+        server.service.registry.get().run_cost.learn(1, LONG)  # its runs are long: they are for the one worker
         try:
             yield Held(server, channel, begun, go_on)
         finally:
@@ -101,8 +102,9 @@ def test_no_room_is_said_before_the_message_is_read(predictor: Predictor, monkey
     with held(predictor, monkeypatch) as server:
         futures = server.fill()
         read: list[str] = []
-        ordinary = server.server._ask
-        monkeypatch.setattr(server.server, "_ask", lambda *a: read.append(a[0]) or ordinary(*a))
+        engine = server.server._dispatcher
+        ordinary = engine.dispatch
+        monkeypatch.setattr(engine, "dispatch", lambda request: read.append(request.call) or ordinary(request))
         error = refused(server.call[PREDICT], b"no message at all")
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert error.details().startswith("the server has 2 requests waiting, its limit; try again in ")
@@ -112,7 +114,7 @@ def test_no_room_is_said_before_the_message_is_read(predictor: Predictor, monkey
         assert not read
         assert server.server.stats.requests()["Predict", "RESOURCE_EXHAUSTED"] == 1
         assert "Predict" not in server.server.stats.latency()  # nothing was answered yet
-        assert server.server.batcher.state.refused == 1
+        assert server.server.scheduler.state.refused == 1
         del futures
 
 
@@ -132,10 +134,10 @@ def test_over_http_a_header_says_when_to_try_again(predictor: Predictor, monkeyp
             return error.code, error.headers["Retry-After"], json.loads(error.read())
 
     with held(predictor, monkeypatch, http_port=0) as server:
-        port, room = server.server.http_port, server.server.batcher.room
+        port, waiting = server.server.http_port, server.server.scheduler.queue
         futures = server.fill()
         for seconds_a_request, said in ((1e-3, "1"), (0.5, "1"), (1.2, "3")):
-            room._seconds_a_request = seconds_a_request  # two wait
+            waiting._seconds_a_request, waiting._last = seconds_a_request, queue_budget._NONE_YET  # two wait
             status, header, answer = ask()
             assert (status, header) == (429, said), answer
             assert "try again in" in str(answer["error"])
@@ -167,9 +169,9 @@ def test_all_that_was_taken_is_answered_and_a_place_is_free_again(
         for _ in range(20):
             assert refused(server.call[PREDICT], small()).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         futures.pop().cancel()
-        until(lambda: server.server.batcher.state.waiting == 1)
+        until(lambda: server.server.scheduler.state.waiting == 1)
         futures.append(server.call[PREDICT].future(small(), timeout=LONG))
-        until(lambda: server.server.batcher.state.waiting == 2)
+        until(lambda: server.server.scheduler.state.waiting == 2)
         server.go_on.set()
         answers = [future.result(LONG) for future in futures]
     assert len(answers) == 3 and all(answers)
@@ -207,10 +209,10 @@ def test_the_client_tries_again_when_told_to(predictor: Predictor, monkeypatch: 
             answers: list[object] = []
             asking = threading.Thread(target=lambda: answers.append(client.predict(*make_request(2, 1))))
             asking.start()
-            until(lambda: server.server.batcher.state.refused >= 2)
+            until(lambda: server.server.scheduler.state.refused >= 2)
             futures.pop().cancel()
             futures.pop().cancel()
-            until(lambda: server.server.batcher.state.waiting == 1)  # its second try, or a later one
+            until(lambda: server.server.scheduler.state.waiting == 1)  # its second try, or a later one
             assert not answers
             server.go_on.set()
             asking.join(LONG)

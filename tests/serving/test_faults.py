@@ -281,7 +281,7 @@ def test_jumps_of_the_clock_change_nothing(archive: Path, tmp_path: Path, predic
     )
     assert float(probe.stdout) > time.time() + 900_000  # else this would test nothing
     shifted(tmp_path, 0)
-    arguments = ("--metrics-port", "0", "--max-delay-us", "2000")
+    arguments = ("--metrics-port", "0")
     preload = {"LD_PRELOAD": str(library), "SHIFT_FILE": str(tmp_path / "shift")}
     with serving(archive, *arguments, **preload) as (_, ready):
         target = f"127.0.0.1:{ready['port']}"
@@ -350,8 +350,8 @@ def test_who_goes_away_over_http_frees_the_place(predictor: Predictor, monkeypat
     begun, go_on = hold(predictor, monkeypatch)
     config = BatchConfig(max_queue=2)
     with Server({"tiny": predictor}, threads=1, batching=config, http_port=0) as server:
-        assert server.batcher is not None
-        batcher = server.batcher
+        assert server.scheduler is not None
+        batcher = server.scheduler
         with grpc.insecure_channel(server.target) as channel, ExitStack() as stack:
             running = channel.unary_unary(f"/{SERVICE_NAME}/Lookup").future(
                 codec.encode_lookup_request(make_request(0, 4000)[1]), timeout=90

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from recinfer.errors import InputError
 from recinfer.inference.predictor import load
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine.decoded_path import InferenceService, Message
-from recinfer.serving.engine.parallel_parts import SideBySide
+from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire import codec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.conftest import NUM_DENSE, build_model, export, make_request
+from tests.serving.paths import BytePath, together
 
 HUGE = 1e18  # finite, and so is its square: the byte path does not leave it to the other for that
 
@@ -57,31 +57,27 @@ def test_the_answer_is_an_error(client: InferenceClient):
 
 def test_the_byte_path_leaves_it_to_the_decoded_path(service: InferenceService):
     data = codec.encode_predict_request(*odd_request())
-    request = service.direct.read(data)
+    paths = BytePath(service)
+    request = paths.read(data)
     assert request is not None and request.can_predict() and request.dense() is not None
-    assert service.direct.predict(data) is None
+    assert paths.predict(data) == [None]
     with pytest.raises(InputError, match=SAYS):
         service.predict(data)
 
 
 def test_parts_that_run_side_by_side(service: InferenceService):
-    request = service.direct.read(codec.encode_predict_request(*odd_request(256)), large=True)
-    fine = service.direct.read(codec.encode_predict_request(*make_request(1, 256)), large=True)
-    assert request is not None and fine is not None
-    beside = SideBySide(2)
+    paths = BytePath(service, threads=2)
     try:
-        assert service.direct.predict_alone(request, beside)[0] is None
-        assert service.direct.predict_alone(fine, beside)[0] is not None
+        assert paths.predict(codec.encode_predict_request(*odd_request(256))) == [None]
+        assert paths.predict(codec.encode_predict_request(*make_request(1, 256))) != [None]
     finally:
-        beside.close()
+        paths.close()
 
 
-@pytest.mark.parametrize("decoded", [False, True], ids=["bytes", "decoded"])
-def test_others_of_the_same_run_are_answered(service: InferenceService, decoded: bool):
+def test_others_of_the_same_run_are_answered(service: InferenceService):
     messages = [codec.encode_predict_request(*make_request(seed, 4)) for seed in range(2)]
     messages.insert(1, codec.encode_predict_request(*odd_request()))
-    works = [service.decode_predict(data) if decoded else Message("Predict", data) for data in messages]
-    answers = service.run(works)
+    answers = together(service, "Predict", messages)
     assert [isinstance(answer, bytes) for answer in answers] == [True, False, True]
     with pytest.raises(InputError, match=SAYS):
         raise answers[1]

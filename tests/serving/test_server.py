@@ -319,8 +319,8 @@ def test_a_server_that_stops_waits_until_its_last_answers_are_taken(
         with ThreadPoolExecutor(2) as pool, InferenceClient(server.target, timeout=60, retries=0) as client:
             answer = pool.submit(client.lookup, make_request(0, 4000)[1])
             assert begun.wait(60)
+            core = server._server
             stopped = pool.submit(server.stop, 100.0)
-            core = server._core
             while core is not None and not core.is_stopping:
                 time.sleep(0.01)
             time.sleep(0.02)

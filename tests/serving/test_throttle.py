@@ -110,7 +110,7 @@ def test_both_clients_hold_back_predictions_alone(predictor: Predictor, monkeypa
             words = Counter(words_of(lambda: client.predict(dense, kjt)) for _ in range(200))
             assert words["not sent"] > 100
             assert words["not sent"] + words["waiting"] == 200
-            assert server.server.batcher.state.refused == 1 + words["waiting"]
+            assert server.server.scheduler.state.refused == 1 + words["waiting"]
             assert client.get_model().version
             assert client.is_ready()
             assert client.lookup(kjt).pooled is not None
@@ -128,9 +128,9 @@ def test_both_clients_hold_back_predictions_alone(predictor: Predictor, monkeypa
 
         assert run_on_loop(ask(), timeout=90)["not sent"] > 100
         with InferenceClient(target, retries=0, timeout=60, throttle=False) as client:
-            before = server.server.batcher.state.refused
+            before = server.server.scheduler.state.refused
             assert {words_of(lambda: client.predict(dense, kjt)) for _ in range(40)} == {"waiting"}
-            assert server.server.batcher.state.refused == before + 40
+            assert server.server.scheduler.state.refused == before + 40
         del futures
 
 
@@ -164,6 +164,6 @@ def test_what_is_held_back_waits_as_what_is_refused_does(predictor: Predictor, m
 
             monkeypatch.setattr(Tries, "held_back", held_back)
             assert client.predict(dense, kjt)["output"].shape[0] == 2
-            assert server.server.batcher.state.refused == 0
+            assert server.server.scheduler.state.refused == 0
             assert len(waits) == 1
             assert 0.02 <= waits[0] <= 0.03

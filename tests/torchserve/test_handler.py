@@ -40,17 +40,16 @@ class Context:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
-    """Every merged run of a predictor, with how many requests shared it."""
-    found: list[tuple[str, int]] = []
-    for name in ("predict_many", "lookup_many"):
-        real = getattr(Predictor, f"{name}_steps")
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Samples of every run of a predictor's dense part."""
+    found: list[int] = []
+    real = Predictor.run_engine_arrays
 
-        def counted(self: Predictor, requests: Any, name: str = name, real: Any = real) -> Any:
-            found.append((name, len(requests)))
-            return real(self, requests)
+    def counted(self: Predictor, arrays: Any, **how: Any) -> Any:
+        found.append(arrays[0].shape[0])
+        return real(self, arrays, **how)
 
-        monkeypatch.setattr(Predictor, f"{name}_steps", counted)
+    monkeypatch.setattr(Predictor, "run_engine_arrays", counted)
     yield found
 
 
@@ -64,7 +63,7 @@ def handler(archive: Path, headers: list[dict[str, str]]) -> tuple[Any, Context]
     return made, context
 
 
-def test_a_batch_shares_runs(archive: Path, predictor: Predictor, runs: list[tuple[str, int]]):
+def test_a_batch_shares_runs(archive: Path, predictor: Predictor, runs: list[int]):
     requests = [make_request(seed, 1 + seed) for seed in range(6)]
     wrong = codec.encode_predict_request(torch.zeros(2, 4), make_request(0, 2)[1])
     user = make_request(9, 1, keys=["user", "history"])[1]
@@ -81,7 +80,7 @@ def test_a_batch_shares_runs(archive: Path, predictor: Predictor, runs: list[tup
     made, context = handler(archive, headers)
     runs.clear()  # those that the load made
     answers = made.handle(rows, context)
-    assert sorted(runs) == [("lookup_many", 2), ("predict_many", 3)]
+    assert runs == [1 + 4 + 3]
     for index in (0, 5):
         dense, kjt = requests[0] if index == 0 else make_request(5, 3, keys=["item", "shop"])
         expected = predictor.predict(dense, kjt, None if index == 0 else user)["output"]

@@ -1,10 +1,12 @@
-"""Answers serialized requests with serialized responses; knows no network, so every door (gRPC, TorchServe) uses it."""
+"""Every request, answered from decoded messages: weights, unpooled vectors, raw rows, and whatever is wrong."""
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,46 +14,47 @@ from torch import Tensor
 
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, bags_of
-from recinfer.inference.lookups import Steps, run_now
+from recinfer.inference.lookups import Steps, run_now, run_steps
 from recinfer.inference.together import Outputs, PredictInputs
-from recinfer.serving.engine.byte_path import Direct
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
-from recinfer.serving.engine.remote_byte_path import Away
+from recinfer.serving.engine.request import CallName, Request
+from recinfer.serving.engine.scheduler import Entry, Scheduler
 from recinfer.serving.engine.stats import RequestStats
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.raw_rows import read_raw
 
-__all__ = ["Call", "InferenceService", "Message"]
+__all__ = ["DecodedRequest", "DecodedRuns", "InferenceService"]
 
 _FLOAT_BYTES = 4
+_SHARED_BYTES = 64 << 10  # a longer request is decoded by a worker of its own
+_MOST_SHARED = 64
+_MOST_UNDER_WAY = 64  # runs that wait for shards
 
 
 @dataclass(slots=True, eq=False)
-class Call:
-    """A decoded Lookup or Predict, ready to run.
+class DecodedRequest:
+    """A Lookup or Predict, ready to run.
 
     Attributes:
-        kind: ``"Lookup"`` or ``"Predict"``.
+        call: what is asked.
         model: what answers it; held until it is answered, also when the model is unloaded meanwhile.
         features: ids of B samples.
         dense: float32 ``[B, num_dense]`` of a Predict.
         context: ids of one sample that goes with all B, or None.
-        bytes: size of the request's message.
     """
 
-    kind: str
+    call: CallName
     model: ServedModel
     features: Bags
     dense: Tensor | None
     context: Bags | None
-    bytes: int
 
     @property
-    def lane(self) -> tuple[str, int]:
-        """Calls with equal lanes may share a run."""
-        return self.kind, id(self.model.predictor)
+    def key(self) -> tuple[str, int]:
+        """Requests with equal keys may share a run."""
+        return self.call, id(self.model.predictor)
 
     @property
     def samples(self) -> int:
@@ -59,33 +62,8 @@ class Call:
         return self.features.batch
 
 
-@dataclass(slots=True, eq=False)
-class Message:
-    """A Lookup or Predict that is decoded when it is run: several one behind another take a third of the time each.
-
-    Attributes:
-        kind: ``"Lookup"`` or ``"Predict"``.
-        data: the serialized request.
-        samples: 1 for a small one, whatever it holds: what it costs is hardly its samples.
-    """
-
-    kind: str
-    data: bytes
-    samples: int = 1
-
-    @property
-    def lane(self) -> str | tuple[str, str]:
-        """Messages of one kind are run together, and there merged by their models."""
-        return self.kind if self.samples == 1 else (self.kind, "large")
-
-    @property
-    def bytes(self) -> int:
-        """Size of the message."""
-        return len(self.data)
-
-
 class InferenceService:
-    """The three calls of the wire over the models of a registry: bytes in, bytes out. Thread-safe.
+    """Decodes, runs and encodes the three calls of the wire over the models of a registry. Thread-safe.
 
     Each method raises InputError or NotFoundError for what the caller did wrong; recinfer.serving.wire.status maps errors
     to codes.
@@ -97,42 +75,37 @@ class InferenceService:
         self.registry = registry
         self.stats = stats or RequestStats()
         self.limits = limits or Limits()
-        self.direct = Direct(registry, self.limits, self.stats)
-        self.away = Away(self.direct)
 
     def lookup(self, data: bytes) -> bytes:
         """LookupRequest -> LookupResponse."""
-        call = self.decode_lookup(data)
-        return _lookup_response(call, call.model.predictor.lookup(call.features))
+        return self._answer("Lookup", data)
 
     def predict(self, data: bytes) -> bytes:
         """PredictRequest -> PredictResponse."""
-        call = self.decode_predict(data)
-        return _predict_response(call, run_now(_predict_steps(call)))
+        return self._answer("Predict", data)
 
-    def decode_lookup(self, data: bytes) -> Call:
-        """A serialized LookupRequest as a call."""
-        return self._timed(self._decode_lookup, data)
+    def _answer(self, call: CallName, data: bytes) -> bytes:
+        (answer,) = run_now(self.run([self.decode(call, data)]))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    def decode_predict(self, data: bytes) -> Call:
-        """A serialized PredictRequest, of ids or of raw rows, as a call."""
-        return self._timed(self._decode_predict, data)
-
-    def _timed(self, decode: Callable[[bytes], Call], data: bytes) -> Call:
+    def decode(self, call: CallName, data: bytes) -> DecodedRequest:
+        """A serialized LookupRequest, or PredictRequest of ids or of raw rows."""
         start = time.perf_counter()
-        call = decode(data)
+        decoded = (self._decode_lookup if call == "Lookup" else self._decode_predict)(data)
         self.stats.stages.add("decode", time.perf_counter() - start)
-        self.stats.batch.add(call.samples)
-        return call
+        self.stats.batch.add(decoded.samples)
+        return decoded
 
-    def _decode_lookup(self, data: bytes) -> Call:
+    def _decode_lookup(self, data: bytes) -> DecodedRequest:
         request = self._parse(pb.LookupRequest, data)
         model = self.registry.get(request.model, request.version)
         features = codec.decode_bags(request.features, self.limits)
         self._check_response_size(model, features)
-        return Call("Lookup", model, features, None, None, len(data))
+        return DecodedRequest("Lookup", model, features, None, None)
 
-    def _decode_predict(self, data: bytes) -> Call:
+    def _decode_predict(self, data: bytes) -> DecodedRequest:
         request = self._parse(pb.PredictRequest, data)
         model = self.registry.get(request.model, request.version)
         context = None
@@ -151,77 +124,31 @@ class InferenceService:
             dense = codec.decode_dense(request.dense, features.batch, model.predictor.num_dense)
             if context is not None:
                 self._check_context_size(model, context, features.batch)
-        return Call("Predict", model, features, dense, context, len(data))
+        return DecodedRequest("Predict", model, features, dense, context)
 
-    def run(self, works: Sequence[Call | Message], max_batch: int = 1 << 31) -> list[bytes | Exception]:
-        """The serialized answers of works of one lane, run together; an error stands in its work's place.
-
-        Args:
-            max_batch: messages whose samples are more than this together are run in turn.
-        """
-        return run_now(self.run_steps(works, max_batch))
-
-    def run_steps(self, works: Sequence[Call | Message], max_batch: int = 1 << 31) -> Steps[list[bytes | Exception]]:
-        """:meth:`run` for who waits for lookups in another way (see recinfer.inference.lookups)."""
-        answers: list[Any] = self._directly(works, max_batch)
-        groups: dict[Any, list[list[tuple[int, Call]]]] = {}
-        for at, work in enumerate(works):
-            if answers[at] is not None:
-                continue
-            try:
-                call = work if isinstance(work, Call) else self._decoded(work)
-            except Exception as error:
-                answers[at] = error
-                continue
-            runs = groups.setdefault(call.lane, [[]])
-            if runs[-1] and sum(mine.samples for _, mine in runs[-1]) + call.samples > max_batch:
-                runs.append([])
-            runs[-1].append((at, call))
-        for group in (run for runs in groups.values() for run in runs):
-            given = yield from self._run([call for _, call in group])
-            for (at, _), answer in zip(group, given, strict=True):
-                answers[at] = answer
-        return answers
-
-    def _directly(self, works: Sequence[Call | Message], max_batch: int) -> list[Any]:
-        """Answers of the messages that need no decoding; None for the others."""
-        answers: list[Any] = [None] * len(works)
-        messages = [(at, work) for at, work in enumerate(works) if isinstance(work, Message)]
-        predicts = [(at, work.data) for at, work in messages if work.kind == "Predict"]
-        if predicts:
-            given = self.direct.predict_many([data for _, data in predicts], max_batch)
-            for (at, _), answer in zip(predicts, given, strict=True):
-                answers[at] = answer
-        for at, work in messages:
-            if work.kind == "Lookup" and (found := self.direct.lookup(work.data)) is not None:
-                answers[at] = found[0]
-        return answers
-
-    def _decoded(self, message: Message) -> Call:
-        return (self.decode_lookup if message.kind == "Lookup" else self.decode_predict)(message.data)
-
-    def _run(self, calls: Sequence[Call]) -> Steps[list[bytes | Exception]]:
-        predictor, kind = calls[0].model.predictor, calls[0].kind
+    def run(self, requests: Sequence[DecodedRequest]) -> Steps[list[bytes | Exception]]:
+        """The serialized answers of requests of one key, run together; an error stands in its request's place."""
+        predictor, kind = requests[0].model.predictor, requests[0].call
         answers: Sequence[Any]
-        if len(calls) == 1:
+        if len(requests) == 1:
             try:
-                call = calls[0]
-                steps = predictor.lookup_steps(call.features) if kind == "Lookup" else _predict_steps(call)
+                (one,) = requests
+                steps = predictor.lookup_steps(one.features) if kind == "Lookup" else _predict_steps(one)
                 answers = [(yield from steps)]
             except Exception as error:
                 return [error]
         elif kind == "Lookup":
-            answers = yield from predictor.lookup_many_steps([call.features for call in calls])
+            answers = yield from predictor.lookup_many_steps([one.features for one in requests])
         else:
             answers = yield from predictor.predict_many_steps(
-                [PredictInputs(c.dense, c.features, c.context) for c in calls]
+                [PredictInputs(one.dense, one.features, one.context) for one in requests]
             )
         encode = _lookup_response if kind == "Lookup" else _predict_response
         start = time.perf_counter()
         encoded: list[bytes | Exception] = []
-        for call, answer in zip(calls, answers, strict=True):
+        for one, answer in zip(requests, answers, strict=True):
             try:
-                encoded.append(answer if isinstance(answer, Exception) else encode(call, answer))
+                encoded.append(answer if isinstance(answer, Exception) else encode(one, answer))
             except InputError as error:  # of this call alone
                 encoded.append(error)
         self.stats.stages.add("encode", time.perf_counter() - start)
@@ -277,17 +204,92 @@ class InferenceService:
             )
 
 
-def _predict_steps(call: Call) -> Steps[Any]:
+class DecodedRuns:
+    """Decodes and runs requests on workers; those of one model and call share runs. See recinfer.serving.engine.scheduler.Runner.
+
+    Args:
+        service: decodes, runs and encodes.
+        scheduler: where requests wait.
+    """
+
+    def __init__(self, service: InferenceService, scheduler: Scheduler) -> None:
+        self._service, self._scheduler = service, scheduler
+        self._under_way = 0
+
+    def submit(self, request: Request) -> None:
+        """Have a request wait for a worker."""
+        is_small = len(request.data) <= _SHARED_BYTES
+        self._scheduler.submit(self, Entry(request, request.call if is_small else object(), 1))
+
+    # -- for the scheduler
+
+    def can_start(self) -> bool:
+        """While few wait for answers of shards."""
+        return self._under_way < _MOST_UNDER_WAY
+
+    def may_share(self, entry: Entry, samples: int) -> bool:
+        """Up to a number of requests, as one worker decodes them all."""
+        return samples <= _MOST_SHARED
+
+    def seconds(self, entry: Entry, samples: int, threads: int) -> float:
+        """Nobody knows before it is decoded: it is for a worker."""
+        return math.inf
+
+    def run(self, entries: Sequence[Entry], threads: int) -> None:
+        """Decode, run together what may be, answer."""
+        groups: dict[Any, list[list[tuple[Request, DecodedRequest]]]] = {}
+        for request in (entry.request for entry in entries):
+            try:
+                decoded = self._service.decode(request.call, request.data)
+            except Exception as error:
+                request.reply(error)
+                continue
+            runs = groups.setdefault(decoded.key, [[]])
+            if (
+                runs[-1]
+                and sum(one.samples for _, one in runs[-1]) + decoded.samples > self._scheduler.config.max_batch
+            ):
+                runs.append([])
+            runs[-1].append((request, decoded))
+        for group in (run for runs in groups.values() for run in runs):
+            self._run(group)
+
+    def _run(self, group: Sequence[tuple[Request, DecodedRequest]]) -> None:
+        start = time.monotonic()
+        steps = self._service.run([decoded for _, decoded in group])
+        done = functools.partial(self._done, group, start)
+        self._under_way += 1
+        self._scheduler.begin()
+        if group[0][1].model.predictor.lookups.is_remote:
+            deadline = max(request.deadline for request, _ in group)
+            run_steps(steps, deadline, done, self._scheduler.on_worker)
+        else:
+            done(run_now(steps))
+
+    def _done(
+        self,
+        group: Sequence[tuple[Request, DecodedRequest]],
+        start: float,
+        answers: Sequence[bytes | Exception] | Exception,
+    ) -> None:
+        self._under_way -= 1
+        self._scheduler.done(len(group), sum(decoded.samples for _, decoded in group), time.monotonic() - start)
+        for at, (request, _) in enumerate(group):
+            request.reply(answers if isinstance(answers, Exception) else answers[at])
+        self._scheduler.run_ready()
+
+
+def _predict_steps(call: DecodedRequest) -> Steps[Any]:
     return call.model.predictor.predict_steps(call.dense, call.features, call.context)
 
 
-def _lookup_response(call: Call, result: Any) -> bytes:
+def _lookup_response(call: DecodedRequest, result: Any) -> bytes:
     return codec.encode_lookup_response(
         result.pooled, result.sequences, call.samples, call.model.version, result.missing
     )
 
 
-def _predict_response(call: Call, outputs: Outputs) -> bytes:
+def _predict_response(call: DecodedRequest, outputs: Outputs) -> bytes:
     """Raises InputError for a NaN: inputs are finite here, so the model's numbers ran out of range on the way."""
     for name, output in outputs.items():
         places = output.isnan().nonzero()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from recinfer.errors import ConfigError, InputError, NotFoundError
+from recinfer.serving.engine.run_cost import RunCost
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
@@ -28,6 +29,7 @@ class ServedModel:
         pooled_width: sum of the widths of its pooled features.
         sequence_width: sum of the widths of its unpooled features.
         since: ``time.monotonic()`` when it was loaded.
+        run_cost: what its dense runs take.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ServedModel:
     pooled_width: int
     sequence_width: int
     since: float = field(default_factory=time.monotonic, compare=False)
+    run_cost: RunCost = field(default_factory=RunCost, compare=False)
 
     @classmethod
     def of(cls, name: str, predictor: Predictor, version: str = "") -> ServedModel:

@@ -1,153 +1,165 @@
-"""Plain requests of a ranker, answered from their bytes and from what shards answer, without a queue.
+"""Plain requests of a ranker, answered from their bytes and from what shards answer.
 
-As recinfer.serving.engine.byte_path does where the rows are in this process: what is unusual gets None and goes the ordinary way.
+As recinfer.serving.engine.byte_path where the rows are in this process: what is unusual goes the decoded path.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from recinfer.serving.engine.byte_path import Direct, PlainRequest, lookup_head
-from recinfer.serving.engine.parallel_parts import SideBySide
+from recinfer.serving.engine.byte_path import Predictions
+from recinfer.serving.engine.plain import PlainRequest, lookup_head
+from recinfer.serving.engine.request import Request
+from recinfer.serving.engine.scheduler import Entry, Scheduler
+from recinfer.serving.engine.stats import RequestStats
 
 if TYPE_CHECKING:
-    from recinfer.serving.shards.fan import Answers
+    from recinfer.serving.shards.fan_out_request import Answers
 
-__all__ = ["Aside", "Away", "AwayRequest", "Told"]
+__all__ = ["MOST_FAN_OUTS", "FanOuts"]
 
-Aside = Callable[[Callable[[], None]], object]
-"""Runs what it is given, now or on another thread."""
-
-Told = Callable[["bytes | Exception | None", float], None]
-"""Takes an answer, an error, or None when the ordinary way has to answer; and the seconds of processor that its dense part
-took, 0 where nobody measured them.
-"""
+MOST_FAN_OUTS = 64
+"""That are under way together; more requests wait."""
 
 
-class AwayRequest(NamedTuple):
-    """A request, what each rank is asked for it, and whether a dense run follows."""
-
-    request: PlainRequest
-    parts: dict[int, Any]
-    predicts: bool
-
-
-class Away:
-    """Answers what it can, on any thread.
+class FanOuts:
+    """Asks shards for plain requests, each with a fan-out of its own. See recinfer.serving.engine.scheduler.Runner.
 
     Args:
-        direct: reads requests; its counters count these too.
+        scheduler: where requests wait while too many fan-outs are under way.
+        predictions: runs the dense parts of predictions.
+        stats: the server's.
+        decode: answers a request in the decoded path.
     """
 
-    def __init__(self, direct: Direct) -> None:
-        self._direct, self._stats = direct, direct.stats
+    def __init__(
+        self, scheduler: Scheduler, predictions: Predictions, stats: RequestStats, decode: Callable[[Request], None]
+    ) -> None:
+        self._scheduler, self._predictions, self._stats, self._decode = scheduler, predictions, stats, decode
+        self._under_way = 0
+        self._turn_ends = False  # the end of a turn of the shards' thread is awaited
+        self._lock = threading.Lock()
 
-    def begin(self, call: str, data: bytes) -> AwayRequest | None:
-        """What to ask for a serialized LookupRequest or PredictRequest; None when the ordinary way has to answer."""
-        start = time.perf_counter()
-        request = self._direct.read(data, away=True)
-        if request is None:
-            return None
-        predicts = call == "Predict"
-        if predicts and (not request.can_predict() or request.dense() is None):  # before anybody is asked in vain
-            return None
-        parts = request.tables.split(
-            request.order, data, request.lengths_at, request.ids_at, request.ids, request.wide, request.batch
+    def start(self, request: Request, plain: PlainRequest) -> None:
+        """Ask the shards for a request, now or when fewer are asked."""
+        if self.can_start():
+            self._ask(request, plain)
+            return
+        self._scheduler.queue.admit(request.deadline)
+        self._scheduler.submit(self, Entry(request, None, plain.batch, plain))
+
+    # -- for the scheduler
+
+    def can_start(self) -> bool:
+        """While few are under way."""
+        return self._under_way < MOST_FAN_OUTS
+
+    def may_share(self, entry: Entry, samples: int) -> bool:
+        """No: merging requests is more work than it saves."""
+        return False
+
+    def seconds(self, entry: Entry, samples: int, threads: int) -> float:
+        """Only the shards take long."""
+        return 0.0
+
+    def run(self, entries: Sequence[Entry], threads: int) -> None:
+        """Ask the shards."""
+        for entry in entries:
+            self._ask(entry.request, entry.work)
+
+    # -- a fan-out
+
+    def _ask(self, request: Request, plain: PlainRequest) -> None:
+        is_lookup = request.call == "Lookup"
+        if not is_lookup and (not plain.can_predict() or plain.dense() is None):  # before anybody is asked in vain
+            self._decode(request)
+            return
+        tables = plain.tables
+        parts = tables.split(
+            plain.order, plain.data, plain.lengths_at, plain.ids_at, plain.ids, plain.wide, plain.batch
         )
         if parts is None:
-            return None
-        self._stats.stages.add("decode", time.perf_counter() - start)
-        return AwayRequest(request, parts, predicts)
-
-    async def answer(
-        self,
-        asked: AwayRequest,
-        deadline: float,
-        aside: Callable[..., Awaitable[Any]] | None = None,
-        beside: SideBySide | None = None,
-    ) -> bytes | None:
-        """The serialized answer; None when the ordinary way has to say what is wrong with its dense run.
-
-        Args:
-            deadline: ``time.monotonic()`` after which nobody waits for it.
-            aside: runs the dense part beside the loop; None: on it.
-            beside: see :meth:`Direct.predict_in_parts`.
-
-        Raises:
-            UnavailableError, DeadlineError: as recinfer.serving.shards.fanout.Fanout.find.
-        """
+            self._decode(request)
+            return
         start = time.perf_counter()
-        answers, missing = await asked.request.tables.find(asked.parts, asked.request.batch, deadline)
-        finish = functools.partial(self._finish, asked, answers, missing, start, beside)
-        return (finish() if aside is None or not asked.predicts else await aside(finish))[0]
+        with self._lock:
+            self._under_way += 1
+        self._scheduler.begin()
+        tables.begin(parts, plain.batch, request.deadline, functools.partial(self._answered, request, plain, start))
 
-    def answer_later(
-        self, asked: AwayRequest, deadline: float, told: Told, aside: Aside, beside: SideBySide | None = None
-    ) -> bool:
-        """The same without waiting; False: it has to be :meth:`answer`.
-
-        Args:
-            told: hears of it on a thread of gRPC's, on the loop, or where ``aside`` runs the dense part.
-            aside: runs the dense part.
-        """
-        start = time.perf_counter()
-
-        def finish(answers: Answers, missing: tuple[int, ...]) -> None:
-            try:
-                found = self._finish(asked, answers, missing, start, beside)
-            except Exception as error:  # nobody else would hear of it
-                told(error, 0.0)
-            else:
-                told(*found)
-
-        def over(answers: Answers, missing: tuple[int, ...], error: Exception | None) -> None:
-            if error is not None:
-                told(error, 0.0)
-            elif asked.predicts:
-                aside(functools.partial(finish, answers, missing))
-            else:
-                finish(answers, missing)
-
-        return bool(asked.request.tables.begin(asked.parts, asked.request.batch, deadline, over))
-
-    def _finish(
+    def _answered(
         self,
-        asked: AwayRequest,
+        request: Request,
+        plain: PlainRequest,
+        start: float,
         answers: Answers,
         missing: tuple[int, ...],
-        start: float,
-        beside: SideBySide | None,
-    ) -> tuple[bytes | None, float]:
-        """The answer of what the shards gave, as :data:`Told` takes it."""
-        request, begun = asked.request, time.thread_time()
-        if not asked.predicts:
-            return self._joined(request, answers, missing, start), 0.0
-        found = np.empty((request.batch, request.order.columns), np.float32)
-        self._join(request, answers, found)
+        error: Exception | None,
+    ) -> None:
+        """On a thread of the shards' answers, or where the fan-out began."""
+        with self._lock:
+            self._under_way -= 1
+        seconds = time.perf_counter() - start
+        try:
+            if error is None and request.call == "Predict":  # counted with its dense run
+                self._scheduler.done(0, 0, seconds)
+                self._predictions.submit(request, plain, _Joined(plain, answers).fill, start, missing)
+            else:
+                self._scheduler.done(1, plain.batch, seconds)
+                request.reply(self._joined(plain, answers, missing, start) if error is None else error)
+        except Exception as failed:  # nobody else would hear of it
+            request.reply(failed)
+        if self._scheduler.queue.waiting and not self._turn_ends:
+            self._turn_ends = True
+            plain.tables.at_end_of_turn(self._end_turn)
 
-        def look_up(first: int, last: int) -> NDArray[np.float32]:
-            return found[first:last]
+    def _end_turn(self) -> None:
+        self._turn_ends = False
+        self._scheduler.run_ready()
 
-        answer, elsewhere = self._direct.predict_in_parts(request, look_up, beside, start, missing)
-        return answer, time.thread_time() - begun + elsewhere
-
-    def _joined(self, request: PlainRequest, answers: Answers, missing: tuple[int, ...], start: float) -> bytes:
+    def _joined(self, plain: PlainRequest, answers: Answers, missing: tuple[int, ...], start: float) -> bytes:
         """The answer to a lookup."""
-        head = request.head()
+        head = plain.head()
         if missing:
-            head = lookup_head(request.order, request.batch, request.model.version, missing)
-        joined = bytes(self._join(request, answers, head))
-        request.state.stages.add("lookup", time.perf_counter() - start)
+            head = lookup_head(plain.order, plain.batch, plain.model.version, missing)
+        joined = bytes(_join(plain, answers, head))
+        plain.state.stages.add("lookup", time.perf_counter() - start)
+        self._stats.batch.add(plain.batch)
         self._stats.stages.add("encode", 0.0)  # the join wrote it
-        self._stats.batch.add(request.batch)
         return joined
 
-    def _join(self, request: PlainRequest, answers: Answers, into: bytes | NDArray[np.float32]) -> Any:
-        data, lengths_at, keys, batch = request.data, request.lengths_at, request.keys, request.batch
-        return request.tables.join(request.order, answers, data, lengths_at, keys, batch, into)
+
+class _Joined:
+    """Vectors of a prediction, joined from what the shards gave."""
+
+    def __init__(self, plain: PlainRequest, answers: Answers) -> None:
+        self._plain, self._answers = plain, answers
+        self._whole: NDArray[np.float32] | None = None
+        self._lock = threading.Lock()  # parts of one request run at once
+
+    def fill(self, into: NDArray[np.float32], part: tuple[int, int] | None) -> bool:
+        """See recinfer.serving.engine.byte_path.Fill."""
+        if part is None:
+            _join(self._plain, self._answers, into)
+            return True
+        with self._lock:
+            if self._whole is None:
+                self._whole = np.empty((self._plain.batch, self._plain.order.columns), np.float32)
+                _join(self._plain, self._answers, self._whole)
+        first, count = part
+        into[:] = self._whole[first : first + count]
+        return True
+
+
+def _join(plain: PlainRequest, answers: Answers, into: bytes | NDArray[np.float32]) -> memoryview | bytes:
+    found: memoryview | bytes = plain.tables.join(
+        plain.order, answers, plain.data, plain.lengths_at, plain.keys, plain.batch, into
+    )
+    return found

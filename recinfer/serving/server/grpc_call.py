@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 import grpc
@@ -19,7 +18,7 @@ from google.protobuf.message import DecodeError
 from recinfer.errors import InputError
 from recinfer.serving.server.grpc_binding import cygrpc
 
-__all__ = ["LATER", "CoreCall", "Each", "Ending", "Fast", "Later", "Method", "Owner"]
+__all__ = ["CoreCall", "Dispatch", "Ending", "Method", "Owner"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
@@ -46,22 +45,9 @@ FAILED = Ending("UNKNOWN", "the server failed; its log has the details")
 """Of a call whose error nobody has turned into a code."""
 
 
-class Later(Enum):
-    """The type of :data:`LATER`."""
-
-    LATER = 1
-
-
-LATER = Later.LATER
-"""What a Fast says that has deferred its call, and will end it."""
-
-Each = Callable[[bytes, Callable[[bytes], None]], None]
-"""Takes one message of a stream, on gRPC's thread, and what to call with its answer: once, then or later, on any thread. What it
-raises ends the stream, so an error of ours is an answer too."""
-
-Fast = Callable[[bytes, float, "CoreCall"], "bytes | Ending | Later | None"]
-"""Answers a message at once, on gRPC's thread: takes it, the ``time.monotonic()`` after which nobody waits, and the call.
-None: the call's handler has to answer. LATER: see :meth:`CoreCall.defer`."""
+Dispatch = Callable[[bytes, float, "CoreCall"], None]
+"""Takes a message on gRPC's thread, the ``time.monotonic()`` after which nobody waits, and the call, which it answers or ends:
+then or later, on any thread."""
 
 
 class Owner(Protocol):
@@ -70,33 +56,25 @@ class Owner(Protocol):
     Attributes:
         loop: where handlers run.
         tasks: of calls that are handed to it.
-        deferred: calls whose ends are to come from elsewhere.
         open: calls that gRPC has not closed yet; changed on gRPC's thread alone.
         is_stopping: it takes no more calls.
     """
 
     loop: asyncio.AbstractEventLoop
     tasks: set[asyncio.Task[None]]
-    deferred: set[CoreCall]
-    open: set[Any]
+    open: set[CoreCall]
 
     @property
     def is_stopping(self) -> bool: ...
-
-    def was_handed(self) -> None:
-        """A call is on its way to the loop; called on gRPC's thread."""
-
-    def has_begun(self) -> None:
-        """Its handler has begun, or will not; called on the loop."""
 
 
 class Method:
     """What answers the calls of one path."""
 
-    __slots__ = ("fast", "handler", "path", "read", "streams_in", "streams_out", "write")
+    __slots__ = ("dispatch", "handler", "path", "read", "streams_in", "streams_out", "write")
 
-    def __init__(self, path: str, handler: Any, fast: Fast | None) -> None:
-        self.path, self.handler, self.fast = path, handler, fast
+    def __init__(self, path: str, handler: Any, dispatch: Dispatch | None) -> None:
+        self.path, self.handler, self.dispatch = path, handler, dispatch
         self.streams_in, self.streams_out = handler.request_streaming, handler.response_streaming
         self.read = handler.request_deserializer or bytes
         self.write = handler.response_serializer or bytes
@@ -105,11 +83,22 @@ class Method:
 class CoreCall:
     """One call, and what its handler is told of it: the part of grpc.aio.ServicerContext that ours use.
 
-    It begins on gRPC's thread. Once it is handed over it is the loop's, but for its events. gRPC's own call is let go as soon
-    as it is over: a server does not end before.
+    It begins on gRPC's thread. A call that is dispatched may be answered or ended on any thread; one that is handed over is the
+    loop's, but for its events. gRPC's own call is let go as soon as it is over: a server does not end before.
     """
 
-    __slots__ = ("_call", "_deadline", "_listens", "_metadata", "_method", "_opened", "_server", "_task", "_turn")
+    __slots__ = (
+        "_call",
+        "_deadline",
+        "_end",
+        "_gone",
+        "_listens",
+        "_metadata",
+        "_method",
+        "_opened",
+        "_server",
+        "_task",
+    )
 
     def __init__(
         self,
@@ -123,7 +112,8 @@ class CoreCall:
         self._method: Any = method
         self._task: asyncio.Task[None] | None = None
         self._opened = self._listens = False
-        self._turn: threading.Lock | None = None
+        self._end = threading.Lock()  # taken by who ends it, or listens
+        self._gone: Callable[[], None] = self._leave_soon
 
     # -- on gRPC's thread
 
@@ -136,66 +126,54 @@ class CoreCall:
         if data is None:  # the caller is gone, or has nothing to say
             self.end(_NO_MESSAGE)
             return
-        if self._method.fast is not None:
-            try:
-                answer = self._method.fast(data, self._deadline, self)
-            except Exception:
-                _log.exception("%s failed", self._method.path)
-                answer = FAILED
-            if answer is LATER:
-                return
-            if answer is not None:
-                self.end(answer) if isinstance(answer, Ending) else self.answer(answer)
-                return
-        self.hand_over(data)
-
-    def defer(self) -> None:
-        """From here on any thread may :meth:`answer`, :meth:`end` or :meth:`hand_over` the call; the first of them does."""
-        self._turn = threading.Lock()
-        self._server.deferred.add(self)
-
-    def _is_mine(self) -> bool:
-        """Whether the call is still to be ended; that it was deferred is over then."""
-        if self._turn is None:
-            return True
-        if not self._turn.acquire(blocking=False):
-            return False
-        self._server.deferred.discard(self)
-        return True
+        if self._method.dispatch is None:
+            self.hand_over(data)
+            return
+        try:
+            self._method.dispatch(data, self._deadline, self)
+        except Exception:
+            _log.exception("%s failed", self._method.path)
+            self.end(FAILED)
 
     def hand_over(self, data: bytes | None) -> None:
         """The rest is a task of the loop, which is cancelled when the caller goes away."""
-        if not self._is_mine():
-            return
         self._listens = True
         self._call.start_server_batch((cygrpc.ReceiveCloseOnServerOperation(0),), self._closed)
-        self._turn = None  # from here on a server that stops may end it too
-        self._server.was_handed()
         self._server.loop.call_soon_threadsafe(self._begin, data)
 
     def _closed(self, event: Any) -> None:
         self._server.open.discard(self)
         if event.batch_operations[0].cancelled():
-            self._server.loop.call_soon_threadsafe(self._leave)
+            self._gone()
+
+    def _leave_soon(self) -> None:
+        self._server.loop.call_soon_threadsafe(self._leave)
 
     # -- wherever it is
 
+    def listen(self, gone: Callable[[], None]) -> None:
+        """Have ``gone`` called when the caller goes away before the call is ended, on gRPC's thread."""
+        with self._end:
+            call = self._call
+            if call is None or self._listens:
+                return
+            self._gone, self._listens = gone, True
+            call.start_server_batch((cygrpc.ReceiveCloseOnServerOperation(0),), self._closed)
+
     def answer(self, message: bytes) -> None:
         """End it with its one answer."""
-        if self._is_mine():
-            self._finish(message)
+        self._finish(message)
 
     def end(self, ending: Ending) -> None:
         """End it without an answer."""
-        if not self._is_mine():
-            return
         code = _CODES.get(ending.code, cygrpc.StatusCode.unknown)
         self._finish(None, code, ending.message.encode(), ending.trailing)
 
     def _finish(
         self, message: bytes | None, code: Any = None, details: bytes = b"", trailing: Sequence[tuple[str, Any]] = ()
     ) -> None:
-        call, self._call = self._call, None
+        with self._end:  # the first to end it does
+            call, self._call = self._call, None
         if call is None:
             return
         if message is not None and len(message) > _LINGERS_BYTES and self._server.is_stopping:
@@ -241,10 +219,8 @@ class CoreCall:
     def _begin(self, data: bytes | None) -> None:
         server = self._server
         if self._call is None:
-            server.has_begun()
             return
         self._task = server.loop.create_task(self._run(data))
-        server.loop.call_soon(server.has_begun)  # after the task's first step
         server.tasks.add(self._task)
         self._task.add_done_callback(server.tasks.discard)
 

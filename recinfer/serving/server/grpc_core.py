@@ -18,36 +18,52 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
-from recinfer.serving.engine.pace import REST_S
 from recinfer.serving.server.grpc_binding import cygrpc
 from recinfer.serving.server.grpc_call import (
     CANCELLED,
     FAILED,
     CoreCall,
-    Each,
+    Dispatch,
     Ending,
-    Fast,
     Method,
 )
-from recinfer.serving.server.grpc_stream import AnswerStream
 
-__all__ = ["Admit", "CoreServer"]
+__all__ = ["Admit", "CoreServer", "Turns"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _ASKED_FOR = 8  # calls that gRPC may hand over before the thread turns to it again
 _PATHS = 1024  # that are remembered; callers may make up any number of them
 _NEVER_S = 1e17
 _TICK_S = 60.0
+_AT_ONCE = 0.0  # a time of the past: a poll that does not wait
 _LOOK_S, _IDLE_LOOKS = 0.1, 3  # while the last calls end
 _CANCELLED_S = 3.0  # until calls that were cancelled are given back
 
 Admit = Callable[[str, float, Sequence[tuple[str, Any]]], "Ending | None"]
 """What a call is ended with as it arrives, before its message is read: takes method path, ``time.monotonic()`` after which
 nobody waits, metadata. None: it goes on. Called on gRPC's thread."""
+
+
+class Turns(Protocol):
+    """What was dispatched and runs at the end of a turn (recinfer.serving.engine.scheduler.Scheduler)."""
+
+    @property
+    def has_new(self) -> bool:
+        """Something was dispatched since the last end of a turn."""
+        ...
+
+    @property
+    def is_due(self) -> bool:
+        """So much was that the turn ends now."""
+        ...
+
+    def run_ready(self) -> None:
+        """A turn ends."""
+        ...
 
 
 _NO_METHOD = Ending("UNIMPLEMENTED", "Method not found!")
@@ -59,40 +75,36 @@ class CoreServer:
     Args:
         options: of the server's channels.
         admit: looks at every call as it arrives.
-        fast: by method path; for methods with one message in and out, whose messages it gets as they came.
-        streams: by method path; answers each message of a call that has many, one after another, without a handler.
+        dispatch: by method path; for methods with one message in and out, whose messages it gets as they came.
+        turns: told when gRPC has nothing more to hand over after something was dispatched.
 
     Tasks run on the event loop that :meth:`start` runs on.
 
     Attributes:
         thread_id: native id of the thread that takes events; None before :meth:`start`.
-        tasks, deferred, open: see recinfer.serving.server.grpc_call.Owner.
+        tasks, open: see recinfer.serving.server.grpc_call.Owner.
     """
 
     def __init__(
         self,
         options: Sequence[tuple[str, Any]],
         admit: Admit = lambda path, deadline, metadata: None,
-        fast: Mapping[str, Fast] | None = None,
-        streams: Mapping[str, Each] | None = None,
+        dispatch: Mapping[str, Dispatch] | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        self._admit, self._fast = admit, dict(fast or {})
-        self._streams = {path.encode(): each for path, each in (streams or {}).items()}
+        self._admit, self._dispatch, self._turns = admit, dict(dispatch or {}), turns
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._methods: dict[bytes, Method | None] = {}
         self._server = cygrpc.Server(tuple(options), False)
         self._events = cygrpc.CompletionQueue()
         self._server.register_completion_queue(self._events)
         self._asked = 0  # how many times gRPC has been asked for a call and has not given one
-        self._handed = self._begun = 0
-        self._rested = time.monotonic()
         self._event_since: float | None = None
         self._ends, self._all_ended = threading.Event(), False
         self._over: asyncio.Event | None = None
         self.thread_id: int | None = None
         self.tasks: set[asyncio.Task[None]] = set()
-        self.deferred: set[CoreCall] = set()
-        self.open: set[CoreCall | AnswerStream] = set()
+        self.open: set[CoreCall] = set()
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """See grpc.aio.Server."""
@@ -135,7 +147,7 @@ class CoreServer:
             await self._wait_for_calls(self._over, grace)
         if not self._over.is_set():
             self._server.cancel_all_calls()
-            for call in tuple(self.deferred):
+            for call in tuple(self.open):
                 call.end(CANCELLED)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), _CANCELLED_S)
@@ -165,41 +177,25 @@ class CoreServer:
         return self._ends.is_set()
 
     @property
-    def coming(self) -> int:
-        """Calls that gRPC's thread has handed to the loop, whose handlers have not begun."""
-        return self._handed - self._begun
-
-    @property
-    def busy_s(self) -> float:
-        """For how long gRPC's thread has had no rest."""
-        return time.monotonic() - self._rested
-
-    @property
     def event_s(self) -> float:
         """For how long gRPC's thread has been at one event; 0.0 while it waits for one. Any thread may ask."""
         since = self._event_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def was_handed(self) -> None:
-        """See recinfer.serving.server.grpc_call.Owner."""
-        self._handed += 1
-
-    def has_begun(self) -> None:
-        """See recinfer.serving.server.grpc_call.Owner."""
-        self._begun += 1
-
     # -- on gRPC's thread --------------------------------------------------------------------------------------------
 
     def _take_events(self) -> None:
-        timed_out, poll = cygrpc.CompletionType.queue_timeout, self._events.poll
+        timed_out, poll, turns = cygrpc.CompletionType.queue_timeout, self._events.poll, self._turns
         while True:
-            begun, self._event_since = time.monotonic(), None
-            event = poll(time.time() + _TICK_S)
-            if (now := time.monotonic()) - begun > REST_S:
-                self._rested = now
+            has_new = turns is not None and turns.has_new
+            self._event_since = None
+            event = poll(_AT_ONCE if has_new else time.time() + _TICK_S)
+            self._event_since = time.monotonic()
+            if turns is not None and has_new and (event.completion_type == timed_out or turns.is_due):
+                turns.run_ready()
             if event.completion_type == timed_out:
                 continue
-            ends, self._event_since = False, now
+            ends = False
             try:
                 ends = event.tag(event) is _END
             except Exception:
@@ -229,19 +225,13 @@ class CoreServer:
         deadline = math.inf
         if details.deadline < _NEVER_S:
             deadline = time.monotonic() + details.deadline - time.time()
-        each = self._streams.get(details.method)
-        method = None if each is not None else self._method(details.method, metadata)
+        method = self._method(details.method, metadata)
         path = details.method.decode("utf-8", "replace") if method is None else method.path
         try:
             ending = self._admit(path, deadline, metadata)
         except Exception:
             _log.exception("%s could not be admitted", path)
             ending = FAILED
-        if each is not None and ending is None:
-            stream = AnswerStream(self, event.call, path, each)
-            self.open.add(stream)
-            stream.begin()
-            return None
         call = CoreCall(self, event.call, metadata, deadline, method)
         self.open.add(call)
         if ending is not None or method is None:
@@ -258,7 +248,7 @@ class CoreServer:
             name = path.decode("utf-8", "replace")
             details = _Details(name, tuple(metadata))
             handler = next((h for each in self._handlers if (h := each.service(details)) is not None), None)
-            found = None if handler is None else Method(name, handler, self._fast.get(name))
+            found = None if handler is None else Method(name, handler, self._dispatch.get(name))
             if len(self._methods) < _PATHS:
                 self._methods[path] = found
         return found  # type: ignore[return-value]

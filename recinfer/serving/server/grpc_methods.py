@@ -17,7 +17,9 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from recinfer.serving.server.grpc_call import LATER, CoreCall, Ending, Fast, Later
+from recinfer.serving.engine.dispatcher import Dispatcher
+from recinfer.serving.engine.request import CallName, Request
+from recinfer.serving.server.grpc_call import CoreCall, Dispatch, Ending
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.telemetry.observe import Observer
@@ -26,16 +28,12 @@ from recinfer.serving.wire.status import status_of
 
 __all__ = [
     "Answer",
-    "Begin",
-    "Told",
     "add_standard_services",
-    "at_once",
     "connection_options",
     "deadline",
+    "dispatched",
     "generic_handler",
     "handler",
-    "in_time",
-    "one_by_one",
     "until_signalled",
 ]
 
@@ -48,15 +46,6 @@ _AGE_MS, _AGE_GRACE_MS = 1_800_000, 600_000
 deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 Answer = Callable[[bytes], Awaitable[bytes]]
-
-Answered = Callable[[bytes], bytes]
-
-Told = Callable[["bytes | Exception | None"], None]
-"""Takes an answer, an error, or None where the method's handler is to answer; once, on any thread."""
-
-Begin = Callable[[bytes, float, Callable[[], Told]], "bytes | Later | None"]
-"""Takes a message, the ``time.monotonic()`` after which nobody waits, and what makes the call wait for what is told. Gives
-the answer; None where the method's handler is to answer; LATER where it has made the call wait."""
 
 _Handler = Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]
 
@@ -89,103 +78,69 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
 
     async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         start = time.perf_counter()
-        code = "CANCELLED"
+
+        def answered(code: str) -> None:
+            """Counted before it is sent, so that who has an answer finds it counted."""
+            spent = time.perf_counter() - start
+            observer.answered(call, code, spent, headers=context.invocation_metadata, num_bytes=len(data))
+
         left = context.time_remaining()
         if left is not None:
             deadline.set(time.monotonic() + left)
         try:
             response = await answer(data)
-            code = "OK"
-            return response
+        except asyncio.CancelledError:
+            answered("CANCELLED")
+            raise
         except Exception as error:
             ending = _ending(call, data, error)
-            code = ending.code
+            answered(ending.code)
             try:
-                await context.abort(grpc.StatusCode[code], ending.message, ending.trailing)
+                await context.abort(grpc.StatusCode[ending.code], ending.message, ending.trailing)
             except grpc.aio.AbortError:
                 raise
             except Exception:  # gRPC cannot send it: who asked is gone, and gRPC would log that as our error
                 raise asyncio.CancelledError from None
             raise  # not reached: abort raises
-        finally:
-            spent = time.perf_counter() - start
-            observer.answered(call, code, spent, headers=context.invocation_metadata, num_bytes=len(data))
+        answered("OK")
+        return response
 
     return handle
 
 
-def at_once(call: str, answer: Callable[[bytes, float], bytes | None], observer: Observer) -> Fast:
-    """The same for what is answered on gRPC's own thread.
+def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Dispatch:
+    """What gRPC's thread does with a message of the method ``call``: it is dispatched there, and its reply ends the call."""
 
-    Args:
-        answer: takes a message and the ``time.monotonic()`` after which nobody waits; None: the method's handler answers.
-    """
-
-    return in_time(call, lambda data, until, defer: answer(data, until), observer)
-
-
-def in_time(call: str, begin: Begin, observer: Observer) -> Fast:
-    """The same for what may have to wait for other threads, where ``begin`` gives the answer, or sees to it."""
-
-    def fast(data: bytes, until: float, asked: CoreCall) -> bytes | Ending | Later | None:
+    def dispatch(data: bytes, until: float, core: CoreCall) -> None:
         start = time.perf_counter()
 
         def answered(code: str) -> None:
             spent = time.perf_counter() - start
-            observer.answered(call, code, spent, headers=asked.invocation_metadata, num_bytes=len(data))
+            observer.answered(call, code, spent, headers=core.invocation_metadata, num_bytes=len(data))
 
-        def defer() -> Told:
-            asked.defer()
-            return told
-
-        def told(found: bytes | Exception | None) -> None:
-            if found is None:
-                asked.hand_over(data)
-            elif isinstance(found, Exception):
-                ending = _ending(call, data, found)
+        def reply(answer: bytes | Exception) -> None:
+            if isinstance(answer, Exception):
+                ending = _ending(call, data, answer)
                 answered(ending.code)
-                asked.end(ending)
+                core.end(ending)
             else:
                 answered("OK")
-                asked.answer(found)
+                core.answer(answer)
 
-        found: bytes | Ending | Later | None
-        try:
-            found, code = begin(data, until, defer), "OK"
-        except Exception as error:
-            found = _ending(call, data, error)
-            code = found.code
-        if found is not None and found is not LATER:
-            answered(code)
-        return found
+        def gone() -> None:
+            dispatcher.scheduler.forget(request)
+            answered("CANCELLED")
 
-    return fast
+        request = Request(call, data, until, reply, lambda: core.listen(gone))
+        dispatcher.dispatch(request)
 
-
-def one_by_one(call: str, answer: Answered, failed: Callable[[Ending], bytes], observer: Observer) -> Answered:
-    """The same for the messages of a stream, each counted as a call of ``call``. It raises nothing.
-
-    Args:
-        failed: what a message is answered with that cannot be.
-    """
-
-    def each(data: bytes) -> bytes:
-        start = time.perf_counter()
-        try:
-            found, code = answer(data), "OK"
-        except Exception as error:
-            ending = _ending(call, data, error)
-            found, code = failed(ending), ending.code
-        observer.answered(call, code, time.perf_counter() - start, num_bytes=len(data))
-        return found
-
-    return each
+    return dispatch
 
 
 def _ending(call: str, data: bytes, error: Exception) -> Ending:
     status = status_of(error)
     if status.code == "INTERNAL":
-        _log.exception("%s failed on a request of %d bytes", call, len(data))
+        _log.error("%s failed on a request of %d bytes", call, len(data), exc_info=error)
     return Ending(status.code, status.message, trailing_of(error, status.message))
 
 

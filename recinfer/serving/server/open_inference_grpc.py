@@ -17,6 +17,7 @@ from recinfer.serving.wire.proto import open_inference_pb2 as pb
 
 if TYPE_CHECKING:
     from recinfer.serving.engine.registry import ModelRegistry
+    from recinfer.serving.engine.request import CallName
     from recinfer.serving.wire.limits import Limits
 
 __all__ = ["SERVICE_NAME", "OpenInference", "off_loop", "raw_array"]
@@ -26,7 +27,7 @@ _CONTENTS = {"INT64": "int64_contents", "INT32": "int_contents", "FP32": "fp32_c
 _INLINE_BYTES = 32 << 10  # a longer message is translated in a thread, so that the event loop stays free
 
 T = TypeVar("T")
-Ask = Callable[[str, bytes], Awaitable[bytes]]
+Ask = Callable[["CallName", bytes], Awaitable[bytes]]
 
 
 class OpenInference:

@@ -17,20 +17,23 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.serving.engine.decoded_path import InferenceService
-from recinfer.serving.engine.dispatcher import Answering
+from recinfer.serving.engine.dispatcher import Dispatcher, LoopCaller
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
-from recinfer.serving.engine.scheduler import BatchConfig, Batcher, BatcherState
+from recinfer.serving.engine.remote_byte_path import MOST_FAN_OUTS
+from recinfer.serving.engine.request import CallName
+from recinfer.serving.engine.scheduler import BatchConfig, Scheduler, SchedulerState
 from recinfer.serving.engine.store import ModelStore, StoreManager
 from recinfer.serving.server.address import check_address, join_address
 from recinfer.serving.server.admission import Door, names_of
-from recinfer.serving.server.grpc_call import Fast
+from recinfer.serving.server.grpc_call import Dispatch
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.grpc_methods import (
     Answer,
     add_standard_services,
     connection_options,
+    deadline,
+    dispatched,
     generic_handler,
-    in_time,
     until_signalled,
 )
 from recinfer.serving.server.health import EndingHealth
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
     from recinfer.serving.server.rest import HttpDoor
     from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
-    from recinfer.serving.shards.fanout import Fanout
+    from recinfer.serving.shards.fan_out import FanOut
 
 __all__ = ["SERVICE_NAME", "Server", "serve"]
 
@@ -103,7 +106,7 @@ class Server:
         share_port: bool = False,
         admin: ModelStore | StoreManager | None = None,
         admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
-        shards: Fanout | None = None,
+        shards: FanOut | None = None,
         serving: bool = True,
     ) -> None:
         if not 0 <= port <= 65535:
@@ -119,8 +122,8 @@ class Server:
         self._port = port
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._server: CoreServer | None = None
-        self._core: CoreServer | None = None
-        self._answering: Answering | None = None
+        self._dispatcher: Dispatcher | None = None
+        self._caller: LoopCaller | None = None
         self._health: EndingHealth | None = None
         self._batching = batching or BatchConfig()
         self.open_inference = OpenInference(self.service.registry, self.service.limits, self._ask, self.is_ready)
@@ -145,9 +148,9 @@ class Server:
         self.metrics_port = metrics_port
 
     @property
-    def batcher(self) -> Batcher | None:
+    def scheduler(self) -> Scheduler | None:
         """What waits, and runs (after ``start``)."""
-        return None if self._answering is None else self._answering.batcher
+        return None if self._dispatcher is None else self._dispatcher.scheduler
 
     @property
     def port(self) -> int:
@@ -183,18 +186,13 @@ class Server:
 
     async def _start(self) -> None:
         limits = self.service.limits
-        answering = self._answering = Answering(
-            self.service,
-            self._batching,
-            self._threads,
-            is_away=self._shards is not None,
-            coming=self._coming,
-            busy_s=self._busy_s,
-        )
-        fast = self._fast(answering)
+        at_a_time = None if self._shards is None else MOST_FAN_OUTS
+        dispatcher = self._dispatcher = Dispatcher(self.service, self._batching, self._threads, at_a_time)
+        self._caller = LoopCaller(dispatcher)
         server = CoreServer(
-            admit=self._door(answering.batcher).admit,
-            fast=fast,
+            admit=self._door(dispatcher.scheduler).admit,
+            dispatch=self._dispatched(dispatcher),
+            turns=dispatcher.scheduler,
             options=[
                 ("grpc.max_receive_message_length", limits.max_message_bytes),
                 ("grpc.max_send_message_length", -1),  # bounded by max_response_bytes, before anything is computed
@@ -203,8 +201,7 @@ class Server:
                 *connection_options(),
             ],
         )
-        self._core = server
-        server.add_generic_rpc_handlers(self._handlers(answering))
+        server.add_generic_rpc_handlers(self._handlers())
         names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, *([_ADMIN_NAME] if self.admin_calls else [])]
         self._health = add_standard_services(server, names, _pool_of_everything(), self._reaches_shards)
         await self._health.show(self._shown(), False)  # before anybody can connect
@@ -251,28 +248,26 @@ class Server:
 
     async def _stop(self, grace: float) -> None:
         server, self._server = self._server, None
-        if server is None or self._health is None or self._answering is None:
+        if server is None or self._health is None or self._dispatcher is None:
             return
         await self._health.end()
         await asyncio.gather(server.stop(grace), *([self._http.stop()] if self._http is not None else []))
         if self._metrics is not None:
             await self._metrics.stop()
-        self._answering.close()
+        self._dispatcher.close()
 
-    def _coming(self) -> int:
-        return 0 if self._core is None else self._core.coming
-
-    def _busy_s(self) -> float:
-        return 0.0 if self._core is None else self._core.busy_s
+    async def _ask(self, call: CallName, data: bytes) -> bytes:
+        """As a protocol that translates to our messages asks, on the loop."""
+        assert self._caller is not None
+        return await self._caller.ask(call, data, deadline.get())
 
     @property
     def event_s(self) -> float:
         """For how long gRPC's thread has been at one event; 0.0 while it waits for one."""
-        return 0.0 if self._core is None else self._core.event_s
+        return 0.0 if self._server is None else self._server.event_s
 
-    async def _ask(self, call: str, data: bytes) -> bytes:
-        assert self._answering is not None
-        return await self._answering.ask(call, data)
+    async def _get_model(self, data: bytes) -> bytes:
+        return self.service.get_model(data)
 
     async def _start_http(self, port: int) -> None:
         from recinfer.serving.server.rest import HttpDoor
@@ -304,34 +299,34 @@ class Server:
         await self._metrics.start()
         self.metrics_port = self._metrics.port
 
-    def _queue_state(self) -> BatcherState | None:
-        return None if self._answering is None else self._answering.batcher.state
+    def _queue_state(self) -> SchedulerState | None:
+        return None if self._dispatcher is None else self._dispatcher.scheduler.state
 
-    def _door(self, batcher: Batcher) -> Door:
+    def _door(self, scheduler: Scheduler) -> Door:
         # Small lookups of this process's tables are answered past the queue: they are never refused for its length.
         paths = {f"/{SERVICE_NAME}/Predict": "Predict"}
         if self._shards is not None:
             paths |= {f"/{SERVICE_NAME}/Lookup": "Lookup", f"/{OPEN_INFERENCE}/ModelInfer": "ModelInfer"}
         files = (pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
         services = [service for file in files for service in file.services_by_name.values()]
-        return Door(self._security, self.observer, batcher.room, paths, names_of(*services))
+        return Door(self._security, self.observer, scheduler.queue, paths, names_of(*services))
 
-    def _fast(self, answering: Answering) -> dict[str, Fast]:
-        """What gRPC's threads may answer."""
+    def _dispatched(self, dispatcher: Dispatcher) -> dict[str, Dispatch]:
+        """The methods whose messages are dispatched as they come."""
+        calls: tuple[CallName, ...] = ("Lookup", "Predict")
+        return {f"/{SERVICE_NAME}/{call}": dispatched(call, dispatcher, self.observer) for call in calls}
 
-        def fast(call: str) -> Fast:
-            begin = answering.at_once if self._shards is None else answering.away_at_once
-            return in_time(call, functools.partial(begin, call), self.observer)
-
-        return {f"/{SERVICE_NAME}/{call}": fast(call) for call in answering.calls}
-
-    def _handlers(self, answering: Answering) -> tuple[grpc.GenericRpcHandler, ...]:
-        """Of all services; gRPC's thread has found that it cannot answer what reaches the plain methods."""
+    def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
+        """Of all services. Lookup and Predict are dispatched before their handlers; reflection and routing know them by these."""
 
         def handlers(service: str, calls: Mapping[str, Answer]) -> grpc.GenericRpcHandler:
             return generic_handler(service, calls, self.observer)
 
-        ours = {call: functools.partial(answering.ask, call, tried=True) for call in (*answering.calls, "GetModel")}
+        ours: dict[str, Answer] = {
+            "Lookup": functools.partial(self._ask, "Lookup"),
+            "Predict": functools.partial(self._ask, "Predict"),
+            "GetModel": self._get_model,
+        }
         found = [handlers(SERVICE_NAME, ours), handlers(OPEN_INFERENCE, self.open_inference.calls())]
         if self.admin_calls:
             through = self._admin_through
@@ -383,7 +378,7 @@ def serve(
     share_port: bool = False,
     admin: ModelStore | StoreManager | None = None,
     admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
-    shards: Fanout | None = None,
+    shards: FanOut | None = None,
     serving: bool = True,
     grace: float = 10.0,
     on_ready: Callable[[int], None] | None = None,

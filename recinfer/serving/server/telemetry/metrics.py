@@ -26,7 +26,7 @@ from recinfer.archive.manifest import ENGINE_PACKAGES
 from recinfer.errors import NotFoundError
 from recinfer.inference.stages import HistogramState, Stages
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
-from recinfer.serving.engine.scheduler import BatcherState
+from recinfer.serving.engine.scheduler import SchedulerState
 from recinfer.serving.engine.stats import RequestStats
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class ServerMetrics:
         stats: requests and their stages.
         registry: the models.
         queue: gives the state of the queue of requests; None where there is none (yet).
-        shards: gives the figures of the remote shards that are asked (see recinfer.serving.shards.fanout); None: none are.
+        shards: gives the figures of the remote shards that are asked (see recinfer.serving.shards.fan_out); None: none are.
         is_ready: whether the server can answer now.
     """
 
@@ -54,7 +54,7 @@ class ServerMetrics:
         self,
         stats: RequestStats,
         registry: ModelRegistry,
-        queue: Callable[[], BatcherState | None] = lambda: None,
+        queue: Callable[[], SchedulerState | None] = lambda: None,
         *,
         shards: Callable[[], dict[str, Any]] | None = None,
         is_ready: Callable[[], bool] = lambda: True,

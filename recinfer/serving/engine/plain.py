@@ -1,0 +1,176 @@
+"""Requests that are read from their bytes: where the parts of a plain request lie, without a protobuf message on the way.
+
+Plain is what the compiled reader accepts, for a model whose only embedding module is pooled and unweighted, up to bounds on
+its size. Everything else, all errors among it, is answered from decoded messages, which know what to say.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.errors import RecinferError
+from recinfer.inference.predictor import Predictor
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
+from recinfer.serving.wire import codec
+from recinfer.serving.wire._wire import read_request
+from recinfer.serving.wire.fields import field_head
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import inference_pb2 as pb
+
+__all__ = ["PlainReader", "PlainRequest", "lookup_head"]
+
+# Fewer samples are sooner run than handed to another thread.
+_LEAST_PART = 64
+_MOST_BYTES, _MOST_IDS, _MOST_FLOATS = 4 << 20, 1 << 18, 1 << 22
+
+
+class PlainRequest(NamedTuple):
+    """Where the parts of a request lie in ``data``, and what they are for.
+
+    Attributes:
+        tables: DirectTables, or recinfer.serving.shards.remote_tables.RemoteTables; ``order``: one of theirs.
+    """
+
+    data: bytes
+    model: ServedModel
+    state: Predictor
+    tables: Any
+    order: Any
+    keys: int
+    batch: int
+    lengths_at: int
+    ids_at: int
+    ids: int
+    wide: bool
+    dense_at: int
+    dense_bytes: int
+    context: tuple[int, int, int, bool, int] | None = None
+    """Of the context: where lengths and ids are, how many ids, whether they are 64 bits wide, how many keys."""
+
+    def pool(self, into: bytes | NDArray[np.float32], part: tuple[int, int] | None) -> Any:
+        """See DirectTables.pool."""
+        return self.tables.pool(
+            self.order,
+            self.data,
+            self.lengths_at,
+            self.ids_at,
+            self.ids,
+            self.wide,
+            self.keys,
+            self.batch,
+            into,
+            part,
+            self.context,
+        )
+
+    def fill(self, into: NDArray[np.float32], part: tuple[int, int] | None) -> bool:
+        """See recinfer.serving.engine.byte_path.Fill; of tables in this process."""
+        return self.pool(into, part) is not None
+
+    def head(self) -> bytes:
+        """All of its LookupResponse but the floats at the end."""
+        order, key = self.order, (self.batch, self.model.version)
+        found: bytes | None = order.heads[key]
+        if found is None:
+            found = order.heads[key] = lookup_head(order, *key)
+        return found
+
+    def can_predict(self) -> bool:
+        """Whether it has all that a dense run takes, and the model's dense part runs on arrays."""
+        state = self.state
+        return self.order.complete and state.runs_on_arrays and self.dense_bytes == 4 * state.num_dense * self.batch
+
+    def parts(self, threads: int) -> int:
+        """In how many parts it is best run on so many threads that have nothing else to do."""
+        return min(threads, self.batch // _LEAST_PART) or 1 if self.state.mergeable else 1
+
+    def dense(self, first: int = 0, last: int | None = None) -> NDArray[np.float32] | None:
+        """Dense inputs of its samples from ``first`` to before ``last``, flat; None when one of them is not finite, or all of
+        them are too large to tell.
+        """
+        columns = self.state.num_dense
+        samples = (self.batch if last is None else last) - first
+        values = np.frombuffer(self.data, np.float32, samples * columns, self.dense_at + 4 * first * columns)
+        # One sum sees every NaN and infinity. What is merely large is looked at twice, by the ordinary way. np.dot would
+        # say on stderr that the sum overflows; vdot takes as long and says nothing.
+        return values if math.isfinite(np.vdot(values, values)) else None
+
+
+class PlainReader:
+    """Reads requests.
+
+    Args:
+        registry: the models.
+        limits: of requests; what is beyond them is not plain.
+    """
+
+    def __init__(self, registry: ModelRegistry, limits: Limits) -> None:
+        self._registry, self._limits = registry, limits
+        self._most_bytes = min(limits.max_message_bytes, _MOST_BYTES)
+        self._most_ids = min(limits.max_ids, _MOST_IDS)
+        self._most_floats = min(limits.max_response_bytes // 4, _MOST_FLOATS)
+
+    def read(self, data: bytes) -> PlainRequest | None:
+        """What ``data`` asks; None for what is not plain."""
+        if len(data) > self._most_bytes or (found := read_request(data)) is None:
+            return None
+        name, version, dense_at, dense_bytes, features, beside = found
+        keys_at, keys_end, keys, batch, lengths_at, ids_at, ids, wide = features
+        if ids > self._most_ids or batch > self._limits.max_batch or keys > self._limits.max_keys:
+            return None
+        try:
+            model = self._registry.get(name, version)
+        except RecinferError:
+            return None
+        state = model.predictor.state
+        tables = state.direct or state.away
+        if tables is None:
+            return None
+        block, context = data[keys_at:keys_end], None
+        if beside is None:
+            order = tables.order(block) or tables.learn(block, _keys(block))
+        else:
+            beside_at, beside_end, beside_keys, _, *places = beside
+            all_ids, all_keys = ids + places[2], keys + beside_keys
+            if state.direct is None or all_ids > self._most_ids or all_keys > self._limits.max_keys:
+                return None
+            blocks = block, data[beside_at:beside_end]
+            order = tables.order(blocks) or tables.learn(blocks, *map(_keys, blocks))
+            context = *places, beside_keys
+        if order is None or batch * order.columns > self._most_floats:
+            return None
+        return PlainRequest(
+            data,
+            model,
+            state,
+            tables,
+            order,
+            keys,
+            batch,
+            lengths_at,
+            ids_at,
+            ids,
+            wide,
+            dense_at,
+            dense_bytes,
+            context,
+        )
+
+
+def _keys(block: bytes) -> tuple[str, ...]:
+    """The keys of a JaggedFeatures message that holds nothing else; none where they are no text."""
+    try:
+        return tuple(pb.JaggedFeatures.FromString(block).keys)
+    except Exception:  # the ordinary way says what is wrong
+        return ()
+
+
+def lookup_head(order: Any, batch: int, version: str, missing: tuple[int, ...] = ()) -> bytes:
+    """All of a LookupResponse but the floats at its end."""
+    return codec.lookup_head(order.names, order.dims, batch, version, missing) + field_head(
+        4, 4 * batch * order.columns
+    )

@@ -1,0 +1,49 @@
+"""A request on its way through the engine: what is asked, until when, and who takes the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+__all__ = ["CallName", "Reply", "Request"]
+
+CallName = Literal["Lookup", "Predict"]
+
+Reply = Callable[["bytes | Exception"], None]
+"""Takes a serialized answer or an error of ours; on any thread."""
+
+
+class Request:
+    """What every protocol makes of a call, for :meth:`recinfer.serving.engine.dispatcher.Dispatcher.dispatch`.
+
+    Args:
+        call: what is asked.
+        data: a serialized recinfer.v1 LookupRequest or PredictRequest, whatever came over the wire.
+        deadline: ``time.monotonic()`` after which nobody waits.
+        reply: is given the answer, once; not when the request was dropped before.
+        waits: called once, when the request has to wait for a thread, so that its protocol may look whether its caller goes
+            away meanwhile; on any thread.
+    """
+
+    __slots__ = ("_reply", "call", "data", "deadline", "waits")
+
+    def __init__(
+        self, call: CallName, data: bytes, deadline: float, reply: Reply, waits: Callable[[], None] | None = None
+    ) -> None:
+        self.call, self.data, self.deadline, self.waits = call, data, deadline, waits
+        self._reply: Reply | None = reply
+
+    def reply(self, answer: bytes | Exception) -> None:
+        """Give the answer; only the first one counts."""
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            reply(answer)
+
+    def drop(self) -> None:
+        """Nobody waits for the answer any more."""
+        self._reply = None
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether nobody waits, or the answer was given."""
+        return self._reply is None
