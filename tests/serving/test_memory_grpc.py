@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from recinfer.serving.shards.connections import SERVICE_NAME as SHARD_SERVICE
+from recinfer.serving.shards.messages import SERVICE_NAME as SHARD_SERVICE
 
 from recinfer.cli.serve_models import limits_of
 from recinfer.cli.serve_options import LimitOptions
