@@ -9,17 +9,14 @@ INTRA_NODE_BANDWIDTH      bytes per millisecond between ranks of one host, for t
 CROSS_NODE_BANDWIDTH      bytes per millisecond between hosts, for the planner
 STORAGE_RESERVE_PERCENT   0 to 1: memory that the planner leaves free, default 0.15
 
-and two that it sets, where they are not set:
+and one that it sets, where it is not set:
 ORT_DISABLE_TELEMETRY     1: onnxruntime's Linux wheels have telemetry on, with a thread of its own
-GRPC_EXPERIMENTS          -event_engine_listener in shard servers: their sockets are read by the thread that answers
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import os
-import re
 from collections.abc import Mapping
 
 from recinfer.errors import ConfigError
@@ -30,7 +27,6 @@ __all__ = [
     "debug",
     "intra_node_bandwidth",
     "keep_onnxruntime_quiet",
-    "listen_in_place",
     "local_world_size",
     "set_torchrun",
     "storage_reserve_percent",
@@ -40,7 +36,6 @@ __all__ = [
     "torchrun_rank",
 ]
 
-_KNOWN_GRPC = ((1, 81), (1, 85))  # the first and the last grpcio that listen_in_place was tried with
 _OFF = frozenset({"", "0", "false", "no", "off"})
 
 
@@ -67,17 +62,6 @@ def supervised_environment(environment: Mapping[str, str] | None = None) -> dict
 def keep_onnxruntime_quiet() -> None:
     """No telemetry, unless the user's environment asks for it; call it before onnxruntime is imported."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-
-
-def listen_in_place() -> None:
-    """Have gRPC read server sockets on the thread that takes their events; call it before grpc is imported.
-
-    Threads of gRPC's own read them else, and wake that thread for each call, which a server of few callers feels. The
-    switch is one of gRPC's, so it is left alone in versions that it was not tried with, and where the user has set it.
-    """
-    version = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("grpcio"))
-    if version is not None and _KNOWN_GRPC[0] <= (int(version[1]), int(version[2])) <= _KNOWN_GRPC[1]:
-        os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
 
 
 def child_environment(**changes: str) -> dict[str, str]:

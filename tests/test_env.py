@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from recinfer import env
@@ -39,42 +36,6 @@ def test_onnxruntime_sends_nothing_unless_told(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.delenv("ORT_DISABLE_TELEMETRY")
     env.keep_onnxruntime_quiet()
     assert env.child_environment()["ORT_DISABLE_TELEMETRY"] == after
-
-
-@pytest.mark.parametrize(
-    ("version", "before", "after"),
-    [
-        ("1.81.1", None, "-event_engine_listener"),
-        ("1.85.0rc1", None, "-event_engine_listener"),
-        ("1.85.1", "monitoring_experiment", "monitoring_experiment"),
-        ("1.80.9", None, None),
-        ("1.86.0", None, None),
-        ("dev", None, None),
-    ],
-)
-def test_grpc_reads_in_place_where_that_was_tried(
-    monkeypatch: pytest.MonkeyPatch, version: str, before: str | None, after: str | None
-) -> None:
-    monkeypatch.setenv("GRPC_EXPERIMENTS", before or "")  # so that it is as it was afterwards
-    if before is None:
-        monkeypatch.delenv("GRPC_EXPERIMENTS")
-    monkeypatch.setattr("importlib.metadata.version", {"grpcio": version}.__getitem__)
-    env.listen_in_place()
-    assert env.child_environment().get("GRPC_EXPERIMENTS") == after
-
-
-def test_a_shard_server_says_so_before_grpc_is_imported() -> None:
-    """Later it has no effect, and nothing else would tell."""
-    script = (
-        "import sys\n"
-        "from recinfer import env\n"
-        "env.listen_in_place = lambda: sys.exit('too late' if 'grpc' in sys.modules else 'in time')\n"
-        "from recinfer.cli.main import main\n"
-        "sys.argv = ['recinfer', 'serve', 'archive', '--ranks', '0']\n"
-        "main()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.stderr.strip() == "in time"
 
 
 def test_numbers_for_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:

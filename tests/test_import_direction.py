@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recinfer"
 
 # A module belongs to the longest prefix it matches. A layer may import itself and what ALLOWED names, nothing else.
-BASE = {"errors", "env", "files", "lazy", "streamable"}
+BASE = {"errors", "env", "files", "lazy", "lru", "streamable"}
 MODEL_CODE = BASE | {"sparse", "modules"}
 PLAN_CODE = MODEL_CODE | {"distributed.types", "distributed.embedding_types", "distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "env": {"errors"},
     "files": set(),
     "lazy": set(),
+    "lru": set(),
     "streamable": set(),
     "migrate": {"errors"},
     "sparse": BASE,

@@ -17,6 +17,7 @@ from recinfer.archive.manifest import (
 )
 from recinfer.archive.paths import check_path
 from recinfer.archive.strict_json import build, loads
+from recinfer.distributed.planner.plan import MAX_RANKS
 from recinfer.errors import ArchiveError, RecinferError
 
 __all__ = ["check_before_writing", "check_rules", "read_manifest"]
@@ -24,7 +25,6 @@ __all__ = ["check_before_writing", "check_rules", "read_manifest"]
 MAX_NAME = 256
 MAX_ROWS = 1 << 40
 MAX_DIM = 1 << 16
-MAX_RANKS = 1 << 16
 MAX_DENSE = 1 << 20
 
 

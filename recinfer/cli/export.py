@@ -40,7 +40,9 @@ def run(
     out: Annotated[Path, typer.Option("--out", help="Archive folder to write, by custom *.rqa.")],
     model: ModelOption = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Plan of `recinfer plan`; brings its precisions.")] = None,
-    world_size: Annotated[int | None, typer.Option(min=1, help="Plan for this many ranks now, on CPU.")] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, max=65536, help="Plan for this many ranks now, on CPU.")
+    ] = None,
     precision: Annotated[
         Precision | None, typer.Option(help="Element type of the stored rows.", show_default="int8, or the plan's")
     ] = None,

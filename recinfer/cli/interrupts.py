@@ -1,7 +1,8 @@
-"""Ctrl-C that Python would lose: one that lands in a ``__del__`` or a callback of C code, which nothing can be raised out of."""
+"""Signals that end a command: a Ctrl-C that Python would lose, and a SIGTERM that is to leave nothing half done."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -9,14 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["never_lost"]
+__all__ = ["cleaning_up_on_sigterm", "never_lost"]
 
 _AGAIN_S = 0.01
 
 
 @contextmanager
 def never_lost() -> Iterator[None]:
-    """Within, a Ctrl-C that could not be raised where it landed is raised a moment later, and nothing is said of the first.
+    """Within, a Ctrl-C that could not be raised where it landed (in a ``__del__`` or a callback of C code) is raised a moment
+    later, and nothing is said of the first.
 
     Imports alone run such callbacks by the hundred (importlib drops its locks in them), and so do destructors. Python
     prints "Exception ignored in ..." there and goes on as if nobody had asked it to stop. Uses SIGALRM from a lost one on;
@@ -49,3 +51,31 @@ def never_lost() -> Iterator[None]:
         if signal.getsignal(signal.SIGALRM) is again:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, former_alarm)
+
+
+@contextmanager
+def cleaning_up_on_sigterm() -> Iterator[None]:
+    """Within, SIGTERM is raised as Ctrl-C is, so that what is half done is removed; then the process ends by SIGTERM after all.
+
+    A second one changes nothing. Does nothing outside the main thread, which has no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    terminated = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal terminated
+        if not terminated:
+            terminated = True
+            raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        if terminated:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -25,7 +25,7 @@ EXAMPLE = "Example: recinfer plan --checkpoint movielens.ckpt --world-size 2 --p
 
 def run(
     checkpoint: CheckpointOption,
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks to place the tables on.")],
+    world_size: Annotated[int, typer.Option(min=1, max=65536, help="Ranks to place the tables on.")],
     out: Annotated[Path, typer.Option("--out", help="Plan to write (JSON).")],
     model: ModelOption = None,
     device: Annotated[Device, typer.Option(help="Where the ranks compute.")] = Device.cpu,

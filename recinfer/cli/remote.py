@@ -17,18 +17,18 @@ from recinfer.errors import ArchiveError, ConfigError
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
     from recinfer.serving.server.security import Security
-    from recinfer.serving.shards.fanout import Fanout
+    from recinfer.serving.shards.fan_out import FanOut
     from recinfer.serving.shards.tables import ShardTables
     from recinfer.serving.wire.limits import Limits
 
-__all__ = ["parse_ranks", "serve_ranks", "set_serving_when_there", "shard_fanout", "unchecked", "version_in"]
+__all__ = ["parse_ranks", "serve_ranks", "set_serving_when_there", "shard_fan_out", "unchecked", "version_in"]
 
 _log = logging.getLogger(__name__)
 
 
 def parse_ranks(text: str) -> list[int]:
     """``"0,1"`` or ``"0-3"`` as ranks; raises ConfigError."""
-    from recinfer.archive.manifest_rules import MAX_RANKS
+    from recinfer.distributed.planner.plan import MAX_RANKS
 
     ranks: list[int] = []
     for part in text.split(","):
@@ -108,16 +108,17 @@ def _added(tables: ShardTables, store: Path, name: str, version: str) -> Path:
     return store / name / version
 
 
-def shard_fanout(path: Path, security: Security, missing: str | None) -> Fanout:
-    """Who asks the shards of shards.json; raises ConfigError."""
-    from recinfer.serving.shards.fanout import Fanout
-    from recinfer.serving.shards.pool import ReplicaPool
+def shard_fan_out(path: Path, security: Security, missing: str | None, max_response_bytes: int) -> FanOut:
+    """Who asks the shards of shards.json; raises ConfigError. ``max_response_bytes``: of a rank's rows for one request."""
+    from recinfer.serving.shards.fan_out import FanOut
+    from recinfer.serving.shards.replicas import ReplicaPool
 
-    return Fanout(ReplicaPool(path, token=security.token), missing=missing)
+    pool = ReplicaPool(path, token=security.token, max_response_bytes=max_response_bytes)
+    return FanOut(pool, missing=missing)
 
 
 def unchecked(
-    path: Path, fanout: Fanout, store: Path | None, options: dict[str, Any], deltas: Sequence[Path] = ()
+    path: Path, fan_out: FanOut, store: Path | None, options: dict[str, Any], deltas: Sequence[Path] = ()
 ) -> Predictor:
     """A ranker's predictor after ``deltas``, whose golden requests wait until its shards are there.
 
@@ -131,12 +132,12 @@ def unchecked(
     from recinfer.serving.shards.lookups import remote_lookups
 
     archive = open_archive(path, ranks=())
-    listed, world = fanout.pool.config.ranks, archive.manifest.world_size
+    listed, world = fan_out.pool.config.ranks, archive.manifest.world_size
     if sorted(listed) != list(range(world)):
         raise ConfigError(
             f"shards: it lists ranks {', '.join(map(str, listed))}; {path} is cut for {world}, expected 0 to {world - 1}"
         )
-    lookups = remote_lookups(fanout, None if store is None else str(store), wait=False)
+    lookups = remote_lookups(fan_out, None if store is None else str(store), wait=False)
     predictor = Predictor(archive, lookups=lookups, **options)
     for delta in deltas:
         predictor.apply(read_delta(delta), check=False)
@@ -151,7 +152,7 @@ def version_in(store: Path | None, archive: Path) -> str:
 
 
 def set_serving_when_there(
-    predictors: list[Predictor], fanout: Fanout, output: Output, set_serving: Any, stopped: threading.Event
+    predictors: list[Predictor], fan_out: FanOut, output: Output, set_serving: Any, stopped: threading.Event
 ) -> None:
     """In a thread: wait for the shards, replay the golden requests through them, then let health say SERVING."""
     from recinfer.errors import RecinferError
@@ -162,16 +163,16 @@ def set_serving_when_there(
             lookups: Any = predictor.state.lookups
             told = ""
             while True:
-                missing = fanout.pool.unreachable(lookups.ranks, lookups.spec.key)
+                missing = fan_out.pool.unreachable(lookups.ranks, lookups.spec.key)
                 if not missing:
                     break
-                where = "; ".join(f"rank {rank}: {fanout.pool.addresses(rank, lookups.spec.key)}" for rank in missing)
+                where = "; ".join(f"rank {rank}: {fan_out.pool.addresses(rank, lookups.spec.key)}" for rank in missing)
                 if where != told:
                     told = where
                     output.note(f"not serving yet, waiting for shards: {where}")
                 if stopped.wait(0.1):
                     return
-            start_on_loop(fanout.pool.wait_for(lookups.ranks, lookups.spec.key)).result()
+            start_on_loop(fan_out.pool.wait_for(lookups.ranks, lookups.spec.key)).result()
             for index in range(predictor.manifest.check.num_requests if predictor.num_deltas else 1):
                 predictor.check_request(index)
             predictor.check_merging()

@@ -23,7 +23,8 @@ def run(
     archive: Annotated[Path, typer.Argument(help="Archive folder.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", help="Archive folder to write.")],
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Plan the tables for this many ranks.", show_default="the plan's")
+        int | None,
+        typer.Option(min=1, max=65536, help="Plan the tables for this many ranks.", show_default="the plan's"),
     ] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Cut by this plan instead.", show_default=False)] = None,
     device: Annotated[

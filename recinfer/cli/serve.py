@@ -35,8 +35,6 @@ def run(options: ServeOptions) -> None:
     ranks = None if options.roles.ranks is None else parse_ranks(options.roles.ranks)
     _check_ports(options.address)
     _check_roles(options)
-    if ranks is not None:
-        env.listen_in_place()
     security = security_of(options.security, worker=options.worker)
     security.check_host(options.address.host)
     security.credentials()  # a file that is not there is found before any table is read
@@ -61,6 +59,7 @@ def run(options: ServeOptions) -> None:
             metrics_port=address.metrics_port,
             security=security,
             one_first=models.model_store is not None,
+            timeout=models.worker_timeout,
         )
         return
     serve_models(options, security, output)

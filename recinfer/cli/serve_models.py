@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from recinfer.cli.console import Output
 from recinfer.cli.doors import show_doors
-from recinfer.cli.remote import set_serving_when_there, shard_fanout, unchecked, version_in
+from recinfer.cli.remote import set_serving_when_there, shard_fan_out, unchecked, version_in
 from recinfer.cli.serve_options import BatchOptions, LimitOptions, RoleOptions, ServeOptions, TableOptions
 from recinfer.errors import ArchiveError, ConfigError, NotFoundError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from recinfer.serving.engine.store import ModelStore, StoreManager
     from recinfer.serving.server.security import Security
     from recinfer.serving.server.server import Server
-    from recinfer.serving.shards.fanout import Fanout
+    from recinfer.serving.shards.fan_out import FanOut
     from recinfer.serving.wire.limits import Limits
     from recinfer.serving.workers.worker import WorkerLink
 
@@ -42,17 +42,17 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
     address = options.address
     link = WorkerLink() if options.worker else None
     state = None if link is None else link.restore
-    fanout = _fanout(options.roles, security)
-    store = _store(options, fanout)
-    models = _models(options, fanout, store, state)
+    fan_out = _fan_out(options.roles, options.limits, security)
+    store = _store(options, fan_out)
+    models = _models(options, fan_out, store, state)
     registry = ModelRegistry(models)
     manager = None if store is None else StoreManager(registry, store, state)
-    life = _Life(options, models, fanout, output, link, manager)
+    life = _Life(options, models, fan_out, output, link, manager)
     serve(
         registry,
-        shards=fanout,
-        serving=fanout is None,
-        on_hangup=None if fanout is None else fanout.pool.reload,
+        shards=fan_out,
+        serving=fan_out is None,
+        on_hangup=None if fan_out is None else fan_out.pool.reload,
         host=address.host,
         port=address.port,
         limits=limits_of(options.limits),
@@ -70,10 +70,11 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
     life.end()
 
 
-def _fanout(roles: RoleOptions, security: Security) -> Fanout | None:
+def _fan_out(roles: RoleOptions, limits: LimitOptions, security: Security) -> FanOut | None:
     if roles.shards is None:
         return None
-    return shard_fanout(roles.shards, security, None if roles.missing_shards is None else roles.missing_shards.name)
+    missing = None if roles.missing_shards is None else roles.missing_shards.name
+    return shard_fan_out(roles.shards, security, missing, limits_of(limits).max_response_bytes)
 
 
 def limits_of(options: LimitOptions) -> Limits:
@@ -111,29 +112,29 @@ def _loading(tables: TableOptions) -> dict[str, Any]:
     }
 
 
-def _store(options: ServeOptions, fanout: Fanout | None) -> ModelStore | None:
+def _store(options: ServeOptions, fan_out: FanOut | None) -> ModelStore | None:
     from recinfer.serving.engine.store import ModelStore
     from recinfer.serving.shards.lookups import remote_lookups
 
     folder = options.models.model_store
     if folder is None:
         return None
-    lookups = None if fanout is None else remote_lookups(fanout, str(folder))
+    lookups = None if fan_out is None else remote_lookups(fan_out, str(folder))
     return ModelStore(folder, lookups=lookups, **_loading(options.tables))
 
 
 def _models(
-    options: ServeOptions, fanout: Fanout | None, store: ModelStore | None, state: dict[str, Any] | None
+    options: ServeOptions, fan_out: FanOut | None, store: ModelStore | None, state: dict[str, Any] | None
 ) -> list[ServedModel]:
     """The archives that are named, then those of the store; a restarted worker's are those that it had."""
     from recinfer.serving.engine.store import restore
 
-    models = _named(options, fanout, restarted=state is not None)
+    models = _named(options, fan_out, restarted=state is not None)
     if state is not None:
         models = restore(state, models, store)
-    elif store is not None and fanout is not None:
+    elif store is not None and fan_out is not None:
         # As a shard server does: archives that are named are what it serves, and the store is where others come from.
-        models += [] if options.archives else _newest_of_shards(options, fanout, store)
+        models += [] if options.archives else _newest_of_shards(options, fan_out, store)
     elif store is not None:
         models += _newest(store, models)
     if not models:
@@ -141,7 +142,7 @@ def _models(
     return models
 
 
-def _named(options: ServeOptions, fanout: Fanout | None, *, restarted: bool) -> list[ServedModel]:
+def _named(options: ServeOptions, fan_out: FanOut | None, *, restarted: bool) -> list[ServedModel]:
     """The archives that are named; without those that a worker which is started again finds gone."""
     from recinfer.inference.predictor import load
     from recinfer.serving.engine.registry import ServedModel
@@ -153,8 +154,8 @@ def _named(options: ServeOptions, fanout: Fanout | None, *, restarted: bool) -> 
     for archive in options.archives or []:
         version = ""
         try:
-            if fanout is not None:
-                predictor = unchecked(archive, fanout, folder, {"device": tables.device.value}, deltas)
+            if fan_out is not None:
+                predictor = unchecked(archive, fan_out, folder, {"device": tables.device.value}, deltas)
                 version = version_in(folder, archive)
             else:
                 predictor = load(archive, lock=tables.lock, **_loading(tables))
@@ -164,7 +165,7 @@ def _named(options: ServeOptions, fanout: Fanout | None, *, restarted: bool) -> 
             _log.error("%s is not served by this process: %s", archive, error)
             continue
         models.append(ServedModel.of(predictor.manifest.model, predictor, version))
-    if fanout is None and models:
+    if fan_out is None and models:
         for path in deltas:
             models[0].predictor.apply_delta(path)
     return models
@@ -182,13 +183,13 @@ def _newest(store: ModelStore, named: list[ServedModel]) -> list[ServedModel]:
     return [model for model in store.newest_of_all(opened, needed=not named) if model is not None]
 
 
-def _newest_of_shards(options: ServeOptions, fanout: Fanout, store: ModelStore) -> list[ServedModel]:
+def _newest_of_shards(options: ServeOptions, fan_out: FanOut, store: ModelStore) -> list[ServedModel]:
     from recinfer.serving.engine.registry import ServedModel
 
     device = {"device": options.tables.device.value}
 
     def opened(name: str, version: str) -> ServedModel:
-        predictor = unchecked(store.folder / name / version, fanout, options.models.model_store, device)
+        predictor = unchecked(store.folder / name / version, fan_out, options.models.model_store, device)
         return ServedModel.of(name, predictor, version)
 
     return store.newest_of_all(opened, ArchiveError)
@@ -215,14 +216,14 @@ class _Life:
         self,
         options: ServeOptions,
         models: list[ServedModel],
-        fanout: Fanout | None,
+        fan_out: FanOut | None,
         output: Output,
         link: WorkerLink | None,
         manager: StoreManager | None,
     ) -> None:
         self._options = options
         self._models = list(models)
-        self._fanout = fanout
+        self._fan_out = fan_out
         self._output = output
         self._link = link
         self._manager = manager
@@ -237,9 +238,9 @@ class _Life:
     def ready(self, port: int) -> None:
         assert self._server is not None, "a server starts before it is ready"
         address, output = self._options.address, self._output
-        if self._fanout is not None:
+        if self._fan_out is not None:
             predictors: list[Predictor] = [model.predictor for model in self._models]
-            set_serving_when_there(predictors, self._fanout, output, self._server.set_serving, self._stopped)
+            set_serving_when_there(predictors, self._fan_out, output, self._server.set_serving, self._stopped)
         served = [f"{m.name} {m.version}" for m in self._models]
         engines = [_engine_of(m) for m in self._models]
         http_port, shown = self._server.http_port, self._server.metrics_port
@@ -262,7 +263,7 @@ class _Life:
 
     def end(self) -> None:
         self._stopped.set()
-        if self._fanout is not None:
-            self._fanout.pool.close()
+        if self._fan_out is not None:
+            self._fan_out.pool.close()
         if self._link is None:
             self._output.note("stopped")

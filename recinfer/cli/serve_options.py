@@ -77,6 +77,10 @@ class ModelOptions:
         bool, typer.Option("--admin", help="Let callers load, unload and weigh versions of the model store.")
     ] = False
     workers: Annotated[int, typer.Option(min=1, max=256, help="Processes that share the port and the archive.")] = 1
+    worker_timeout: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds without an answer after which a worker that hangs is killed and replaced."),
+    ] = 10.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class RoleOptions:
         typer.Option(
             min=0,
             max=65535,
-            help="TCP port of a shard server where rankers ask past gRPC; 0: a free one, which they find.",
+            help="TCP port of a shard server where rankers look up; 0: a free one, which they find.",
         ),
     ] = 0
     shards: Annotated[

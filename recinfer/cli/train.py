@@ -11,6 +11,7 @@ import typer
 
 from recinfer import env
 from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.interrupts import cleaning_up_on_sigterm
 from recinfer.cli.options import DataFormat, parse_pair
 from recinfer.errors import ConfigError
 
@@ -99,7 +100,8 @@ def run(
     started = time.perf_counter()
     if first:
         output.note(f"rows: {data or 'made up, in the Criteo format'}")
-    report = run_job(job, world_size or 1)
+    with cleaning_up_on_sigterm():
+        report = run_job(job, world_size or 1)
     if report is None:  # not the first of torchrun's ranks
         return
     _show(output, job, report, time.perf_counter() - started)

@@ -51,6 +51,7 @@ def supervise(
     metrics_port: int | None = None,
     security: Security,
     one_first: bool = False,
+    timeout: float,
 ) -> None:
     """Run this process's own command line in ``workers`` processes until SIGTERM or Ctrl-C.
 
@@ -72,7 +73,14 @@ def supervise(
 
     environment = None if security.token is None else env.child_environment(RECINFER_TOKEN=security.token)
     supervisor = Supervisor(
-        command, workers, host, port, tell=output.note, one_first=one_first, environment=environment
+        command,
+        workers,
+        host,
+        port,
+        timeout=timeout,
+        tell=output.note,
+        one_first=one_first,
+        environment=environment,
     )
     shown = _Shown(supervisor.status, host, metrics_port, security)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recinfer.inference.lru import LruCache
+from recinfer.lru import LruCache
 from recinfer.quant._tables import pack as _pack
 from recinfer.quant._tables import pool as _pool
 from recinfer.quant.lookup import PooledLookup

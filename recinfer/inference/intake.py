@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from recinfer.archive.manifest import FeatureInfo, Manifest
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, offsets_of
-from recinfer.inference.lru import LruCache
+from recinfer.lru import LruCache
 
 __all__ = ["FeatureIntake", "TakenFeatures"]
 

@@ -21,13 +21,18 @@ __all__ = ["FeatureSpec", "LookupResult", "feature_specs", "selected", "tensors_
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """One output of lookup: its name, and the table behind it."""
+    """One output of lookup: its name, the table behind it, and whether a prediction may leave its feature out.
+
+    ``missing``: a prediction without the feature is refused (``"reject"``), or takes no ids (``"empty"``) or this id in
+    every sample. A lookup may leave out any feature.
+    """
 
     name: str
     table: str
     rows: int
     dim: int
     pooled: bool
+    missing: str | int = "reject"
 
 
 @dataclass(frozen=True)
@@ -59,11 +64,13 @@ class LookupResult:
 
 def feature_specs(manifest: Manifest, names: dict[str, list[str]]) -> list[FeatureSpec]:
     """What lookup gives, in the model's order; ``names`` are those of each module's outputs, by its path."""
+    missing = {feature.name: feature.missing for feature in manifest.features}
     specs = []
     for module in manifest.modules:
-        tables = [table for table in manifest.module_tables(module.path) for _ in table.features]
-        for name, table in zip(names[module.path], tables):
-            specs.append(FeatureSpec(name, table.name, table.rows, table.dim, module.kind == "pooled"))
+        looked_up = [(table, name) for table in manifest.module_tables(module.path) for name in table.features]
+        for name, (table, feature) in zip(names[module.path], looked_up):
+            pooled = module.kind == "pooled"
+            specs.append(FeatureSpec(name, table.name, table.rows, table.dim, pooled, missing[feature]))
     return specs
 
 

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from recinfer.errors import InputError
+from recinfer.lru import LruCache
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["FeatureArranger"]
 
 _SMALL_BAGS = 16384  # measured: 2026-11-20, docs/decisions.md
-_MAX_ORDERS = 64  # clients send a handful of orders; a hostile one must not grow what is remembered
+_MAX_ORDERS = 64  # that are remembered; clients send a handful
 
 
 class FeatureArranger:
@@ -37,7 +38,7 @@ class FeatureArranger:
     def __init__(self, features: Sequence[str], rows: Sequence[int]) -> None:
         self.features = list(features)
         self.rows = list(rows)
-        self._orders: dict[tuple[str, ...], tuple[list[int], Tensor]] = {}
+        self._orders: LruCache[tuple[str, ...], tuple[list[int], Tensor]] = LruCache(_MAX_ORDERS)
         # Unsigned, because a negative id read as unsigned is huge: one comparison covers both ends.
         self._limits: dict[torch.dtype, tuple[type, np.ndarray]] = {
             torch.int64: (np.uint64, np.array(self.rows, dtype=np.uint64)),
@@ -61,11 +62,9 @@ class FeatureArranger:
         keys = features.keys()
         if keys == self.features:
             return features
-        known = self._orders.get(tuple(keys))
+        known = self._orders[tuple(keys)]
         if known is None:
-            known = self._new_order(keys)
-            if len(self._orders) < _MAX_ORDERS:
-                self._orders[tuple(keys)] = known
+            known = self._orders[tuple(keys)] = self._new_order(keys)
         order, order_F = known
         if features.values().device.type == "meta" and features.length_per_key_or_none() is None:
             return self._shapes_of(features)

@@ -107,6 +107,7 @@ def test_a_malformed_plan_is_one_sentence(exported: Exported, tmp_path: Path, ve
         ("[]", "got a list; expected a plan"),
         ('{"a": 1}', "of format None; expected a plan"),
         (json.dumps({**data, "world_size": None}), "world_size is 'None'; expected a whole number"),
+        (json.dumps({**data, "world_size": 1 << 40}), "world_size 1099511627776; expected 1 to 65536"),
         (json.dumps({**data, "estimates": [1]}), "estimates is '[1]'; expected an object"),
         (json.dumps({**data, "tables": {"t": 1}}), "expected a list"),
         (json.dumps(data).replace(json.dumps(shard), "[0, 0, 50, 0, 8.5]", 1), "expected a list of 5 whole numbers"),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from torch import nn
 
 from recinfer.archive.reader import Archive
 from recinfer.inference.bags import bags_of
 from recinfer.inference.intake import FeatureIntake
-from recinfer.inference.lru import LruCache
 from recinfer.inference.predictor import Predictor
+from recinfer.lru import LruCache
+from recinfer.quant.arranger import FeatureArranger
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import FEATURES, RANKER_ROWS, make_request
 
 
@@ -26,6 +31,16 @@ def test_the_keys_used_last_are_there_and_no_more_than_the_bound() -> None:
             assert cache[recent] == str(recent)
         assert len(cache) <= 4 and len(cache) + len(cache._older) <= 8
     assert cache[5] is None
+
+
+def test_a_copy_begins_empty_with_the_same_bound() -> None:
+    cache: LruCache[int, int] = LruCache(8)
+    cache.update({1: 2})
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert len(copied) == 0 and copied[1] is None
+        for key in range(100):
+            copied[key] = key
+        assert len(copied) <= 4
 
 
 def test_threads_find_what_was_put_or_nothing() -> None:
@@ -68,3 +83,17 @@ def test_bytes_of_keys_are_remembered_after_any_number_of_others(small: tuple[nn
     learned = tables.learn(b"mine", FEATURES)
     assert learned is not None and tables.order(b"mine") is learned
     assert len(tables._orders) < MANY
+
+
+def test_an_order_of_keys_is_arranged_as_before_after_any_number_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    arranger = FeatureArranger(FEATURES, [RANKER_ROWS[name] for name in FEATURES])
+    for number in range(MANY):
+        extra = KeyedJaggedTensor(
+            [f"other {number}", *reversed(FEATURES)],
+            torch.zeros(0, dtype=torch.int64),
+            lengths=torch.zeros(len(FEATURES) + 1, dtype=torch.int32),
+        )
+        arranger.arrange(extra)
+    monkeypatch.delattr(FeatureArranger, "_new_order")
+    assert arranger.arrange(extra).keys() == list(FEATURES)
+    assert len(arranger._orders) < MANY

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import queue
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,13 +71,27 @@ class BytePath:
             done.get(timeout=LONG)
         return answers
 
-    def remote(self, call: CallName, data: bytes, deadline: float = math.inf) -> Any:
-        """What shards give; an error of ours is given back, None where the decoded path has to answer."""
+    def split(self, call: CallName, data: bytes) -> Any:
+        """What each rank would be asked; None where the decoded path has to answer."""
+        plain = self.read(data)
+        if plain is None or (call == "Predict" and (not plain.can_predict() or plain.dense() is None)):
+            return None
+        places = plain.lengths_at, plain.ids_at, plain.ids, plain.wide, plain.batch
+        return plain.tables.split(plain.order, data, *places)
+
+    def begin(self, call: CallName, data: bytes, reply: Any, seconds: float = LONG) -> bool:
+        """Ask the shards; ``reply`` is given the answer. False: the decoded path has to answer."""
         plain = self.read(data)
         if plain is None:
-            return None
+            return False
+        self.fan_outs.start(Request(call, data, time.monotonic() + seconds, reply), plain)
+        return True
+
+    def remote(self, call: CallName, data: bytes, seconds: float = LONG) -> Any:
+        """What shards give; an error of ours is given back, None where the decoded path has to answer."""
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.fan_outs.start(Request(call, data, deadline, done.put), plain)
+        if not self.begin(call, data, done.put, seconds):
+            return None
         self.scheduler.run_ready()
         answer = done.get(timeout=LONG)
         return None if isinstance(answer, _Left) else answer

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
-from recinfer.serving.server.loop import run_on_loop
+from recinfer.errors import UnavailableError
 from recinfer.serving.shards import server as shard_server
 from recinfer.serving.shards.busy import BusyShare, thread_seconds
-from recinfer.serving.shards.server import ShardServer
-from tests.serving.remote.fleet import shard
+from tests.serving.remote.fleet import asking, shard, write_shards
 from tests.serving.remote.test_direct import make_archive
 
 
@@ -92,20 +91,12 @@ def test_a_shard_server_says_how_busy_it_is(tmp_path: Path, monkeypatch: pytest.
     with shard(archive, (0,)) as server:
         assert server.status()["held"]["busy"] == 0.0
         names = {thread.native_id: thread.name for thread in threading.enumerate()}
-        assert {names[native_id] for native_id in threads} == {"recinfer-grpc", "recinfer-grpc-sockets"}
-        monkeypatch.setattr(shard_server, "SMALL_BYTES", -1)
-        for _ in range(20):
-            asked(server)
+        assert {names[native_id] for native_id in threads} == {"recinfer-shards"}
+        monkeypatch.setattr(shard_server, "_SMALL_BYTES", -1)
+        with asking(write_shards(tmp_path / "shards.json", {0: [server.target]})) as fan_out:
+            (replica,) = fan_out.pool.everyone()
+            replica.versions.add("nobody has it")
+            with pytest.raises(UnavailableError, match="has not prepared"):  # the server says so
+                fan_out.find("nobody has it", 1, {0: [[b""]]}, math.inf)
         assert 0.0 < server.status()["held"]["busy"] <= 1.0
         assert server._pool_seconds > 0.0
-
-
-def asked(server: ShardServer) -> None:
-    """A lookup that fails, which takes time too."""
-
-    async def call() -> None:
-        async with grpc.aio.insecure_channel(server.target) as channel:
-            with pytest.raises(grpc.aio.AioRpcError):
-                await channel.unary_unary(f"/{shard_server.SERVICE_NAME}/Find")(b"no message")
-
-    run_on_loop(call())

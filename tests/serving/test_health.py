@@ -19,8 +19,8 @@ from recinfer.serving.server.health import LIVENESS, READINESS
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
-from recinfer.serving.shards.connections import SERVICE_NAME as SHARD_SERVICE
 from recinfer.serving.shards.lookups import remote_lookups
+from recinfer.serving.shards.messages import SERVICE_NAME as SHARD_SERVICE
 from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire.proto import open_inference_pb2
@@ -100,16 +100,16 @@ def test_readiness_follows_the_ranks(archive: Path, tmp_path: Path, default_rows
     with ExitStack() as stack:
         shards = [stack.enter_context(shard(archive, (rank,), f"127.0.0.{rank + 1}")) for rank in range(2)]
         path = write_shards(tmp_path / "shards.json", {rank: [shards[rank].target] for rank in range(2)})
-        fanout = stack.enter_context(asking(path))
-        predictor = load(archive, lookups=remote_lookups(fanout))
-        server = stack.enter_context(Server({"tiny": predictor}, shards=fanout, http_port=0, metrics_port=0))
+        fan_out = stack.enter_context(asking(path))
+        predictor = load(archive, lookups=remote_lookups(fan_out))
+        server = stack.enter_context(Server({"tiny": predictor}, shards=fan_out, http_port=0, metrics_port=0))
         channel = stack.enter_context(grpc.insecure_channel(server.target))
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=READINESS), timeout=60)
         stack.callback(watch.cancel)
         assert next(watch).status == SERVING
 
         shards[1].stop(0.0)
-        until(lambda: not fanout.pool.replicas(1)[0].up)
+        until(lambda: not fan_out.pool.replicas(1)[0].up)
         code = 200 if default_rows else 503
         now = SERVING if default_rows else NOT_SERVING
         assert check(server.target, "", READINESS, LIVENESS) == [SERVING, now, SERVING]

@@ -17,18 +17,21 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from recinfer.errors import ConfigError, InputError, NotFoundError, RecinferError, UnavailableError
-from recinfer.inference.predictor import Predictor
+from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.open_inference import model_metadata
 from recinfer.serving.wire.proto import inference_pb2 as pb
+from recinfer.serving.wire.proto import open_inference_pb2
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.archive.models import copy_with_missing
 from tests.ports import free_port
 from tests.serving.conftest import DIM, NUM_DENSE, ROWS, make_request
 from tests.serving.stubs import inference_stub
-from tests.serving.test_workers import until
+from tests.serving.supervised import until
 from tests.warm import Program, run_program
 
 BATCHES = [1, 2, 33]
@@ -80,7 +83,25 @@ def test_get_model(client: InferenceClient, predictor: Predictor):
     assert (model.precision, model.plan_hash) == ("int8", predictor.manifest.plan_hash)
     assert {f.name: f.rows for f in model.features} == ROWS
     assert {f.name: f.table for f in model.features}["history"] == "t_item"
-    assert all(f.dim == DIM and f.pooled for f in model.features)
+    assert all((f.dim, f.pooled, f.missing) == (DIM, True, "reject") for f in model.features)
+
+
+@pytest.mark.parametrize("missing", ["reject", "empty", 7])
+def test_a_model_says_which_features_a_prediction_may_leave_out(archive: Path, tmp_path: Path, missing: str | int):
+    predictor = load(copy_with_missing(archive, tmp_path / "tiny.rqa", missing))
+    with Server({"tiny": predictor}) as server, InferenceClient(server.target) as client:
+        model = client.get_model()
+        assert {f.missing for f in model.features} == {f.missing for f in predictor.features} == {missing}
+        with grpc.insecure_channel(server.target) as channel:
+            call = channel.unary_unary("/inference.GRPCInferenceService/ModelMetadata")
+            data = call(open_inference_pb2.ModelMetadataRequest(name="tiny").SerializeToString(), timeout=60)
+        said = open_inference_pb2.ModelMetadataResponse.FromString(data)
+    expected = {} if missing == "reject" else {"missing": str(missing)}
+    plain = {tensor["name"]: tensor for tensor in model_metadata(server.service.registry, "tiny", "")["inputs"]}
+    for tensor in said.inputs:
+        wanted = {} if tensor.name == "dense" else expected
+        assert {name: value.string_param for name, value in tensor.parameters.items()} == wanted
+        assert plain[tensor.name].get("parameters", {}) == wanted
 
 
 def test_the_generated_stub_speaks_to_it(server: Server):

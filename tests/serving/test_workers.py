@@ -9,16 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from recinfer import env
@@ -27,85 +26,13 @@ from recinfer.cli.serve_options import SecurityOptions
 from recinfer.errors import ConfigError, InputError, NotFoundError, UnavailableError
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.server.server import SERVICE_NAME
-from recinfer.serving.wire import codec
 from recinfer.serving.workers.supervisor import Supervisor
 from tests.ports import free_port
-from tests.serving.conftest import make_request, replace_archive
+from tests.serving.conftest import replace_archive
+from tests.serving.supervised import FAKE, Load, supervised, supervising, until
 from tests.warm import RECINFER, Program, run_program
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("socket"), "SO_REUSEPORT"), reason="needs SO_REUSEPORT")
-
-
-@contextmanager
-def supervised(*arguments: object, workers: int = 2) -> Iterator[tuple[Supervisor, str, list[str]]]:
-    """A supervisor in this process, with real worker processes."""
-    said: list[str] = []
-    ready = threading.Event()
-
-    def command(port: int) -> list[str]:
-        serve = ["-m", "recinfer", "serve", *map(str, arguments), "--worker", "--json", "--port", str(port)]
-        return [sys.executable, *serve]
-
-    supervisor = Supervisor(command, workers, "127.0.0.1", 0, tell=said.append)
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            supervisor.run(lambda answer: ready.set())
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        assert ready.wait(180), failed
-        yield supervisor, f"127.0.0.1:{supervisor.port}", said
-    finally:
-        supervisor.stop()
-        thread.join(90)
-        assert not thread.is_alive()
-        assert not failed
-
-
-class Load:
-    """Callers with a connection each, one request after another; counts the answers by code."""
-
-    def __init__(self, target: str, callers: int) -> None:
-        self.target, self.codes, self._stop = target, {}, threading.Event()
-        self._threads = [threading.Thread(target=self._call, args=(n,)) for n in range(callers)]
-
-    def _call(self, number: int) -> None:
-        dense, kjt = make_request(number, 2)
-        data = codec.encode_predict_request(dense, kjt)
-        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50)]
-        with grpc.insecure_channel(self.target, options=options) as channel:
-            predict = channel.unary_unary(f"/{SERVICE_NAME}/Predict")
-            while not self._stop.is_set():
-                try:
-                    predict(data, timeout=60, wait_for_ready=True)
-                    code = "OK"
-                except grpc.RpcError as error:
-                    code = error.code().name
-                self.codes[code] = self.codes.get(code, 0) + 1
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(90)
-            assert not thread.is_alive()
-
-
-def until(condition: Any, seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_a_killed_worker_fails_its_own_requests_and_comes_back(archive: Path):
@@ -214,37 +141,24 @@ def test_a_worker_that_cannot_start_ends_the_supervisor_with_its_reason(tmp_path
         Supervisor(command, 2, "127.0.0.1", 0).run()
 
 
-_FAKE = """
-import json, pathlib, sys, time
-sys.stdin.readline()
-served = pathlib.Path(sys.argv[1])
-if served.exists():
-    time.sleep(0.3)
-    sys.exit(print(json.dumps({"error": {"message": "the store has no '1'"}}), flush=True) or 2)
-served.touch()
-print(json.dumps({"port": 1}), flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_worker_that_fails_after_a_long_load_is_not_started_at_once_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("recinfer.serving.workers.supervisor._STEADY_S", 0.2)  # less than it takes to fail
-    said: list[str] = []
-    command = [sys.executable, "-c", _FAKE, str(tmp_path / "served")]
-    supervisor = Supervisor(lambda port: command, 1, "127.0.0.1", 0, tell=said.append)
-    ready = threading.Event()
-    thread = threading.Thread(target=supervisor.run, args=(lambda answer: ready.set(),))
-    thread.start()
-    try:
-        assert ready.wait(60)
+    folders = [tmp_path / "fails", tmp_path / "serves"]
+    for folder in folders:
+        folder.mkdir()
+    commands = iter(folders)  # the first two starts; all others are of the one that fails
+    command = [sys.executable, "-c", FAKE]
+    with supervising(lambda port: [*command, str(next(commands, folders[0]))], one_first=True) as (
+        supervisor,
+        _,
+        said,
+    ):
         time.sleep(0.3)
+        (folders[0] / "broken").touch()
         os.kill(supervisor.pids[0], signal.SIGKILL)
         until(lambda: len(said) > 3)
-    finally:
-        supervisor.stop()
-        thread.join(60)
     assert [line.rpartition("starts in ")[2] for line in said[:4]] == ["0 s", "0.1 s", "0.2 s", "0.4 s"]
     assert "killed by SIGKILL" in said[0] and "exit code 2 after " in said[1] and "the store has no '1'" in said[1]
 
@@ -390,14 +304,22 @@ def test_what_stops_a_start_is_a_line_of_the_json_log(archive: Path, arguments: 
 
 
 def test_workers_end_with_their_supervisor(archive: Path):
-    with subprocess.Popen(
-        [sys.executable, "-m", "recinfer", "serve", str(archive), "--worker", "--json", "--port", "0"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        process.stdin.write("{}\n")
-        process.stdin.flush()
+    ours, theirs = Pipe()
+    command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--worker", "--json", "--port", "0"]
+    with subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.PIPE, text=True) as process:
+        theirs.close()
+        ours.send_bytes(json.dumps({"ask": 7, "what": "begin", "with": {"restore": None}}).encode())
+        assert json.loads(ours.recv_bytes()) == {"to": 7, "is": None}
         assert "port" in json.loads(process.stdout.readline())
-        process.stdin.close()
+        ours.close()
         assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("stdin", [subprocess.DEVNULL, subprocess.PIPE])
+def test_a_worker_without_a_supervisor_says_so(archive: Path, stdin: int):
+    command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--worker", "--json", "--port", "0"]
+    with subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True) as process:
+        assert (
+            "--worker is for `recinfer serve --workers N`" in json.loads(process.stdout.readline())["error"]["message"]
+        )
+        assert process.wait(60) == 2

@@ -1,10 +1,11 @@
-"""A training that ends on a full disk or by Ctrl-C while it writes a checkpoint leaves no part of one."""
+"""A training that ends on a full disk, by Ctrl-C or SIGTERM while it writes a checkpoint leaves no part of one."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 
+from recinfer.cli.interrupts import cleaning_up_on_sigterm
 from recinfer.errors import UnavailableError
 from recinfer.training import launch
 from recinfer.training.job import TrainJob, TrainReport, _on_new_ranks, _on_rank, run_job
-from tests.warm import RECINFER, Program, run_program, warm_context
+from tests.warm import LONGEST_S, RECINFER, Program, run_program, warm_context
 
 LIMITED = f"""
 import resource, sys
@@ -59,14 +61,16 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_control_c(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_control_c_and_sigterm(tmp_path: Path, number: signal.Signals, code: int) -> None:
     with Program(STANDING_STILL, "train", "--limit", "200", "--out", tmp_path / "ckpt") as process:
         assert process.stdout.readline() == "written\n", process.communicate()
         assert [path.name for path in tmp_path.iterdir()] == [".ckpt.partial"]
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, err = process.communicate()
-        assert process.returncode == 130, err
-    assert err.splitlines()[-1] == "interrupted"
+        assert process.returncode == code, err
+    assert (err.splitlines()[-1] == "interrupted") == (number == signal.SIGINT)
+    assert "Traceback" not in err
     assert not list(tmp_path.iterdir())
 
 
@@ -81,7 +85,10 @@ def stand_still_in_writing(job: TrainJob) -> TrainReport | None:
     return _on_rank(job)
 
 
-def test_control_c_with_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_control_c_and_sigterm_with_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     warm_context()
     monkeypatch.setattr(launch, "_START", "forkserver")
 
@@ -90,17 +97,54 @@ def test_control_c_with_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             pass
         seen.extend(path.name for path in tmp_path.iterdir())
         if not over.is_set():
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     seen: list[str] = []
+    ended: list[int] = []  # what would end the process, were it not pytest's
+    former = signal.signal(signal.SIGTERM, lambda got, _: ended.append(got))
     over = threading.Event()
     watching = threading.Thread(target=interrupt)
     watching.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), cleaning_up_on_sigterm():
             _on_new_ranks(TrainJob(out=tmp_path / "ckpt", limit=200, embedding_dim=4), 2, stand_still_in_writing)
     finally:
         over.set()
         watching.join()
+        signal.signal(signal.SIGTERM, former)
+    assert ended == ([number] if number == signal.SIGTERM else [])
     assert ".ckpt.partial" in seen
     assert sorted(path.name for path in tmp_path.iterdir()) == ["writing-0", "writing-1"]
+
+
+TORCHRUN = f"""
+import os, sys, time
+import torch.distributed.checkpoint as dcp
+write = dcp.FileSystemWriter.write_data
+
+def written_and_still(*arguments):
+    write(*arguments)
+    open(os.path.join(os.path.dirname(sys.argv[-1]), "wrote-" + os.environ["RANK"]), "w").close()
+    time.sleep(600)
+
+dcp.FileSystemWriter.write_data = written_and_still
+{RECINFER}
+"""
+
+
+def test_sigterm_to_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(TORCHRUN)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    train = ["train", "--limit", "200", "--embedding-dim", "4", "--out", str(tmp_path / "ckpt")]
+    with subprocess.Popen([*run, str(tmp_path / "program.py"), *train], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not all((tmp_path / f"wrote-{rank}").exists() for rank in range(2)):
+                assert process.poll() is None, process.stderr.read()
+                time.sleep(0.05)
+            assert (tmp_path / ".ckpt.partial").exists()
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=LONGEST_S)
+        finally:
+            process.kill()
+    assert process.returncode != 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["program.py", "wrote-0", "wrote-1"], err

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "PlanChange", "ShardRect", "TablePlan", "column_unit", "embedding_tables", "placement"]
 
 PLAN_FORMAT = "recinfer.plan/1"
+MAX_RANKS = 1 << 16  # an archive has a file for each, so a number out of nowhere would fill the disk and the memory
 
 
 def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[BaseEmbeddingConfig], bool]]:
@@ -99,8 +100,8 @@ class Plan:
     local_world_size: int = 0
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ConfigError(f"world_size {self.world_size}; expected at least 1")
+        if not 1 <= self.world_size <= MAX_RANKS:
+            raise ConfigError(f"world_size {self.world_size}; expected 1 to {MAX_RANKS}")
         if self.compute_device not in ("cpu", "cuda", "mtia"):
             raise ConfigError(f"compute_device {self.compute_device!r}; expected cpu, cuda or mtia")
         if not self.local_world_size:

@@ -71,7 +71,7 @@ def decode_embeddings(answer: bytes) -> Embeddings:
 def decode_description(answer: bytes) -> ModelDescription:
     """The message of a ModelInfo."""
     info = codec.parse(pb.ModelInfo, answer)
-    features = tuple(FeatureSpec(f.name, f.table, f.rows, f.dim, f.pooled) for f in info.features)
+    features = tuple(FeatureSpec(f.name, f.table, f.rows, f.dim, f.pooled, _missing(f.missing)) for f in info.features)
     contract = None
     if info.feature_contract:
         from recinfer.data.contract import FeatureContract
@@ -80,3 +80,8 @@ def decode_description(answer: bytes) -> ModelDescription:
     return ModelDescription(
         info.name, info.version, features, info.num_dense, info.precision, info.plan_hash, contract, info.needs_weights
     )
+
+
+def _missing(text: str) -> str | int:
+    """The policy in a FeatureInfo; servers from before there was one give none, and may refuse."""
+    return int(text) if text.isdecimal() else text or "reject"

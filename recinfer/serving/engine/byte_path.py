@@ -42,7 +42,11 @@ def lookup_now(request: PlainRequest, stats: RequestStats) -> bytes | None:
     """The serialized answer to a small lookup in tables of this process; None when the decoded path has to answer."""
     if request.context is not None:  # which a LookupRequest knows nothing of
         return None
-    if len(request.data) > _MOST_BYTES or request.ids > _MOST_IDS or request.batch * request.order.columns > _MOST_FLOATS:
+    if (
+        len(request.data) > _MOST_BYTES
+        or request.ids > _MOST_IDS
+        or request.batch * request.order.columns > _MOST_FLOATS
+    ):
         return None
     start = time.perf_counter()
     answer: bytes | None = request.pool(request.head(), None)
@@ -55,12 +59,13 @@ def lookup_now(request: PlainRequest, stats: RequestStats) -> bytes | None:
 
 
 class _Prediction:
-    """What a run needs of a plain Predict: where its vectors come from, and the ranks that gave none."""
+    """What a run needs of a plain Predict: where its vectors come from, since when (``time.perf_counter()``) they are looked
+    up, None: they will be; and the ranks that gave none."""
 
-    __slots__ = ("fill", "missing", "plain")
+    __slots__ = ("fill", "missing", "plain", "since")
 
-    def __init__(self, plain: PlainRequest, fill: Fill, missing: tuple[int, ...]) -> None:
-        self.plain, self.fill, self.missing = plain, fill, missing
+    def __init__(self, plain: PlainRequest, fill: Fill, since: float | None, missing: tuple[int, ...]) -> None:
+        self.plain, self.fill, self.since, self.missing = plain, fill, since, missing
 
 
 class Predictions:
@@ -83,15 +88,23 @@ class Predictions:
         """No request will come any more."""
         self._parts.close()
 
-    def submit(self, request: Request, plain: PlainRequest, fill: Fill, missing: tuple[int, ...] = ()) -> None:
+    def submit(
+        self,
+        request: Request,
+        plain: PlainRequest,
+        fill: Fill,
+        since: float | None = None,
+        missing: tuple[int, ...] = (),
+    ) -> None:
         """Have a prediction wait for its run.
 
         Args:
             plain: what it asks; one that can predict.
             fill: gives its vectors when it is run.
+            since: ``time.perf_counter()`` when the shards were asked for them; None: they are in this process.
             missing: ranks that gave no rows.
         """
-        entry = Entry(request, plain.model.run_cost, plain.batch, _Prediction(plain, fill, missing))
+        entry = Entry(request, plain.model.run_cost, plain.batch, _Prediction(plain, fill, since, missing))
         self._scheduler.submit(self, entry)
 
     # -- for the scheduler
@@ -147,9 +160,7 @@ class Predictions:
             self._run(state, mine, answers)
         return answers
 
-    def _run(
-        self, state: Predictor, works: Sequence[tuple[int, _Prediction]], answers: list[bytes | None]
-    ) -> None:
+    def _run(self, state: Predictor, works: Sequence[tuple[int, _Prediction]], answers: list[bytes | None]) -> None:
         start = time.perf_counter()
         columns = works[0][1].plain.order.columns
         pooled = np.empty((sum(work.plain.batch for _, work in works), columns), np.float32)
@@ -169,7 +180,7 @@ class Predictions:
             joined = dense[0] if len(dense) == 1 else np.concatenate(dense)
             arrays.insert(0, joined.reshape(end, state.num_dense))
         found = time.perf_counter()
-        state.stages.add("lookup", found - start)
+        state.stages.add("lookup", found - (taken[0][1].since or start))
         outputs = _run_dense(state, arrays, end)
         if outputs is None:
             return
@@ -212,7 +223,7 @@ class Predictions:
         if _has_nan(joined):
             return None, elsewhere
         answer = codec.encode_output_arrays(state.output_names, joined, plain.model.version, work.missing)
-        state.stages.add("lookup", given[0][0] - start)
+        state.stages.add("lookup", given[0][0] - (work.since or start))
         state.stages.add("dense", end - given[0][0])
         self._stats.stages.add("encode", time.perf_counter() - end)
         return answer, elsewhere

@@ -25,7 +25,7 @@ from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.raw_rows import read_raw
 
-__all__ = ["DecodedRequest", "InferenceService", "Message"]
+__all__ = ["DecodedRequest", "DecodedRuns", "InferenceService"]
 
 _FLOAT_BYTES = 4
 _DECODED = 2  # bytes of the parsed message and its arrays, for one of the message
@@ -166,7 +166,7 @@ class InferenceService:
         predictor = model.predictor
         contract = predictor.manifest.contract
         features = [
-            pb.FeatureInfo(name=f.name, table=f.table, rows=f.rows, dim=f.dim, pooled=f.pooled)
+            pb.FeatureInfo(name=f.name, table=f.table, rows=f.rows, dim=f.dim, pooled=f.pooled, missing=str(f.missing))
             for f in predictor.features
         ]
         return pb.ModelInfo(

@@ -7,7 +7,6 @@ its size. Everything else, all errors among it, is answered from decoded message
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,4 +171,6 @@ def _keys(block: bytes) -> tuple[str, ...]:
 
 def lookup_head(order: Any, batch: int, version: str, missing: tuple[int, ...] = ()) -> bytes:
     """All of a LookupResponse but the floats at its end."""
-    return codec.lookup_head(order.names, order.dims, batch, version, missing) + field_head(4, 4 * batch * order.columns)
+    return codec.lookup_head(order.names, order.dims, batch, version, missing) + field_head(
+        4, 4 * batch * order.columns
+    )

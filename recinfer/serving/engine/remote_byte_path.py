@@ -21,7 +21,7 @@ from recinfer.serving.engine.scheduler import Entry, Scheduler
 from recinfer.serving.engine.stats import RequestStats
 
 if TYPE_CHECKING:
-    from recinfer.serving.shards.fan import Answers
+    from recinfer.serving.shards.fan_out_request import Answers
 
 __all__ = ["MOST_FAN_OUTS", "FanOuts"]
 
@@ -44,6 +44,7 @@ class FanOuts:
     ) -> None:
         self._scheduler, self._predictions, self._stats, self._decode = scheduler, predictions, stats, decode
         self._under_way = 0
+        self._turn_ends = False  # the end of a turn of the shards' thread is awaited
         self._lock = threading.Lock()
 
     def start(self, request: Request, plain: PlainRequest) -> None:
@@ -84,10 +85,10 @@ class FanOuts:
         parts = tables.split(
             plain.order, plain.data, plain.lengths_at, plain.ids_at, plain.ids, plain.wide, plain.batch
         )
-        if not parts:
+        if parts is None:
             self._decode(request)
             return
-        start = time.monotonic()
+        start = time.perf_counter()
         with self._lock:
             self._under_way += 1
         self._scheduler.begin()
@@ -105,29 +106,34 @@ class FanOuts:
         """On a thread of the shards' answers, or where the fan-out began."""
         with self._lock:
             self._under_way -= 1
-        seconds = time.monotonic() - start
-        self._scheduler.done(1 if error is None else 0, plain.batch, seconds)
-        plain.state.stages.add("lookup", seconds)
+        seconds = time.perf_counter() - start
         try:
-            if error is not None:
-                request.reply(error)
-            elif request.call == "Lookup":
-                request.reply(self._joined(plain, answers, missing))
+            if error is None and request.call == "Predict":  # counted with its dense run
+                self._scheduler.done(0, 0, seconds)
+                self._predictions.submit(request, plain, _Joined(plain, answers).fill, start, missing)
             else:
-                self._predictions.submit(request, plain, _Joined(plain, answers).fill, missing)
+                self._scheduler.done(1, plain.batch, seconds)
+                request.reply(self._joined(plain, answers, missing, start) if error is None else error)
         except Exception as failed:  # nobody else would hear of it
             request.reply(failed)
-        if self._scheduler.queue.waiting:
-            plain.tables.at_end_of_turn(self._scheduler.run_ready)
+        if self._scheduler.queue.waiting and not self._turn_ends:
+            self._turn_ends = True
+            plain.tables.at_end_of_turn(self._end_turn)
 
-    def _joined(self, plain: PlainRequest, answers: Answers, missing: tuple[int, ...]) -> bytes:
+    def _end_turn(self) -> None:
+        self._turn_ends = False
+        self._scheduler.run_ready()
+
+    def _joined(self, plain: PlainRequest, answers: Answers, missing: tuple[int, ...], start: float) -> bytes:
         """The answer to a lookup."""
         head = plain.head()
         if missing:
             head = lookup_head(plain.order, plain.batch, plain.model.version, missing)
+        joined = bytes(_join(plain, answers, head))
+        plain.state.stages.add("lookup", time.perf_counter() - start)
         self._stats.batch.add(plain.batch)
-        self._stats.stages.add("encode", 0.0)  # the join writes it
-        return bytes(_join(plain, answers, head))
+        self._stats.stages.add("encode", 0.0)  # the join wrote it
+        return joined
 
 
 class _Joined:

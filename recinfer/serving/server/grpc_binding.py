@@ -1,7 +1,6 @@
 """grpcio's binding of gRPC's core, ``grpc._cython.cygrpc``: the one place that imports it, and the names that are used of it.
 
-grpcio's own synchronous server and channel (``grpc/_server.py``, ``grpc/_channel.py``) are made of these objects. They are no
-public interface. So pyproject.toml caps grpcio at the releases that were tried, and tests/serving/test_grpc_binding.py is the
+grpcio's own synchronous server (``grpc/_server.py``) is made of these objects. They are no public interface. So pyproject.toml caps grpcio at the releases that were tried, and tests/serving/test_grpc_binding.py is the
 contract: it says how each of them is called.
 """
 
@@ -25,19 +24,15 @@ PARTS: Mapping[str, Sequence[str]] = {
         "cancel_all_calls",
         "destroy",
     ),
-    "Channel": ("integrated_call", "next_call_event", "close"),
     "CompletionQueue": ("poll",),
     "CompletionType": ("queue_timeout",),
     "StatusCode": tuple(code.name.lower() for code in grpc.StatusCode),
     "Call": ("start_server_batch", "cancel"),
     "SendInitialMetadataOperation": (),
     "SendMessageOperation": (),
-    "SendCloseFromClientOperation": (),
     "SendStatusFromServerOperation": (),
-    "ReceiveInitialMetadataOperation": (),
     "ReceiveMessageOperation": ("message",),
     "ReceiveCloseOnServerOperation": ("cancelled",),
-    "ReceiveStatusOnClientOperation": ("code", "details"),
 }
 """Classes of the binding, and what each must have."""
 

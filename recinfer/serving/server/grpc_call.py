@@ -21,7 +21,7 @@ from recinfer.serving.server.grpc_binding import cygrpc
 from recinfer.serving.wire.retry import trailing_of
 from recinfer.serving.wire.status import status_of
 
-__all__ = ["CoreCall", "Dispatch", "Each", "Ending", "Method", "Owner", "ending_of"]
+__all__ = ["CoreCall", "Dispatch", "Ending", "Method", "Owner", "ending_of"]
 
 _log = logging.getLogger("recinfer.serving.server")
 _LINGERS_BYTES, _LINGER_S = 16 << 10, 0.1
@@ -54,10 +54,6 @@ FAILED = Ending("UNKNOWN", "the server failed; its log has the details")
 """Of a call whose error nobody has turned into a code."""
 
 
-Each = Callable[[bytes, Callable[[bytes], None]], None]
-"""Takes one message of a stream, on gRPC's thread, and what to call with its answer: once, then or later, on any thread. What it
-raises ends the stream, so an error of ours is an answer too."""
-
 Dispatch = Callable[[bytes, float, "CoreCall"], None]
 """Takes a message on gRPC's thread, the ``time.monotonic()`` after which nobody waits, and the call, which it answers or ends:
 then or later, on any thread."""
@@ -75,7 +71,7 @@ class Owner(Protocol):
 
     loop: asyncio.AbstractEventLoop
     tasks: set[asyncio.Task[None]]
-    open: set[Any]
+    open: set[CoreCall]
 
     @property
     def is_stopping(self) -> bool: ...

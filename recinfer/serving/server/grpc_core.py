@@ -30,11 +30,9 @@ from recinfer.serving.server.grpc_call import (
     FAILED,
     CoreCall,
     Dispatch,
-    Each,
     Ending,
     Method,
 )
-from recinfer.serving.server.grpc_stream import AnswerStream
 from recinfer.serving.wire.limits import Limits
 
 __all__ = ["Admit", "CoreServer", "Turns"]
@@ -93,7 +91,6 @@ class CoreServer:
         refused: told of each call that is ended for the memory it holds.
         dispatch: by method path; for methods with one message in and out, whose messages it gets as they came.
         turns: told when gRPC has nothing more to hand over after something was dispatched.
-        streams: by method path; answers each message of a call that has many, one after another, without a handler.
         budget: of the bytes that messages and answers hold; None: one of its own.
         most_bytes: of a message, as ``options`` has it.
 
@@ -111,7 +108,6 @@ class CoreServer:
         refused: Refused = lambda path, code, metadata: None,
         dispatch: Mapping[str, Dispatch] | None = None,
         turns: Turns | None = None,
-        streams: Mapping[str, Each] | None = None,
         budget: MemoryBudget | None = None,
         most_bytes: int = Limits.max_message_bytes,
     ) -> None:
@@ -121,7 +117,6 @@ class CoreServer:
         open_budget = MemoryBudget(_OPEN_BUDGET * most_bytes)
         self._bounds_of_open = Bounds(open_budget, min(most_bytes, _OPEN_BYTES), most_bytes, _OPEN_RECEIVE_S)
         self.refused = refused
-        self._streams = {path.encode(): each for path, each in (streams or {}).items()}
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._methods: dict[bytes, Method | None] = {}
         self._server = cygrpc.Server(tuple(options), False)
@@ -129,11 +124,12 @@ class CoreServer:
         self._server.register_completion_queue(self._events)
         self._asked = 0  # how many times gRPC has been asked for a call and has not given one
         self._asked_late = self._given_late = 0  # as the server stops; changed on the loop, and on gRPC's thread
+        self._event_since: float | None = None
         self._ends, self._all_ended = threading.Event(), False
         self._over: asyncio.Event | None = None
         self.thread_id: int | None = None
         self.tasks: set[asyncio.Task[None]] = set()
-        self.open: set[CoreCall | AnswerStream] = set()
+        self.open: set[CoreCall] = set()
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """See grpc.aio.Server."""
@@ -181,8 +177,7 @@ class CoreServer:
         if not self._over.is_set():
             self._server.cancel_all_calls()
             for call in tuple(self.open):
-                if isinstance(call, CoreCall):
-                    call.end(CANCELLED)
+                call.end(CANCELLED)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), _CANCELLED_S)
         if self._over.is_set():
@@ -210,22 +205,34 @@ class CoreServer:
         """See recinfer.serving.server.grpc_call.Owner."""
         return self._ends.is_set()
 
+    @property
+    def event_s(self) -> float:
+        """For how long gRPC's thread has been at one event, or the end of a turn; 0.0 while it waits for one. Any thread may
+        ask."""
+        since = self._event_since
+        return 0.0 if since is None else time.monotonic() - since
+
     # -- on gRPC's thread --------------------------------------------------------------------------------------------
 
     def _take_events(self) -> None:
         timed_out, poll, turns = cygrpc.CompletionType.queue_timeout, self._events.poll, self._turns
         looked, late = time.monotonic(), 0
         while True:
+            self._event_since = None
             has_new = turns is not None and turns.has_new
             is_due = (now := time.monotonic()) - looked >= _STILL_S
             event = poll(_AT_ONCE if has_new or is_due else time.time() + (_STILL_S if self.open else _TICK_S))
+            self._event_since = time.monotonic()
             if is_due:  # what has come is taken first, or its calls would look as if it had not
                 late += 1
                 if event.completion_type == timed_out or late > _MOST_LATE:
                     looked, late = now, 0
                     self._look(now)
             if turns is not None and has_new and (event.completion_type == timed_out or turns.is_due):
-                turns.run_ready()
+                try:
+                    turns.run_ready()
+                except Exception:
+                    _log.exception("the end of a turn failed")
             if event.completion_type == timed_out:
                 continue
             ends = False
@@ -242,8 +249,7 @@ class CoreServer:
 
     def _look(self, now: float) -> None:
         for call in self.open:
-            if isinstance(call, CoreCall):
-                call.look(now)
+            call.look(now)
 
     def _ask(self) -> None:
         self._asked += 1
@@ -271,19 +277,13 @@ class CoreServer:
         deadline = math.inf
         if details.deadline < _NEVER_S:
             deadline = time.monotonic() + details.deadline - time.time()
-        each = self._streams.get(details.method)
-        method = None if each is not None else self._method(details.method, metadata)
+        method = self._method(details.method, metadata)
         path = details.method.decode("utf-8", "replace") if method is None else method.path
         try:
             ending = self._admit(path, deadline, metadata)
         except Exception:
             _log.exception("%s could not be admitted", path)
             ending = FAILED
-        if each is not None and ending is None:
-            stream = AnswerStream(self, event.call, path, each)
-            self.open.add(stream)
-            stream.begin()
-            return None
         call = CoreCall(self, event.call, metadata, deadline, method)
         self.open.add(call)
         if ending is not None or method is None:

@@ -34,7 +34,6 @@ __all__ = [
     "dispatched",
     "generic_handler",
     "handler",
-    "one_by_one",
     "until_signalled",
 ]
 
@@ -49,8 +48,6 @@ _MAX_PENDING = 1 << 15
 deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 Answer = Callable[[bytes], Awaitable[bytes]]
-
-Answered = Callable[[bytes], bytes]
 
 _Handler = Callable[[bytes, CoreCall], Awaitable[bytes]]
 
@@ -152,26 +149,6 @@ def dispatched(call: CallName, dispatcher: Dispatcher, observer: Observer) -> Di
         dispatcher.dispatch(request)
 
     return dispatch
-
-
-def one_by_one(call: str, answer: Answered, failed: Callable[[Ending], bytes], observer: Observer) -> Answered:
-    """The same for the messages of a stream, each counted as a call of ``call``. It raises nothing.
-
-    Args:
-        failed: what a message is answered with that cannot be.
-    """
-
-    def each(data: bytes) -> bytes:
-        start = time.perf_counter()
-        try:
-            found, code = answer(data), "OK"
-        except Exception as error:
-            ending = _ending(call, data, error)
-            found, code = failed(ending), ending.code
-        observer.answered(call, code, time.perf_counter() - start, num_bytes=len(data))
-        return found
-
-    return each
 
 
 def _ending(call: str, data: bytes, error: Exception) -> Ending:

@@ -101,6 +101,9 @@ class OpenInference:
     async def _model_metadata(self, data: bytes) -> bytes:
         request = codec.parse(pb.ModelMetadataRequest, data)
         found = oip.model_metadata(self.registry, request.name, request.version)
+        for tensor in found["inputs"]:
+            given = tensor.get("parameters", {})
+            tensor["parameters"] = {key: pb.InferParameter(string_param=text) for key, text in given.items()}
         return pb.ModelMetadataResponse(**found).SerializeToString()
 
     async def _model_infer(self, data: bytes) -> bytes:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
     from recinfer.serving.server.rest import HttpDoor
     from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
-    from recinfer.serving.shards.fanout import Fanout
+    from recinfer.serving.shards.fan_out import FanOut
 
 __all__ = ["SERVICE_NAME", "Server", "serve"]
 
@@ -110,7 +110,7 @@ class Server:
         share_port: bool = False,
         admin: ModelStore | StoreManager | None = None,
         admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
-        shards: Fanout | None = None,
+        shards: FanOut | None = None,
         serving: bool = True,
     ) -> None:
         if not 0 <= port <= 65535:
@@ -273,6 +273,11 @@ class Server:
     async def _get_model(self, data: bytes) -> bytes:
         return self.service.get_model(data)
 
+    @property
+    def event_s(self) -> float:
+        """For how long gRPC's thread has been at one event; 0.0 while it waits for one."""
+        return 0.0 if self._server is None else self._server.event_s
+
     async def _start_http(self, port: int) -> None:
         from recinfer.serving.server.rest import HttpDoor
 
@@ -383,7 +388,7 @@ def serve(
     share_port: bool = False,
     admin: ModelStore | StoreManager | None = None,
     admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
-    shards: Fanout | None = None,
+    shards: FanOut | None = None,
     serving: bool = True,
     grace: float = 10.0,
     on_ready: Callable[[int], None] | None = None,

@@ -476,24 +476,33 @@ WIDE static void put_packed(const uint8_t *packed, int64_t size, const Pair *pai
     }
 }
 
+static int is_pair(const Pair *pair, int64_t batch) {
+    return are_bits(pair->bits) && pair->width >= 1 && pair->width <= 1 << 24 && batch <= PY_SSIZE_T_MAX / 64 / pair->width;
+}
+
+/* Whether `packed` holds what `pack` writes for these pairs, each of which `is_pair`. */
+static int is_pack(const Py_buffer *packed, const Pair *pairs, int64_t num_pairs, int64_t batch) {
+    const uint8_t *kinds = packed->buf;
+    int64_t left = packed->len - num_pairs;
+    for (int64_t p = 0; p < num_pairs && left >= 0; p++)
+        left -= kind_bytes(kinds[p], pairs + p, batch, kinds + (packed->len - left), left);
+    return !left;
+}
+
 /* 0 with an error. */
 static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_t *out, int64_t columns, int64_t batch) {
-    const uint8_t *kinds = packed->buf;
     const Pair *pairs = pairs_view->buf;
     const int64_t num_pairs = pairs_view->len / (Py_ssize_t)sizeof *pairs;
-    int64_t left = packed->len - num_pairs, widest = 1;
-    for (int64_t p = 0; p < num_pairs && left >= 0; p++) {
+    int64_t widest = 1;
+    for (int64_t p = 0; p < num_pairs; p++) {
         const Pair *pair = pairs + p;
-        if (!are_bits(pair->bits) || pair->width < 1 || pair->width > 1 << 24 ||
-            batch > PY_SSIZE_T_MAX / 64 / pair->width || pair->to < -1 ||
-            (pair->to >= 0 && pair->to > columns - pair->width)) {
+        if (!is_pair(pair, batch) || pair->to < -1 || (pair->to >= 0 && pair->to > columns - pair->width)) {
             PyErr_SetString(PyExc_ValueError, "join: columns outside the answer");
             return 0;
         }
         widest = pair->width > widest ? pair->width : widest;
-        left -= kind_bytes(kinds[p], pair, batch, kinds + (packed->len - left), left);
     }
-    if (left) {
+    if (!is_pack(packed, pairs, num_pairs, batch)) {
         PyErr_SetString(PyExc_ValueError, "join: a rank's answer is not of the rows that it has");
         return 0;
     }
@@ -502,9 +511,35 @@ static int put_pack(const Py_buffer *packed, const Py_buffer *pairs_view, uint8_
         PyErr_NoMemory();
         return 0;
     }
-    put_packed(kinds, packed->len, pairs, num_pairs, vector, out, columns, batch);
+    put_packed(packed->buf, packed->len, pairs, num_pairs, vector, out, columns, batch);
     PyMem_Free(vector);
     return 1;
+}
+
+PyDoc_STRVAR(is_packed_doc,
+             "is_packed_answer(packed, pairs, batch)\n--\n\n"
+             "Whether bytes are a packed answer of `batch` samples; `pairs`: as `join` takes them.");
+
+static PyObject *is_packed_method(PyObject *module, PyObject *args) {
+    (void)module;
+    PyObject *packed_object, *pairs_object;
+    Py_ssize_t batch;
+    Py_buffer packed, pairs;
+    if (!PyArg_ParseTuple(args, "OOn", &packed_object, &pairs_object, &batch) ||
+        PyObject_GetBuffer(packed_object, &packed, PyBUF_SIMPLE) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(pairs_object, &pairs, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&packed);
+        return NULL;
+    }
+    const Pair *first = pairs.buf, *end = first + pairs.len / (Py_ssize_t)sizeof *first;
+    int found = batch > 0;
+    for (const Pair *pair = first; found && pair < end; pair++)
+        found = is_pair(pair, batch);
+    found = found && is_pack(&packed, first, end - first, batch);
+    PyBuffer_Release(&pairs);
+    PyBuffer_Release(&packed);
+    return PyBool_FromLong(found);
 }
 
 /* Adds one rank's answer to `out`; 0 with an error. `found`: (values, columns of the rank, runs), or (packed, -1, pairs). */
@@ -633,7 +668,8 @@ release_means:
     return result;
 }
 
-static PyMethodDef methods[] = {{"join", join_method, METH_VARARGS, join_doc},
+static PyMethodDef methods[] = {{"is_packed_answer", is_packed_method, METH_VARARGS, is_packed_doc},
+                                {"join", join_method, METH_VARARGS, join_doc},
                                 {"read_find", read_method, METH_O, read_doc},
                                 {"split", split_method, METH_VARARGS, split_doc},
                                 {NULL, NULL, 0, NULL}};

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,14 +10,14 @@ import grpc
 
 from recinfer.errors import ConfigError, InputError
 from recinfer.serving.client.client import credentials_of
-from recinfer.serving.server.security import read_token
+from recinfer.serving.server.security import load_pem, read_token
 from recinfer.serving.shards.config import ShardsSettings
 
-__all__ = ["Link"]
+__all__ = ["ShardCredentials"]
 
 
 @dataclass(frozen=True)
-class Link:
+class ShardCredentials:
     """How replicas are reached. Two are equal where a connection of one will do for the other.
 
     Attributes:
@@ -24,17 +25,18 @@ class Link:
         files: what the PEM files hold: authority, certificate, key.
         name: in the servers' certificates, where it is not their address.
         prepare_seconds: how long mapping and checking a version may take.
-        credentials: TLS; None: none.
+        channel, tls: TLS, as gRPC and as ssl take it; None: none.
     """
 
     token: str | None
     files: tuple[bytes | None, ...]
     name: str | None
     prepare_seconds: float
-    credentials: grpc.ChannelCredentials | None = field(compare=False)
+    channel: grpc.ChannelCredentials | None = field(compare=False)
+    tls: ssl.SSLContext | None = field(compare=False)
 
     @classmethod
-    def of(cls, settings: ShardsSettings, token: str | None) -> Link:
+    def of(cls, settings: ShardsSettings, token: str | None) -> ShardCredentials:
         """That of a file's settings; ``token``: where they name none.
 
         Raises:
@@ -43,7 +45,11 @@ class Link:
         named = (settings.tls_ca, settings.tls_cert, settings.tls_key)
         ca, cert, key = (None if path is None else Path(path) for path in named)
         try:
-            credentials = credentials_of(ca, cert, key)
+            channel = credentials_of(ca, cert, key)
+            tls = None
+            if channel is not None:
+                tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+                load_pem(tls, cert, key, ca)
             if settings.token_file is not None:
                 token = read_token(Path(settings.token_file))
             files = tuple(None if path is None else path.read_bytes() for path in (ca, cert, key))
@@ -51,9 +57,4 @@ class Link:
             raise ConfigError(f"shards: {error}") from None
         except OSError as error:
             raise ConfigError(f"shards: cannot read {error.filename}: {error.strerror}") from None
-        return cls(token, files, settings.tls_name, settings.prepare_seconds, credentials)
-
-    @property
-    def encrypts(self) -> bool:
-        """Whether there is TLS."""
-        return self.credentials is not None
+        return cls(token, files, settings.tls_name, settings.prepare_seconds, channel, tls)

@@ -1,264 +1,237 @@
-"""Messages over plain sockets, each behind its length; one thread takes what comes on all of them.
+"""Framed messages over TCP and TLS, and the thread that both ends of the shards' transport run on.
 
-For small messages that are answered at once: gRPC's stack takes several times what the kernel does for them.
+A frame is the length of its message (4 bytes, little-endian), the number of the request that it belongs to (8 bytes), and the
+message. Numbers let answers come in any order, so no request waits for another one's answer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import os
-import select
 import socket
 import struct
 import threading
-import time
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from typing import Any
 
-__all__ = ["FrameLoop", "Frames", "frame", "tune"]
+from recinfer.serving.server.tuning import new_loop
 
-_log = logging.getLogger("recinfer.serving.server")
-_HEAD = struct.Struct("<I")
+__all__ = ["MOST_BYTES", "FrameProtocol", "ShardsThread", "frame", "keep_alive"]
+
+MOST_BYTES = 2**32 - 1
+"""Of one message: its length has to fit the frame's head."""
+
+_log = logging.getLogger(__name__)
+_HEAD = struct.Struct("<IQ")
 _READ_BYTES = 256 << 10  # at a time: most messages come whole
-_STOP_S = 5.0
-_FULL_S = 0.01  # between two tries to accept where no descriptor is left
+_STALLED_S = 30.0
+_STOP_S, _FLUSH_S, _LOOK_S = 5.0, 1.0, 0.01
 # A host that has gone without a word is found out in three seconds, as gRPC's keepalive does.
-_IDLE_S, _PROBE_S, _PROBES, _UNHEARD_MS = 2, 1, 1, 3_000
+_KEEP_ALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1), ("TCP_USER_TIMEOUT", 3_000))
 
 
-def frame(message: bytes) -> bytes:
-    """``message`` as it travels: its length in four bytes, little-endian, and itself."""
-    return _HEAD.pack(len(message)) + message
+def frame(number: int, message: bytes) -> bytes:
+    """``message`` as it travels."""
+    return _HEAD.pack(len(message), number) + message
 
 
-def tune(sock: socket.socket) -> None:
-    """Set a TCP connection up for small messages, and to end when the other host is gone."""
+def keep_alive(sock: socket.socket) -> None:
+    """Have a TCP connection end when the other host is gone; a listening socket hands this on to what it accepts."""
     options = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-    more = (
-        ("TCP_KEEPIDLE", _IDLE_S),
-        ("TCP_KEEPINTVL", _PROBE_S),
-        ("TCP_KEEPCNT", _PROBES),
-        ("TCP_USER_TIMEOUT", _UNHEARD_MS),
-    )
-    options += [(socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in more if hasattr(socket, name)]
+    options += [(socket.IPPROTO_TCP, getattr(socket, n), value) for n, value in _KEEP_ALIVE if hasattr(socket, n)]
     for option in options:
         sock.setsockopt(*option)
 
 
-class Frames:
-    """One connection.
-
-    Args:
-        sock: connected; it is this object's now.
-        most: bytes of a message that may come; a longer one ends the connection.
-        took: is given each message, on the loop's thread. What it raises ends the connection.
-        over: is told why it has ended, on the loop's thread, once.
+class ShardsThread:
+    """An event loop in a thread named recinfer-shards. Its methods may be called on any thread unless they say otherwise.
 
     Attributes:
-        most: may be changed on the loop's thread.
+        loop: the event loop.
+        thread_id: the thread's native id.
+        scratch: what connections read into; of no use after that turn.
+        connections: those that are open; changed on the thread alone.
     """
 
-    __slots__ = ("_frame", "_got", "_head", "_left", "_lock", "_loop", "_over", "_sock", "_took", "most", "number")
-
-    def __init__(
-        self, sock: socket.socket, most: int, took: Callable[[Frames, bytes], None], over: Callable[[Frames, str], None]
-    ) -> None:
-        sock.setblocking(False)
-        self._sock, self.most, self._took, self._over = sock, most, took, over
-        self.number = sock.fileno()
-        self._lock = threading.Lock()  # of what is sent
-        self._left = b""
-        self._head = b""  # the beginning of a length
-        self._frame: bytearray | None = None  # of a message that has not come whole, and how much of it has
-        self._got = 0
-        self._loop: FrameLoop | None = None
-
-    @property
-    def is_sending(self) -> bool:
-        """Something that was sent has not been taken by the system yet."""
-        return bool(self._left)
-
-    def send(self, message: bytes) -> bool:
-        """Any thread, once the connection is a loop's. False: it has ended."""
-        with self._lock:
-            if self._loop is None:
-                return False
-            try:
-                sent = 0 if self._left else self._sock.sendmsg((_HEAD.pack(len(message)), message))
-            except BlockingIOError:
-                sent = 0
-            except OSError:  # its thread hears of it too
-                return False
-            if sent < _HEAD.size + len(message):
-                self._left += frame(message)[sent:]
-                self._loop.watch(self, writing=True)
-            return True
-
-    def end(self) -> None:
-        """Have it end; any thread. Its ``over`` is told on the loop's."""
-        with self._lock:
-            if self._loop is not None:
-                with suppress(OSError):  # it has ended
-                    self._sock.shutdown(socket.SHUT_RDWR)
-
-    # -- on the loop's thread
-
-    def begin(self, loop: FrameLoop) -> None:
-        """It is a loop's now."""
-        self._loop = loop
-
-    def write(self) -> None:
-        """Send what is left."""
-        with self._lock:
-            try:
-                self._left = self._left[self._sock.send(self._left) :]
-            except BlockingIOError:
-                return
-            if not self._left and self._loop is not None:
-                self._loop.watch(self, writing=False)
-
-    def read(self, scratch: bytearray) -> str | None:
-        """Take what has come; why the connection has to end, or None."""
-        if self._frame is not None:  # straight to where it belongs
-            count = self._sock.recv_into(memoryview(self._frame)[self._got :])
-            self._got += count
-            if self._got == len(self._frame):
-                whole, self._frame = bytes(self._frame), None
-                self._took(self, whole)
-            return None if count else "the other end closed it"
-        count = self._sock.recv_into(scratch)
-        if not count:
-            return "the other end closed it"
-        data, at = memoryview(scratch)[:count], 0
-        if self._head:
-            data = memoryview(self._head + data)
-            self._head = b""
-        while len(data) - at >= _HEAD.size:
-            (size,) = _HEAD.unpack_from(data, at)
-            if size > self.most:
-                return f"a message of {size} bytes came, of which {self.most} may"
-            at += _HEAD.size
-            if len(data) - at < size:
-                self._frame, self._got = bytearray(size), len(data) - at
-                self._frame[: self._got] = data[at:]
-                return None
-            self._took(self, bytes(data[at : at + size]))
-            at += size
-        self._head = bytes(data[at:])
-        return None
-
-    def finish(self, why: str) -> None:
-        """It has ended."""
-        with self._lock:
-            self._loop = None
-            self._sock.close()
-        self._over(self, why)
-
-
-class FrameLoop:
-    """A thread for connections, and for who accepts them.
-
-    Args:
-        name: of the thread.
-
-    Attributes:
-        thread_id: its native id.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._poll = select.epoll()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll.register(self._wake, select.EPOLLIN)
-        self._lock = threading.Lock()
-        self._frames: dict[int, Frames] = {}
-        self._accepts: dict[int, tuple[socket.socket, Callable[[socket.socket], None]]] = {}
-        self._ends = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    def __init__(self) -> None:
+        self.loop = new_loop()
+        self.scratch = memoryview(bytearray(_READ_BYTES))
+        self.connections: set[FrameProtocol] = set()
+        self._work: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._is_woken = False
+        self._thread = threading.Thread(target=self._run, name="recinfer-shards", daemon=True)
         self._thread.start()
         self.thread_id = self._thread.native_id
 
-    def add(self, frames: Frames) -> bool:
-        """Take what comes on a connection from now on; any thread. False: this loop has ended."""
-        with self._lock:
-            if self._ends:
-                return False
-            frames.begin(self)
-            self._frames[frames.number] = frames
-            self._poll.register(frames.number, select.EPOLLIN)
-        return True
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Call ``function`` on the thread: now, where this is it. All that others hand over before its turn begins shares one
+        wake-up.
+        """
+        if threading.get_ident() == self._thread.ident:
+            function(*args)
+            return
+        self._work.append((function, args))
+        if not self._is_woken:
+            self._is_woken = True
+            try:
+                self.loop.call_soon_threadsafe(self._call_all)
+            except RuntimeError:  # the thread has ended: there is nobody left to tell
+                self._work.clear()
 
-    def accept(self, listener: socket.socket, came: Callable[[socket.socket], None]) -> None:
-        """Call ``came`` with each connection that comes; ``listener`` is this loop's now."""
-        listener.setblocking(False)
-        with self._lock:
-            self._accepts[listener.fileno()] = listener, came
-            self._poll.register(listener.fileno(), select.EPOLLIN)
-
-    def watch(self, frames: Frames, *, writing: bool) -> None:
-        """Look whether ``frames`` can be written to, in place of what comes, or the other way round; any thread."""
-        with suppress(OSError, ValueError):  # it has ended
-            self._poll.modify(frames.number, select.EPOLLOUT if writing else select.EPOLLIN)
+    def at_end_of_turn(self, function: Callable[[], object]) -> None:
+        """Call ``function`` once all that has come in this turn of the thread is done with; on another thread, now."""
+        if threading.get_ident() == self._thread.ident:
+            self.loop.call_soon(function)
+        else:
+            function()
 
     def close(self) -> None:
-        """End all connections and the thread; not on it."""
-        with self._lock:
-            if self._ends:
-                return
-            self._ends = True
-        os.eventfd_write(self._wake, 1)
-        self._thread.join(_STOP_S)
+        """End all connections, once what was sent is on its way, and the thread. On any other thread."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._end_connections(), self.loop).result(_STOP_S)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(_STOP_S)
 
     def _run(self) -> None:
-        scratch = bytearray(_READ_BYTES)
-        while not self._ends:
-            for number, events in self._poll.poll():
-                frames = self._frames.get(number)
-                if frames is not None:
-                    self._turn(frames, events, scratch)
-                elif number in self._accepts:
-                    self._accept(*self._accepts[number])
-        for frames in tuple(self._frames.values()):
-            self._finish(frames, "the server stops")
-        for listener, _ in self._accepts.values():
-            listener.close()
-        self._poll.close()
-        os.close(self._wake)
+        self.loop.run_forever()
+        self.loop.close()
 
-    def _turn(self, frames: Frames, events: int, scratch: bytearray) -> None:
-        try:
-            why = None
-            if events & select.EPOLLOUT:
-                frames.write()
-            if events & ~select.EPOLLOUT:
-                why = frames.read(scratch)
-        except BlockingIOError:
+    def _call_all(self) -> None:
+        self._is_woken = False  # before the first is taken: what comes from now on wakes the thread again
+        while self._work:
+            function, args = self._work.popleft()
+            try:
+                function(*args)
+            except Exception:
+                _log.exception("work of the shards' thread failed")
+
+    async def _end_connections(self) -> None:
+        for connection in tuple(self.connections):
+            connection.close("the server stops")
+        end = self.loop.time() + _FLUSH_S
+        while self.connections and self.loop.time() < end:
+            await asyncio.sleep(_LOOK_S)
+        for connection in tuple(self.connections):
+            connection.end("the server stops")
+
+
+class FrameProtocol(asyncio.BufferedProtocol):
+    """One end of a connection; all of it happens on its thread. A subclass says what is done with what comes.
+
+    Args:
+        thread: whose it is.
+        most: bytes of a message that may come; a longer one ends the connection.
+
+    Attributes:
+        most: may be changed.
+        why: the connection has ended, or will, and why; empty: neither.
+    """
+
+    def __init__(self, thread: ShardsThread, most: int) -> None:
+        self.thread, self.most, self.why = thread, most, ""
+        self._transport: Any = None
+        self._sent = 0
+        self._stalls: asyncio.TimerHandle | None = None
+        self._head = b""  # the beginning of a head
+        self._message: bytearray | None = None  # one that has not come whole, its number, and how much of it has
+        self._number = self._got = 0
+
+    # -- of subclasses
+
+    def opened(self) -> None:
+        """The connection is there."""
+
+    def took(self, number: int, message: bytes | bytearray) -> None:
+        """A message came. What this raises ends the connection."""
+        raise NotImplementedError
+
+    def lost(self) -> None:
+        """The connection has ended; ``why`` says so."""
+
+    # -- for subclasses
+
+    def send(self, number: int, message: bytes) -> None:
+        """Send a message, unless the connection ends. uvloop's transports write all that one turn sends at once."""
+        if self.why:
             return
-        except OSError as error:
-            why = error.strerror or str(error)
+        self._transport.writelines((_HEAD.pack(len(message), number), message))
+        self._sent += _HEAD.size + len(message)
+        if self._stalls is None:
+            taken = self._sent - self._transport.get_write_buffer_size()
+            self._stalls = self.thread.loop.call_later(_STALLED_S, self._look_if_stalled, taken)
+
+    def end(self, why: str) -> None:
+        """End the connection at once."""
+        self.why = self.why or why
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self, why: str) -> None:
+        """End it when what was sent is on its way."""
+        self.why = self.why or why
+        self._transport.close()
+
+    def _look_if_stalled(self, taken_before: int) -> None:
+        self._stalls = None
+        if waiting := self._transport.get_write_buffer_size():
+            if self._sent - waiting == taken_before:
+                self.end(f"the other end has read nothing for {_STALLED_S:g} s")
+                return
+            self._stalls = self.thread.loop.call_later(_STALLED_S, self._look_if_stalled, self._sent - waiting)
+
+    # -- asyncio's
+
+    def connection_made(self, transport: Any) -> None:
+        """See asyncio.BaseProtocol."""
+        self._transport = transport
+        self.thread.connections.add(self)
+        if self.why:  # it was ended before it was there
+            transport.abort()
+        else:
+            self.opened()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See asyncio.BaseProtocol."""
+        self.why = self.why or (str(error) if error else "the other end closed it")
+        self.thread.connections.discard(self)
+        if self._stalls is not None:
+            self._stalls.cancel()
+        self._message = None
+        self.lost()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See asyncio.BufferedProtocol."""
+        return self.thread.scratch if self._message is None else memoryview(self._message)[self._got :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See asyncio.BufferedProtocol."""
+        try:
+            self._read(nbytes)
         except Exception:
             _log.exception("a message was lost")
-            why = "this end failed"
-        if why is not None:
-            self._finish(frames, why)
+            self.end("this end failed")
 
-    def _finish(self, frames: Frames, why: str) -> None:
-        with self._lock:
-            self._frames.pop(frames.number, None)
-        try:
-            frames.finish(why)  # closing takes it from those that are looked at
-        except Exception:
-            _log.exception("the end of a connection was lost")
-
-    def _accept(self, listener: socket.socket, came: Callable[[socket.socket], None]) -> None:
-        try:
-            sock, _ = listener.accept()
-        except BlockingIOError:
+    def _read(self, count: int) -> None:
+        if self._message is not None:  # it came straight to where it belongs
+            self._got += count
+            if self._got == len(self._message):
+                message, self._message = self._message, None
+                self.took(self._number, message)
             return
-        except OSError as error:
-            _log.warning("a connection could not be accepted: %s", error)
-            time.sleep(_FULL_S)
-            return
-        try:
-            came(sock)
-        except OSError:  # it is gone already
-            sock.close()
+        data, at = self.thread.scratch[:count], 0
+        if self._head:
+            data, self._head = memoryview(self._head + data), b""
+        while len(data) - at >= _HEAD.size and not self.why:
+            size, number = _HEAD.unpack_from(data, at)
+            if size > self.most:
+                self.end(f"a message of {size} bytes came, of which {self.most} may")
+                return
+            at += _HEAD.size
+            if len(data) - at < size:
+                self._message, self._number, self._got = bytearray(size), number, len(data) - at
+                self._message[: self._got] = data[at:]
+                return
+            self.took(number, bytes(data[at : at + size]))
+            at += size
+        self._head = bytes(data[at:])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,9 +17,11 @@ from recinfer.archive.reader import Archive
 from recinfer.inference.bags import Bags, merge_bags
 from recinfer.inference.direct import DirectTables
 from recinfer.inference.lookups import Found, Part, output_names
+from recinfer.lru import LruCache
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.serving.server.loop import start_on_loop
-from recinfer.serving.shards.fanout import Fanout
+from recinfer.serving.shards.fan_out import FanOut, waited_for
+from recinfer.serving.shards.fan_out_request import Answers
 from recinfer.serving.shards.layout import ModuleLayout, module_layouts
 from recinfer.serving.shards.messages import Parts
 from recinfer.serving.shards.remote_tables import RemoteTables
@@ -26,7 +29,21 @@ from recinfer.serving.shards.split import ModuleSplit, Section
 from recinfer.serving.shards.versions import VersionSpec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["MakeLookups", "RemoteLookups", "remote_lookups"]
+__all__ = ["FoundCallback", "MakeLookups", "RemoteLookups", "remote_lookups"]
+
+
+_MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
+
+FoundCallback = Callable[["Found | None", "Exception | None"], object]
+"""Takes what lookups gave, or what went wrong."""
+
+
+class _AskedModule(NamedTuple):
+    """What is asked for one module: its bags, and each rank's section of them."""
+
+    split: ModuleSplit
+    bags: Bags
+    sections: dict[int, Section]
 
 
 class RemoteLookups:
@@ -35,7 +52,7 @@ class RemoteLookups:
     Args:
         archive: opened for no rank.
         spec: the version; shards prepare it for as long as this lives.
-        fanout: who asks.
+        fan_out: who asks.
 
     Raises:
         ConfigError: the fan-out's settings ask for default rows that the manifest does not allow.
@@ -45,12 +62,12 @@ class RemoteLookups:
     direct: DirectTables | None = None
     is_remote = True
 
-    def __init__(self, archive: Archive, spec: VersionSpec, fanout: Fanout) -> None:
+    def __init__(self, archive: Archive, spec: VersionSpec, fan_out: FanOut) -> None:
         manifest = archive.manifest
-        fanout.check_manifest(manifest)
-        self._fanout = fanout
+        fan_out.check_manifest(manifest)
+        self._fan_out = fan_out
         self._default_rows = manifest.missing_shards == "default_rows"
-        self.spec = fanout.pool.want(spec)
+        self.spec = fan_out.pool.want(spec)
         weights, names = read_position_weights(archive), output_names(manifest)
         layouts = module_layouts(manifest, archive.plan)
         self.ranks = sorted({rank for layout in layouts for rank in layout.ranks})
@@ -59,106 +76,111 @@ class RemoteLookups:
         self._features = tuple(feature.name for feature in manifest.features)
         self._rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}
         self._weighted = any(part.needs_weights for part in self.parts)
-        self._limits: dict[tuple[str, ...], NDArray[np.uint64]] = {}
+        self._limits: LruCache[tuple[str, ...], NDArray[np.uint64]] = LruCache(_MAX_ORDERS)
         self.away = self._away()
 
     def _away(self) -> RemoteTables | None:
         (part, *others), split = self.parts, self._splits[0]
         if others or not split.layout.pooled or part.info.is_weighted:
             return None
-        return RemoteTables(split, part.names, part.dims, self._rows, self._begin, lambda work: work())
-
-    def _begin(self, batch: int, parts: dict[int, Parts], deadline: float, done: Any) -> None:
-        if self._fanout.begin(self.spec.key, batch, parts, deadline, done, default_rows=self._default_rows):
-            return
-        found = start_on_loop(
-            self._fanout.find(self.spec.key, batch, parts, deadline, default_rows=self._default_rows)
+        return RemoteTables(
+            split,
+            part.names,
+            part.dims,
+            self._rows,
+            self._fan_out,
+            self.spec.key,
+            default_rows=self._default_rows,
         )
-
-        def tell(future: Any) -> None:
-            error = future.exception()
-            done(*(({}, (), error) if error is not None else (*future.result(), None)))
-
-        found.add_done_callback(tell)
 
     def can_answer(self) -> bool:
         """See :class:`recinfer.inference.lookups.Lookups`."""
-        if self._default_rows and self._fanout.gives_default_rows:
+        if self._default_rows and self._fan_out.gives_default_rows:
             return True
-        return not self._fanout.pool.unreachable(self.ranks, self.spec.key)
+        return not self._fan_out.pool.unreachable(self.ranks, self.spec.key)
 
     def find(self, requests: Sequence[Bags], present: Set[str] | None) -> Found:
-        """See :class:`recinfer.inference.lookups.Lookups`; not on the serving loop itself."""
-        return start_on_loop(self._find(requests, present, float("inf"), exact=True)).result()
+        """See :class:`recinfer.inference.lookups.Lookups`; not on the transport's thread."""
+        begin = functools.partial(self._begin, requests, present, float("inf"), exact=True)
+        return cast(Found, waited_for(begin).result())
 
-    def begin(
+    def begin(self, requests: Sequence[Bags], present: Set[str] | None, deadline: float, done: FoundCallback) -> None:
+        """:meth:`find` without waiting, as it is; ``deadline`` is of ``time.monotonic()``.
+
+        Args:
+            done: told once: here, where nobody has to be asked or an id is out of range, else on the transport's thread.
+        """
+        try:
+            self._begin(requests, present, deadline, done)
+        except Exception as error:
+            done(None, error)
+
+    def _begin(
         self,
         requests: Sequence[Bags],
         present: Set[str] | None,
         deadline: float,
-        done: Callable[[Found | None, Exception | None], None],
+        done: FoundCallback,
+        *,
+        exact: bool = False,
     ) -> None:
-        """See :class:`recinfer.inference.lookups.Lookups`."""
-
-        def tell(future: Any) -> None:
-            error = future.exception()
-            done(None if error is not None else future.result(), error)
-
-        start_on_loop(self._find(requests, present, deadline)).add_done_callback(tell)
-
-    async def _find(
-        self, requests: Sequence[Bags], present: Set[str] | None, deadline: float, *, exact: bool = False
-    ) -> Found:
+        """Raises what is wrong with the requests themselves."""
         bags = requests[0]
         if len(requests) > 1:
             bags = merge_bags(requests, self._features, weighted=self._weighted)
         self._check(bags)
-        asked: list[tuple[ModuleSplit, Bags, dict[int, Section]] | None] = []
+        asked: list[_AskedModule | None] = []
         parts: dict[int, Parts] = {}
+        sections: dict[int, list[tuple[ModuleSplit, Section]]] = {}
         for part, split in zip(self.parts, self._splits):
             if present is not None and present.isdisjoint(part.info.features):
                 asked.append(None)
-                continue
-            mine = _weighed(part, bags)
-            sections = split.split(mine)
-            asked.append((split, mine, sections))
-            for rank, section in sections.items():
-                parts.setdefault(rank, []).append(section.parts)
-        missing: tuple[int, ...] = ()
-        answers: dict[int, list[NDArray[Any]]] = {}
-        if parts:
-            answers, missing = await self._fanout.find(
-                self.spec.key, bags.batch, parts, deadline, exact=exact, default_rows=self._default_rows
-            )
-        return Found(_joined(asked, answers), missing)
+            else:
+                mine = _weighed(part, bags)
+                module = _AskedModule(split, mine, split.split(mine))
+                asked.append(module)
+                for rank, section in module.sections.items():
+                    parts.setdefault(rank, []).append(section.parts)
+                    sections.setdefault(rank, []).append((split, section))
+
+        def fits(rank: int, arrays: list[NDArray[Any]]) -> bool:
+            return all(s.fits(rank, section, bags.batch, a) for (s, section), a in zip(sections[rank], arrays))
+
+        def joined(answers: Answers, missing: tuple[int, ...], error: Exception | None) -> None:
+            found = None
+            try:
+                if error is None:
+                    found = Found(_joined(asked, answers), missing)
+            except Exception as wrong:  # ours: nobody else would hear of it
+                error = wrong
+            done(found, error)
+
+        self._fan_out.begin(
+            self.spec.key, bags.batch, parts, deadline, joined, exact=exact, default_rows=self._default_rows, fits=fits
+        )
 
     def _check(self, bags: Bags) -> None:
         """Raises InputError for an id out of range, naming the feature and the place."""
-        rows = self._limits.get(bags.keys)
+        rows = self._limits[bags.keys]
         if rows is None:
-            rows = np.array([self._rows[key] for key in bags.keys], np.uint64)
-            if len(self._limits) < 256:
-                self._limits[bags.keys] = rows
+            rows = self._limits[bags.keys] = np.array([self._rows[key] for key in bags.keys], np.uint64)
         if not bags.fits(rows):
             FeatureArranger(bags.keys, rows.astype(np.int64).tolist()).check(bags.kjt())
 
 
-def _joined(
-    asked: Sequence[tuple[ModuleSplit, Bags, dict[int, Section]] | None], answers: dict[int, list[NDArray[Any]]]
-) -> list[Any]:
+def _joined(asked: Sequence[_AskedModule | None], answers: Answers) -> list[Any]:
     taken = dict.fromkeys(answers, 0)
     parts: list[Any] = []
-    for item in asked:
-        if item is None:
+    for module in asked:
+        if module is None:
             parts.append(None)
             continue
-        split, mine, sections = item
         found = {}
-        for rank in sections:
+        for rank in module.sections:
             if rank in answers:
                 found[rank] = answers[rank][taken[rank]]
                 taken[rank] += 1
-        parts.append(split.join(mine, sections, found))
+        parts.append(module.split.join(module.bags, module.sections, found))
     return parts
 
 
@@ -193,18 +215,18 @@ class MakeLookups:
         wait: may be changed: later ones are waited for then, or not.
     """
 
-    def __init__(self, fanout: Fanout, store: str | None, wait: bool) -> None:
-        self._fanout, self._store, self.wait = fanout, store, wait
+    def __init__(self, fan_out: FanOut, store: str | None, wait: bool) -> None:
+        self._fan_out, self._store, self.wait = fan_out, store, wait
 
     def __call__(self, archive: Archive, deltas: Sequence[Delta] = ()) -> RemoteLookups:
         """The tables of ``archive`` after ``deltas``."""
-        made = RemoteLookups(archive, VersionSpec.of(archive, deltas, self._store), self._fanout)
+        made = RemoteLookups(archive, VersionSpec.of(archive, deltas, self._store), self._fan_out)
         if self.wait:
-            start_on_loop(self._fanout.pool.prepare(made.spec, made.ranks)).result()
+            start_on_loop(self._fan_out.pool.prepare(made.spec, made.ranks)).result()
         return made
 
 
-def remote_lookups(fanout: Fanout, store: str | None = None, *, wait: bool = True) -> MakeLookups:
+def remote_lookups(fan_out: FanOut, store: str | None = None, *, wait: bool = True) -> MakeLookups:
     """What a Predictor takes as ``lookups``.
 
     Args:
@@ -213,4 +235,4 @@ def remote_lookups(fanout: Fanout, store: str | None = None, *, wait: bool = Tru
             they come.
     """
 
-    return MakeLookups(fanout, store, wait)
+    return MakeLookups(fan_out, store, wait)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from recinfer.errors import InputError
 from recinfer.inference.bags import offsets_of
-from recinfer.serving.server.grpc_call import Ending
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.fields import Buffer, bytes_field, field_head
 from recinfer.serving.wire.limits import Limits
@@ -23,6 +22,7 @@ from recinfer.serving.wire.proto import shards_pb2 as pb
 
 __all__ = [
     "PACKED_HEAD",
+    "SERVICE_NAME",
     "Parts",
     "Request",
     "RequestPart",
@@ -39,6 +39,8 @@ __all__ = [
     "part_sizes",
     "values_head",
 ]
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Shards"].full_name
 
 _NO_LENGTHS, _BYTE, _INT = 0, 1, 4
 _PARTS, _VALUES, _PACKED, _FILL = 3, 1, 2, 15
@@ -194,17 +196,17 @@ def encode_response(values: Sequence[Sequence[NDArray[Any]]]) -> bytes:
     return b"".join(parts)
 
 
-def encode_failure(ending: Ending) -> bytes:
-    """A serialized ``ShardResponse`` that says why there is no answer."""
-    return pb.ShardResponse(failure=pb.Failure(code=ending.code, message=ending.message)).SerializeToString()
+def encode_failure(code: str, message: str) -> bytes:
+    """A serialized ``ShardResponse`` that says why there is no answer; ``code``: name of a gRPC status."""
+    return pb.ShardResponse(failure=pb.Failure(code=code, message=message)).SerializeToString()
 
 
-def decode_failure(data: bytes) -> Ending | None:
-    """The same read back; None: it is an answer."""
+def decode_failure(data: bytes | bytearray) -> tuple[str, str] | None:
+    """Code and message of one; None: it is an answer. Raises InputError: it is neither."""
     if data[:1] != _FAILED:
         return None
-    failure = codec.parse(pb.ShardResponse, data).failure
-    return Ending(failure.code, failure.message)
+    failure = codec.parse(pb.ShardResponse, bytes(data)).failure
+    return failure.code, failure.message
 
 
 @lru_cache(maxsize=1024)
@@ -217,7 +219,7 @@ def values_head(at: int, size: int) -> bytes:
     return head
 
 
-def decode_response(data: bytes, half: bool) -> list[NDArray[Any]]:
+def decode_response(data: bytes | bytearray, half: bool) -> list[NDArray[Any]]:
     """The arrays of a response, flat, over its own bytes, packed ones as uint8; raises InputError when it is no such
     message.
     """
@@ -233,7 +235,7 @@ def decode_response(data: bytes, half: bool) -> list[NDArray[Any]]:
     return arrays
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, memoryview]]:
+def _fields(data: bytes | bytearray) -> Iterator[tuple[int, memoryview]]:
     """The length-delimited fields of a message that has no others."""
     view, at, size = memoryview(data), 0, len(data)
     try:
@@ -248,7 +250,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, memoryview]]:
         raise InputError(f"response: {size} bytes end inside a field") from None
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _varint(data: bytes | bytearray, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = data[at]

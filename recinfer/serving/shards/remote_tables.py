@@ -6,7 +6,7 @@ and one to put the answers together; the messages and the vectors are the same, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recinfer.inference.direct import MAX_HEADS
-from recinfer.inference.lru import LruCache
+from recinfer.lru import LruCache
 from recinfer.serving.shards._ranks import join, split
-from recinfer.serving.shards.fan import Answers
+from recinfer.serving.shards.fan_out import FanOut
+from recinfer.serving.shards.fan_out_request import Answers, FanOutCallback
 from recinfer.serving.shards.messages import Parts, part_head
 from recinfer.serving.shards.packed import PACKED_ANSWER, is_packed, pairs_of
-from recinfer.serving.shards.quick import Told
 from recinfer.serving.shards.split import ModuleSplit
 from recinfer.serving.wire.fields import Buffer
 
@@ -70,9 +70,10 @@ class RemoteTables:
         split: of the module.
         names, dims: of the module's outputs.
         rows: of each feature's tables.
-        begin: asks the shards for samples of this version: takes their number, each rank's parts, the deadline, and what is
-            called with the answers; see recinfer.serving.shards.fanout.Fanout.begin.
-        at_end_of_turn: called where answers are given, calls its argument when no more have come.
+        fan_out: asks the shards, for ``version``; ``default_rows``: as :meth:`FanOut.begin` has it.
+
+    Attributes:
+        at_end_of_turn: see :class:`FanOut`.
     """
 
     def __init__(
@@ -81,10 +82,14 @@ class RemoteTables:
         names: Sequence[str],
         dims: Sequence[int],
         rows: Mapping[str, int],
-        begin: Callable[..., None],
-        at_end_of_turn: Callable[[Callable[[], None]], None],
+        fan_out: FanOut,
+        version: str,
+        *,
+        default_rows: bool,
     ) -> None:
-        self._split, self._rows, self._begin, self.at_end_of_turn = split, rows, begin, at_end_of_turn
+        self._split, self._rows, self._by_rank = split, rows, {rank.rank: rank for rank in split.ranks}
+        self._fan_out, self._version, self._default_rows = fan_out, version, default_rows
+        self.at_end_of_turn = fan_out.at_end_of_turn
         self._names, self._dims = tuple(names), tuple(dims)
         self._known = frozenset(split.features)
         self._orders: LruCache[bytes, RemoteOrder] = LruCache(_MAX_ORDERS)
@@ -151,9 +156,13 @@ class RemoteTables:
             return None
         return {rank.rank: [[part]] for rank, part in zip(order.ranks, found) if part is not None}
 
-    def begin(self, parts: Mapping[int, Parts], batch: int, deadline: float, done: Told) -> None:
-        """See :meth:`recinfer.serving.shards.fanout.Fanout.begin`."""
-        self._begin(batch, parts, deadline, done)
+    def begin(self, parts: Mapping[int, Parts], batch: int, deadline: float, done: FanOutCallback) -> None:
+        """See :meth:`recinfer.serving.shards.fan_out.FanOut.begin`."""
+
+        def fits(rank: int, arrays: list[NDArray[Any]]) -> bool:
+            return self._by_rank[rank].is_answer(arrays[0], batch)
+
+        self._fan_out.begin(self._version, batch, parts, deadline, done, default_rows=self._default_rows, fits=fits)
 
     def join(
         self,

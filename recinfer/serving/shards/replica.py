@@ -1,15 +1,13 @@
-"""One shard server as a ranker sees it: its channel, whether it is up, which versions it has, how fast it answers.
+"""One shard server as a ranker sees it: its connections, whether it is up, which versions it has, how fast it answers.
 
-gRPC resolves, connects, reconnects and keeps connections alive; its health service says whether a server wants requests.
+Its health service says over gRPC whether it wants requests, and its State where they go: to the framed transport.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -17,10 +15,12 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from recinfer.serving.server.grpc_channel import CoreChannel
-from recinfer.serving.shards.connections import SERVICE_NAME, SMALL_BYTES, Asks
-from recinfer.serving.shards.transport import AskSocket
+from recinfer.errors import UnavailableError
+from recinfer.serving.shards.credentials import ShardCredentials
+from recinfer.serving.shards.messages import SERVICE_NAME
+from recinfer.serving.shards.transport import ResponseCallback, ShardAddress, ShardConnection, rankers_thread
 from recinfer.serving.shards.versions import VersionSpec
+from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import shards_pb2 as pb
 
 __all__ = ["Replica"]
@@ -30,6 +30,7 @@ _STATE_S = 5.0
 _AGAIN_S, _MISSING_S = 0.2, 2.0
 _STALE_S = 2.0
 _RETIRED_S = 0.1
+_HEADS_BYTES = 1 << 20  # more than a response has beside its rows
 _SMOOTHING = 0.2
 _STRIKES = 3
 _OUT_S, _MAX_OUT_S = 1.0, 8.0
@@ -49,64 +50,61 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     # Each replica has a connection of its own, also where two names lead to one address.
     ("grpc.use_local_subchannel_pool", 1),
 )
-_BARE = ("grpc.minimal_stack", 1)
 
 
 class Replica:
-    """Use it on one event loop; what says so may be used on any thread.
+    """It is the serving loop's, but for what says that it is the transport's thread's, where requests are asked.
 
     Args:
         target: ``host:port``.
-        credentials: TLS; None: none.
-        name: in the server's certificate, where it is not the target.
-        token: of its server, if it has one.
+        credentials: of its server.
+        name: that TLS is to check, where the credentials name none; None: the target's host.
         wanted: the versions that it should have.
+        max_response_bytes: that a rank's rows of one request may take.
         changed: called with it when it has become usable, or is not any more, and before that when it has said what ranks it
             has.
 
     Attributes:
         up: it answers, and takes requests.
         versions: those that it has; ``ranks`` likewise, empty while it has not said so.
-        outstanding: requests that it has not answered; ``answers``: how many it has.
+        outstanding: requests that it has not answered; ``answers``: how many it has. Changed on the transport's thread.
         why: what the last failure was, for messages.
-        quick: asks without the loop.
     """
 
     def __init__(
         self,
         target: str,
+        credentials: ShardCredentials,
         *,
-        credentials: grpc.ChannelCredentials | None = None,
         name: str | None = None,
-        token: str | None = None,
         wanted: Callable[[], Iterable[VersionSpec]] = tuple,
-        prepare_seconds: float = 600.0,
+        max_response_bytes: int = Limits.max_response_bytes,
         changed: Callable[[Replica], None] = lambda _: None,
     ) -> None:
-        self.target = target
+        self.target, self._credentials, self._max_response_bytes = target, credentials, max_response_bytes
+        host, _, _ = target.rpartition(":")
+        self._host = host.strip("[]")
+        named = credentials.name or (name if credentials.tls is not None else None)
+        self._tls_name = named or self._host
         options: list[tuple[str, int | str]] = list(OPTIONS)
-        if name is not None:
-            options.append(("grpc.ssl_target_name_override", name))
-        if credentials is None:
+        if named is not None:
+            options.append(("grpc.ssl_target_name_override", named))
+        if credentials.channel is None:
             self._channel = grpc.aio.insecure_channel(target, options=options)
         else:
-            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
-        self._encrypts, self._token = credentials is not None, token
-        self._socket = (0, b"")  # port, and who is there
-        self.metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        # What goes over the second connection needs no loop; it is made by the first call. Nor does it need what gRPC does
-        # for calls besides: retries, compression, limits of messages' sizes, statistics.
-        self.quick = Asks(CoreChannel(target, [*options, _BARE], credentials), self.metadata)
+            self._channel = grpc.aio.secure_channel(target, credentials.channel, options=options)
+        self._metadata = (("authorization", f"Bearer {credentials.token}"),) if credentials.token else ()
         self._wanted, self._changed = wanted, changed
-        self._prepare_seconds = prepare_seconds
         self._prepare = self._channel.unary_unary(f"/{SERVICE_NAME}/Prepare")
         self._state = self._channel.unary_unary(f"/{SERVICE_NAME}/State")
         self._health = self._channel.unary_stream(f"/{_HEALTH}/Watch")
+        self._address: ShardAddress | None = None
+        self._connection: ShardConnection | None = None
+        self._connecting = asyncio.Lock()
         self.up = False
         self.versions: set[str] = set()
         self.ranks: tuple[int, ...] = ()
         self.outstanding = self.answers = 0
-        self._lock = threading.Lock()
         self.why = "not connected yet"
         self._seconds = 0.0  # smoothed time of an answer
         self._timed = 0.0  # when it was last known
@@ -115,14 +113,17 @@ class Replica:
         self._out_seconds = _OUT_S
         self._task: asyncio.Task[None] | None = None
         self._told: dict[str, str] = {}
+        self._again_seconds = _AGAIN_S
         self._checking = False
         self._check: asyncio.Task[None] | None = None
         self._renewal: asyncio.Task[None] | None = None
         self._syncing = 0
+        self._closes = False
 
     def start(self) -> None:
         """Connect, and stay connected."""
-        self._task = asyncio.get_running_loop().create_task(self._watch())
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(self._watch())
 
     async def retire(self, seconds: float) -> None:
         """End when what it was asked is answered, or after ``seconds``; nobody may ask it any more."""
@@ -133,13 +134,14 @@ class Replica:
         await self.close()
 
     async def close(self) -> None:
-        """End, and cancel what is under way."""
+        """End, and lose what is under way."""
         self._stop_watching()
         self.up = False
+        self._disconnect()
         await self._channel.close()
-        await asyncio.get_running_loop().run_in_executor(None, self.quick.close)
 
     def _stop_watching(self) -> None:
+        self._closes = True
         for task in (self._task, self._check, self._renewal):
             if task is not None:
                 task.cancel()
@@ -169,20 +171,17 @@ class Replica:
         known = self._seconds and now - self._timed < _STALE_S  # an old figure would keep a replica idle for good
         return aside, self.outstanding, math.frexp(self._seconds)[1] if known else -64
 
-    def asked(self) -> None:
-        """A call to it begins; on any thread."""
-        with self._lock:
-            self.outstanding += 1
+    # -- on the transport's thread -----------------------------------------------------------------------------------
 
-    def ended(self) -> None:
-        """One has ended, or nobody waits for it any more; on any thread."""
-        with self._lock:
-            self.outstanding -= 1
+    def ask(self, request: bytes, deadline: float, done: ResponseCallback) -> Callable[[], object]:
+        """See :meth:`recinfer.serving.shards.transport.ShardConnection.ask`."""
+        if self._connection is None:
+            return rankers_thread().loop.call_soon(done, None, "UNAVAILABLE", self.why).cancel
+        return self._connection.ask(request, deadline, done)
 
     def answered(self, seconds: float) -> None:
-        """It answered in time; on any thread."""
-        with self._lock:
-            self.answers += 1
+        """It answered in time."""
+        self.answers += 1
         self._timed = time.monotonic()
         self._seconds += _SMOOTHING * (seconds - self._seconds) if self._seconds else seconds
         self._strikes, self._out_seconds = 0, _OUT_S
@@ -197,15 +196,18 @@ class Replica:
             self._out_seconds = min(_MAX_OUT_S, 2 * self._out_seconds)
 
     def failed(self, why: str) -> None:
-        """A call found nobody: it is not asked before it has said how it is."""
-        self.why = why
-        self._set_up(False)
-        self._check_soon(_AGAIN_S)
+        """A request was lost: it is not asked before it has said how it is."""
+        self.why, self.up = why, False
+        self._loop.call_soon_threadsafe(self._look_again, _AGAIN_S)
 
     def lacks(self, version: str) -> None:
-        """It said that it does not have ``version`` any more."""
+        """It said that it does not have ``version`` any more. On the serving loop too."""
         self.versions.discard(version)
-        self._check_soon(0.0)
+        self._loop.call_soon_threadsafe(self._look_again, 0.0)
+
+    def _lost(self, connection: ShardConnection) -> None:
+        if connection is self._connection:
+            self.failed(f"its connection for lookups has ended: {connection.why}")
 
     # -- versions ----------------------------------------------------------------------------------------------------
 
@@ -214,7 +216,7 @@ class Replica:
         request = pb.PrepareRequest(
             version=spec.key, folder=spec.folder, deltas=spec.deltas, wanted=[spec.key, *self._keys()]
         ).SerializeToString()
-        answer = await self._prepare(request, timeout=self._prepare_seconds, metadata=self.metadata)
+        answer = await self._prepare(request, timeout=self._credentials.prepare_seconds, metadata=self._metadata)
         self.versions = set(pb.ShardState.FromString(answer).versions)
 
     def _keys(self) -> list[str]:
@@ -232,33 +234,47 @@ class Replica:
         except grpc.aio.AioRpcError:
             return  # its health, or the next call, says what is wrong
         if not self._syncing and not self.versions.issuperset(self._keys()):
-            self._check_soon(0.0)
+            self._look_again(0.0)
 
     async def _learn(self) -> None:
         """Say which versions are wanted, and hear which ranks and versions it has."""
         request = pb.StateRequest(wanted=self._keys()).SerializeToString()
-        answer = await self._state(request, timeout=_STATE_S, metadata=self.metadata)
+        answer = await self._state(request, timeout=_STATE_S, metadata=self._metadata)
         state = pb.ShardState.FromString(answer)
         self.versions = set(state.versions)
-        self._use_socket(state.socket_port, state.socket_server, state.socket_bytes or SMALL_BYTES)
+        self._address = ShardAddress(self._host, state.socket_port, state.socket_server, state.socket_bytes)
         if self.ranks != tuple(state.ranks):
             self.ranks = tuple(state.ranks)
             self._changed(self)
 
-    def _use_socket(self, port: int, server_id: bytes, most: int) -> None:
-        """Questions of up to ``most`` bytes go past gRPC where its server says that it can, and nobody wants it encrypted."""
-        if self._encrypts or self._socket == (port, server_id):
-            return
-        self._socket = port, server_id
-        host, _, _ = self.target.rpartition(":")
-        opened = functools.partial(AskSocket, host.strip("[]"), port, server_id, self._token)
-        self.quick.use_socket(opened, most) if port else self.quick.use_socket(None)
+    async def _connect(self) -> None:
+        """Have a connection to where its server takes requests; raises UnavailableError."""
+        async with self._connecting:
+            address, connection = self._address, self._connection
+            assert address is not None
+            if connection is not None and connection.is_open and connection.address == address:
+                return
+            self._disconnect()
+            if not address.port:
+                raise UnavailableError(
+                    "its server names no port for lookups; it is of another release than this ranker"
+                )
+            # Of all its ranks, and what the message has besides.
+            most = self._max_response_bytes * max(1, len(self.ranks)) + _HEADS_BYTES
+            self._connection = ShardConnection(address, self._credentials.token, most, self._lost)
+            await self._connection.connect(self._credentials.tls, self._tls_name)
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.thread.call(connection.end, "this ranker has closed it")
 
     async def _sync(self) -> bool:
         """Learn which versions it has, and have it prepare those that it lacks; whether it has all now."""
         self._syncing += 1
         try:
             await self._learn()
+            await self._connect()
             whole = True
             tried: set[str] = set()
             # What is wanted may grow while one is prepared; nothing is awaited between the last look at it and "up".
@@ -297,7 +313,7 @@ class Replica:
                 async for answer in call:
                     status = health_pb2.HealthCheckResponse.FromString(answer).status
                     if status == health_pb2.HealthCheckResponse.SERVING:
-                        await self._follow()
+                        await self._try_to_follow()
                     else:
                         self.why = "it takes no requests: it starts or stops"
                         self._set_up(False)
@@ -310,17 +326,29 @@ class Replica:
             self._set_up(False)
             await asyncio.sleep(_AGAIN_S)
 
-    async def _follow(self) -> None:
-        whole = await self._sync()
+    async def _try_to_follow(self) -> None:
+        """Have it up, or look again later, each time after a longer while; raises grpc.aio.AioRpcError."""
+        try:
+            whole = await self._sync()
+            if self._connection is None or not self._connection.is_open:
+                raise UnavailableError("its connection for lookups has ended")
+        except UnavailableError as error:
+            self.why = str(error)
+            self._set_up(False)
+            self._look_again(self._again_seconds)
+            self._again_seconds = min(_MISSING_S, 2 * self._again_seconds)
+            return
+        self._again_seconds = _AGAIN_S
         self._strikes, self._out_until, self._out_seconds = 0, 0.0, _OUT_S
-        self._set_up(True)
+        self.up = True
         self._changed(self)
         if not whole:
-            self._check_soon(_MISSING_S)
+            self._look_again(_MISSING_S)
 
-    def _check_soon(self, seconds: float) -> None:
-        """Look again, since nothing of its health may change: it lacks a version, or a call alone was lost."""
-        if self._checking or self._task is None or self._task.done():
+    def _look_again(self, seconds: float) -> None:
+        """Follow it anew after a while, since nothing of its health may change: it lacks a version, or a request was lost."""
+        self._changed(self)
+        if self._closes or self._checking:
             return
         self._checking = True
 
@@ -328,12 +356,12 @@ class Replica:
             await asyncio.sleep(seconds)
             self._checking = False
             try:
-                await self._follow()
+                await self._try_to_follow()
             except grpc.aio.AioRpcError as error:
                 self.why = _short(error)
-                self._check_soon(_MISSING_S)  # or its health says so before
+                self._look_again(_MISSING_S)  # or its health says so before
 
-        self._check = asyncio.get_running_loop().create_task(check())
+        self._check = self._loop.create_task(check())
 
 
 def _short(error: grpc.aio.AioRpcError) -> str:

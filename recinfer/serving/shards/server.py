@@ -21,13 +21,11 @@ from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.stats import RequestStats
 from recinfer.serving.server.address import check_address, join_address
 from recinfer.serving.server.admission import Door, names_of
-from recinfer.serving.server.grpc_call import Each
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.grpc_methods import (
     add_standard_services,
     connection_options,
     generic_handler,
-    one_by_one,
     until_signalled,
 )
 from recinfer.serving.server.loop import run_on_loop
@@ -36,19 +34,22 @@ from recinfer.serving.server.telemetry.metrics import Status, memory_status, pla
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.server.tuning import tune_process
 from recinfer.serving.shards.busy import BusyShare, thread_seconds
-from recinfer.serving.shards.connections import FIND_EACH, MOST_BYTES, SERVICE_NAME, SMALL_BYTES
-from recinfer.serving.shards.messages import encode_failure
+from recinfer.serving.shards.messages import SERVICE_NAME, encode_failure
 from recinfer.serving.shards.tables import ShardTables
-from recinfer.serving.shards.transport import AnswerSockets
+from recinfer.serving.shards.transport import ShardListener
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import shards_pb2 as pb
+from recinfer.serving.wire.status import status_of
 
 if TYPE_CHECKING:
     from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
 
 __all__ = ["ShardServer", "serve_shards"]
 
+_SMALL_BYTES = (
+    32 << 10
+)  # of requests that are answered on the thread that reads: behind a larger one, others would wait
 _MAX_RUNNING = 512
 _STOP_SLACK_S = 5.0
 _NOTICED_S = 0.1  # after which rankers know that this server takes no more requests
@@ -58,15 +59,14 @@ _log = logging.getLogger(__name__)
 
 
 class ShardServer:
-    """Serves the ranks of ``tables`` over gRPC from the serving loop.
+    """Serves the ranks of ``tables``: lookups over the framed transport, control over gRPC from the serving loop.
 
     Args:
         tables: the ranks, in each version that is mapped.
         host, port, metrics_port, security, limits: as recinfer.serving.server.server.Server has them.
         threads: for long requests; None: one a core, at most 4.
         max_running: requests at a time; one more is refused.
-        socket_port: where rankers ask past gRPC (recinfer.serving.shards.transport); 0: a free one. Rankers find
-            it by themselves, and do without where they cannot reach it. Not listened on with TLS.
+        socket_port: where rankers look up (recinfer.serving.shards.transport); 0: a free one. Rankers find it by themselves.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ShardServer:
         self._observer = Observer(self.stats)
         self._started = time.monotonic()
         self._server: CoreServer | None = None
-        self._sockets: AnswerSockets | None = None
+        self._listener: ShardListener | None = None
         self._metrics: MetricsDoor | None = None
 
     @property
@@ -162,14 +162,12 @@ class ShardServer:
     async def _start(self) -> None:
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="recinfer-shard")
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="recinfer-prepare")
-        each = self._each()
         door = Door(self._security, self._observer, names=names_of(*pb.DESCRIPTOR.services_by_name.values()))
         server = CoreServer(
             budget=self.budget,
             most_bytes=self._limits.max_message_bytes,
             admit=door.admit,
             refused=door.refused,
-            streams={FIND_EACH.decode(): each},
             options=[
                 ("grpc.max_receive_message_length", self._limits.max_message_bytes),
                 ("grpc.max_send_message_length", -1),
@@ -182,7 +180,7 @@ class ShardServer:
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
-        calls = {"Find": self._find, "Prepare": self._prepare, "State": self._state}
+        calls = {"Prepare": self._prepare, "State": self._state}
         self._health = add_standard_services(server, [SERVICE_NAME, _HEALTH_NAME], _descriptors())
         await self._health.show(_SHOWN, False)  # before anybody can connect
         server.add_generic_rpc_handlers((generic_handler(SERVICE_NAME, calls, self._observer),))
@@ -195,28 +193,30 @@ class ShardServer:
                 self.port = server.add_secure_port(self.target, credentials)
         except RuntimeError as error:  # taken since the check
             raise UnavailableError(f"cannot listen on {self.target}: {error}") from None
-        if credentials is None:
-            host, token = self.host, self._security.token
-            self._sockets = AnswerSockets(host, self.socket_port, each, token, MOST_BYTES)
-            self.socket_port = self._sockets.port
+        self._listener = ShardListener(
+            self.host,
+            self.socket_port,
+            self._take,
+            self._refuse,
+            token=self._security.token,
+            max_request_bytes=self._limits.max_message_bytes,
+            tls=self._security.tls_context(),
+        )
+        self.socket_port = self._listener.port
         await server.start()
-        self._follow_busy(server)
+        self._follow_busy(self._listener.thread.thread_id)
         if self.metrics_port is not None:
             await self._start_metrics(self.metrics_port)
         self._server = server
         await self._health.show(_SHOWN, True)
 
-    def _follow_busy(self, server: CoreServer) -> None:
-        # Small requests are answered by the threads that read sockets: ours and gRPC's. They share Python's lock, so together
-        # they are one. Long requests are the pool's.
-        readers = [] if server.thread_id is None else [server.thread_id]
-        if self._sockets is not None and self._sockets.thread_id is not None:
-            readers.append(self._sockets.thread_id)
-
-        def reads() -> float:
-            return sum(map(thread_seconds, readers))
-
-        self._busy = [BusyShare(reads), BusyShare(lambda: self._pool_seconds / self._threads)]
+    def _follow_busy(self, reader: int | None) -> None:
+        """Small requests are answered by the thread that reads them, whose native id is given; long ones are the pool's."""
+        reads = 0 if reader is None else reader
+        self._busy = [
+            BusyShare(lambda: thread_seconds(reads)),
+            BusyShare(lambda: self._pool_seconds / self._threads),
+        ]
 
     async def _stop(self, grace: float) -> None:
         server, self._server = self._server, None
@@ -228,8 +228,8 @@ class ShardServer:
         await asyncio.sleep(min(grace, _NOTICED_S))
         while self._running and time.monotonic() < end:
             await asyncio.sleep(_NOTICED_S)
-        if self._sockets is not None:
-            self._sockets.close()
+        if self._listener is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._listener.close)
         await server.stop(min(grace, _NOTICED_S))
         if self._metrics is not None:
             await self._metrics.stop()
@@ -249,80 +249,58 @@ class ShardServer:
         await self._metrics.start()
         self.metrics_port = self._metrics.port
 
-    def _each(self) -> Each:
-        """Answers what comes over sockets and streams: long questions in the pool, so that no other waits behind them."""
-        here = one_by_one("Find", self._find_here, encode_failure, self._observer)
-        aside = one_by_one("Find", self._find_in_pool, encode_failure, self._observer)
+    # -- lookups: on the listener's thread, or in the pool -----------------------------------------------------------
 
-        def answer(data: bytes, reply: Callable[[bytes], None]) -> None:
-            try:
-                reply(aside(data))
-            finally:
-                self._went()
+    def _take(self, data: bytes, reply: Callable[[bytes], None]) -> None:
+        """Answer a small request here and a long one in the pool, so that no other waits behind it."""
+        if self._running >= self._max_running:
+            reply(self._refuse(data))
+        elif len(data) <= _SMALL_BYTES:
+            reply(self._counted(self._find, data))
+        else:
+            with self._counting:
+                self._running += 1
+            self._pool.submit(self._answer_in_pool, data, reply)
 
-        def each(data: bytes, reply: Callable[[bytes], None]) -> None:
-            if len(data) <= SMALL_BYTES or self._is_full:  # then it is refused here
-                reply(here(data))
-            else:
-                self._came()
-                self._pool.submit(answer, data, reply)
+    def _answer_in_pool(self, data: bytes, reply: Callable[[bytes], None]) -> None:
+        start = time.perf_counter()
+        try:
+            reply(self._counted(self._find, data))
+        finally:
+            with self._counting:
+                self._running -= 1
+                self._pool_seconds += time.perf_counter() - start
 
-        return each
-
-    # -- the calls ---------------------------------------------------------------------------------------------------
-
-    def _find_small(self, data: bytes, until: float) -> bytes | None:
-        """On gRPC's thread."""
-        if len(data) > SMALL_BYTES or self._is_full:
-            return None
-        return self._find_here(data)
-
-    def _find_here(self, data: bytes) -> bytes:
-        """On gRPC's thread too."""
-        self._check_room()
+    def _find(self, data: bytes) -> bytes:
         start = time.perf_counter()
         try:
             return self.tables.find(data, self._limits)
         finally:
             self._stages.add("lookup", time.perf_counter() - start)
 
-    @property
-    def _is_full(self) -> bool:
-        return self._running >= self._max_running
+    def _refuse(self, data: bytes) -> bytes:
+        """The response to a request that comes when too many are under way."""
 
-    def _check_room(self) -> None:
-        if self._is_full:
-            self._refused += 1
-            raise OverloadedError(f"the shard has {self._running} requests under way, its limit", retry_after=0.01)
+        def refuse(_: bytes) -> bytes:
+            raise OverloadedError(f"the shard has too many requests under way, {self._running} of them long ones")
 
-    async def _find(self, data: bytes) -> bytes:
-        if len(data) <= SMALL_BYTES:
-            return self._find_here(data)
-        self._check_room()
-        self._came()
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, self._find_in_pool, data)
-        finally:
-            self._went()
+        self._refused += 1
+        return self._counted(refuse, data)
 
-    def _find_in_pool(self, data: bytes) -> bytes:
+    def _counted(self, answer: Callable[[bytes], bytes], data: bytes) -> bytes:
+        """The response of ``answer``, or one that says why there is none, in this server's figures."""
         start = time.perf_counter()
         try:
-            return self.tables.find(data, self._limits)
-        finally:
-            spent = time.perf_counter() - start
-            self._stages.add("lookup", spent)
-            with self._counting:
-                self._pool_seconds += spent
+            found, code = answer(data), "OK"
+        except Exception as error:
+            status = status_of(error)
+            if status.code == "INTERNAL":
+                _log.exception("a lookup of %d bytes failed", len(data))
+            found, code = encode_failure(status.code, status.message), status.code
+        self._observer.answered("Find", code, time.perf_counter() - start, num_bytes=len(data))
+        return found
 
-    def _came(self) -> None:
-        """One more is under way."""
-        with self._counting:
-            self._running += 1
-
-    def _went(self) -> None:
-        with self._counting:
-            self._running -= 1
+    # -- gRPC's calls ------------------------------------------------------------------------------------------------
 
     async def _prepare(self, data: bytes) -> bytes:
         request = codec.parse(pb.PrepareRequest, data)
@@ -343,9 +321,9 @@ class ShardServer:
 
     def _here(self) -> bytes:
         state = pb.ShardState(ranks=self.tables.ranks, versions=self.tables.keys())
-        if self._sockets is not None:
-            state.socket_port, state.socket_server = self._sockets.port, self._sockets.server_id
-            state.socket_bytes = MOST_BYTES
+        if self._listener is not None:
+            state.socket_port, state.socket_server = self._listener.port, self._listener.server_id
+            state.socket_bytes = self._listener.max_request_bytes
         return state.SerializeToString()
 
 

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recinfer.errors import RecinferError
 from recinfer.inference.bags import Bags, offsets_of
-from recinfer.inference.lru import LruCache
+from recinfer.lru import LruCache
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
+from recinfer.serving.shards._ranks import is_packed_answer
 from recinfer.serving.shards.layout import ModuleLayout, RankModule
 from recinfer.serving.shards.messages import encode_part, ones
 from recinfer.serving.shards.packed import is_packed, pairs_of, unpacked
@@ -60,7 +60,23 @@ class _RankSplit:
         self._type = np.dtype(np.int32 if narrow else np.int64)
         self.runs, self.pairs = _runs(mine), pairs_of(mine, configs)
         self.columns = None if mine.cuts_rows else np.array(mine.order.columns, np.intp)
+        self._num_columns = sum(shard.cols for shard in mine.order.shards)
         self._places: LruCache[tuple[str, ...], NDArray[np.intp]] = LruCache(_MAX_ORDERS)
+
+    def is_answer(self, values: NDArray[Any], batch: int, offsets: NDArray[Any] | None = None) -> bool:
+        """Whether ``values`` are of the size of this rank's rows for ``batch`` samples.
+
+        Args:
+            offsets: of the section that was sent, for a module that is not pooled.
+        """
+        if offsets is None:
+            if is_packed(values):
+                return bool(is_packed_answer(values, self.pairs, batch))
+            return values.size == batch * self._num_columns
+        edges = offsets[::batch].tolist()
+        pairs = zip(self.mine.order.shards, self.mine.stream_of)
+        wanted = sum((edges[stream + 1] - edges[stream]) * shard.cols for shard, stream in pairs)
+        return not is_packed(values) and values.size == wanted
 
     def section_of_ones(self, bags: Bags) -> Section | None:
         """:meth:`section` of bags of one id each, all of whose features are there, for a pooled module."""
@@ -151,6 +167,7 @@ class ModuleSplit:
     def __init__(self, number: int, layout: ModuleLayout) -> None:
         self.layout, self.number = layout, number
         self.ranks = [_RankSplit(number, mine, layout.configs) for mine in layout.ranks.values()]
+        self._by_rank = {rank.rank: rank for rank in self.ranks}
         self.features = tuple(f for config in layout.configs for f in config.feature_names)
         self._dims = [config.embedding_dim for config in layout.configs for _ in config.feature_names]
         self._columns = sum(self._dims)
@@ -195,6 +212,10 @@ class ModuleSplit:
             return False
         return bool((bags.offsets == ones(size, bags.offsets.dtype)).all())
 
+    def fits(self, rank: int, section: Section, batch: int, values: NDArray[Any]) -> bool:
+        """Whether ``values`` are what ``rank`` has to give for its section."""
+        return self._by_rank[rank].is_answer(values, batch, None if self.layout.pooled else section.offsets)
+
     def join(
         self, bags: Bags, sections: Mapping[int, Section], found: Mapping[int, NDArray[Any]]
     ) -> Tensor | list[JaggedTensor]:
@@ -235,10 +256,6 @@ class ModuleSplit:
         rows = [np.zeros((count, dim), np.float32) for count, dim in zip(counts, self._dims)]
         for rank in self.ranks:
             flat = found.get(rank.rank)
-            if flat is not None and is_packed(flat):
-                raise RecinferError(
-                    f"rank {rank.rank} answered packed rows for {self.layout.info.path}, which is not pooled"
-                )
             if flat is not None:
                 _place_rows(rank.mine, bags.batch, sections[rank.rank], flat, rows)
         return [

@@ -1,206 +1,314 @@
-"""The socket that shard servers have beside gRPC's port, over which rankers ask.
+"""The framed transport between rankers and shard servers: the server's end, which listens, and the ranker's, which connects.
 
-gRPC finds servers, says whether they are well and tells of this socket: its port, and who answers there. Each end of a
-connection begins with one message: the server's says who it is and a number, the asker's proves by an HMAC over both that it
-has the token, without sending it. Then a question comes, its answer goes, and so on, serialized as for ``FindEach``. Where
-there is TLS there is no such socket.
+gRPC says where it is: a shard server's State tells the port and who answers there. Each end of a connection begins with one
+message: the server's says who it is and a random number, the ranker's proves by an HMAC over both that it has the token,
+without sending it. Then requests come, serialized ``ShardRequest``s, and each is answered under its number.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-import logging
+import itertools
 import secrets
 import socket
-import threading
+import ssl
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache, partial
+from typing import Any, NamedTuple
 
 from recinfer.errors import UnavailableError
-from recinfer.serving.server.grpc_call import Each
-from recinfer.serving.server.serial_connection import Way
-from recinfer.serving.shards.frames import FrameLoop, Frames, frame, tune
+from recinfer.serving.server.address import join_address
+from recinfer.serving.shards.frames import MOST_BYTES, FrameProtocol, ShardsThread, keep_alive
 
-__all__ = ["ANSWER_THREAD", "AnswerSockets", "AskSocket"]
+__all__ = ["Answer", "ResponseCallback", "ShardAddress", "ShardConnection", "ShardListener", "rankers_thread"]
 
-ANSWER_THREAD = "recinfer-grpc-sockets"
-"""Name of the thread that answers; what starts as gRPC's own is counted with it."""
+ResponseCallback = Callable[["bytes | bytearray | None", str, str], None]
+"""Told of a request's end: the response or None, the name of the ``grpc.StatusCode``, its details."""
 
-_HELLO = b"recinfer.find.1\n"
+Answer = Callable[[bytes, Callable[[bytes], None]], None]
+"""Takes a request, on the listener's thread, and what to call with its response: once, then or later, on any thread."""
+
+_HELLO = b"recinfer.find.2\n"
 _ID_BYTES = 32
 _PROOF_BYTES = 1024  # that may come from who has not proved anything, more than a proof has
-_SILENT, _CONNECTIONS = 64, 4096  # that may be open: without a proof, and in all
-_CONNECT_S = 3.0
-_MOST_ANSWER = 2**32 - 1
-
-_log = logging.getLogger(__name__)
-
-
-class AnswerSockets:
-    """The server's end, with a thread of its own.
-
-    Args:
-        each: answers a question, on that thread.
-        token: that askers have; None: anybody may ask.
-        most: bytes of a question. Memory for one is had by who may ask.
-
-    Attributes:
-        server_id: 32 bytes that no other server has.
-        port: that is listened on.
-        thread_id: native id of its thread.
-
-    Raises:
-        UnavailableError: the address cannot be listened on.
-    """
-
-    def __init__(self, host: str, port: int, each: Each, token: str | None, most: int) -> None:
-        self._each, self._token, self._most = each, token, most
-        self.server_id = secrets.token_bytes(_ID_BYTES)
-        try:
-            listener = _listener(host, port)
-        except OSError as error:
-            raise UnavailableError(
-                f"cannot listen on {host}:{port} for rankers' lookups: {error.strerror or error}"
-            ) from None
-        self.port = int(listener.getsockname()[1])
-        # Without proof yet: what each has to send. One that sends nothing has its place until others need it.
-        self._silent: OrderedDict[Frames, bytes] = OrderedDict()
-        self._trusted: set[Frames] = set()
-        self._asked: set[Frames] = set()  # who waits for an answer
-        self._loop = FrameLoop(ANSWER_THREAD)
-        self.thread_id = self._loop.thread_id
-        self._loop.accept(listener, self._came)
-
-    def close(self) -> None:
-        """End all connections; what is asked then is told UNAVAILABLE at the other end."""
-        self._loop.close()
-
-    # -- on its thread
-
-    def _came(self, sock: socket.socket) -> None:
-        if len(self._trusted) >= _CONNECTIONS:
-            sock.close()
-            return
-        if len(self._silent) >= _SILENT:
-            self._silent.popitem(last=False)[0].end()
-        tune(sock)
-        frames = Frames(sock, _PROOF_BYTES, self._took, self._over)
-        number = secrets.token_bytes(_ID_BYTES)
-        self._silent[frames] = _HELLO + _proof(self._token, self.server_id + number)
-        self._loop.add(frames)
-        frames.send(_HELLO + self.server_id + number)
-
-    def _took(self, frames: Frames, message: bytes) -> None:
-        if frames not in self._trusted:
-            proof = self._silent.pop(frames, None)
-            if proof is not None and (self._token is None or hmac.compare_digest(message, proof)):
-                self._trusted.add(frames)
-                frames.most = self._most
-            else:
-                frames.end()
-        elif frames in self._asked or frames.is_sending:  # it asks on before it was answered: memory is for one answer
-            frames.end()
-        else:
-            self._asked.add(frames)
-            self._each(message, partial(self._reply, frames))
-
-    def _reply(self, frames: Frames, answer: bytes) -> None:
-        """On any thread."""
-        self._asked.discard(frames)  # before it is sent, as the next question may come then
-        frames.send(answer)
-
-    def _over(self, frames: Frames, why: str) -> None:
-        self._trusted.discard(frames)
-        self._silent.pop(frames, None)
-
-
-class AskSocket(Way):
-    """The asker's end. It connects on a thread of its own, since names may take seconds to resolve.
-
-    Args:
-        host, port: of the server's socket.
-        server_id: who is expected there.
-        token: of the server, if it has one.
-    """
-
-    def __init__(self, host: str, port: int, server_id: bytes, token: str | None) -> None:
-        super().__init__()
-        self._address, self._server_id, self._token = (host, port), server_id, token
-        self._frames: Frames | None = None
-        threading.Thread(target=self._connect, name="recinfer-connects", daemon=True).start()
-
-    def _connect(self) -> None:
-        try:
-            sock = socket.create_connection(self._address, _CONNECT_S)
-        except OSError as error:
-            self._cannot(error)
-            return
-        try:
-            tune(sock)
-            greeting = frame(_HELLO + self._server_id + bytes(_ID_BYTES))[:-_ID_BYTES]
-            found = _exactly(sock, len(greeting) + _ID_BYTES)
-            if not found.startswith(greeting):
-                raise OSError("another server is there")
-            sock.sendall(frame(_HELLO + _proof(self._token, found[-2 * _ID_BYTES :])))
-        except OSError as error:
-            sock.close()
-            self._cannot(error)
-            return
-        self._frames = Frames(sock, _MOST_ANSWER, self._took, self._over)
-        if _asks_loop().add(self._frames):
-            self._opened()
-        if self._closes:
-            self._frames.end()
-
-    def _cannot(self, error: OSError) -> None:
-        why = error.strerror or str(error)
-        _log.info("%s:%d is done without: %s", *self._address, why)
-        self._ended("UNAVAILABLE", why)
-
-    def _send(self, question: bytes) -> bool:
-        assert self._frames is not None
-        return self._frames.send(question)
-
-    def _end(self) -> None:
-        if self._frames is not None:
-            self._frames.end()
-
-    # -- on the loop's thread
-
-    def _took(self, frames: Frames, message: bytes) -> None:
-        if not self._answered(message):
-            frames.end()  # nobody asked
-
-    def _over(self, frames: Frames, why: str) -> None:
-        self._ended("UNAVAILABLE", why)
-
-
-def _asks_loop() -> FrameLoop:
-    """One thread takes the answers of all servers."""
-    with _making:
-        return _one_loop()
-
-
-_making = threading.Lock()
-_one_loop = cache(lambda: FrameLoop("recinfer-asks-sockets"))
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    if host in ("::", "[::]"):
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address[:2], family=family)
+_UNPROVED, _CONNECTIONS = 64, 4096  # that may be open: without a proof, and in all
+_UNANSWERED = 1024  # requests of one connection
+_UNREAD_BYTES = 4 << 20  # of responses, above which a connection's next requests are not read
+_HANDSHAKE_S, _CONNECT_S = 10.0, 3.0
+_EXPIRE_S = 0.05  # between two looks for requests that have waited too long
 
 
 def _proof(token: str | None, of: bytes) -> bytes:
     return hmac.digest((token or "").encode(), of, "sha256")
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        more = sock.recv(count - len(found))
-        if not more:
-            raise OSError("the server closed it")
-        found += more
-    return found
+class ShardListener:
+    """The server's end, with a thread of its own.
+
+    Args:
+        answer: answers a request.
+        refuse: gives the response to a request of a connection that has too many unanswered ones.
+        token: that rankers have; None: anybody may ask.
+        max_request_bytes: of one request, and of all that one connection has unanswered, but for a single one.
+        tls: of the server's certificate; None: no TLS.
+
+    Attributes:
+        server_id: 32 bytes that no other server has.
+        port: that is listened on.
+        thread: that it runs on.
+
+    Raises:
+        UnavailableError: the address cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        answer: Answer,
+        refuse: Callable[[bytes], bytes],
+        *,
+        token: str | None,
+        max_request_bytes: int,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.answer, self.refuse, self.token, self.max_request_bytes = answer, refuse, token, max_request_bytes
+        self.server_id = secrets.token_bytes(_ID_BYTES)
+        try:
+            listening = _listening(host, port)
+        except OSError as error:
+            raise UnavailableError(
+                f"cannot listen on {host}:{port} for rankers' lookups: {error.strerror or error}"
+            ) from None
+        keep_alive(listening)
+        self.port = int(listening.getsockname()[1])
+        # One that sends nothing has its place until others need it.
+        self.unproved: OrderedDict[_RankerConnection, None] = OrderedDict()
+        self.thread = ShardsThread()
+        options: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": _HANDSHAKE_S}
+        loop = self.thread.loop
+        made = loop.create_server(lambda: _RankerConnection(self), sock=listening, **options)
+        self._server = asyncio.run_coroutine_threadsafe(made, loop).result()
+
+    def close(self) -> None:
+        """Take no more connections, and end those that are there: what they have asked is told UNAVAILABLE at the other end."""
+        self.thread.call(self._server.close)
+        self.thread.close()
+
+
+class _RankerConnection(FrameProtocol):
+    """A connection at the server's end."""
+
+    def __init__(self, listener: ShardListener) -> None:
+        super().__init__(listener.thread, _PROOF_BYTES)
+        self._listener = listener
+        self._proof: bytes | None = None  # that is to come
+        self._unanswered = self._unanswered_bytes = 0
+
+    def opened(self) -> None:
+        """See FrameProtocol."""
+        listener = self._listener
+        if len(self.thread.connections) > _CONNECTIONS:
+            self.end("too many connections")
+            return
+        if len(listener.unproved) >= _UNPROVED:
+            listener.unproved.popitem(last=False)[0].end("it proved nothing")
+        listener.unproved[self] = None
+        greeting = listener.server_id + secrets.token_bytes(_ID_BYTES)
+        self._proof = _HELLO + _proof(listener.token, greeting)
+        self._transport.set_write_buffer_limits(high=_UNREAD_BYTES)
+        self.send(0, _HELLO + greeting)
+
+    def took(self, number: int, message: bytes | bytearray) -> None:
+        """See FrameProtocol."""
+        listener = self._listener
+        if self._proof is not None:
+            listener.unproved.pop(self, None)
+            if listener.token is None or hmac.compare_digest(message, self._proof):
+                self._proof, self.most = None, listener.max_request_bytes
+            else:
+                self.end("it has not proved that it has the token")
+            return
+        request = bytes(message)
+        held = self._unanswered_bytes + len(request)
+        if self._unanswered >= _UNANSWERED or (self._unanswered and held > listener.max_request_bytes):
+            self.send(number, listener.refuse(request))
+            return
+        self._unanswered, self._unanswered_bytes = self._unanswered + 1, held
+        listener.answer(request, partial(self.thread.call, self._reply, number, len(request)))
+
+    def _reply(self, number: int, request_bytes: int, response: bytes) -> None:
+        self._unanswered -= 1
+        self._unanswered_bytes -= request_bytes
+        self.send(number, response)
+
+    def lost(self) -> None:
+        """See FrameProtocol."""
+        self._listener.unproved.pop(self, None)
+
+    def pause_writing(self) -> None:
+        """See asyncio.BaseProtocol: who does not read its responses is not read either."""
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """See asyncio.BaseProtocol."""
+        self._transport.resume_reading()
+
+
+@cache
+def rankers_thread() -> ShardsThread:
+    """The thread of all connections to shards of this process; it ends with the process."""
+    return ShardsThread()
+
+
+class ShardAddress(NamedTuple):
+    """Where a shard server takes requests, as its State tells.
+
+    Attributes:
+        host, port: of its listener.
+        server_id: who is expected there.
+        max_request_bytes: of a request that it takes.
+    """
+
+    host: str
+    port: int
+    server_id: bytes
+    max_request_bytes: int
+
+
+class _Asked:
+    """A request that waits for its response."""
+
+    __slots__ = ("deadline", "done")
+
+    def __init__(self, deadline: float, done: ResponseCallback) -> None:
+        self.deadline, self.done = deadline, done
+
+
+class ShardConnection(FrameProtocol):
+    """A connection to a shard server, at the ranker's end. All but :meth:`connect` is for its thread, :func:`rankers_thread`.
+
+    Args:
+        token: of the server, if it has one.
+        max_response_bytes: of one response.
+        on_lost: told, once, when a connection that was open has ended, before its requests are; ``why`` says why.
+
+    Attributes:
+        is_open: it takes requests.
+    """
+
+    def __init__(
+        self,
+        address: ShardAddress,
+        token: str | None,
+        max_response_bytes: int,
+        on_lost: Callable[[ShardConnection], None],
+    ) -> None:
+        super().__init__(rankers_thread(), min(max_response_bytes, MOST_BYTES))
+        self.address, self._token, self._on_lost = address, token, on_lost
+        self.is_open = False
+        self._greeted: asyncio.Future[None] = self.thread.loop.create_future()
+        self._asked: dict[int, _Asked] = {}
+        self._numbers = itertools.count(1)
+        self._expires: asyncio.TimerHandle | None = None
+
+    async def connect(self, tls: ssl.SSLContext | None, tls_name: str) -> None:
+        """Returns once it is open; on any event loop.
+
+        Args:
+            tls, tls_name: TLS, and the name in the server's certificate; None: no TLS.
+
+        Raises:
+            UnavailableError: says why it can't be.
+        """
+        made = self._connect(tls, tls_name)
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(made, self.thread.loop))
+
+    async def _connect(self, tls: ssl.SSLContext | None, tls_name: str) -> None:
+        loop, address = self.thread.loop, self.address
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                # In another thread, since names may take seconds to resolve.
+                sock = await loop.run_in_executor(None, socket.create_connection, address[:2], _CONNECT_S)
+                keep_alive(sock)
+                sock.setblocking(False)
+                named: dict[str, Any] = {} if tls is None else {"ssl": tls, "server_hostname": tls_name}
+                await loop.create_connection(lambda: self, sock=sock, **named)
+                await self._greeted
+        except BaseException as error:
+            self.end("it could not be reached")
+            if not isinstance(error, OSError):  # asyncio's TimeoutError is one
+                raise
+            why = error.strerror or str(error) or f"no answer within {_CONNECT_S:g} s"
+            where = join_address(address.host, address.port)
+            raise UnavailableError(f"its port for lookups, {where}, cannot be reached: {why}") from None
+
+    def ask(self, request: bytes, deadline: float, done: ResponseCallback) -> Callable[[], object]:
+        """Send a serialized ``ShardRequest``; what is returned makes it forgotten: ``done`` is not called any more.
+
+        Args:
+            deadline: ``time.monotonic()`` after which it is told DEADLINE_EXCEEDED.
+            done: told of its end, once, on this thread, never before this returns.
+        """
+        number = next(self._numbers)
+        loop, most = self.thread.loop, self.address.max_request_bytes
+        if not self.is_open:
+            return loop.call_soon(done, None, "UNAVAILABLE", self.why).cancel
+        if len(request) > most:
+            why = (
+                f"it takes a request of {len(request)} bytes, and at most {most} may come: send fewer samples a request"
+            )
+            return loop.call_soon(done, None, "INVALID_ARGUMENT", why).cancel
+        self._asked[number] = _Asked(deadline, done)
+        self.send(number, request)
+        if self._expires is None:
+            self._expires = loop.call_later(_EXPIRE_S, self._expire)
+        return partial(self._asked.pop, number, None)
+
+    def _expire(self) -> None:
+        self._expires = None
+        now = time.monotonic()
+        for number, asked in tuple(self._asked.items()):
+            if now >= asked.deadline and self._asked.pop(number, None) is not None:
+                asked.done(None, "DEADLINE_EXCEEDED", "no answer came in time")
+        if self._asked:
+            self._expires = self.thread.loop.call_later(_EXPIRE_S, self._expire)
+
+    def took(self, number: int, message: bytes | bytearray) -> None:
+        """See FrameProtocol."""
+        if not self.is_open:
+            who = _HELLO + self.address.server_id
+            if not message.startswith(who) or len(message) != len(who) + _ID_BYTES:
+                self.end("another server, or one of another release, is there")
+                return
+            self.send(0, _HELLO + _proof(self._token, bytes(message[len(_HELLO) :])))
+            self.is_open = True
+            self._greeted.set_result(None)
+            return
+        asked = self._asked.pop(number, None)
+        if asked is not None:  # else nobody waits for it any more
+            asked.done(message, "OK", "")
+
+    def lost(self) -> None:
+        """See FrameProtocol."""
+        if not self._greeted.done():
+            self._greeted.set_exception(ConnectionError(self.why))
+            self._greeted.exception()  # somebody may not wait for it any more
+        if self._expires is not None:
+            self._expires.cancel()
+        was_open, self.is_open = self.is_open, False
+        if was_open:
+            self._on_lost(self)
+        asked, self._asked = self._asked, {}
+        for each in asked.values():
+            each.done(None, "UNAVAILABLE", self.why)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    if host in ("::", "[::]"):
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family)

@@ -354,6 +354,8 @@ def server_metadata() -> dict[str, Any]:
 def model_metadata(registry: ModelRegistry, name: str, version: str) -> dict[str, Any]:
     """The protocol's model metadata, as its JSON has it; embeddings are among the outputs.
 
+    Inputs of features that a prediction may leave out have the parameter ``missing``: "empty", or the id that stands for it.
+
     Raises:
         NotFoundError: no such model or version.
     """
@@ -362,10 +364,14 @@ def model_metadata(registry: ModelRegistry, name: str, version: str) -> dict[str
     manifest = predictor.manifest
     inputs = [_tensor("dense", "FP32", -1, predictor.num_dense)] if predictor.num_dense else []
     weighted = {feature for module in manifest.modules if module.is_weighted for feature in module.features}
+    missing = {feature.name: feature.missing for feature in manifest.features}
     for feature in dict.fromkeys(feature for module in manifest.modules for feature in module.features):
-        inputs += [_tensor(f"{feature}.values", "INT64", -1), _tensor(f"{feature}.lengths", "INT32", -1)]
+        tensors = [_tensor(f"{feature}.values", "INT64", -1), _tensor(f"{feature}.lengths", "INT32", -1)]
         if feature in weighted:
-            inputs.append(_tensor(f"{feature}.weights", "FP32", -1))
+            tensors.append(_tensor(f"{feature}.weights", "FP32", -1))
+        if missing[feature] != "reject":
+            tensors = [tensor | {"parameters": {"missing": str(missing[feature])}} for tensor in tensors]
+        inputs += tensors
     outputs = []
     if manifest.dense is not None:
         outputs = [_tensor(output.name, "FP32", -1, *output.shape) for output in manifest.dense.outputs]

@@ -1,20 +1,23 @@
-"""A worker's end of the pipe to its supervisor: what it shows of itself, and changes of models, which go to all workers."""
+"""A worker's end of the connection to its supervisor: how it is, and changes of models, which go to all workers."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import json
-import sys
+import os
+import queue
+import stat
 import threading
 from concurrent.futures import Future
-from typing import IO, TYPE_CHECKING, Any
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
 
+from recinfer.errors import ConfigError
 from recinfer.serving.engine.store import served_state
 from recinfer.serving.server.loop import start_on_loop
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.proto import admin_pb2 as pb
-from recinfer.serving.workers.pipe import Pipe
+from recinfer.serving.workers.connection import PeerConnection
 
 if TYPE_CHECKING:
     from recinfer.serving.engine.store import StoreManager
@@ -22,9 +25,18 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerLink"]
 
+_STDIN = 0
+
 
 class WorkerLink:
-    """Speaks with the supervisor over stdin and stdout.
+    """Waits for the supervisor's first message, then answers it. All its answers come from the event loop, so that an answer
+    shows that the loop runs.
+
+    Args:
+        connection: to the supervisor; None: this process's stdin.
+
+    Raises:
+        ConfigError: there is no supervisor at the other end.
 
     Attributes:
         gone: set when the supervisor has gone, however it went.
@@ -32,61 +44,71 @@ class WorkerLink:
             of another; None for the first ones.
     """
 
-    def __init__(self, read: IO[str] | None = None, write: IO[str] | None = None) -> None:
-        self._read = read or sys.stdin
+    def __init__(self, connection: Connection | None = None) -> None:
         self.gone = threading.Event()
-        self.restore: dict[str, Any] | None = _first(self._read.readline())
         self._server: Server | None = None
         self._manager: StoreManager | None = None
-        self._pipe = Pipe(self._read, write or sys.stdout, self._answer)
-        threading.Thread(target=self._run, name="recinfer-supervisor", daemon=True).start()
+        # (restore,), or nothing where the supervisor went first.
+        self._begun: queue.SimpleQueue[tuple[dict[str, Any] | None, ...]] = queue.SimpleQueue()
+        self._peer = PeerConnection(connection or _from_stdin(), self._answer, on_gone=self._end)
+        begun = self._begun.get()
+        if not begun:
+            raise _no_supervisor()
+        self.restore = begun[0]
 
     def attach(self, server: Server, manager: StoreManager | None) -> None:
         """From now on the supervisor's questions are about this server and its models."""
         self._server, self._manager = server, manager
 
     async def change(self, call: str, data: bytes) -> bytes:
-        """An admin call, serialized, made in all workers; the serialized answer."""
+        """An admin call, serialized, made in all workers; the serialized answer. Call on the serving loop."""
+        if call == "ListModels":  # changes nothing, and all have the same
+            assert self._server is not None
+            return await self._server.admin_calls[call](data)
         if call == "Load" and self._manager is not None:
             request = codec.parse(pb.LoadRequest, data)
             if not request.version:  # all are to load the version that is the newest now
                 request.version = self._manager.newest_version(request.model)
                 data = request.SerializeToString()
-        asked = self._pipe.ask("change", call=call, data=base64.b64encode(data).decode())
+        asked = self._peer.ask("change", call=call, data=base64.b64encode(data).decode())
         return base64.b64decode(await asyncio.wrap_future(asked))
 
-    def _run(self) -> None:
-        try:
-            self._pipe.run()
-        finally:
-            self.gone.set()
+    def _end(self) -> None:
+        self.gone.set()
+        self._begun.put(())
 
-    def _answer(self, what: str, arguments: dict[str, Any]) -> Any:
-        server = self._server
-        if server is None:
+    def _answer(self, what: str, arguments: dict[str, Any]) -> Future[Any] | None:
+        if what == "begin":
+            self._begun.put((arguments["restore"],))
             return None
-        if what == "status":
-            return server.status()
+        assert self._server is not None, "a supervisor asks once the worker is ready"
+        return start_on_loop(self._on_loop(self._server, what, arguments))
+
+    async def _on_loop(self, server: Server, what: str, arguments: dict[str, Any]) -> Any:
+        if what == "beat":
+            return {"status": server.status(), "event_s": server.event_s}
         if what == "state":
-            return served_state(server.service.registry) if self._manager is None else self._manager.state()
+            return self._state(server)
         if what == "set_spread":
             return server.service.registry.restore(arguments["spread"])
-        if what == "admin":
-            return self._admin(server, arguments["call"], base64.b64decode(arguments["data"]))
-        raise AssertionError(what)
+        assert what == "admin", what
+        before = server.service.registry.spread()
+        answer = await server.admin_calls[arguments["call"]](base64.b64decode(arguments["data"]))
+        return {"answer": base64.b64encode(answer).decode(), "before": before, "state": self._state(server)}
 
-    def _admin(self, server: Server, call: str, data: bytes) -> Future[dict[str, Any]]:
-        async def done() -> dict[str, Any]:
-            before = server.service.registry.spread()
-            return {"answer": base64.b64encode(await server.admin_calls[call](data)).decode(), "before": before}
-
-        return start_on_loop(done())
+    def _state(self, server: Server) -> dict[str, Any]:
+        # No load holds the manager's lock now: the supervisor has one change made at a time.
+        return served_state(server.service.registry) if self._manager is None else self._manager.state()
 
 
-def _first(line: str) -> dict[str, Any] | None:
-    """The supervisor's first line: ``{"restore": ...}``. Anything else, or nothing, is somebody who tries a worker out."""
+def _from_stdin() -> Connection:
     try:
-        message = json.loads(line)
-    except ValueError:
-        return None
-    return message.get("restore") if isinstance(message, dict) else None
+        if stat.S_ISSOCK(os.fstat(_STDIN).st_mode):
+            return Connection(os.dup(_STDIN))
+    except OSError:  # it is closed
+        pass
+    raise _no_supervisor()
+
+
+def _no_supervisor() -> ConfigError:
+    return ConfigError("--worker is for `recinfer serve --workers N`, which starts its workers itself; leave it out")

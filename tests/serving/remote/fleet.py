@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.inference.predictor import Predictor, load
-from recinfer.serving.shards.fanout import Fanout
+from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.lookups import remote_lookups
-from recinfer.serving.shards.pool import ReplicaPool
+from recinfer.serving.shards.replicas import ReplicaPool
 from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.shards.tables import ShardTables
 from tests.ports import free_port
@@ -48,15 +48,15 @@ def shard(archive: Path | None, ranks: Sequence[int], host: str = "127.0.0.1", *
 
 
 @contextmanager
-def asking(path: Path, *, ready: bool = True, **options: Any) -> Iterator[Fanout]:
+def asking(path: Path, *, ready: bool = True, **options: Any) -> Iterator[FanOut]:
     """A fan-out to what ``path`` lists; ``ready``: once all of them are up."""
-    fanout = Fanout(ReplicaPool(path), **options)
+    fan_out = FanOut(ReplicaPool(path), **options)
     try:
         if ready:
-            until(lambda: all(replica.up for replica in fanout.pool.everyone()))
-        yield fanout
+            until(lambda: all(replica.up for replica in fan_out.pool.everyone()))
+        yield fan_out
     finally:
-        fanout.pool.close()
+        fan_out.pool.close()
 
 
 @contextmanager
@@ -68,8 +68,8 @@ def remote(archive: Path, groups: Sequence[Sequence[int]], folder: Path, **setti
             server = stack.enter_context(shard(archive, group, f"127.0.0.{number + 1}"))
             for rank in group:
                 ranks.setdefault(rank, []).append(server.target)
-        fanout = stack.enter_context(asking(write_shards(folder / "shards.json", ranks, **settings)))
-        yield load(archive, lookups=remote_lookups(fanout))
+        fan_out = stack.enter_context(asking(write_shards(folder / "shards.json", ranks, **settings)))
+        yield load(archive, lookups=remote_lookups(fan_out))
 
 
 _LOGGED = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import queue
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,18 +22,16 @@ from recinfer.distributed.planner.plan import Plan, TablePlan, embedding_tables
 from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.inference.bags import bags_of
 from recinfer.inference.export import export_archive
-from recinfer.inference.lookups import run_later
+from recinfer.inference.lookups import run_steps
 from recinfer.inference.predictor import load
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from recinfer.serving.client.client import InferenceClient
-from recinfer.serving.engine import pace
-from recinfer.serving.engine import scheduler as batcher
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.registry import ModelRegistry
-from recinfer.serving.server.loop import run_on_loop
+from recinfer.serving.engine.request import CallName
 from recinfer.serving.server.server import Server
-from recinfer.serving.shards.fanout import Fanout
+from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.layout import module_layouts
 from recinfer.serving.shards.lookups import remote_lookups
 from recinfer.serving.shards.messages import join_request
@@ -43,6 +43,7 @@ from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.kept import kept
 from tests.serving.mutations import mutated
+from tests.serving.paths import BytePath
 from tests.serving.remote.fleet import allowing_default_rows, asking, shard, write_shards
 from tests.serving.remote.models import KINDS, rectangles_of
 
@@ -139,28 +140,28 @@ def served(archive: Path, folder: Path, *, missing: str | None = None, **setting
             server = stack.enter_context(shard(archive, group))
             for rank in group:
                 ranks.setdefault(rank, []).append(server.target)
-        fanout = stack.enter_context(asking(write_shards(folder / "shards.json", ranks, **settings), missing=missing))
-        yield service_of(archive, fanout)
+        fan_out = stack.enter_context(asking(write_shards(folder / "shards.json", ranks, **settings), missing=missing))
+        yield service_of(archive, fan_out)
 
 
-def service_of(archive: Path, fanout: Fanout, limits: Limits | None = None) -> InferenceService:
-    return InferenceService(ModelRegistry({"pooled": load(archive, lookups=remote_lookups(fanout))}), limits)
+def service_of(archive: Path, fan_out: FanOut, limits: Limits | None = None) -> InferenceService:
+    return InferenceService(ModelRegistry({"pooled": load(archive, lookups=remote_lookups(fan_out))}), limits)
 
 
-def straight(service: InferenceService, call: str, data: bytes) -> bytes | None:
-    """The answer of the short way."""
-
-    async def answer() -> bytes | None:
-        asked = service.away.begin(call, data)
-        return None if asked is None else await service.away.answer(asked, float("inf"))
-
-    return run_on_loop(answer())
+def straight(service: InferenceService, call: CallName, data: bytes) -> bytes | None:
+    """The answer of the byte path."""
+    found = BytePath(service).remote(call, data)
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
-def ordinary(service: InferenceService, call: str, data: bytes) -> bytes:
-    """The answer of the ordinary way, waited for as a server does."""
-    work = service.decode_lookup(data) if call == "Lookup" else service.decode_predict(data)
-    (answer,) = run_on_loop(run_later(service.run_steps([work]), float("inf")))
+def ordinary(service: InferenceService, call: CallName, data: bytes) -> bytes:
+    """The answer of the decoded path, waited for as a server does."""
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    run_steps(service.run([service.decode(call, data)]), math.inf, done.put, lambda work: work())
+    found = done.get(timeout=90)
+    answer = found if isinstance(found, Exception) else found[0]
     if isinstance(answer, Exception):
         raise answer
     return answer
@@ -258,10 +259,10 @@ def test_a_ranker_splits_and_joins_as_the_ordinary_way(tmp_path: Path, kind: str
         (layout,) = module_layouts(opened.manifest, opened.plan)
         for request in requests():
             data = codec.encode_lookup_request(request)
-            asked = service.away.begin("Lookup", data)
+            asked = BytePath(service).split("Lookup", data)
             assert asked is not None
             sections = ModuleSplit(0, layout).split(bags_of(request))
-            assert {r: b"".join(*parts) for r, parts in asked.parts.items()} == {
+            assert {r: b"".join(*parts) for r, parts in asked.items()} == {
                 r: b"".join(section.parts) for r, section in sections.items()
             }
             assert straight(service, "Lookup", data) == ordinary(service, "Lookup", data)
@@ -321,24 +322,23 @@ def test_a_ranker_leaves_what_is_not_plain(tmp_path: Path):
             make_request(17_000),  # more samples than may be asked for
             make_request(100, longest=3000),  # more ids than are split while others wait
         ):
-            assert service.away.begin("Lookup", codec.encode_lookup_request(request)) is None
-        assert service.direct.lookup(codec.encode_lookup_request(whole)) is None  # no rows here
+            assert BytePath(service).split("Lookup", codec.encode_lookup_request(request)) is None
         for dense, request in (
             (torch.full((2, NUM_DENSE), float("nan")), whole),
             (torch.zeros(2, NUM_DENSE + 1), whole),
             (torch.zeros(2, NUM_DENSE), make_request(2, keys=("a", "b"), longest=1)),
         ):
-            assert service.away.begin("Predict", codec.encode_predict_request(dense, request)) is None
+            assert BytePath(service).split("Predict", codec.encode_predict_request(dense, request)) is None
         starts = [codec.encode_lookup_request(make_request(batch, batch, longest=2)) for batch in (1, 3)]
-        begun = 0
+        begun, paths = 0, BytePath(service)
         for data in mutated(random.Random(3), starts, 3_000):
-            asked = service.away.begin("Lookup", data)
+            asked = paths.split("Lookup", data)
             if asked is not None:  # then the ordinary way takes it too
                 begun += 1
                 sections = (
-                    service.registry.get().predictor.lookups._splits[0].split(service.decode_lookup(data).features)
+                    service.registry.get().predictor.lookups._splits[0].split(service.decode("Lookup", data).features)
                 )
-                assert {r: b"".join(*parts) for r, parts in asked.parts.items()} == {
+                assert {r: b"".join(*parts) for r, parts in asked.items()} == {
                     r: b"".join(section.parts) for r, section in sections.items()
                 }
         assert begun > 50
@@ -350,8 +350,8 @@ def test_a_missing_rank_is_an_error_or_flagged_zeros(tmp_path: Path):
     predict = codec.encode_predict_request(torch.zeros(3, NUM_DENSE), make_request(3, 1, longest=1))
     for missing in ("error", None, "default_rows"):
         with served(archive, tmp_path, missing=missing) as service:
-            fanout = service.registry.get().predictor.lookups._fanout
-            fanout.pool.replicas(0)[0].up = False  # its health does not change, so it stays like this
+            fan_out = service.registry.get().predictor.lookups._fan_out
+            fan_out.pool.replicas(0)[0].up = False  # its health does not change, so it stays like this
             if missing == "error":
                 with pytest.raises(UnavailableError, match="rank 0 has no living replica"):
                     straight(service, "Lookup", data)
@@ -362,21 +362,21 @@ def test_a_missing_rank_is_an_error_or_flagged_zeros(tmp_path: Path):
                 assert list(kind.FromString(found).missing_ranks) == [0]
                 if call == "Lookup":
                     assert found == ordinary(service, call, message)
-            assert fanout.default_rows[0] == 3
+            assert fan_out.default_rows[0] == 3
 
 
 def test_default_rows_need_the_manifests_word(tmp_path: Path):
     archive = make_archive(tmp_path, "row_wise")
     data = codec.encode_lookup_request(make_request(3, 1, longest=1))
     with served(archive, tmp_path) as service:
-        fanout = service.registry.get().predictor.lookups._fanout
-        fanout.pool.replicas(0)[0].up = False
-        fanout._missing = "default_rows"  # as a shards.json does that is changed while the ranker runs
+        fan_out = service.registry.get().predictor.lookups._fan_out
+        fan_out.pool.replicas(0)[0].up = False
+        fan_out._missing = "default_rows"  # as a shards.json does that is changed while the ranker runs
         for way in (straight, ordinary):
             with pytest.raises(UnavailableError, match=r"rank 0 has no living replica.*manifest does not allow them"):
                 way(service, "Lookup", data)
         with pytest.raises(ConfigError, match="pooled 1 does not allow default rows; export or reshard it"):
-            load(archive, lookups=remote_lookups(fanout))
+            load(archive, lookups=remote_lookups(fan_out))
 
 
 def test_through_a_server_and_in_its_figures(tmp_path: Path):
@@ -386,7 +386,7 @@ def test_through_a_server_and_in_its_figures(tmp_path: Path):
     with served(archive, tmp_path) as service:
         predictor = service.registry.get().predictor
         with (
-            Server({"pooled": predictor}, shards=predictor.lookups._fanout) as server,
+            Server({"pooled": predictor}, shards=predictor.lookups._fan_out) as server,
             InferenceClient(server.target, timeout=60) as client,
         ):
             before = predictor.stages.state()["lookup"].count
@@ -420,11 +420,7 @@ def test_a_feature_left_out_is_refused_before_a_shard_is_asked(tmp_path: Path):
 
 @pytest.mark.parametrize("samples", [2, 500], ids=["short", "long"])
 @pytest.mark.parametrize("call", ["Lookup", "Predict"])
-def test_a_few_at_a_time_share_no_run(tmp_path: Path, call: str, samples: int, monkeypatch: pytest.MonkeyPatch):
-    """Nor do they need the event loop; and what many share is the same. Of long ones more than a few do not."""
-    monkeypatch.setattr(batcher, "BUSY_S", 1e9)  # whatever else this machine does
-    few, kind = (4, "") if samples == 2 else (16, "_LONG")  # three questions each
-    monkeypatch.setattr(pace, f"{kind}_COMPUTED_AWAY_S", 1e9)
+def test_each_has_a_fan_out_of_its_own_and_dense_parts_share_runs(tmp_path: Path, call: str, samples: int):
     archive = make_archive(tmp_path, "row_wise")
     here, dense = load(archive), torch.zeros(samples, NUM_DENSE)
     requests = [make_request(samples, seed) for seed in range(6)]
@@ -448,17 +444,11 @@ def test_a_few_at_a_time_share_no_run(tmp_path: Path, call: str, samples: int, m
     with served(archive, tmp_path) as service:
         predictor = service.registry.get().predictor
         with (
-            Server({"pooled": predictor}, shards=predictor.lookups._fanout) as server,
+            Server({"pooled": predictor}, shards=predictor.lookups._fan_out) as server,
             InferenceClient(server.target, timeout=60) as client,
         ):
             assert server.scheduler is not None
-            ask_all(client, few, 80 // few + 1)
+            ask_all(client, 16, 6)
             state = server.scheduler.state
-            asked_for = few * (80 // few + 1)
-            assert (state.runs, state.requests) == (asked_for, asked_for)
-            assert server.stats.stages.state()["queue"].count == 0, "none of them waited"
-            monkeypatch.setattr(pace, f"{kind}_QUESTIONS_AWAY", 1)
-            ask_all(client, 24, 10)
-            state = server.scheduler.state
-            assert state.requests == asked_for + 240
-            assert server.stats.stages.state()["queue"].count > 0, "of more than may, some do"
+            assert state.requests == 96
+            assert state.runs == 96 if call == "Lookup" else state.runs <= 96

@@ -22,7 +22,7 @@ from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.engine.registry import ServedModel
 from recinfer.serving.server.server import Server
-from recinfer.serving.shards.fanout import Fanout
+from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.lookups import remote_lookups
 from tests.ports import free_port
 from tests.serving.conftest import make_request
@@ -37,7 +37,7 @@ class Fleet:
     archive: Path
     addresses: dict[int, list[str]]
     shards: dict[int, list[Process]]
-    fanout: Fanout | None = None
+    fan_out: FanOut | None = None
     here: Predictor | None = None
 
     def begin(self, rank: int, number: int) -> Process:
@@ -48,7 +48,7 @@ class Fleet:
 
     def up(self, rank: int) -> int:
         """How many replicas of a rank the ranker takes for up."""
-        return sum(replica.up for replica in self.fanout.pool.replicas(rank))
+        return sum(replica.up for replica in self.fan_out.pool.replicas(rank))
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def fleet(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[F
             fleet.shards[rank] = [fleet.begin(rank, number) for number in range(2)]
         stack.callback(lambda: [process.close() for mine in fleet.shards.values() for process in mine])
         shards = write_shards(folder / "shards.json", addresses)
-        fleet.fanout = stack.enter_context(asking(shards, missing="error"))
-        fleet.here = load(archive, lookups=remote_lookups(fleet.fanout))
+        fleet.fan_out = stack.enter_context(asking(shards, missing="error"))
+        fleet.here = load(archive, lookups=remote_lookups(fleet.fan_out))
         yield fleet
 
 
@@ -74,7 +74,7 @@ def fleet(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[F
 def client(fleet: Fleet) -> Iterator[InferenceClient]:
     """A client, which never tries again, of the ranker."""
     with (
-        Server([ServedModel.of("tiny", fleet.here)], shards=fleet.fanout) as server,
+        Server([ServedModel.of("tiny", fleet.here)], shards=fleet.fan_out) as server,
         InferenceClient(server.target, retries=0, timeout=60) as client,
     ):
         yield client
@@ -140,10 +140,10 @@ def test_no_replica_is_an_error_that_says_which_and_it_recovers(fleet: Fleet, cl
     with pytest.raises(UnavailableError, match="rank 1 has no living replica") as caught:
         client.lookup(request)
     assert all(re.search(re.escape(address), str(caught.value)) for address in fleet.addresses[1])
-    fleet.fanout._missing = None  # so as the manifest says
+    fleet.fan_out._missing = None  # so as the manifest says
     try:
         got = client.lookup(request)
-        assert got.missing_ranks == (1,) and fleet.fanout.default_rows[1] > 0
+        assert got.missing_ranks == (1,) and fleet.fan_out.default_rows[1] > 0
         outputs = client.predict(*make_request(5, 4))
         assert outputs.missing == (1,) and torch.isfinite(outputs["output"]).all()
         features = [f"--feature={key}=0" for key in request.keys()]  # noqa: SIM118
@@ -151,7 +151,7 @@ def test_no_replica_is_an_error_that_says_which_and_it_recovers(fleet: Fleet, cl
         assert "rank 1 did not answer" in CliRunner().invoke(app, asked).stdout
         assert json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)["missing_ranks"] == [1]
     finally:
-        fleet.fanout._missing = "error"
+        fleet.fan_out._missing = "error"
     fleet.shards[1] = [fleet.begin(1, number) for number in range(2)]
     until(lambda: fleet.up(1) > 0)
     assert client.lookup(request).missing_ranks == ()  # the first one already: nobody has to ask again
@@ -161,7 +161,7 @@ def test_no_replica_is_an_error_that_says_which_and_it_recovers(fleet: Fleet, cl
 def test_a_stopped_replica_is_hedged(fleet: Fleet, client: InferenceClient, predictor: Predictor):
     with Load(client, predictor) as load:
         load.done(200)  # so that it knows how long answers take
-        won = fleet.fanout.calls["hedge_won"]
+        won = fleet.fan_out.calls["hedge_won"]
         fleet.shards[0][1].kill(signal.SIGSTOP)
         load.done(300)
         fleet.shards[0][1].kill(signal.SIGCONT)
@@ -169,7 +169,7 @@ def test_a_stopped_replica_is_hedged(fleet: Fleet, client: InferenceClient, pred
     # Without the other replica's answers each call to the one that is stopped would take until its deadline, and fail, or
     # until its connection is given up: a minute both, which is longer than `done` waits.
     assert load.failed == []
-    assert fleet.fanout.calls["hedge_won"] > won
+    assert fleet.fan_out.calls["hedge_won"] > won
     until(lambda: fleet.up(0) == 2)
 
 
@@ -186,7 +186,7 @@ def test_a_stopping_replica_drains(fleet: Fleet, client: InferenceClient, predic
 
 def test_what_a_ranker_says_of_its_shards_is_not_said_of_the_ranker(fleet: Fleet, client: InferenceClient):
     """That it runs is seen by its answer: nobody is to start another one, nor to believe that the client's time is over."""
-    path, pool = fleet.folder / "shards.json", fleet.fanout.pool
+    path, pool = fleet.folder / "shards.json", fleet.fan_out.pool
     write_shards(path, fleet.addresses, timeout_seconds=1.0)
     until(lambda: pool.config.settings.timeout_seconds == 1.0)
     for process in fleet.shards[1]:
@@ -213,10 +213,10 @@ def test_replicas_are_added_without_a_restart(fleet: Fleet, client: InferenceCli
     path = fleet.folder / "shards.json"
     fewer = {0: fleet.addresses[0][:1], 1: fleet.addresses[1]}
     write_shards(path, fewer)
-    until(lambda: len(fleet.fanout.pool.replicas(0)) == 1)
+    until(lambda: len(fleet.fan_out.pool.replicas(0)) == 1)
     client.lookup(make_request(1, 1)[1])
     path.write_text("no JSON")  # the last list that made sense stays
-    fleet.fanout.pool.reload()
+    fleet.fan_out.pool.reload()
     until(lambda: "the shards stay as they were" in caplog.text)
     client.lookup(make_request(1, 1)[1])
     write_shards(path, fleet.addresses)
@@ -235,6 +235,6 @@ def test_replicas_share_the_requests(fleet: Fleet, client: InferenceClient, pred
     with Load(client, predictor, callers=8) as load:
         load.done(400)
     for rank in range(2):
-        counts = [replica.answers for replica in fleet.fanout.pool.replicas(rank)]
+        counts = [replica.answers for replica in fleet.fan_out.pool.replicas(rank)]
         assert min(counts) > 0
     assert load.failed == []

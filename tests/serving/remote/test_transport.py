@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,10 +12,9 @@ import pytest
 import torch
 
 from recinfer.errors import InputError, UnavailableError
-from recinfer.inference.lookups import run_later
+from recinfer.inference.lookups import run_steps
 from recinfer.inference.predictor import LookupResult, Predictor, load
 from recinfer.modules.embedding_configs import DataType
-from recinfer.serving.server.loop import start_on_loop
 from recinfer.serving.server.security import Security
 from recinfer.serving.shards.lookups import remote_lookups
 from recinfer.serving.wire.limits import Limits
@@ -76,15 +77,15 @@ def test_no_ids_at_all(tmp_path: Path):
         ["a", "f"], torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(6, dtype=torch.int32)
     )
     with remote(archive, GROUPS, tmp_path) as there:
-        before = there.lookups._fanout.calls["sent"]
+        before = there.lookups._fan_out.calls["sent"]
         same(there.lookup(nothing), load(archive).lookup(nothing), exact=True)
-        assert there.lookups._fanout.calls["sent"] == before  # nobody needs to be asked
+        assert there.lookups._fan_out.calls["sent"] == before  # nobody needs to be asked
 
 
 def test_a_replica_of_several_ranks_gets_one_request(tmp_path: Path):
     archive = make_archive(tmp_path, "row_wise")
     with remote(archive, [(0, 1, 2)], tmp_path) as there:
-        calls = there.lookups._fanout.calls
+        calls = there.lookups._fan_out.calls
         before = calls["sent"]
         there.lookup(make_request(16))
         assert calls["sent"] == before + 1
@@ -109,8 +110,8 @@ def test_shards_ask_for_a_token(tmp_path: Path):
 
 def test_why_there_is_no_connection_is_said(tmp_path: Path):
     """Nobody there, a name that is none, TLS at one end alone: who starts a ranker has to be told which."""
-    with asking(write_shards(tmp_path / "s.json", {0: [f"127.0.0.1:{free_port()}"]}), ready=False) as fanout:
-        until(lambda: "refused" in fanout.pool.addresses(0), 20.0)
+    with asking(write_shards(tmp_path / "s.json", {0: [f"127.0.0.1:{free_port()}"]}), ready=False) as fan_out:
+        until(lambda: "refused" in fan_out.pool.addresses(0), 20.0)
 
 
 def test_a_name_is_all_its_addresses(tmp_path: Path):
@@ -118,13 +119,15 @@ def test_a_name_is_all_its_addresses(tmp_path: Path):
     with shard(archive, (0, 1, 2)) as server:
         name = f"dns:///localhost:{server.port}"
         path = write_shards(tmp_path / "s.json", {key: [name] for key in range(3)})
-        with asking(path, ready=False) as fanout:  # some of its addresses are those of nobody
-            until(lambda: any(replica.up for replica in fanout.pool.replicas(0)))
+        with asking(path, ready=False) as fan_out:  # some of its addresses are those of nobody
+            until(lambda: any(replica.up for replica in fan_out.pool.replicas(0)))
             request = make_request(4)
             same(
-                load(archive, lookups=remote_lookups(fanout)).lookup(request), load(archive).lookup(request), exact=True
+                load(archive, lookups=remote_lookups(fan_out)).lookup(request),
+                load(archive).lookup(request),
+                exact=True,
             )
-            assert server.target in {replica.target for replica in fanout.pool.replicas(0)}
+            assert server.target in {replica.target for replica in fan_out.pool.replicas(0)}
 
 
 def test_who_does_not_have_a_rank_is_not_asked_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -132,33 +135,33 @@ def test_who_does_not_have_a_rank_is_not_asked_for_it(tmp_path: Path, caplog: py
     archive, path, request = make_archive(tmp_path, "row_wise"), tmp_path / "s.json", make_request(6)
     expected = load(archive).lookup(request)
     with shard(archive, (0, 1, 2)) as whole, shard(archive, (1, 2), "127.0.0.2") as part:
-        with asking(write_shards(path, {rank: [whole.target, part.target] for rank in range(3)})) as fanout:
-            there = load(archive, lookups=remote_lookups(fanout))
+        with asking(write_shards(path, {rank: [whole.target, part.target] for rank in range(3)})) as fan_out:
+            there = load(archive, lookups=remote_lookups(fan_out))
             for _ in range(20):
                 same(there.lookup(request), expected, exact=False)
-            replicas = {(r["rank"], r["address"]): r for r in fanout.status()["replicas"]}
+            replicas = {(r["rank"], r["address"]): r for r in fan_out.status()["replicas"]}
             assert [replicas[rank, part.target]["up"] for rank in range(3)] == [False, True, True]
             assert f"shard {part.target} is listed for rank 0, but its server has ranks 1, 2, not 0" in caplog.text
             assert replicas[0, part.target]["why"] == "its server has ranks 1, 2, not 0"
         ranks = {0: [part.target], 1: [whole.target], 2: [whole.target]}
         lists = write_shards(path, ranks, timeout_seconds=0.1)
         says = rf"rank 0: {part.target} \(its server has ranks 1, 2, not 0\)"
-        with asking(lists) as fanout, pytest.raises(UnavailableError, match=says):
-            load(archive, lookups=remote_lookups(fanout))
+        with asking(lists) as fan_out, pytest.raises(UnavailableError, match=says):
+            load(archive, lookups=remote_lookups(fan_out))
 
 
 def test_equal_replicas_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recinfer.serving.shards.replica._STALE_S", 0.0)  # no figure is young enough to prefer one
     for wait in ("_FIRST_HEDGE_S", "_LEAST_HEDGE_S"):  # and the other one is not asked because a machine stands still
-        monkeypatch.setattr(f"recinfer.serving.shards.fan.{wait}", 600.0)
+        monkeypatch.setattr(f"recinfer.serving.shards.fan_out_request.{wait}", 600.0)
     archive = make_archive(tmp_path, "table_wise")
     with shard(archive, (0, 1, 2)) as one, shard(archive, (0, 1, 2), "127.0.0.2") as two:
         targets = [one.target, two.target]
-        with asking(write_shards(tmp_path / "s.json", {key: targets for key in range(3)})) as fanout:
-            predictor = load(archive, lookups=remote_lookups(fanout))
+        with asking(write_shards(tmp_path / "s.json", {key: targets for key in range(3)})) as fan_out:
+            predictor = load(archive, lookups=remote_lookups(fan_out))
             for _ in range(60):
                 predictor.lookup(make_request(2))
-            answers = {replica.target: replica.answers for replica in fanout.pool.replicas(0)}
+            answers = {replica.target: replica.answers for replica in fan_out.pool.replicas(0)}
     assert set(answers) == set(targets)
     assert min(answers.values()) >= 25, answers  # the first that is listed had them all
 
@@ -168,9 +171,9 @@ def test_a_replica_that_was_slow_once_is_tried_again(tmp_path: Path, monkeypatch
     archive = make_archive(tmp_path, "table_wise")
     with shard(archive, (0, 1, 2)) as one, shard(archive, (0, 1, 2), "127.0.0.2") as two:
         targets = [one.target, two.target]
-        with asking(write_shards(tmp_path / "s.json", {key: targets for key in range(3)})) as fanout:
-            predictor = load(archive, lookups=remote_lookups(fanout))
-            slow = fanout.pool.replicas(0)[0]
+        with asking(write_shards(tmp_path / "s.json", {key: targets for key in range(3)})) as fan_out:
+            predictor = load(archive, lookups=remote_lookups(fan_out))
+            slow = fan_out.pool.replicas(0)[0]
             slow.answered(100.0)
             before = slow.answers
 
@@ -193,21 +196,21 @@ def test_a_replica_that_is_taken_from_the_list_still_answers_what_it_was_asked(t
             return find(data, limits)
 
         patient = {"hedge": False, "timeout_seconds": 60.0}
-        with asking(write_shards(path, {key: [one.target] for key in range(3)}, **patient)) as fanout:
-            predictor = load(archive, lookups=remote_lookups(fanout))
+        with asking(write_shards(path, {key: [one.target] for key in range(3)}, **patient)) as fan_out:
+            predictor = load(archive, lookups=remote_lookups(fan_out))
             request = make_request(5000)  # so long that a thread beside the loop answers it
             expected = predictor.lookup(request)
             one.tables.find = slow_find  # type: ignore[method-assign]
             for rank in range(3):
-                fanout.pace(rank, 5000).p95 = 60.0  # so the other replica is not asked because this one takes long
+                fan_out.times(rank, 5000).p95 = 60.0  # so the other replica is not asked because this one takes long
             with ThreadPoolExecutor(1) as pool:
                 answer = pool.submit(predictor.lookup, request)
                 assert asked.wait(60)
                 write_shards(path, {key: [two.target] for key in range(3)}, **patient)
-                until(lambda: [replica.target for replica in fanout.pool.replicas(0) if replica.up] == [two.target])
+                until(lambda: [replica.target for replica in fan_out.pool.replicas(0) if replica.up] == [two.target])
                 go_on.set()
                 same(answer.result(60), expected, exact=True)
-            assert fanout.calls["hedge_won"] == 0, "the one that was asked had to answer"
+            assert fan_out.calls["hedge_won"] == 0, "the one that was asked had to answer"
             same(predictor.lookup(request), expected, exact=True)
 
 
@@ -217,7 +220,9 @@ def test_half_precision_on_the_wire(tmp_path: Path):
     expected = load(archive).lookup(request).pooled.values()
     with remote(archive, GROUPS, tmp_path, half=True) as there:
         assert not torch.equal(expected, expected.half().float())
-        got = start_on_loop(run_later(there.lookup_steps(request), float("inf"))).result().pooled.values()
+        done: queue.SimpleQueue[LookupResult] = queue.SimpleQueue()
+        run_steps(there.lookup_steps(request), math.inf, done.put, lambda work: work())
+        got = done.get(timeout=90).pooled.values()
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
     assert not torch.equal(got, expected)
 

@@ -75,10 +75,10 @@ def rolling(archives: dict[str, Path], folder: Path) -> Iterator[Roll]:
             ranks = (0,) if number < 2 else (1, 2)
             servers.append(stack.enter_context(shard(host / MODEL / "1", ranks, f"127.0.0.{number + 1}", store=host)))
         first, second = [s.target for s in servers[:2]], [s.target for s in servers[2:]]
-        fanout = stack.enter_context(asking(write_shards(folder / "s.json", {0: first, 1: second, 2: second})))
-        models = ModelStore(store, lookups=remote_lookups(fanout, str(store)))
+        fan_out = stack.enter_context(asking(write_shards(folder / "s.json", {0: first, 1: second, 2: second})))
+        models = ModelStore(store, lookups=remote_lookups(fan_out, str(store)))
         registry = ModelRegistry([models.newest(MODEL)])
-        server = stack.enter_context(Server(registry, admin=StoreManager(registry, models), shards=fanout))
+        server = stack.enter_context(Server(registry, admin=StoreManager(registry, models), shards=fan_out))
         admin = stack.enter_context(AdminClient(server.target))
         client = stack.enter_context(InferenceClient(server.target, retries=0, timeout=60))
         yield Roll(store, hosts, servers, admin, client, server)
@@ -263,12 +263,12 @@ def test_a_replica_that_restarts_has_what_is_asked_for_of_many_versions(tmp_path
     with ExitStack() as stack:
         server = stack.enter_context(shard(store / MODEL / "1", (0, 1, 2), store=store))
         shards = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})
-        fanout = stack.enter_context(asking(shards))
-        make = remote_lookups(fanout, str(store))
+        fan_out = stack.enter_context(asking(shards))
+        make = remote_lookups(fan_out, str(store))
         there = [load(store / MODEL / str(number), lookups=make) for number in range(1, count + 1)]
         request = make_request(5)
         expected = there[0].lookup(request).pooled.values()
-        (replica,) = fanout.pool.replicas(0)
+        (replica,) = fan_out.pool.replicas(0)
         server.stop(0.0)
         until(lambda: not replica.up)
         again = ShardTables((0, 1, 2), store)
@@ -284,12 +284,12 @@ def test_what_a_ranker_has_loaded_stays_mapped_for_as_long(
     ahead = [0.0]  # how far the shards' clock is
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
     monkeypatch.setattr("recinfer.serving.shards.tables.time", clock)
-    monkeypatch.setattr("recinfer.serving.shards.pool._RENEW_S", 0.0)  # at each look
+    monkeypatch.setattr("recinfer.serving.shards.replicas._RENEW_S", 0.0)  # at each look
     others = [make_archive(tmp_path / str(n), "table_wise", version=str(n), seed=n) for n in range(3, 4 + MAX_VERSIONS)]
     with shard(archives["1"], (0, 1, 2)) as server:
         path = write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})
-        with asking(path) as fanout:
-            there = load(archives["1"], lookups=remote_lookups(fanout))
+        with asking(path) as fan_out:
+            there = load(archives["1"], lookups=remote_lookups(fan_out))
             key = there.lookups.spec.key  # type: ignore[union-attr]
             ahead[0] += 2 * _WANTED_S  # what was said at first does not count any more
             until(lambda: server.tables._wanted[key] > clock.monotonic())
@@ -349,10 +349,10 @@ def test_replicas_that_were_up_before_a_version_was_wanted_prepare_it(archives: 
     store = tmp_path / "store"
     with (
         shard(store / MODEL / "1", (0, 1, 2), store=store) as server,
-        asking(write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})) as fanout,
+        asking(write_shards(tmp_path / "s.json", {rank: [server.target] for rank in range(3)})) as fan_out,
     ):
-        there = Predictor(open_archive(store / MODEL / "2"), lookups=remote_lookups(fanout, str(store), wait=False))
-        until(lambda: not fanout.pool.unreachable(there.lookups.ranks, there.lookups.spec.key))
+        there = Predictor(open_archive(store / MODEL / "2"), lookups=remote_lookups(fan_out, str(store), wait=False))
+        until(lambda: not fan_out.pool.unreachable(there.lookups.ranks, there.lookups.spec.key))
         request = make_request(5)
         expected = load(archives["2"]).lookup(request).pooled
         torch.testing.assert_close(there.lookup(request).pooled.values(), expected.values())

@@ -49,7 +49,7 @@ class ServerMetrics:
         stats: requests and their stages.
         registry: the models.
         queue: gives the state of the queue of requests; None where there is none (yet).
-        shards: gives the figures of the remote shards that are asked (see recinfer.serving.shards.fanout); None: none are.
+        shards: gives the figures of the remote shards that are asked (see recinfer.serving.shards.fan_out); None: none are.
         is_ready: whether the server can answer now.
         budget: of the process's requests and answers.
     """

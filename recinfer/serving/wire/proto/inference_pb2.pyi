@@ -107,18 +107,20 @@ class GetModelRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class FeatureInfo(_message.Message):
-    __slots__ = ("name", "table", "rows", "dim", "pooled")
+    __slots__ = ("name", "table", "rows", "dim", "pooled", "missing")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DIM_FIELD_NUMBER: _ClassVar[int]
     POOLED_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
     name: str
     table: str
     rows: int
     dim: int
     pooled: bool
-    def __init__(self, name: _Optional[str] = ..., table: _Optional[str] = ..., rows: _Optional[int] = ..., dim: _Optional[int] = ..., pooled: _Optional[bool] = ...) -> None: ...
+    missing: str
+    def __init__(self, name: _Optional[str] = ..., table: _Optional[str] = ..., rows: _Optional[int] = ..., dim: _Optional[int] = ..., pooled: _Optional[bool] = ..., missing: _Optional[str] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "version", "features", "num_dense", "precision", "plan_hash", "feature_contract", "needs_weights")

@@ -12,8 +12,8 @@ from recinfer.errors import ConfigError
 from recinfer.inference.predictor import load
 from recinfer.serving.server.security import Security
 from recinfer.serving.shards.lookups import remote_lookups
-from recinfer.serving.shards.pool import ReplicaPool, _stamp
 from recinfer.serving.shards.replica import Replica
+from recinfer.serving.shards.replicas import ReplicaPool, _stamp
 from tests.ports import free_port
 from tests.serving.remote.fleet import asking, shard, until, write_shards
 from tests.serving.remote.test_direct import make_archive, make_request
@@ -32,8 +32,8 @@ def test_a_name_that_no_resolver_takes_is_one_without_addresses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr("recinfer.serving.shards.config._is_host", lambda name: True)
-    with asking(write_shards(tmp_path / "shards.json", {0: ["dns:///a..b:1"]})) as fanout:
-        assert fanout.pool.addresses(0) == "dns:///a..b:1 (no address)"
+    with asking(write_shards(tmp_path / "shards.json", {0: ["dns:///a..b:1"]})) as fan_out:
+        assert fan_out.pool.addresses(0) == "dns:///a..b:1 (no address)"
     assert "cannot resolve dns:///a..b:1" in caplog.text
 
 
@@ -41,31 +41,31 @@ def test_a_rank_that_is_needed_stays(tmp_path: Path, caplog: pytest.LogCaptureFi
     archive, path = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json"
     with shard(archive, (0, 1, 2)) as server:
         whole = {rank: [server.target] for rank in range(3)}
-        with asking(write_shards(path, whole)) as fanout:
-            there = load(archive, lookups=remote_lookups(fanout))
+        with asking(write_shards(path, whole)) as fan_out:
+            there = load(archive, lookups=remote_lookups(fan_out))
             expected = there.lookup(make_request(4)).pooled.values()
             write_shards(path, {0: whole[0], 2: whole[2]})
             until(lambda: "no address of rank 1; what is served is cut for 3 ranks" in caplog.text)
             assert torch.equal(there.lookup(make_request(4)).pooled.values(), expected)
-            assert sorted(fanout.pool.config.ranks) == [0, 1, 2] == sorted(fanout.pool._listed)
+            assert sorted(fan_out.pool.config.ranks) == [0, 1, 2] == sorted(fan_out.pool._listed)
 
 
 def test_what_cannot_be_taken_is_told_once_and_taken_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     archive, path = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json"
-    monkeypatch.setattr("recinfer.serving.shards.pool._LOOK_S", 0.01)
+    monkeypatch.setattr("recinfer.serving.shards.replicas._LOOK_S", 0.01)
     with (
         shard(archive, (0, 1, 2)) as server,
         shard(archive, (0, 1, 2)) as other,
-        asking(write_shards(path, {rank: [server.target] for rank in range(3)})) as fanout,
+        asking(write_shards(path, {rank: [server.target] for rank in range(3)})) as fan_out,
     ):
-        pool = fanout.pool
+        pool = fan_out.pool
         before, missing = pool.config, tmp_path / "token"
         write_shards(path, {rank: [other.target] for rank in range(3)}, token_file=str(missing))
         until(lambda: "the shards stay as they were" in caplog.text)
         looks: list[Path] = []
-        monkeypatch.setattr("recinfer.serving.shards.pool._stamp", lambda path: looks.append(path) or _stamp(path))
+        monkeypatch.setattr("recinfer.serving.shards.replicas._stamp", lambda path: looks.append(path) or _stamp(path))
         until(lambda: len(looks) > 10)
         assert pool.config is before and [each.target for each in pool.everyone()] == [server.target]
         assert caplog.text.count("the shards stay as they were") == 1
@@ -80,32 +80,32 @@ def test_settings_that_change_reach_who_is_there(tmp_path: Path):
     token.write_text(TOKENS[0])
     with shard(archive, (0, 1, 2), security=Security(token=TOKENS[0])) as server:
         ranks = {rank: [server.target] for rank in range(3)}
-        with asking(write_shards(path, ranks, token_file=str(token), prepare_seconds=600)) as fanout:
-            there = load(archive, lookups=remote_lookups(fanout))
-            (first,) = fanout.pool.everyone()
+        with asking(write_shards(path, ranks, token_file=str(token), prepare_seconds=600)) as fan_out:
+            there = load(archive, lookups=remote_lookups(fan_out))
+            (first,) = fan_out.pool.everyone()
             write_shards(path, ranks, token_file=str(token), prepare_seconds=5)
-            until(lambda: there.lookup(make_request(4)) and fanout.pool.everyone() != [first])  # each is answered
-            (second,) = fanout.pool.everyone()
-            assert second.up and second._prepare_seconds == 5
+            until(lambda: there.lookup(make_request(4)) and fan_out.pool.everyone() != [first])  # each is answered
+            (second,) = fan_out.pool.everyone()
+            assert second.up and second._credentials.prepare_seconds == 5
             there.lookup(make_request(4))
             (tmp_path / "other").write_text(TOKENS[1])
             write_shards(path, ranks, token_file=str(tmp_path / "other"), timeout_seconds=0.2)
-            until(lambda: fanout.pool.everyone() != [second])  # the file says so, though nobody takes it
-            (third,) = fanout.pool.everyone()
-            assert third.metadata == (("authorization", f"Bearer {TOKENS[1]}"),) and not third.up
+            until(lambda: fan_out.pool.everyone() != [second])  # the file says so, though nobody takes it
+            (third,) = fan_out.pool.everyone()
+            assert third._metadata == (("authorization", f"Bearer {TOKENS[1]}"),) and not third.up
 
 
 def test_an_address_that_is_replaced_stays_until_the_new_one_can_be_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     archive, path, port = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json", free_port("127.0.0.2")
-    monkeypatch.setattr("recinfer.serving.shards.pool._SWITCH_S", 3600.0)
+    monkeypatch.setattr("recinfer.serving.shards.replicas._SWITCH_S", 3600.0)
     with (
         shard(archive, (0, 1, 2)) as server,
         ExitStack() as later,
-        asking(write_shards(path, {rank: [server.target] for rank in range(3)})) as fanout,
+        asking(write_shards(path, {rank: [server.target] for rank in range(3)})) as fan_out,
     ):
-        pool, there = fanout.pool, load(archive, lookups=remote_lookups(fanout))
+        pool, there = fan_out.pool, load(archive, lookups=remote_lookups(fan_out))
         (first,) = pool.everyone()
         expected = there.lookup(make_request(4)).pooled.values()
         made: list[Replica] = []
@@ -122,15 +122,15 @@ def test_an_address_that_is_replaced_stays_until_the_new_one_can_be_asked(
             return pool.everyone() == made
 
         until(is_replaced)
-        assert made[0].up and fanout.calls["failed"] == 0
+        assert made[0].up and fan_out.calls["failed"] == 0
 
 
 def test_a_new_address_that_nobody_answers_is_taken_after_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     archive, path, nobody = make_archive(tmp_path, "row_wise"), tmp_path / "shards.json", f"127.0.0.2:{free_port()}"
     with (
         shard(archive, (0, 1, 2)) as server,
-        asking(write_shards(path, {rank: [server.target] for rank in range(3)})) as fanout,
+        asking(write_shards(path, {rank: [server.target] for rank in range(3)})) as fan_out,
     ):
         write_shards(path, {rank: [nobody] for rank in range(3)}, timeout_seconds=0.2)
-        until(lambda: [each.target for each in fanout.pool.everyone()] == [nobody])
+        until(lambda: [each.target for each in fan_out.pool.everyone()] == [nobody])
         assert caplog.text.count(f"shard {nobody} cannot be asked with the settings of now") == 1

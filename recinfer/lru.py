@@ -37,3 +37,7 @@ class LruCache(dict[K, V]):
             self._older = dict(self)
             self.clear()
         super().__setitem__(key, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, and what is pickled, begins empty."""
+        return type(self), (2 * self._half,)

@@ -19,13 +19,14 @@ from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.serving.server.address import join_address
 from recinfer.serving.server.loop import run_on_loop, start_on_loop
 from recinfer.serving.shards.config import ShardsConfig, read_shards
-from recinfer.serving.shards.credentials import Link
+from recinfer.serving.shards.credentials import ShardCredentials
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.versions import VersionSpec
+from recinfer.serving.wire.limits import Limits
 
 __all__ = ["ReplicaPool"]
 
-_LOOK_S, _RESOLVE_S, _EXPIRE_S = 0.5, 5.0, 0.05
+_LOOK_S, _RESOLVE_S = 0.5, 5.0
 _SWITCH_S = 10.0  # at most, that connections wait for those that take their place
 _RENEW_S = 20.0  # a third of how long shards keep what is wanted
 _log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class ReplicaPool:
     Args:
         path: shards.json; read again when it changes.
         token: bearer token of the shards, unless the file names another one.
+        max_response_bytes: that a rank's rows of one request may take.
 
     Attributes:
         loop: the serving loop.
@@ -45,10 +47,12 @@ class ReplicaPool:
         ConfigError: the file is not what its format says.
     """
 
-    def __init__(self, path: Path, *, token: str | None = None) -> None:
-        self._path, self._token = path, token
+    def __init__(
+        self, path: Path, *, token: str | None = None, max_response_bytes: int = Limits.max_response_bytes
+    ) -> None:
+        self._path, self._token, self._max_response_bytes = path, token, max_response_bytes
         self.config = read_shards(path)
-        self._link = Link.of(self.config.settings, token)
+        self._credentials = ShardCredentials.of(self.config.settings, token)
         self._seen = _stamp(path)
         self._told = ""  # why the file was not followed
         self._read_again = False
@@ -152,8 +156,8 @@ class ReplicaPool:
 
     async def _start(self) -> None:
         self.loop = asyncio.get_running_loop()
-        await self._list(self.config, self._link)
-        self._tasks = tuple(self.loop.create_task(each) for each in (self._follow(), self._expire()))
+        await self._list(self.config, self._credentials)
+        self._tasks = (self.loop.create_task(self._follow()),)
 
     async def _stop(self) -> None:
         for task in (*self._tasks, *self._retiring):
@@ -174,7 +178,7 @@ class ReplicaPool:
                     self._read_again, self._seen = False, stamp
                     await self._take_again()
                 else:
-                    await self._list(self.config, self._link)
+                    await self._list(self.config, self._credentials)
             except ConfigError as error:
                 if self._told != str(error):  # it is tried again, as what it names may change and the file not
                     _log.error("the shards stay as they were: %s", error)
@@ -189,18 +193,11 @@ class ReplicaPool:
         if lost:
             ranks = ", ".join(map(str, lost))
             raise ConfigError(f"{self._path}: no address of rank {ranks}; what is served is cut for {needed} ranks")
-        await self._list(config, Link.of(config.settings, self._token))
+        await self._list(config, ShardCredentials.of(config.settings, self._token))
         self._told = ""
         _log.info("%s was read again", self._path)
 
-    async def _expire(self) -> None:
-        """End what has waited too long at a replica, where gRPC does not."""
-        while True:
-            await asyncio.sleep(_EXPIRE_S)
-            for replica in self._replicas.values():
-                replica.quick.expire()
-
-    async def _list(self, config: ShardsConfig, link: Link) -> None:
+    async def _list(self, config: ShardsConfig, credentials: ShardCredentials) -> None:
         """Replicas for what a file and DNS say now; the others are closed. Where it fails, nothing has changed."""
         names: dict[str, str | None] = {}
         by_rank: dict[int, list[str]] = {}
@@ -208,12 +205,12 @@ class ReplicaPool:
             found = [target for address in addresses for target in await self._targets(address)]
             names |= {target: name for target, name in found if target not in names}
             by_rank[rank] = list(dict.fromkeys(target for target, _ in found))
-        kept = self._replicas if link == self._link else {}
-        with self._made(names, kept, link) as new:
+        kept = self._replicas if credentials == self._credentials else {}
+        with self._made(names, kept, credentials) as new:
             used = {target: new.get(target) or kept[target] for target in names}
             await self._until_up(new, by_rank, used, min(config.settings.timeout_seconds, _SWITCH_S))
             gone = [replica for target, replica in self._replicas.items() if used.get(target) is not replica]
-            self.config, self._link, self._replicas = config, link, used
+            self.config, self._credentials, self._replicas = config, credentials, used
             self._listed = {rank: tuple(used[target] for target in mine) for rank, mine in by_rank.items()}
         self._sort()
         for replica in gone:
@@ -223,14 +220,14 @@ class ReplicaPool:
 
     @contextmanager
     def _made(
-        self, names: Mapping[str, str | None], kept: Mapping[str, Replica], link: Link
+        self, names: Mapping[str, str | None], kept: Mapping[str, Replica], credentials: ShardCredentials
     ) -> Iterator[dict[str, Replica]]:
         """Replicas for those that are not ``kept``; closed where they come to nothing."""
         new: dict[str, Replica] = {}
         try:
             for target, name in names.items():
                 if target not in kept:
-                    new[target] = self._new(target, name, link)
+                    new[target] = self._new(target, name, credentials)
             yield new
         except BaseException:
             for replica in new.values():
@@ -310,14 +307,13 @@ class ReplicaPool:
             self._resolved[address] = (time.monotonic() + _RESOLVE_S, known)
         return [(target, host) for target in known]
 
-    def _new(self, target: str, name: str | None, link: Link) -> Replica:
+    def _new(self, target: str, name: str | None, credentials: ShardCredentials) -> Replica:
         replica = Replica(
             target,
-            credentials=link.credentials,
-            name=link.name or (name if link.encrypts else None),
-            token=link.token,
+            credentials,
+            name=name,
             wanted=self.wanted,
-            prepare_seconds=link.prepare_seconds,
+            max_response_bytes=self._max_response_bytes,
             changed=self._notice,
         )
         replica.start()

@@ -1,0 +1,188 @@
+"""The hedged fan-out: one request's parts go to the least busy replica of each rank, and to another one where that is late or
+fails. Here are what requests share: the replicas, how many hedges may be sent, and figures.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from recinfer.archive.manifest import Manifest
+from recinfer.errors import ConfigError
+from recinfer.serving.shards.fan_out_request import Answers, Asked, FanOutCallback, FanOutRequest, Fits
+from recinfer.serving.shards.messages import Parts
+from recinfer.serving.shards.replicas import ReplicaPool
+from recinfer.serving.shards.transport import rankers_thread
+
+__all__ = ["FanOut", "waited_for"]
+
+_SAMPLES, _ENOUGH, _REFRESH = 512, 32, 64
+_BURST = 10.0
+
+
+class _AnswerTimes:
+    """How long answers take: the 95th percentile of the last ones; nan: not known yet."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=_SAMPLES)
+        self._count = 0
+        self.p95 = math.nan
+
+    def add(self, seconds: float) -> None:
+        self._last.append(seconds)
+        self._count += 1
+        if self._count == _ENOUGH or not self._count % _REFRESH:
+            ordered = sorted(self._last)
+            self.p95 = ordered[int(0.95 * len(ordered))]
+
+
+class FanOut:
+    """Sends parts of requests to ranks. Any thread may use it; what it does happens on the transport's thread.
+
+    Args:
+        pool: the replicas.
+        missing: instead of the settings' ``missing``; None: as the settings say.
+
+    Attributes:
+        calls: by (rank-independent) outcome: ``sent``, ``hedged``, ``hedge_won``, ``retried``, ``failed``,
+            ``not_prepared``.
+        default_rows: requests whose answer lacked a rank, by rank.
+        at_end_of_turn: see :meth:`recinfer.serving.shards.frames.ShardsThread.at_end_of_turn`; for callbacks of this.
+    """
+
+    def __init__(self, pool: ReplicaPool, *, missing: str | None = None) -> None:
+        self.pool, self._missing = pool, missing
+        self.calls: Counter[str] = Counter()
+        self.default_rows: Counter[int] = Counter()
+        self._thread = rankers_thread()
+        self.at_end_of_turn = self._thread.at_end_of_turn
+        # What follows is the thread's.
+        self._times: dict[tuple[int, int], _AnswerTimes] = {}
+        self._hedges_left = _BURST
+        self._turn = random.randrange(1 << 16)
+
+    def begin(
+        self,
+        version: str,
+        batch: int,
+        parts: Mapping[int, Parts],
+        deadline: float,
+        done: FanOutCallback,
+        *,
+        exact: bool = False,
+        default_rows: bool = False,
+        fits: Fits | None = None,
+    ) -> None:
+        """Ask for the arrays that each rank gives for its parts.
+
+        Args:
+            version: key of the version that all of them are asked for.
+            parts: rank -> its parts of the message.
+            deadline: of ``time.monotonic()``; infinite: the settings' timeout counts.
+            done: called once, on the transport's thread, which it must not block. Its error is an UnavailableError (a rank has
+                no living replica, and default rows are not allowed, or forbidden), a DeadlineError, an OverloadedError, or
+                the InputError of a shard that does not take the request.
+            exact: float32 whatever the settings say, for golden requests.
+            default_rows: whether the version's manifest allows default rows where nobody answers; the settings may forbid
+                them.
+            fits: looks at what each rank answered; an answer that does not fit is a failed one.
+        """
+        settings = self.pool.config.settings
+        until = min(deadline, time.monotonic() + settings.timeout_seconds)
+        half = settings.half and not exact
+        asked = Asked(version, batch, parts, until, half, default_rows, fits)
+        self._thread.call(FanOutRequest(self, asked, done).begin)
+
+    def find(
+        self, version: str, batch: int, parts: Mapping[int, Parts], deadline: float, **options: Any
+    ) -> tuple[Answers, tuple[int, ...]]:
+        """:meth:`begin`, waited for; not on the transport's thread. Raises what ``done`` is told there."""
+        return waited_for(functools.partial(self.begin, version, batch, parts, deadline, **options)).result()
+
+    @property
+    def missing(self) -> str | None:
+        """What a rank that nobody answers for means, by the settings of this moment; None: as each manifest says."""
+        return self._missing or self.pool.config.settings.missing
+
+    @property
+    def gives_default_rows(self) -> bool:
+        """Whether a manifest that allows default rows where nobody answers is followed."""
+        return self.missing != "error"
+
+    def check_manifest(self, manifest: Manifest) -> None:
+        """Raises ConfigError when the settings ask for default rows that ``manifest`` does not allow."""
+        if self.missing == "default_rows" and manifest.missing_shards != "default_rows":
+            raise ConfigError(
+                f"shards: missing is 'default_rows', but the archive of {manifest.model} {manifest.version} does not allow "
+                "default rows; export or reshard it with --missing-shards default-rows, or set 'error'"
+            )
+
+    def status(self) -> dict[str, Any]:
+        """Figures for metrics, as JSON."""
+        return {
+            "calls": dict(self.calls),
+            "default_rows": {str(rank): count for rank, count in dict(self.default_rows).items()},
+            "replicas": [
+                {
+                    "rank": rank,
+                    "address": replica.target,
+                    "up": replica.up and not replica.lack_of(rank),
+                    "outstanding": replica.outstanding,
+                    "versions": sorted(replica.versions),
+                    "why": replica.lack_of(rank) or ("" if replica.up else replica.why),
+                }
+                for rank in sorted(self.pool.config.ranks)
+                for replica in self.pool.listed(rank)
+            ],
+        }
+
+    # -- on the transport's thread -----------------------------------------------------------------------------------
+
+    def next_turn(self) -> int:
+        """A number that goes up by one each time; rankers begin at different ones."""
+        self._turn += 1
+        return self._turn
+
+    def has_choice(self, ranks: Sequence[int]) -> bool:
+        """Whether another replica may be asked for one of ``ranks``."""
+        return any(len(self.pool.replicas(rank)) > 1 for rank in ranks)
+
+    def times(self, rank: int, batch: int) -> _AnswerTimes:
+        """Of a rank's answers to batches of about that size."""
+        key = rank, batch.bit_length()
+        found = self._times.get(key)
+        return self._times.setdefault(key, _AnswerTimes()) if found is None else found
+
+    def earn_hedge(self) -> None:
+        """Each request that is no hedge earns a part of one."""
+        self._hedges_left = min(_BURST, self._hedges_left + self.pool.config.settings.hedge_budget)
+
+    def spend_hedge(self) -> bool:
+        """Whether one may be sent."""
+        if self._hedges_left < 1.0 or not self.pool.config.settings.hedge:
+            return False
+        self._hedges_left -= 1.0
+        return True
+
+
+def waited_for(begin: Callable[[Callable[..., object]], object]) -> Future[Any]:
+    """A future of what ``begin`` tells the callback that it is given: all but the error, which comes last."""
+    future: Future[Any] = Future()
+
+    def done(*found: Any) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        *values, error = found
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(values[0] if len(values) == 1 else tuple(values))
+
+    begin(done)
+    return future

@@ -1,0 +1,338 @@
+"""One request that is fanned out: its messages to replicas, hedges where one is late, retries where one fails, and its end."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError, UnavailableError
+from recinfer.serving.shards.messages import Parts, decode_failure, decode_response, join_request
+from recinfer.serving.shards.replica import Replica
+from recinfer.serving.shards.transport import rankers_thread
+
+if TYPE_CHECKING:
+    from recinfer.serving.shards.fan_out import FanOut
+
+__all__ = ["Answers", "Asked", "FanOutCallback", "FanOutRequest", "Fits"]
+
+_FIRST_HEDGE_S = 0.05  # until enough answers were timed
+_LEAST_HEDGE_S = 1e-3
+_GIVE_UP, _LEAST_GIVE_UP_S = 20, 0.25
+_RETRIES = 1
+_FULL_S = 0.01  # after which a client may ask full shards again
+_log = logging.getLogger(__name__)
+
+Answers = dict[int, list[NDArray[Any]]]
+"""What each rank gave."""
+
+FanOutCallback = Callable[[Answers, tuple[int, ...], "Exception | None"], object]
+"""Takes what each rank gave, the ranks that nobody answered for, by permission, and what went wrong."""
+
+Fits = Callable[[int, list[NDArray[Any]]], bool]
+"""Whether arrays are what a rank has to give for its parts."""
+
+
+def choose(
+    replicas: Sequence[Replica], version: str, chosen: Mapping[Replica, Any], asked: Sequence[Replica], turn: int
+) -> Replica | None:
+    """The one of a rank's replicas to ask, of those that were not ``asked``; None: there is none.
+
+    Args:
+        chosen: those that will be asked for other ranks.
+        turn: of equals another one each time, else all rankers that are hardly busy would ask the first that is listed.
+    """
+    if len(replicas) == 1:
+        return replicas[0] if replicas[0] not in asked and replicas[0].usable(version) else None
+    best: Replica | None = None
+    least: Any = None
+    now = time.monotonic()
+    first = turn % len(replicas) if replicas else 0
+    for replica in (*replicas[first:], *replicas[:first]):
+        if replica in asked or not replica.usable(version):
+            continue
+        load = replica.load(now)
+        if replica in chosen and not load[0]:
+            return replica  # it is asked for another rank anyway
+        if least is None or load < least:
+            best, least = replica, load
+    return best
+
+
+def _hedge_delay(p95: float) -> float:
+    """Seconds after which an answer is late, where 95 % come within ``p95``."""
+    return _FIRST_HEDGE_S if math.isnan(p95) else max(_LEAST_HEDGE_S, p95)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked for; see :meth:`FanOut.begin`. ``half``: as float16, else rows may come as they are stored."""
+
+    version: str
+    batch: int
+    parts: Mapping[int, Parts]
+    deadline: float
+    half: bool
+    default_rows: bool
+    fits: Fits | None
+
+
+class _Attempt:
+    """One message to one replica, for some ranks."""
+
+    __slots__ = ("forget", "is_hedge", "is_over", "num_parts", "ranks", "replica", "since", "timer")
+
+    def __init__(self, replica: Replica, ranks: tuple[int, ...], is_hedge: bool) -> None:
+        self.replica, self.ranks, self.is_hedge = replica, ranks, is_hedge
+        self.since = time.monotonic()
+        self.num_parts = 0
+        self.timer: Any = None
+        self.forget: Callable[[], object] | None = None
+        self.is_over = False
+
+    def end(self) -> None:
+        """It is over: nothing holds its request, or its answer, any more."""
+        if not self.is_over:
+            self.is_over = True
+            self.replica.outstanding -= 1
+            if self.timer is not None:
+                self.timer.cancel()
+            if self.forget is not None:
+                self.forget()
+
+
+class _Refused(Exception):
+    """A shard's response that says why there is no answer; ``code`` is the name of a gRPC status."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class FanOutRequest:
+    """A request under way. All of it happens on the transport's thread."""
+
+    def __init__(self, fan_out: FanOut, asked: Asked, done: FanOutCallback) -> None:
+        self._fan_out, self._pool, self._asked, self._done = fan_out, fan_out.pool, asked, done
+        self._loop = rankers_thread().loop
+        self._attempts: list[_Attempt] = []
+        self._tried: dict[int, list[Replica]] = {rank: [] for rank in asked.parts}
+        self._retried: Counter[int] = Counter()
+        self._full: dict[int, str] = {}  # what full replicas have said, by rank
+        self._answers: Answers = {}
+        self._missing: tuple[int, ...] = ()
+        self._is_over = False
+
+    def begin(self) -> None:
+        """Ask all ranks."""
+        try:
+            self._ask(tuple(self._asked.parts))
+            self._finish_if_whole()
+        except Exception as error:  # ours: nobody else would hear of it
+            self._finish(error)
+
+    def _finish(self, error: Exception | None) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        for attempt in self._attempts:
+            attempt.end()
+        try:
+            self._done(self._answers, self._missing, error)
+        except Exception:
+            _log.exception("what the shards answered was lost")
+
+    def _finish_if_whole(self) -> None:
+        if len(self._answers) + len(self._missing) == len(self._asked.parts):
+            self._finish(None)
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, ranks: Sequence[int], *, hedge: bool = False) -> None:
+        """Send ``ranks`` to replicas that were not asked for them yet, one message a replica."""
+        chosen: dict[Replica, list[int]] = {}
+        lost = []
+        for rank in ranks:
+            replicas, turn = self._pool.replicas(rank), self._fan_out.next_turn()
+            replica = choose(replicas, self._asked.version, chosen, self._tried[rank], turn)
+            if replica is None:
+                lost.append(rank)
+            else:
+                chosen.setdefault(replica, []).append(rank)
+        if lost and not hedge:
+            self._lose(lost)
+        if not self._is_over:
+            for replica, mine in chosen.items():
+                self._send(_Attempt(replica, tuple(mine), hedge))
+
+    def _send(self, attempt: _Attempt) -> None:
+        asked, fan_out, replica = self._asked, self._fan_out, attempt.replica
+        parts = [part for rank in attempt.ranks for part in asked.parts[rank]]
+        message = join_request(asked.version, asked.batch, parts, half=asked.half, stored=not asked.half)
+        attempt.num_parts = len(parts)
+        self._attempts.append(attempt)
+        for rank in attempt.ranks:
+            self._tried[rank].append(replica)
+        replica.outstanding += 1
+        fan_out.calls["hedged" if attempt.is_hedge else "sent"] += 1
+        if not attempt.is_hedge:
+            fan_out.earn_hedge()
+            if fan_out.has_choice(attempt.ranks):
+                delay = _hedge_delay(fan_out.times(attempt.ranks[0], asked.batch).p95)
+                attempt.timer = self._loop.call_later(delay, self._late, attempt, delay)
+        attempt.forget = replica.ask(message, asked.deadline, functools.partial(self._ended, attempt))
+
+    def _late(self, attempt: _Attempt, delay: float) -> None:
+        """It takes longer than 95 % of the others."""
+        left = self._left(attempt)
+        if left and self._fan_out.spend_hedge():
+            self._ask(left, hedge=True)
+            return
+        give_up = max(_LEAST_GIVE_UP_S, _GIVE_UP * delay)
+        wait = max(0.0, attempt.since + give_up - time.monotonic())
+        attempt.timer = self._loop.call_later(wait, self._very_late, attempt)
+
+    def _very_late(self, attempt: _Attempt) -> None:
+        """It takes so long that the host may be gone without a word: ask another one, budget or not."""
+        left = self._left(attempt)
+        if left:
+            self._fan_out.calls["retried"] += 1
+            self._ask(left, hedge=True)
+
+    def _left(self, attempt: _Attempt) -> tuple[int, ...]:
+        """The ranks that it has not answered, where each has a replica that was not asked; else none."""
+        left = tuple(rank for rank in attempt.ranks if rank not in self._answers)
+        version = self._asked.version
+        can = all(
+            any(r not in self._tried[rank] and r.usable(version) for r in self._pool.replicas(rank)) for rank in left
+        )
+        return left if can else ()
+
+    # -- what comes back ---------------------------------------------------------------------------------------------
+
+    def _ended(self, attempt: _Attempt, data: bytes | bytearray | None, code: str, details: str) -> None:
+        """What came of an attempt."""
+        if attempt.is_over:
+            return
+        attempt.end()
+        try:
+            if data is None:
+                self._failed(attempt, code, details)
+            else:
+                self._take(attempt, data)
+            self._finish_if_whole()
+        except Exception as error:  # ours: nobody else would hear of it
+            self._finish(error)
+
+    def _take(self, attempt: _Attempt, data: bytes | bytearray) -> None:
+        try:
+            answers = self._read(attempt, data)
+        except _Refused as refused:
+            self._failed(attempt, refused.code, str(refused))
+        except RecinferError as error:  # the fault of the shard, so another replica is asked
+            self._failed(attempt, "UNAVAILABLE", f"its answer is malformed: {error}")
+        else:
+            self._answered(attempt, answers)
+
+    def _read(self, attempt: _Attempt, data: bytes | bytearray) -> Answers:
+        """What each rank of an attempt gave. Raises RecinferError: it is no answer to that."""
+        failure = decode_failure(data)
+        if failure is not None:
+            raise _Refused(*failure)
+        arrays = decode_response(data, self._asked.half)
+        if len(arrays) != attempt.num_parts:
+            raise InputError(f"it has {len(arrays)} parts, expected {attempt.num_parts}")
+        found: Answers = {}
+        at = 0
+        for rank in attempt.ranks:
+            count = len(self._asked.parts[rank])
+            found[rank] = arrays[at : at + count]
+            at += count
+            if self._asked.fits is not None and not self._asked.fits(rank, found[rank]):
+                sizes = ", ".join(str(array.nbytes) for array in found[rank])
+                raise InputError(
+                    f"{sizes} bytes are not the rows of rank {rank} for {self._asked.batch} samples; ranker and shard must "
+                    "have the same plan"
+                )
+        return found
+
+    def _answered(self, attempt: _Attempt, answers: Answers) -> None:
+        now = time.monotonic()
+        attempt.replica.answered(now - attempt.since)
+        new = {rank: mine for rank, mine in answers.items() if rank not in self._answers}
+        self._answers |= new
+        first = attempt
+        if attempt.is_hedge:
+            first = next((t for t in self._attempts if not t.is_hedge and attempt.ranks[0] in t.ranks), attempt)
+            self._fan_out.calls["hedge_won"] += bool(new)
+        self._fan_out.times(attempt.ranks[0], self._asked.batch).add(now - first.since)
+        for other in self._attempts:
+            if not other.is_over and all(rank in self._answers for rank in other.ranks):
+                if new and other.since < attempt.since:
+                    other.replica.was_slow(now - other.since)
+                other.end()
+
+    def _failed(self, attempt: _Attempt, code: str, details: str) -> None:
+        fan_out, replica = self._fan_out, attempt.replica
+        left = [rank for rank in attempt.ranks if rank not in self._answers and not self._is_under_way(rank)]
+        if code == "FAILED_PRECONDITION":
+            fan_out.calls["not_prepared"] += 1
+            replica.lacks(self._asked.version)
+            self._ask(left)
+        elif code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"):
+            fan_out.calls["failed"] += 1
+            if code == "RESOURCE_EXHAUSTED":
+                self._full.update(dict.fromkeys(left, details))
+            else:
+                replica.failed(f"{code}: {details[:200]}")
+            self._retry(left)
+        elif code == "DEADLINE_EXCEEDED":
+            self._too_late()
+        elif code == "INVALID_ARGUMENT":
+            self._finish(InputError(f"shard {replica.target}: {details}"))
+        else:
+            self._finish(RecinferError(f"shard {replica.target} failed: {code}: {details}"))
+
+    def _is_under_way(self, rank: int) -> bool:
+        """Whether somebody may still answer for ``rank``."""
+        return any(not attempt.is_over and rank in attempt.ranks for attempt in self._attempts)
+
+    def _too_late(self) -> None:
+        ranks = ", ".join(str(rank) for rank in self._asked.parts if rank not in self._answers)
+        for attempt in self._attempts:
+            if not attempt.is_over:
+                attempt.replica.was_slow(time.monotonic() - attempt.since)
+        self._finish(DeadlineError(f"the deadline passed before rank {ranks} had answered"))
+
+    def _retry(self, ranks: Sequence[int]) -> None:
+        again = [rank for rank in ranks if self._retried[rank] < _RETRIES]
+        self._retried.update(again)
+        if again:
+            self._fan_out.calls["retried"] += 1
+            self._ask(again)
+        lost = [rank for rank in ranks if rank not in again]
+        if lost:
+            self._lose(lost)
+
+    def _lose(self, ranks: Sequence[int]) -> None:
+        """Nobody can be asked for ``ranks``."""
+        if self._asked.default_rows and self._fan_out.gives_default_rows:
+            self._fan_out.default_rows.update(ranks)
+            self._missing = (*self._missing, *ranks)
+            return
+        full = [rank for rank in ranks if rank in self._full]
+        if full:
+            self._finish(OverloadedError(f"rank {full[0]}: {self._full[full[0]]}", retry_after=_FULL_S))
+            return
+        version = self._asked.version
+        where = "; ".join(f"rank {rank} has no living replica: {self._pool.addresses(rank, version)}" for rank in ranks)
+        if self._fan_out.missing == "default_rows":
+            where += "; shards.json asks for default rows, but the archive's manifest does not allow them"
+        self._finish(UnavailableError(where))

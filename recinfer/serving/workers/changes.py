@@ -1,0 +1,117 @@
+"""Changes of models, which the admin service asks for: each is made in all workers or in none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from recinfer.errors import RecinferError, UnavailableError
+from recinfer.serving.workers.process import WorkerProcess
+
+__all__ = ["ModelChanges"]
+
+_ANSWER_S = 5.0  # for a worker to show that it would take a change
+_CHANGE_S = 3600.0  # loading reads and checks a whole archive
+# What takes back a change that some workers made and another could not, beside the weights that each of them had before.
+# The requests begin with the same fields, so that a change's own request serves to take it back.
+_OPPOSITE = {"Load": "Unload", "SetDefault": None, "SetWeights": None, "Rollback": None, "ApplyDelta": "UndoDelta"}
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What became of a call in several workers; one that died meanwhile is in neither list."""
+
+    made: list[tuple[WorkerProcess, dict[str, Any]]]
+    failed: list[tuple[WorkerProcess, RecinferError]]
+
+
+class ModelChanges:
+    """Makes one change after another, on a thread of its own.
+
+    Args:
+        workers: gives the workers that are ready now.
+        tell: gets a line for people about each worker that has to begin anew.
+
+    Attributes:
+        lock: held while a change is made: who holds it may read what follows, and may say that a worker is ready.
+        state: the models that a worker in the place of another begins with; None: those that its command names.
+        generation: of ``state``.
+    """
+
+    def __init__(self, workers: Callable[[], list[WorkerProcess]], tell: Callable[[str], None]) -> None:
+        self._workers, self._tell = workers, tell
+        self.lock = threading.Lock()
+        self.state: dict[str, Any] | None = None
+        self.generation = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recinfer-change")
+
+    def submit(self, call: str, data: str) -> Future[str]:
+        """Make the admin call ``call`` with the base64 of its request; the base64 of its answer."""
+        return self._thread.submit(self._make, call, data)
+
+    def close(self) -> None:
+        """Make no other change."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _make(self, call: str, data: str) -> str:
+        with self.lock:
+            workers = [worker for worker in self._workers() if not worker.stale]
+            _check_all_answer(workers)
+            outcome = _ask_all(workers, call, data)
+            failed = list(outcome.failed)
+            if failed and (call in _OPPOSITE or not outcome.made):
+                self._begin_anew(_take_back(outcome, call, data))
+                raise failed[0][1]
+            self._begin_anew(failed)  # there is no way back
+            if not outcome.made:
+                raise UnavailableError("no worker is there to make the change; try again")
+            answer = outcome.made[0][1]
+            self.state = answer["state"]
+            self.generation += 1
+            return str(answer["answer"])
+
+    def _begin_anew(self, failed: Sequence[tuple[WorkerProcess, RecinferError]]) -> None:
+        """End the workers that are not as the others are; those in their places are."""
+        for worker, error in failed:
+            self._tell(f"{worker.name} could not make a change and ends: {error}")
+            worker.stale = True
+            worker.process.terminate()
+
+
+def _check_all_answer(workers: Sequence[WorkerProcess]) -> None:
+    """Raises UnavailableError, which names the workers that do not answer."""
+    beats = [(worker, worker.beat()) for worker in workers]
+    wait([beat for _, beat in beats], timeout=_ANSWER_S)
+    silent = [worker.name for worker, beat in beats if not beat.done()]
+    if silent:
+        do = "do" if len(silent) > 1 else "does"
+        raise UnavailableError(
+            f"{' and '.join(silent)} {do} not answer; the change was not made. A worker that goes on like that is "
+            "replaced (--worker-timeout): try again then"
+        )
+
+
+def _take_back(outcome: _Outcome, call: str, data: str) -> list[tuple[WorkerProcess, RecinferError]]:
+    """Have those who made a change be as they were; who could not. The weights first: what has one is not unloaded."""
+    for worker, said in outcome.made:
+        worker.connection.ask("set_spread", spread=said["before"])
+    opposite = _OPPOSITE.get(call)
+    return [] if opposite is None else _ask_all([worker for worker, _ in outcome.made], opposite, data).failed
+
+
+def _ask_all(workers: Sequence[WorkerProcess], call: str, data: str) -> _Outcome:
+    """A worker that hangs meanwhile is killed by the supervisor, so its Future ends as that of one that died does."""
+    asked = [(worker, worker.connection.ask("admin", call=call, data=data)) for worker in workers]
+    wait([future for _, future in asked], timeout=_CHANGE_S)
+    outcome = _Outcome([], [])
+    for worker, future in asked:
+        if not future.done():
+            outcome.failed.append((worker, UnavailableError(f"{worker.name} gave no answer within {_CHANGE_S:g} s")))
+        elif (error := future.exception()) is None:
+            outcome.made.append((worker, future.result()))
+        elif isinstance(error, RecinferError) and not worker.connection.closed:
+            outcome.failed.append((worker, error))
+    return outcome

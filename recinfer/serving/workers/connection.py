@@ -1,0 +1,137 @@
+"""The connection between a supervisor and one of its workers: either end asks, the other answers; every message is JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from recinfer.errors import RecinferError, UnavailableError
+from recinfer.serving.wire.status import error_of, status_of
+
+__all__ = ["PeerConnection"]
+
+_log = logging.getLogger(__name__)
+
+Answer = Callable[[str, dict[str, Any]], Any]
+
+
+class PeerConnection:
+    """One end. One thread reads, and calls ``answer``; another one sends, so that nobody waits for a peer that reads nothing.
+
+    Args:
+        connection: as multiprocessing.Pipe gives it; closed here once the peer has gone. Nothing on it is pickled.
+        answer: (what, arguments) -> what the peer asked for, JSON or a Future of it; an exception reaches the peer as the
+            error of ours with the same meaning. Called on the reading thread, so it must not block.
+        on_gone: called on the reading thread once the peer has gone, however it went.
+    """
+
+    def __init__(self, connection: Connection, answer: Answer, *, on_gone: Callable[[], None] = lambda: None) -> None:
+        self._connection, self._answer, self._on_gone = connection, answer, on_gone
+        self._lock = threading.Lock()  # of the three below
+        self._numbers = itertools.count()
+        self._asked: dict[int, Future[Any]] = {}
+        self._closed = False
+        self._unsent: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send_all, name="recinfer-peer-send", daemon=True)
+        self._reader = threading.Thread(target=self._read_all, name="recinfer-peer-read", daemon=True)
+        self._sender.start()
+        self._reader.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the peer has gone."""
+        return self._closed
+
+    def ask(self, what: str, **arguments: Any) -> Future[Any]:
+        """Ask the peer, from any thread; the Future fails with UnavailableError when the peer goes first."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._closed:
+                future.set_exception(_gone())
+                return future
+            number = next(self._numbers)
+            self._asked[number] = future
+        self._unsent.put({"ask": number, "what": what, "with": arguments})
+        return future
+
+    def join(self, timeout: float) -> None:
+        """Wait until the peer has gone and all that it sent has been read, for ``timeout`` seconds at most."""
+        self._reader.join(timeout)
+
+    def _send_all(self) -> None:
+        while (message := self._unsent.get()) is not None:
+            try:
+                self._connection.send_bytes(json.dumps(message).encode())
+            except OSError:  # the peer has gone; the reading thread says so to all who wait
+                return
+
+    def _read_all(self) -> None:
+        try:
+            while True:
+                self._take(json.loads(self._connection.recv_bytes()))
+        except (EOFError, OSError):
+            pass
+        finally:
+            with self._lock:
+                self._closed = True
+                left = list(self._asked.values())
+                self._asked.clear()
+            for future in left:
+                _settle(future, _gone())
+            self._on_gone()
+            self._unsent.put(None)
+            self._sender.join()  # it sends into nothing, which fails at once
+            self._connection.close()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "ask" in message:
+            self._reply(message["ask"], message["what"], message["with"])
+            return
+        with self._lock:
+            future = self._asked.pop(message["to"])
+        failed = message.get("failed")
+        _settle(future, message.get("is") if failed is None else error_of(failed["code"], failed["message"]))
+
+    def _reply(self, number: int, what: str, arguments: dict[str, Any]) -> None:
+        try:
+            found = self._answer(what, arguments)
+        except Exception as error:
+            self._unsent.put({"to": number, "failed": _plain(what, error)})
+            return
+        if not isinstance(found, Future):
+            self._unsent.put({"to": number, "is": found})
+            return
+
+        def done(future: Future[Any]) -> None:
+            error = future.exception()
+            answer = {"is": future.result()} if error is None else {"failed": _plain(what, error)}
+            self._unsent.put({"to": number, **answer})
+
+        found.add_done_callback(done)
+
+
+def _gone() -> UnavailableError:
+    return UnavailableError("the process at the other end has gone")
+
+
+def _plain(what: str, error: BaseException) -> dict[str, str]:
+    status = status_of(error)
+    if status.code == "INTERNAL":  # the peer hears no more than that
+        _log.error("%s failed", what, exc_info=error)
+    return {"code": status.code, "message": status.message}
+
+
+def _settle(future: Future[Any], found: Any) -> None:
+    with suppress(InvalidStateError):  # who asked does not wait any more
+        if isinstance(found, RecinferError):
+            future.set_exception(found)
+        else:
+            future.set_result(found)

@@ -1,0 +1,158 @@
+"""One worker process as its supervisor sees it: its connection, its last status, and how long it has not answered."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing import Pipe
+from typing import Any
+
+from recinfer.serving.server.telemetry.metrics import Status
+from recinfer.serving.workers.connection import PeerConnection
+
+__all__ = ["WorkerProcess"]
+
+_LAST_WORDS_S = 5.0  # for what an ended process has sent and we have not read yet
+
+
+class WorkerProcess:
+    """A worker that has been started. May be used from any thread.
+
+    Args:
+        slot: which of the workers it is; the one that takes its place has the same number.
+        command: what to run; its stdin is the connection (see recinfer.serving.workers.worker).
+        environment: of the process.
+        answer: what it asks of the supervisor, see PeerConnection.
+
+    Raises:
+        OSError: the process could not be started.
+
+    Attributes:
+        ready: it takes requests, with the models that the others have.
+        stale: its models are not those of the others, so it ends and another one begins with theirs.
+        ready_since: ``time.monotonic()`` when it was ready.
+        fault: why the supervisor killed it; None: it did not.
+    """
+
+    def __init__(
+        self,
+        slot: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        answer: Callable[[str, dict[str, Any]], Any],
+    ) -> None:
+        ours, theirs = Pipe()
+        with theirs:
+            try:
+                self.process = subprocess.Popen(
+                    list(command),
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C reaches the supervisor alone, which drains the workers
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self.slot = slot
+        self.ready = self.stale = False
+        self.ready_since = 0.0
+        self.fault: str | None = None
+        self.connection = PeerConnection(ours, answer)
+        self._lock = threading.Lock()  # of what is below
+        self._beat: Future[Any] | None = None
+        self._status: Status | None = None
+        self._unanswered_s = self._event_s = 0.0
+
+    @property
+    def name(self) -> str:
+        """As people are told of it."""
+        return f"worker {self.slot} (process {self.process.pid})"
+
+    def first_line(self) -> dict[str, Any]:
+        """The first JSON object that it prints: where it serves, or its error; empty where it ends without one."""
+        assert self.process.stdout is not None
+        return _first_object(self.process.stdout)
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        assert self.process.stdout is not None
+        with self.process.stdout as stray:
+            for _ in stray:  # a full pipe would stop it
+                pass
+        code = self.process.wait()
+        self.connection.join(_LAST_WORDS_S)
+        return code
+
+    def beat(self) -> Future[Any]:
+        """Ask its event loop how it is, unless it has not answered the last time yet."""
+        with self._lock:
+            if self._beat is None or self._beat.done():
+                self._read_beat()
+                self._beat = self.connection.ask("beat")
+            return self._beat
+
+    def silent_s(self, passed_s: float) -> float:
+        """For how many seconds its event loop has not answered, or its gRPC thread has been at one event.
+
+        Args:
+            passed_s: seconds that count as waited since the last call of this.
+        """
+        with self._lock:
+            self._read_beat()
+            if self._beat is not None and not self._beat.done():
+                self._unanswered_s += passed_s
+            return max(self._unanswered_s, self._event_s)
+
+    def status(self) -> Status | None:
+        """The status that it gave last."""
+        with self._lock:
+            self._read_beat()
+            return self._status
+
+    def kill(self, fault: str) -> None:
+        """End it at once; ``fault`` says why."""
+        self.fault = fault
+        self.process.kill()
+
+    def why(self, code: int) -> str:
+        """How it ended, for people."""
+        return self.fault or _reason(code)
+
+    def _read_beat(self) -> None:
+        if self._beat is None or not self._beat.done():
+            return
+        self._unanswered_s = 0.0
+        if self._beat.exception() is None:
+            answer = self._beat.result()
+            self._status, self._event_s = answer["status"], answer["event_s"]
+
+
+def _first_object(lines: Iterable[str]) -> dict[str, Any]:
+    """The first line that is a JSON object, past whatever else is printed; empty when there is none."""
+    for line in lines:
+        with suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return {}
+
+
+def _reason(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    if code == -signal.SIGBUS:
+        return (
+            "was killed by SIGBUS: a file that it maps may have been truncated, or its disk may fail; look at the archives "
+            "with `recinfer verify`, and put back what is damaged"
+        )
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -1,0 +1,438 @@
+"""The framed transport: messages whole in whatever pieces they come, who may ask, what ends a connection, and that who asked is
+told, once."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recinfer.errors import UnavailableError
+from recinfer.serving.server.security import Security, load_pem
+from recinfer.serving.shards import transport as module
+from recinfer.serving.shards.frames import ShardsThread, frame
+from recinfer.serving.shards.transport import ShardAddress, ShardConnection, ShardListener, rankers_thread
+from tests.certificates import certified, need_openssl
+from tests.ports import free_port
+from tests.serving.remote.fleet import asking, shard, until, write_shards
+from tests.serving.remote.test_direct import make_archive
+
+LONG = 60.0
+MOST = 1000
+MUCH = 20 << 20
+TOKEN = "a-token-of-24-characters"
+REFUSED = b"too many"
+HEAD_BYTES = 12
+
+End = tuple["bytes | None", str, str]
+
+
+class Answers:
+    """What is asked, and when it is answered: all but "later" at once, on the listener's thread."""
+
+    def __init__(self) -> None:
+        self.asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.go_on = threading.Event()
+
+    def answer(self, request: bytes, reply: Callable[[bytes], None]) -> None:
+        self.asked.put(request)
+        if request == b"fail":
+            raise RuntimeError("a secret")
+        if request.startswith(b"later"):
+            threading.Thread(target=self._later, args=(request, reply)).start()
+        else:
+            reply(bytes(MUCH) if request == b"much" else request * 2)
+
+    def _later(self, request: bytes, reply: Callable[[bytes], None]) -> None:
+        assert self.go_on.wait(LONG)
+        reply(request * 2)
+
+
+@contextmanager
+def listening(token: str | None = None, tls: Any = None) -> Iterator[tuple[Answers, ShardListener]]:
+    answers = Answers()
+    listener = ShardListener(
+        "127.0.0.1", 0, answers.answer, lambda _: REFUSED, token=token, max_request_bytes=MOST, tls=tls
+    )
+    try:
+        yield answers, listener
+    finally:
+        answers.go_on.set()
+        listener.close()
+
+
+class Asker:
+    """A ranker's connection, and who waits for what comes of it."""
+
+    def __init__(
+        self, listener: ShardListener, token: str | None = None, server_id: bytes | None = None, **address: Any
+    ) -> None:
+        where = ShardAddress("127.0.0.1", listener.port, server_id or listener.server_id, MOST)._replace(**address)
+        self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.connection = ShardConnection(where, token, 2 * MUCH, lambda connection: self.lost.put(connection.why))
+
+    def open(self, tls: Any = None, tls_name: str = "") -> Asker:
+        asyncio.run(self.connection.connect(tls, tls_name))
+        return self
+
+    def begin(self, request: bytes, seconds: float = LONG) -> tuple[queue.SimpleQueue[End], Callable[[], None]]:
+        """Where its end comes, and what makes it forgotten."""
+        ends: queue.SimpleQueue[End] = queue.SimpleQueue()
+        forget: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+
+        def ask() -> None:
+            forget.put(self.connection.ask(request, time.monotonic() + seconds, lambda *end: ends.put(end)))
+            assert ends.empty(), "it is told before it knows that it has asked"
+
+        rankers_thread().call(ask)
+        forgets = forget.get(timeout=LONG)
+        return ends, lambda: rankers_thread().call(forgets)
+
+    def ask(self, request: bytes) -> End:
+        """Ask and wait."""
+        return self.begin(request)[0].get(timeout=LONG)
+
+    def close(self) -> None:
+        rankers_thread().call(self.connection.end, "closed")
+
+
+def test_requests_of_any_size():
+    with listening() as (_, listener):
+        asker = Asker(listener).open()
+        for request in (b"x", b"", b"y" * MOST):
+            assert asker.ask(request) == (request * 2, "OK", "")
+        assert len(asker.ask(b"much")[0] or b"") == MUCH
+        message, code, details = asker.ask(bytes(MOST + 1))
+        assert (message, code) == (None, "INVALID_ARGUMENT") and f"at most {MOST} may come" in details
+        assert asker.ask(b"x") == (b"xx", "OK", "")
+        asker.close()
+        until(lambda: not listener.thread.connections)
+        assert asker.ask(b"x")[:2] == (None, "UNAVAILABLE")
+
+
+def test_answers_come_in_any_order():
+    with listening() as (answers, listener):
+        asker = Asker(listener).open()
+        late = [asker.begin(b"later %d" % number)[0] for number in range(20)]
+        for number in range(100):
+            request = b"%d" % number
+            assert asker.ask(request) == (request * 2, "OK", "")
+        assert all(ends.empty() for ends in late)
+        answers.go_on.set()
+        for number, ends in enumerate(late):
+            assert ends.get(timeout=LONG) == (b"later %d" % number * 2, "OK", "")
+
+
+def test_who_has_waited_too_long_is_told_and_the_answer_is_nobody_elses():
+    with listening() as (answers, listener):
+        asker = Asker(listener).open()
+        expired, _ = asker.begin(b"later 1", 0.0)
+        forgotten, forget = asker.begin(b"later 2")
+        forget()
+        assert expired.get(timeout=LONG)[:2] == (None, "DEADLINE_EXCEEDED")
+        waits, _ = asker.begin(b"later 3")
+        answers.go_on.set()
+        assert waits.get(timeout=LONG) == (b"later 3" * 2, "OK", "")
+        assert asker.ask(b"x") == (b"xx", "OK", "")
+        assert expired.empty() and forgotten.empty() and not asker.connection._asked
+
+
+def test_what_one_connection_may_have_unanswered_is_bounded():
+    with listening() as (answers, listener):
+        asker = Asker(listener).open()
+        first, _ = asker.begin(b"later" + bytes(MOST - 10))
+        assert asker.ask(bytes(6)) == (REFUSED, "OK", "")
+        assert Asker(listener).open().ask(b"x") == (b"xx", "OK", "")
+        answers.go_on.set()
+        assert first.get(timeout=LONG)[1] == "OK"
+        assert asker.ask(bytes(6)) == (bytes(12), "OK", "")
+
+
+def test_a_server_that_stops_and_one_that_fails_tell_who_waits():
+    for how in ("stop", "fail"):
+        with listening() as (answers, listener):
+            asker = Asker(listener).open()
+            ends, _ = asker.begin(b"later")
+            assert answers.asked.get(timeout=LONG) == b"later"
+            if how == "stop":
+                listener.close()
+            else:
+                failed = asker.ask(b"fail")
+                assert failed[:2] == (None, "UNAVAILABLE") and "secret" not in failed[2]
+            assert ends.get(timeout=LONG)[:2] == (None, "UNAVAILABLE")
+            assert asker.lost.get(timeout=LONG) and asker.lost.empty() and not asker.connection.is_open
+
+
+# -- who may ask ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", [None, "another-token-of-the-same", TOKEN])
+def test_a_token_is_proved(token: str | None):
+    with listening(TOKEN) as (answers, listener):
+        asker = Asker(listener, token).open()
+        if token == TOKEN:
+            assert asker.ask(b"x") == (b"xx", "OK", "")
+        else:
+            assert asker.ask(b"x")[:2] == (None, "UNAVAILABLE")
+            assert answers.asked.empty()
+
+
+def test_a_token_that_nobody_asks_for_is_no_fault():
+    with listening() as (_, listener):
+        assert Asker(listener, TOKEN).open().ask(b"x") == (b"xx", "OK", "")
+
+
+def test_a_token_is_never_sent():
+    """Somebody who listens in its place, and does not know who it was, is told nothing at all."""
+    with listening(TOKEN) as (_, listener), pytest.raises(UnavailableError, match="another server"):
+        Asker(listener, TOKEN, server_id=bytes(32)).open()
+    with socket.create_server(("127.0.0.1", 0)) as other, listening() as (_, listener):
+        asker = Asker(listener, TOKEN, port=other.getsockname()[1])
+        refused: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+        def accept() -> None:
+            there, _ = other.accept()
+            with there:
+                there.sendall(frame(0, module._HELLO + bytes(64)))
+                there.settimeout(LONG)
+                try:
+                    refused.put(there.recv(100))
+                except ConnectionError:
+                    refused.put(b"")
+
+        threading.Thread(target=accept).start()
+        with pytest.raises(UnavailableError, match="another server"):
+            asker.open()
+        assert refused.get(timeout=LONG) == b""
+
+
+def test_why_there_is_no_connection_is_said(monkeypatch: pytest.MonkeyPatch):
+    with listening() as (_, listener):
+        port = free_port()
+        with pytest.raises(UnavailableError, match=f"its port for lookups, 127.0.0.1:{port}, .*refused"):
+            Asker(listener, port=port).open()
+        monkeypatch.setattr(module, "_CONNECT_S", 0.1)
+        with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(UnavailableError, match=r"within 0.1 s"):
+            Asker(listener, port=silent.getsockname()[1]).open()
+
+
+def test_tls(tmp_path: Path):
+    need_openssl()
+    certified(tmp_path, "DNS:shards.example")
+    security = Security(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem")
+
+    def believing(authority: str) -> Any:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        load_pem(context, None, None, tmp_path / authority)
+        return context
+
+    with listening(TOKEN, security.tls_context()) as (_, listener):
+        asker = Asker(listener, TOKEN).open(believing("ca.pem"), "shards.example")
+        assert asker.ask(b"x") == (b"xx", "OK", "")
+        assert len(asker.ask(b"much")[0] or b"") == MUCH
+        for authority, name in (("ca.pem", "127.0.0.1"), ("other.pem", "shards.example")):
+            with pytest.raises(UnavailableError, match="certificate"):
+                Asker(listener, TOKEN).open(believing(authority), name)
+        with pytest.raises(UnavailableError):
+            Asker(listener, TOKEN).open()
+        assert asker.ask(b"x") == (b"xx", "OK", "")
+
+
+# -- the server's end, by hand ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def talking(listener: ShardListener, token: str | None = "") -> Iterator[socket.socket]:
+    """A connection by hand that has read the greeting and, unless ``token`` is None, proved it."""
+    with socket.create_connection(("127.0.0.1", listener.port), LONG) as sock:
+        greeting = exactly(sock, HEAD_BYTES + len(module._HELLO) + 64)
+        if token is not None:
+            sock.sendall(frame(0, module._HELLO + module._proof(token, greeting[-64:])))
+        yield sock
+
+
+def exactly(sock: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        more = sock.recv(count - len(found))
+        assert more, "the server closed it"
+        found += more
+    return found
+
+
+def rest(sock: socket.socket, *data: bytes) -> bytes:
+    """What comes until the end after ``data``."""
+    try:
+        for each in data:
+            sock.sendall(each)
+        sock.shutdown(socket.SHUT_WR)
+        found = b""
+        while more := sock.recv(1 << 20):
+            found += more
+        return found
+    except OSError:  # reset
+        return b""
+
+
+def test_any_pieces():
+    """Cut at any byte, several in a piece, and the beginning of a head by itself."""
+    draw = random.Random(0)
+    messages = [draw.randbytes(draw.choice([0, 1, 2, 30, MOST])) for _ in range(200)]
+    data = b"".join(frame(number + 7, message) for number, message in enumerate(messages))
+    expected = b"".join(frame(number + 7, message * 2) for number, message in enumerate(messages))
+    with listening() as (_, listener), talking(listener) as sock:
+        at = 0
+        while at < len(data):
+            step = draw.choice([1, 2, 3, 5, 13, 400, 9000])
+            sock.sendall(data[at : at + step])
+            at += step
+            if step < 5 and draw.random() < 0.2:
+                time.sleep(0.001)  # it is read by itself
+        assert exactly(sock, len(expected)) == expected
+
+
+def test_a_proof_is_of_one_connection():
+    with listening(TOKEN) as (answers, listener):
+        with talking(listener, TOKEN) as sock:
+            sock.sendall(frame(5, b"x"))
+            assert exactly(sock, HEAD_BYTES + 2) == frame(5, b"xx")
+        for proof in (module._proof(TOKEN, listener.server_id + bytes(32)), bytes(32), b"", TOKEN.encode()):
+            for message in (module._HELLO + proof, proof):
+                with talking(listener, None) as sock:
+                    assert rest(sock, frame(0, message), frame(1, b"no")) == b""
+        assert answers.asked.get() == b"x" and answers.asked.empty()
+
+
+def test_junk_and_what_is_too_long_end_a_connection_alone():
+    draw = random.Random(0)
+    with listening() as (_, listener):
+        asker = Asker(listener).open()
+        for number in range(200):
+            with talking(listener, None if number % 2 else "") as sock:
+                rest(sock, draw.randbytes(draw.choice([1, 4, 60, 3000])))
+        with talking(listener) as sock:
+            assert rest(sock, frame(1, bytes(MOST + 1))) == b""
+        assert asker.ask(b"x") == (b"xx", "OK", "")
+        until(lambda: not listener.unproved and len(listener.thread.connections) == 1)
+
+
+def test_who_does_not_read_is_not_read_and_closed_in_the_end(monkeypatch: pytest.MonkeyPatch):
+    with listening() as (answers, listener), talking(listener) as sock:
+        sock.sendall(frame(1, b"much"))
+        until(lambda: not answers.asked.empty())
+        for _ in range(50):
+            sock.sendall(frame(2, b"much"))
+        asker = Asker(listener).open()
+        for _ in range(10):  # whatever else had been read by now would have been asked
+            assert asker.ask(b"x") == (b"xx", "OK", "")
+        asked = [answers.asked.get() for _ in range(answers.asked.qsize())]
+        assert asked.count(b"much") <= 2
+        (slow,) = (each for each in listener.thread.connections if each._transport.get_write_buffer_size() > 0)
+        taken = slow._sent - slow._transport.get_write_buffer_size()
+        listener.thread.call(slow._look_if_stalled, taken - 1)  # it has read since
+        assert asker.ask(b"x") == (b"xx", "OK", "") and not slow.why
+        listener.thread.call(slow._look_if_stalled, taken)
+        until(lambda: "read nothing" in slow.why and slow not in listener.thread.connections)
+
+
+def test_who_has_proved_nothing_is_given_no_memory():
+    with listening() as (_, listener):
+        listener.max_request_bytes = 1 << 30
+        with talking(listener, None) as sock:
+            (connection,) = listener.unproved
+            assert rest(sock, frame(0, bytes(module._PROOF_BYTES + 1))[:HEAD_BYTES]) == b""
+            assert connection._message is None and not listener.unproved
+
+
+def test_connections_that_say_nothing_make_room_for_others():
+    with listening() as (_, listener):
+        idle = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(module._UNPROVED + 20)]
+        assert Asker(listener).open().ask(b"x") == (b"xx", "OK", "")
+        until(lambda: len(listener.unproved) <= module._UNPROVED)
+        for sock in idle:
+            sock.close()
+        until(lambda: not listener.unproved)
+
+
+def test_a_port_that_is_taken_is_named():
+    with (
+        listening() as (answers, listener),
+        pytest.raises(UnavailableError, match=f"127.0.0.1:{listener.port}"),
+    ):
+        ShardListener("127.0.0.1", listener.port, answers.answer, lambda _: b"", token=None, max_request_bytes=MOST)
+
+
+# -- the thread -------------------------------------------------------------------------------------------------------
+
+
+def test_what_other_threads_hand_over_is_done_in_order_and_one_failure_loses_no_other(
+    caplog: pytest.LogCaptureFixture,
+):
+    thread = ShardsThread()
+    seen: dict[int, list[int]] = {number: [] for number in range(4)}
+
+    def hand_over(number: int) -> None:
+        for each in range(500):
+            thread.call(seen[number].append, each)
+            if each % 100 == 0:
+                thread.call(lambda: 1 / 0)
+
+    callers = [threading.Thread(target=hand_over, args=(number,)) for number in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    done = threading.Event()
+    thread.call(done.set)
+    assert done.wait(LONG) and all(found == list(range(500)) for found in seen.values())
+    assert caplog.text.count("ZeroDivisionError: division by zero") == 20
+    thread.close()
+    thread.call(print)  # nobody is there
+    assert not thread._thread.is_alive()
+    thread.close()
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_rankers_find_it(tmp_path: Path, token: str | None):
+    archive, port, fixed = make_archive(tmp_path, "row_wise"), free_port(), free_port()
+    security = Security(token=token)
+    (tmp_path / "token").write_text(TOKEN)
+    settings: dict[str, Any] = {} if token is None else {"token_file": str(tmp_path / "token")}
+    path = write_shards(tmp_path / "shards.json", {rank: [f"127.0.0.1:{port}"] for rank in (0, 1, 2)}, **settings)
+    with (
+        shard(archive, (0, 1, 2), port=port, security=security, socket_port=fixed) as server,
+        asking(path) as fan_out,
+    ):
+        (replica,) = fan_out.pool.everyone()
+        first = replica._connection
+        assert server.socket_port == fixed == first.address.port
+        server.stop()
+        until(lambda: not first.is_open and not replica.up)
+        with shard(archive, (0, 1, 2), port=port, security=security):
+            until(lambda: replica.up)
+            assert replica._connection is not first, "it has another port and another name"
+
+
+def test_a_server_whose_port_for_lookups_cannot_be_reached_is_not_up_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with shard(make_archive(tmp_path, "row_wise"), (0, 1, 2)) as server:
+        port, reached = free_port(), server._listener.port
+        server._listener.port = port  # as behind a firewall
+        path = write_shards(tmp_path / "shards.json", {rank: [server.target] for rank in (0, 1, 2)})
+        with asking(path, ready=False) as fan_out:
+            (replica,) = fan_out.pool.everyone()
+            until(lambda: f"its port for lookups, 127.0.0.1:{port}, cannot be reached" in fan_out.pool.addresses(0))
+            assert not replica.up
+            server._listener.port = reached
+            until(lambda: replica.up)

@@ -1,0 +1,140 @@
+"""Supervisors of tests in this process, whose workers are processes: real ones, and fakes that start at once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from recinfer.serving.server.server import SERVICE_NAME
+from recinfer.serving.wire import codec
+from recinfer.serving.workers.supervisor import Supervisor
+from tests.serving.conftest import make_request
+
+__all__ = ["FAKE", "Load", "supervised", "supervising", "until"]
+
+FAKE = """
+import json, os, pathlib, sys, time
+from multiprocessing.connection import Connection
+
+folder, peer = pathlib.Path(sys.argv[1]), Connection(0)
+
+def answer(asked, found):
+    peer.send_bytes(json.dumps({"to": asked["ask"], **found}).encode())
+
+begin = json.loads(peer.recv_bytes())
+answer(begin, {"is": None})
+(folder / f"began-{os.getpid()}").write_text(json.dumps(begin["with"]["restore"]))
+if (folder / "broken").exists():
+    time.sleep(0.3)
+    sys.exit(print(json.dumps({"error": {"message": "the store has no '1'"}}), flush=True) or 2)
+print(json.dumps({"port": 1}), flush=True)
+try:
+    while True:
+        asked = json.loads(peer.recv_bytes())
+        if asked["what"] == "admin":
+            (folder / "asked").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.02)
+            answer(asked, {"is": {"answer": "", "before": {}, "state": "after"}})
+        elif asked["what"] == "state":
+            answer(asked, {"is": "before"})
+        else:
+            answer(asked, {"failed": {"code": "INTERNAL", "message": "a fake has no status"}})
+except EOFError:
+    pass
+"""
+"""A worker for ``python -c FAKE FOLDER``: it serves nobody, but takes part in changes once the file "go" is there, and fails
+to start while there is "broken". What it began with is in the file "began-<its pid>"."""
+
+
+@contextmanager
+def supervised(
+    *arguments: object, workers: int = 2, program: Sequence[str] = ("-m", "recinfer"), **options: Any
+) -> Iterator[tuple[Supervisor, str, list[str]]]:
+    """A supervisor in this process, with real workers: its target, and the list of what it tells.
+
+    Args:
+        program: what the workers run in place of recinfer, as Python's own arguments.
+        options: of Supervisor.
+    """
+
+    def command(port: int) -> list[str]:
+        serve = ["serve", *map(str, arguments), "--worker", "--json", "--port", str(port)]
+        return [sys.executable, *program, *serve]
+
+    with supervising(command, workers, **options) as found:
+        yield found
+
+
+@contextmanager
+def supervising(
+    command: Callable[[int], list[str]], workers: int = 2, **options: Any
+) -> Iterator[tuple[Supervisor, str, list[str]]]:
+    """The same for any command."""
+    said: list[str] = []
+    ready = threading.Event()
+    supervisor = Supervisor(command, workers, "127.0.0.1", 0, tell=said.append, **options)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            supervisor.run(lambda answer: ready.set())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert ready.wait(180), failed
+        yield supervisor, f"127.0.0.1:{supervisor.port}", said
+    finally:
+        supervisor.stop()
+        thread.join(90)
+        assert not thread.is_alive()
+        assert not failed
+
+
+class Load:
+    """Callers with a connection each, one request after another; counts the answers by code."""
+
+    def __init__(self, target: str, callers: int) -> None:
+        self.target, self.codes, self._stop = target, {}, threading.Event()
+        self._threads = [threading.Thread(target=self._call, args=(n,)) for n in range(callers)]
+
+    def _call(self, number: int) -> None:
+        dense, kjt = make_request(number, 2)
+        data = codec.encode_predict_request(dense, kjt)
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 50)]
+        with grpc.insecure_channel(self.target, options=options) as channel:
+            predict = channel.unary_unary(f"/{SERVICE_NAME}/Predict")
+            while not self._stop.is_set():
+                try:
+                    predict(data, timeout=60, wait_for_ready=True)
+                    code = "OK"
+                except grpc.RpcError as error:
+                    code = error.code().name
+                self.codes[code] = self.codes.get(code, 0) + 1
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(90)
+            assert not thread.is_alive()
+
+
+def until(condition: Any, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
