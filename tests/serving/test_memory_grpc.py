@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from recinfer.serving.shards.messages import SERVICE_NAME as SHARD_SERVICE
 
 from recinfer.cli.serve_models import limits_of
 from recinfer.cli.serve_options import LimitOptions
@@ -18,6 +17,7 @@ from recinfer.serving.engine.memory_budget import SMALL_BYTES, Ticket
 from recinfer.serving.server import call_ticket, grpc_core
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.shards.messages import SERVICE_NAME as SHARD_SERVICE
 from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire import codec

@@ -47,7 +47,7 @@ _AT_ONCE = 0.0  # a time of the past: a poll that does not wait
 _LOOK_S, _IDLE_LOOKS = 0.1, 3  # while the last calls end
 _CANCELLED_S = 3.0  # until calls that were cancelled are given back
 _STILL_S = 0.05  # between two looks at the calls that are open
-_MOST_LATE = 64  # events that are taken before one that is due
+_MOST_LATE = 8  # events that are taken before one that is due
 _RECEIVE_S = 30.0
 # Health and reflection are small, and health needs no token: two calls at a time may be slow to send their message.
 _OPEN_TO_ALL = ("/grpc.health.", "/grpc.reflection.")
