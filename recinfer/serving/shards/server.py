@@ -201,6 +201,7 @@ class ShardServer:
             token=self._security.token,
             max_request_bytes=self._limits.max_message_bytes,
             tls=self._security.tls_context(),
+            budget=self.budget,
         )
         self.socket_port = self._listener.port
         await server.start()

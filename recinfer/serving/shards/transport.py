@@ -19,9 +19,11 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from recinfer.errors import UnavailableError
+from recinfer.errors import OverloadedError, UnavailableError
+from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket
 from recinfer.serving.server.address import join_address
 from recinfer.serving.shards.frames import MOST_BYTES, FrameProtocol, ShardsThread, keep_alive
+from recinfer.serving.wire.limits import Limits
 
 __all__ = ["Answer", "ResponseCallback", "ShardAddress", "ShardConnection", "ShardListener", "rankers_thread"]
 
@@ -50,10 +52,12 @@ class ShardListener:
 
     Args:
         answer: answers a request.
-        refuse: gives the response to a request of a connection that has too many unanswered ones.
+        refuse: gives the response to a request of a connection that has too many unanswered ones, or that is too much for
+            the memory budget.
         token: that rankers have; None: anybody may ask.
         max_request_bytes: of one request, and of all that one connection has unanswered, but for a single one.
         tls: of the server's certificate; None: no TLS.
+        budget: of the bytes that requests and responses hold; None: one of its own.
 
     Attributes:
         server_id: 32 bytes that no other server has.
@@ -74,7 +78,9 @@ class ShardListener:
         token: str | None,
         max_request_bytes: int,
         tls: ssl.SSLContext | None = None,
+        budget: MemoryBudget | None = None,
     ) -> None:
+        self.budget = budget or MemoryBudget(Limits.memory_budget_bytes)
         self.answer, self.refuse, self.token, self.max_request_bytes = answer, refuse, token, max_request_bytes
         self.server_id = secrets.token_bytes(_ID_BYTES)
         try:
@@ -107,6 +113,8 @@ class _RankerConnection(FrameProtocol):
         self._listener = listener
         self._proof: bytes | None = None  # that is to come
         self._unanswered = self._unanswered_bytes = 0
+        self._is_unread = False  # more was sent than the other end reads
+        self._unread: list[Ticket] = []  # of responses that were sent since
 
     def opened(self) -> None:
         """See FrameProtocol."""
@@ -137,24 +145,50 @@ class _RankerConnection(FrameProtocol):
         if self._unanswered >= _UNANSWERED or (self._unanswered and held > listener.max_request_bytes):
             self.send(number, listener.refuse(request))
             return
+        try:
+            ticket = listener.budget.admit(len(request))
+        except OverloadedError:
+            self.send(number, listener.refuse(request))
+            return
         self._unanswered, self._unanswered_bytes = self._unanswered + 1, held
-        listener.answer(request, partial(self.thread.call, self._reply, number, len(request)))
+        try:
+            listener.answer(request, partial(self.thread.call, self._reply, number, request, ticket))
+        except BaseException:
+            ticket.release()
+            raise
 
-    def _reply(self, number: int, request_bytes: int, response: bytes) -> None:
+    def _reply(self, number: int, request: bytes, ticket: Ticket, response: bytes) -> None:
         self._unanswered -= 1
-        self._unanswered_bytes -= request_bytes
+        self._unanswered_bytes -= len(request)
+        try:
+            ticket.resize(len(response))
+        except OverloadedError:
+            response = self._listener.refuse(request)
         self.send(number, response)
+        if self._is_unread and not self.why:
+            self._unread.append(ticket)
+        else:
+            ticket.release()
 
     def lost(self) -> None:
         """See FrameProtocol."""
         self._listener.unproved.pop(self, None)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._is_unread = False
+        for ticket in self._unread:
+            ticket.release()
+        self._unread.clear()
 
     def pause_writing(self) -> None:
         """See asyncio.BaseProtocol: who does not read its responses is not read either."""
+        self._is_unread = True
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         """See asyncio.BaseProtocol."""
+        self._give_back()
         self._transport.resume_reading()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from recinfer.errors import UnavailableError
+from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.server.security import Security, load_pem
 from recinfer.serving.shards import transport as module
 from recinfer.serving.shards.frames import ShardsThread, frame
@@ -55,14 +56,16 @@ class Answers:
 
     def _later(self, request: bytes, reply: Callable[[bytes], None]) -> None:
         assert self.go_on.wait(LONG)
-        reply(request * 2)
+        reply(bytes(MUCH) if request == b"later much" else request * 2)
 
 
 @contextmanager
-def listening(token: str | None = None, tls: Any = None) -> Iterator[tuple[Answers, ShardListener]]:
+def listening(
+    token: str | None = None, tls: Any = None, budget: MemoryBudget | None = None
+) -> Iterator[tuple[Answers, ShardListener]]:
     answers = Answers()
     listener = ShardListener(
-        "127.0.0.1", 0, answers.answer, lambda _: REFUSED, token=token, max_request_bytes=MOST, tls=tls
+        "127.0.0.1", 0, answers.answer, lambda _: REFUSED, token=token, max_request_bytes=MOST, tls=tls, budget=budget
     )
     try:
         yield answers, listener
@@ -118,6 +121,39 @@ def test_requests_of_any_size():
         asker.close()
         until(lambda: not listener.thread.connections)
         assert asker.ask(b"x")[:2] == (None, "UNAVAILABLE")
+
+
+def test_responses_that_nobody_reads_are_bounded():
+    budget = MemoryBudget(3 * MUCH)
+    with listening(budget=budget) as (answers, listener):
+        asker = Asker(listener).open()
+        ends = [asker.begin(b"later much")[0] for _ in range(10)]
+        for _ in ends:
+            answers.asked.get(timeout=LONG)
+        paused = threading.Event()
+        rankers_thread().call(asker.connection._transport.pause_reading)
+        rankers_thread().call(paused.set)
+        assert paused.wait(LONG)
+        answers.go_on.set()
+        until(lambda: budget.refused == 8)
+        assert budget.held >= 2 * MUCH  # of the other two
+        rankers_thread().call(asker.connection._transport.resume_reading)
+        found = [end.get(timeout=LONG) for end in ends]
+        assert {end[1:] for end in found} == {("OK", "")}
+        sizes = [len(end[0] or b"") for end in found]
+        assert sorted(sizes) == [len(REFUSED)] * 8 + [MUCH] * 2
+        until(lambda: budget.held == 0)
+        asker.close()
+
+
+@pytest.mark.parametrize("request_bytes", [b"x", b"fail", b"much"])
+def test_a_request_gives_back_what_it_held(request_bytes: bytes):
+    budget = MemoryBudget(3 * MUCH)
+    with listening(budget=budget) as (_, listener):
+        asker = Asker(listener).open()
+        asker.ask(request_bytes)
+        until(lambda: budget.held == 0)
+        asker.close()
 
 
 def test_answers_come_in_any_order():
