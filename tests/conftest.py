@@ -38,7 +38,7 @@ DATA = ROOT.parent / "shared" / "data"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--congruence", type=int, default=1000, help="how many random requests go through every door")
+    parser.addoption("--congruence", type=int, default=1000, help="how many random requests go through every protocol")
     parser.addoption("--full-matrix", action="store_true", help="sharded training: all of the parity matrix")
     parser.addoption("--torchrec-python", help="an interpreter that has torchrec, for trials beside it")
     parser.addoption("--update-surface", action="store_true", help="write the snapshot of the public surface anew")

@@ -50,7 +50,7 @@ class ClientOptions:
 def client_arguments(options: ClientOptions) -> dict[str, Any]:
     """What InferenceClient and AsyncInferenceClient take of them; raises ConfigError naming a file that cannot be read."""
     from recinfer import env
-    from recinfer.serving.server.security import read_token
+    from recinfer.serving.wire.tls import read_token
 
     for path in (options.tls_ca, options.tls_cert, options.tls_key):
         if path is not None and not path.is_file():

@@ -63,7 +63,7 @@ def _spec(archive: Path, options: DeployOptions) -> Any:
     from recinfer.deploy.groups import footprint
     from recinfer.deploy.ray.spec import cores, deployment_of
     from recinfer.deploy.ray.tls import Tls
-    from recinfer.serving.server.security import read_token
+    from recinfer.serving.wire.tls import read_token
 
     ray, servers = options.ray, options.servers
     return deployment_of(

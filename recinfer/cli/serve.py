@@ -72,7 +72,8 @@ def security_of(options: SecurityOptions, *, worker: bool = False) -> Security:
         worker: of a supervisor, which puts its own token into the environment of its workers: one that takes the place of
             another has the same as the others then, whatever the file says by now.
     """
-    from recinfer.serving.server.security import Security, read_token
+    from recinfer.serving.server.security import Security
+    from recinfer.serving.wire.tls import read_token
 
     path, token = options.token_file, env.token()
     return Security(

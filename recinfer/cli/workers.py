@@ -113,13 +113,13 @@ class _Shown:
         import asyncio
 
         from recinfer.serving.server.address import check_address
-        from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
+        from recinfer.serving.server.telemetry.metrics_http import MetricsServer
 
         async def beside() -> Any:
             return await asyncio.to_thread(status)  # it waits for the workers
 
         check_address(host, port)
-        self._door = MetricsDoor(beside, host, port, allows=security.allows, tls=security.tls_context())
+        self._door = MetricsServer(beside, host, port, allows=security.allows, tls=security.tls_context())
 
     def start(self) -> int | None:
         """Bind and answer; the port."""

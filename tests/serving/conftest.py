@@ -84,7 +84,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def predictor(archive: Path) -> Predictor:
-    """The archive in this process: what every door is compared with."""
+    """The archive in this process: what every protocol is compared with."""
     return load(archive)
 
 

@@ -21,7 +21,7 @@ from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server.server import Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.requests import BAD, TOLERANCE, Asked, kjt_of, nth_request, with_context_repeated
-from tests.serving.test_open_inference import Door, InferenceServerException, jagged, triton_grpc, triton_http
+from tests.serving.test_open_inference import Admission, InferenceServerException, jagged, triton_grpc, triton_http
 from tests.serving.test_sequences import predictors
 
 __all__ = ["predictors"]
@@ -34,7 +34,7 @@ class Doors:
     predictor: Predictor
     model: str
     ours: InferenceClient
-    triton: tuple[Door, Door]
+    triton: tuple[Admission, Admission]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def doors(predictor: Predictor, predictors: dict[str, Predictor]) -> Iterator[di
     models = {"tiny": predictor, **predictors}
     with ExitStack() as stack:
         server = stack.enter_context(Server(models, http_port=0))
-        triton = Door(triton_grpc, server.target), Door(triton_http, f"127.0.0.1:{server.http_port}")
+        triton = Admission(triton_grpc, server.target), Admission(triton_http, f"127.0.0.1:{server.http_port}")
         for door in triton:
             stack.callback(door.close)
         yield {

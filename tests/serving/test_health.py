@@ -18,7 +18,7 @@ from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.server.health import LIVENESS, READINESS
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
-from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
+from recinfer.serving.server.telemetry.metrics_http import MetricsServer
 from recinfer.serving.shards.lookups import remote_lookups
 from recinfer.serving.shards.messages import SERVICE_NAME as SHARD_SERVICE
 from recinfer.serving.shards.server import ShardServer
@@ -49,13 +49,13 @@ def get(port: int | None, path: str) -> tuple[int, Any]:
 def checked_early(monkeypatch: pytest.MonkeyPatch, target: str, services: tuple[str, ...]) -> list[list[int]]:
     """Gets what health at ``target`` says while the server there opens its metrics port: its gRPC port is open by then."""
     found: list[list[int]] = []
-    start = MetricsDoor.start
+    start = MetricsServer.start
 
-    async def check_and_start(self: MetricsDoor) -> None:
+    async def check_and_start(self: MetricsServer) -> None:
         found.append(await asyncio.to_thread(check, target, *services))
         await start(self)
 
-    monkeypatch.setattr(MetricsDoor, "start", check_and_start)
+    monkeypatch.setattr(MetricsServer, "start", check_and_start)
     return found
 
 

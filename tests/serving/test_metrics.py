@@ -41,7 +41,7 @@ def predictor(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Predic
 
 
 @pytest.fixture(scope="module")
-def door(predictor: Predictor) -> Iterator[Server]:
+def protocol(predictor: Predictor) -> Iterator[Server]:
     """The metrics port of a server that has answered a few requests."""
     with Server({"tiny": predictor}, metrics_port=0) as server, InferenceClient(server.target, timeout=60) as client:
         for seed in range(3):
@@ -54,13 +54,13 @@ def door(predictor: Predictor) -> Iterator[Server]:
         yield server
 
 
-def get(door: Server, path: str) -> tuple[bytes, Any]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{door.metrics_port}{path}", timeout=60) as answer:
+def get(protocol: Server, path: str) -> tuple[bytes, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{protocol.metrics_port}{path}", timeout=60) as answer:
         return answer.read(), answer.headers
 
 
-def test_prometheus_reads_the_metrics(door: Server, predictor: Predictor):
-    text, headers = get(door, "/metrics")
+def test_prometheus_reads_the_metrics(protocol: Server, predictor: Predictor):
+    text, headers = get(protocol, "/metrics")
     assert headers["Content-Type"].startswith("text/plain")
     found = {family.name: family for family in parser.text_string_to_metric_families(text.decode())}
 
@@ -89,8 +89,8 @@ def test_prometheus_reads_the_metrics(door: Server, predictor: Predictor):
     assert value("recinfer_out_of_range_ids", "recinfer_out_of_range_ids_total", feature="user", **model) == 0
 
 
-def test_status_holds_the_plan(door: Server):
-    status = json.loads(get(door, "/status.json")[0])
+def test_status_holds_the_plan(protocol: Server):
+    status = json.loads(get(protocol, "/status.json")[0])
     model = status["models"][0]
     assert (model["name"], model["version"], model["features"]) == ("tiny", "3", len(ROWS))
     assert (model["engine"], model["engine_reason"]) == ("onnxruntime", None)
@@ -99,8 +99,8 @@ def test_status_holds_the_plan(door: Server):
     assert sum(rank["cells"] for rank in model["ranks"]) == (50 + 40 + 30) * 8
 
 
-def test_the_page_asks_nobody_else(door: Server):
-    page, headers = get(door, "/")
+def test_the_page_asks_nobody_else(protocol: Server):
+    page, headers = get(protocol, "/")
     assert b"://" not in page.replace(b"http://www.w3.org/2000/svg", b"")
     assert "default-src 'none'" in headers["Content-Security-Policy"]
 
@@ -121,8 +121,8 @@ def test_a_server_with_a_token_asks_for_it_here_too(predictor: Predictor):
                     assert answer.status == 200
 
 
-def test_each_model_has_its_health(door: Server):
-    with grpc.insecure_channel(door.target) as channel:
+def test_each_model_has_its_health(protocol: Server):
+    with grpc.insecure_channel(protocol.target) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for name in ("", "tiny", SERVICE_NAME):
             answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
@@ -165,7 +165,7 @@ def test_requests_are_logged_as_json_with_their_id():
         "code": "OK",
         "ms": 2.1,
         "bytes": 12,
-        "door": "grpc",
+        "protocol": "grpc",
     }
     assert len(second["request_id"]) == 32
     assert (third["request_id"], third["code"], third["ms"]) == ("def", "RESOURCE_EXHAUSTED", 0.0)

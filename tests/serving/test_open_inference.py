@@ -43,7 +43,7 @@ def server(predictor: Predictor) -> Iterator[Server]:
         yield running
 
 
-class Door:
+class Admission:
     """One of tritonclient's two clients, unchanged."""
 
     def __init__(self, library: ModuleType, target: str) -> None:
@@ -65,9 +65,9 @@ class Door:
 
 
 @pytest.fixture(params=["grpc", "http"])
-def door(request: pytest.FixtureRequest, server: Server) -> Iterator[Door]:
+def door(request: pytest.FixtureRequest, server: Server) -> Iterator[Admission]:
     target = server.target if request.param == "grpc" else f"127.0.0.1:{server.http_port}"
-    opened = Door(triton_grpc if request.param == "grpc" else triton_http, target)
+    opened = Admission(triton_grpc if request.param == "grpc" else triton_http, target)
     yield opened
     opened.close()
 
@@ -82,7 +82,7 @@ def jagged(kjt: KeyedJaggedTensor) -> dict[str, np.ndarray]:
     return arrays
 
 
-def test_server_and_model_are_described(door: Door):
+def test_server_and_model_are_described(door: Admission):
     assert door.client.is_server_live() and door.client.is_server_ready()
     assert door.client.is_model_ready("tiny") and door.client.is_model_ready("tiny", "3")
     assert not door.client.is_model_ready("other")
@@ -104,7 +104,7 @@ def test_server_and_model_are_described(door: Door):
 
 
 @pytest.mark.parametrize("batch", [1, 5, 64])
-def test_predict_equals_the_predictor(door: Door, predictor: Predictor, batch: int):
+def test_predict_equals_the_predictor(door: Admission, predictor: Predictor, batch: int):
     dense, kjt = make_request(batch, batch)
     result = door.infer({"dense": dense.numpy(), **jagged(kjt)}, request_id="r7")
     expected = predictor.predict(dense, kjt)
@@ -115,7 +115,7 @@ def test_predict_equals_the_predictor(door: Door, predictor: Predictor, batch: i
     assert (found["id"], found["model_version"]) == ("r7", "3")
 
 
-def test_named_embeddings_are_a_lookup_of_what_was_sent(door: Door, predictor: Predictor):
+def test_named_embeddings_are_a_lookup_of_what_was_sent(door: Admission, predictor: Predictor):
     _, kjt = make_request(3, 4, keys=["shop", "user"])
     expected = predictor.lookup(kjt)
     some = door.infer(jagged(kjt), outputs=["shop.embedding"])
@@ -126,7 +126,7 @@ def test_named_embeddings_are_a_lookup_of_what_was_sent(door: Door, predictor: P
         np.testing.assert_allclose(everything.as_numpy(f"{key}.embedding"), expected[key].numpy(), atol=1e-6)
 
 
-def test_one_or_n_ids_a_sample_need_no_lengths(door: Door, predictor: Predictor):
+def test_one_or_n_ids_a_sample_need_no_lengths(door: Admission, predictor: Predictor):
     user, history = np.array([3, 9, 1]), np.array([[1, 2], [3, 3], [0, 39]])
     kjt = KeyedJaggedTensor(
         ["user", "history"],
@@ -147,7 +147,7 @@ def test_unpooled_and_weighted_features(predictors: dict[str, Predictor]):
     tag = KeyedJaggedTensor(["tag"], torch.tensor([1, 2, 0]), lengths=torch.tensor([2, 0, 1]), weights=weights)
     with Server(predictors, http_port=0) as server:
         for library, target in ((triton_grpc, server.target), (triton_http, f"127.0.0.1:{server.http_port}")):
-            door = Door(library, target)
+            door = Admission(library, target)
             got = door.infer(jagged(clicks), model="sequences")  # no dense part: a lookup
             expected = predictors["sequences"].lookup(clicks)["clicks"]
             np.testing.assert_allclose(got.as_numpy("clicks.embedding"), expected.values().numpy(), atol=1e-6)
@@ -222,7 +222,7 @@ BAD: dict[str, tuple[dict[str, np.ndarray], dict[str, Any], str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", list(BAD))
-def test_errors_say_what_is_wrong(door: Door, case: str):
+def test_errors_say_what_is_wrong(door: Admission, case: str):
     arrays, how, code, http, words = BAD[case]
     with pytest.raises(InferenceServerException) as caught:
         door.infer(arrays, **how)

@@ -18,7 +18,7 @@ from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.open_inference import InferRequest, InputTensor
 from recinfer.serving.wire.proto.inference_pb2 import LookupRequest
 from tests.serving.conftest import NUM_DENSE, ROWS
-from tests.serving.test_open_inference import Door, InferenceServerException, triton_grpc, triton_http
+from tests.serving.test_open_inference import Admission, InferenceServerException, triton_grpc, triton_http
 from tests.serving.test_sequences import predictors
 
 __all__ = ["predictors"]
@@ -35,7 +35,7 @@ def test_a_request_is_checked_and_answered_by_one_version(predictor: Predictor, 
     arrays = {name: np.array([1]) for name in ROWS} | {"dense": np.ones((1, NUM_DENSE), np.float32)}
     with Server(side_by_side(predictor, predictors["sequences"]), http_port=0) as server:
         for library, target in ((triton_grpc, server.target), (triton_http, f"127.0.0.1:{server.http_port}")):
-            door, versions, words = Door(library, target), Counter(), Counter()
+            door, versions, words = Admission(library, target), Counter(), Counter()
             for _ in range(100):
                 try:
                     answer = door.infer(arrays, outputs=["output"], model="two").get_response()

@@ -20,9 +20,10 @@ from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.server.loop import run_on_loop
-from recinfer.serving.server.security import Security, read_token
+from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire.proto import inference_pb2 as pb
+from recinfer.serving.wire.tls import read_token
 from tests.certificates import need_openssl, self_signed
 from tests.serving.stubs import inference_stub
 from tests.warm import RECINFER, run_program

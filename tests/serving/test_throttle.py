@@ -13,11 +13,11 @@ from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client import throttle
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
-from recinfer.serving.client.retry import Tries
+from recinfer.serving.client.retry import Retries
 from recinfer.serving.client.throttle import Throttle
 from recinfer.serving.server.loop import run_on_loop
 from tests.serving.conftest import make_request
-from tests.serving.test_door import held
+from tests.serving.test_admission import held
 
 
 class Played:
@@ -150,9 +150,9 @@ def test_what_is_held_back_waits_as_what_is_refused_does(predictor: Predictor, m
             for _ in range(1_000):
                 predictions.heard(refused=True)
             waits: list[float] = []
-            ordinary = Tries.held_back
+            ordinary = Retries.held_back
 
-            def held_back(tries: Tries) -> float | None:
+            def held_back(tries: Retries) -> float | None:
                 wait = ordinary(tries)
                 if wait is not None:
                     waits.append(wait)
@@ -162,7 +162,7 @@ def test_what_is_held_back_waits_as_what_is_refused_does(predictor: Predictor, m
                         future.result()
                 return wait
 
-            monkeypatch.setattr(Tries, "held_back", held_back)
+            monkeypatch.setattr(Retries, "held_back", held_back)
             assert client.predict(dense, kjt)["output"].shape[0] == 2
             assert server.server.scheduler.state.refused == 0
             assert len(waits) == 1

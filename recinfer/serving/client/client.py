@@ -23,13 +23,13 @@ from recinfer.serving.client.answers import (
     decode_embeddings,
 )
 from recinfer.serving.client.columns import as_dense, as_features, as_raw
-from recinfer.serving.client.retry import LONGEST_S, Tries, is_full, pushback
+from recinfer.serving.client.retry import LONGEST_S, Retries, is_full, pushback
 from recinfer.serving.client.throttle import Throttle
-from recinfer.serving.server.security import authorization, load_pem
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.retry import has_said
 from recinfer.serving.wire.status import error_of
+from recinfer.serving.wire.tls import authorization, load_pem
 
 __all__ = [
     "AsyncInferenceClient",
@@ -59,7 +59,7 @@ class _Client:
         for what, name in (("model", model), ("version", version)):
             if not isinstance(name, str) or any("\ud800" <= c <= "\udfff" for c in name):
                 raise InputError(f"{what}: got {name!r:.80}, expected text")
-        Tries(target, retries, timeout, None)  # which knows what a timeout is
+        Retries(target, retries, timeout, None)  # which knows what a timeout is
         self.target, self.model, self.version, self.timeout, self.retries = target, model, version, timeout, retries
         # One a call, as a server may have no room for predictions and much for lookups.
         self._throttles = {call: Throttle() for call in ("Lookup", "Predict")} if throttle else {}
@@ -83,8 +83,8 @@ class _Client:
     def _not_ready(self, seconds: float) -> UnavailableError:
         return UnavailableError(f"the server at {self.target} is not ready after {seconds:g} s")
 
-    def _tries(self, call: str, seconds: float, retries: int | None = None) -> Tries:
-        return Tries(self.target, self.retries if retries is None else retries, seconds, self._throttles.get(call))
+    def _tries(self, call: str, seconds: float, retries: int | None = None) -> Retries:
+        return Retries(self.target, self.retries if retries is None else retries, seconds, self._throttles.get(call))
 
 
 class InferenceClient(_Client):

@@ -12,7 +12,7 @@ import numpy as np
 from recinfer.errors import InputError, OverloadedError
 from recinfer.serving.client.throttle import Throttle
 
-__all__ = ["LONGEST_S", "Tries", "is_full", "pushback"]
+__all__ = ["LONGEST_S", "Retries", "is_full", "pushback"]
 
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.02, 1.0
 _PUSHBACK = "grpc-retry-pushback-ms"
@@ -20,7 +20,7 @@ LONGEST_S = 1e8
 """What is longer, infinity too, gRPC would take for a deadline that has passed: its clock ends."""
 
 
-class Tries:
+class Retries:
     """The tries of one call that changes nothing, so that asking again is safe. What is refused for what it says is not asked again.
 
     Args:

@@ -1,4 +1,4 @@
-"""A client of an archive behind TorchServe's gRPC door: the calls of InferenceClient, with TorchServe's token.
+"""A client of an archive behind TorchServe's gRPC: the calls of InferenceClient, with TorchServe's token.
 
 TorchServe's ``PredictionsRequest`` is {model_name = 1, model_version = 2, map<string, bytes> input = 3} and its answer
 {bytes prediction = 1}: few enough fields to write here, so that no generated code of another project is needed.
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from recinfer.serving.client.client import Embeddings, invoke
 from recinfer.serving.client.columns import as_dense, as_features
-from recinfer.serving.server.security import authorization
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.fields import bytes_field
 from recinfer.serving.wire.status import error_of
+from recinfer.serving.wire.tls import authorization
 
 __all__ = ["TorchServeClient", "error_in"]
 

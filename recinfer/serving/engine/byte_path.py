@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.engine.parallel_parts import SideBySide
+from recinfer.serving.engine.parallel_parts import ParallelParts
 from recinfer.serving.engine.plain import PlainRequest
 from recinfer.serving.engine.request import Request
 from recinfer.serving.engine.run_cost import RunCost
@@ -82,7 +82,7 @@ class Predictions:
         self, scheduler: Scheduler, stats: RequestStats, decode: Callable[[Request], None], threads: int
     ) -> None:
         self._scheduler, self._stats, self._decode = scheduler, stats, decode
-        self._parts = SideBySide(threads)
+        self._parts = ParallelParts(threads)
 
     def close(self) -> None:
         """No request will come any more."""

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-__all__ = ["SideBySide"]
+__all__ = ["ParallelParts"]
 
 T = TypeVar("T")
 
 
-class SideBySide:
+class ParallelParts:
     """Runs works at once, on the caller's thread and on threads of its own. Any number of callers at a time.
 
     Whatever no other thread has begun when the caller gets to it, the caller runs: on a machine that is busy with other things

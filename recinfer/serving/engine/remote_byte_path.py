@@ -9,7 +9,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,10 @@ from recinfer.serving.engine.request import Request
 from recinfer.serving.engine.scheduler import Entry, Scheduler
 from recinfer.serving.engine.stats import RequestStats
 
-if TYPE_CHECKING:
-    from recinfer.serving.shards.fan_out_request import Answers
+__all__ = ["MOST_FAN_OUTS", "Answers", "FanOuts"]
 
-__all__ = ["MOST_FAN_OUTS", "FanOuts"]
+Answers = dict[int, list[NDArray[Any]]]
+"""What each rank gave, for each of its parts."""
 
 MOST_FAN_OUTS = 64
 """That are under way together; more requests wait."""

@@ -13,7 +13,7 @@ from recinfer.serving.server.grpc_call import Ending, ending_of
 from recinfer.serving.server.security import NO_TOKEN, Security
 from recinfer.serving.server.telemetry.observe import Observer
 
-__all__ = ["Door", "Queue", "names_of"]
+__all__ = ["Admission", "Queue", "names_of"]
 
 _log = logging.getLogger("recinfer.serving.server")
 
@@ -27,7 +27,7 @@ class Queue(Protocol):
         """
 
 
-class Door:
+class Admission:
     """Which calls are ended as they arrive, before their message is read: at three times what a server can take, that is
     most of what it does.
 

@@ -28,7 +28,7 @@ from recinfer.serving.wire import open_inference as oip
 from recinfer.serving.wire.json_codec import json_text, parse_json
 from recinfer.serving.wire.status import status_of
 
-__all__ = ["HttpDoor"]
+__all__ = ["RestServer"]
 
 _log = logging.getLogger(__name__)
 _HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -45,7 +45,7 @@ _DIGITS = re.compile("[0-9]{1,19}")  # int() refuses thousands of them with an e
 _Observe = Callable[..., None]
 
 
-class HttpDoor:
+class RestServer:
     """Serves the protocol on one port, on the event loop that ``start`` is awaited on.
 
     Args:

@@ -13,10 +13,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from recinfer.errors import ConfigError, InputError
+from recinfer.errors import ConfigError
 from recinfer.serving.server.grpc_call import Ending
+from recinfer.serving.wire.tls import fits_a_header, load_pem, read_file
 
-__all__ = ["NO_TOKEN", "Security", "authorization", "load_pem", "read_token"]
+__all__ = ["NO_TOKEN", "Security"]
 
 NO_TOKEN = Ending("UNAUTHENTICATED", "this server needs a token: send 'authorization: Bearer <token>'")
 """What who has not got it is told."""
@@ -50,7 +51,7 @@ class Security:
             raise ConfigError("TLS: got a client authority without a server certificate; mutual TLS needs both")
         if self.token is not None and (len(self.token) < _MIN_TOKEN or not self.token.isascii()):
             raise ConfigError(f"token: got {len(self.token)} characters, expected ASCII of at least {_MIN_TOKEN}")
-        if self.token is not None and not _fits_a_header(self.token):  # no caller could send it
+        if self.token is not None and not fits_a_header(self.token):  # no caller could send it
             raise ConfigError(
                 "token: got several lines, control characters or white space at its ends, expected one line"
             )
@@ -69,8 +70,8 @@ class Security:
         if self.tls_cert is None or self.tls_key is None:
             return None
         self.tls_context()  # gRPC would say of a wrong file that the port cannot be bound
-        key, chain = _read(self.tls_key), _read(self.tls_cert)
-        authority = None if self.client_ca is None else _read(self.client_ca)
+        key, chain = read_file(self.tls_key), read_file(self.tls_cert)
+        authority = None if self.client_ca is None else read_file(self.client_ca)
         return grpc.ssl_server_credentials(
             [(key, chain)], root_certificates=authority, require_client_auth=authority is not None
         )
@@ -102,52 +103,6 @@ class Security:
         return self.allows(next((value for key, value in metadata if key == _HEADER), None))
 
 
-def read_token(path: Path) -> str:
-    """The token in a file, without the white space around it; raises ConfigError."""
-    return _read(path).decode("ascii", "replace").strip()
-
-
-def load_pem(context: ssl.SSLContext, cert: Path | None, key: Path | None, authority: Path | None) -> None:
-    """Put PEM files into ``context``: a certificate chain with its key, and who is believed; None: there is none.
-
-    Raises:
-        ConfigError: a file that cannot be read or holds something else, a key of another certificate or with a passphrase.
-    """
-    for path in (cert, key, authority):
-        if path is not None:
-            _read(path)  # ssl would not say which it is
-    try:
-        if cert is not None:
-            context.load_cert_chain(cert, key, password="")  # else ssl asks for a passphrase on the terminal
-    except OSError as error:  # ssl's own errors are among them
-        raise ConfigError(
-            f"TLS: {cert} and {key} are no certificate with its key, PEM without a passphrase ({error})"
-        ) from None
-    try:
-        if authority is not None:
-            context.load_verify_locations(authority)
-    except OSError as error:
-        raise ConfigError(f"TLS: {authority} holds no certificate of an authority, PEM ({error})") from None
-
-
-def authorization(token: str) -> tuple[tuple[str, str], ...]:
-    """The metadata that a call with ``token`` carries, without the white space around it; empty: none.
-
-    Raises:
-        InputError: a token that no header can hold.
-    """
-    plain = token.strip()
-    if not _fits_a_header(plain):
-        raise InputError(
-            f"token: got {len(plain)} characters, some no printable ASCII; expected the server's token alone"
-        )
-    return (("authorization", f"Bearer {plain}"),) if plain else ()
-
-
-def _fits_a_header(text: str) -> bool:
-    return text.isascii() and text.isprintable() and text == text.strip()
-
-
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -155,10 +110,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -25,7 +25,7 @@ from recinfer.serving.engine.request import CallName
 from recinfer.serving.engine.scheduler import BatchConfig, Scheduler, SchedulerState
 from recinfer.serving.engine.store import ModelStore, StoreManager
 from recinfer.serving.server.address import check_address, join_address
-from recinfer.serving.server.admission import Door, names_of
+from recinfer.serving.server.admission import Admission, names_of
 from recinfer.serving.server.grpc_call import Dispatch
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.grpc_methods import (
@@ -51,9 +51,8 @@ from recinfer.serving.wire.proto import inference_pb2 as pb
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
-    from recinfer.serving.server.rest import HttpDoor
-    from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
-    from recinfer.serving.shards.fan_out import FanOut
+    from recinfer.serving.server.rest import RestServer
+    from recinfer.serving.server.telemetry.metrics_http import MetricsServer
 
 __all__ = ["SERVICE_NAME", "Server", "serve"]
 
@@ -63,6 +62,14 @@ _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _log = logging.getLogger(__name__)
 
 _STOP_SLACK_S = 5.0
+
+
+class Shards(Protocol):
+    """What the predictors' lookups go through (recinfer.serving.shards.fan_out.FanOut), for its figures."""
+
+    def status(self) -> dict[str, Any]:
+        """Figures for metrics."""
+        ...
 
 
 class Server:
@@ -110,7 +117,7 @@ class Server:
         share_port: bool = False,
         admin: ModelStore | StoreManager | None = None,
         admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
-        shards: FanOut | None = None,
+        shards: Shards | None = None,
         serving: bool = True,
     ) -> None:
         if not 0 <= port <= 65535:
@@ -140,7 +147,7 @@ class Server:
 
             manager = admin if isinstance(admin, StoreManager) else StoreManager(registry, admin)
             self.admin_calls = {k: self._announced(call) for k, call in AdminService(manager).calls().items()}
-        self._http: HttpDoor | None = None
+        self._http: RestServer | None = None
         self.http_port = http_port
         self._shards, self._serving = shards, serving
         shown = None if shards is None else shards.status
@@ -149,7 +156,7 @@ class Server:
             self.stats, self.service.registry, self.budget, self._queue_state, shards=shown, is_ready=self.is_ready
         )
         self.status = metrics.status
-        self._metrics: MetricsDoor | None = None
+        self._metrics: MetricsServer | None = None
         self.metrics_port = metrics_port
 
     @property
@@ -194,12 +201,12 @@ class Server:
         at_a_time = None if self._shards is None else MOST_FAN_OUTS
         dispatcher = self._dispatcher = Dispatcher(self.service, self._batching, self._threads, at_a_time)
         self._caller = LoopCaller(dispatcher)
-        door = self._door(dispatcher.scheduler)
+        admission = self._admission(dispatcher.scheduler)
         server = CoreServer(
             budget=self.budget,
             most_bytes=limits.max_message_bytes,
-            admit=door.admit,
-            refused=door.refused,
+            admit=admission.admit,
+            refused=admission.refused,
             dispatch=self._dispatched(dispatcher),
             turns=dispatcher.scheduler,
             options=[
@@ -279,11 +286,11 @@ class Server:
         return 0.0 if self._server is None else self._server.event_s
 
     async def _start_http(self, port: int) -> None:
-        from recinfer.serving.server.rest import HttpDoor
+        from recinfer.serving.server.rest import RestServer
 
         if not self._share_port:
             check_address(self.host, port)
-        self._http = HttpDoor(
+        self._http = RestServer(
             self.open_inference,
             self.budget,
             self.host,
@@ -291,19 +298,19 @@ class Server:
             token=self._security.token or "",
             tls=self._security.tls_context(),
             reuse_port=self._share_port,
-            observe=functools.partial(self.observer.answered, door="http"),
+            observe=functools.partial(self.observer.answered, protocol="http"),
         )
         await self._http.start()
         self.http_port = self._http.port
 
     async def _start_metrics(self, port: int) -> None:
-        from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
+        from recinfer.serving.server.telemetry.metrics_http import MetricsServer
 
         async def status() -> Status:
             return self.status()
 
         check_address(self.host, port)
-        self._metrics = MetricsDoor(
+        self._metrics = MetricsServer(
             status, self.host, port, allows=self._security.allows, tls=self._security.tls_context()
         )
         await self._metrics.start()
@@ -312,14 +319,14 @@ class Server:
     def _queue_state(self) -> SchedulerState | None:
         return None if self._dispatcher is None else self._dispatcher.scheduler.state
 
-    def _door(self, scheduler: Scheduler) -> Door:
+    def _admission(self, scheduler: Scheduler) -> Admission:
         # Small lookups of this process's tables are answered past the queue: they are never refused for its length.
         paths = {f"/{SERVICE_NAME}/Predict": "Predict"}
         if self._shards is not None:
             paths |= {f"/{SERVICE_NAME}/Lookup": "Lookup", f"/{OPEN_INFERENCE}/ModelInfer": "ModelInfer"}
         files = (pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
         services = [service for file in files for service in file.services_by_name.values()]
-        return Door(self._security, self.observer, scheduler.queue, paths, names_of(*services))
+        return Admission(self._security, self.observer, scheduler.queue, paths, names_of(*services))
 
     def _dispatched(self, dispatcher: Dispatcher) -> dict[str, Dispatch]:
         """The methods whose messages are dispatched as they come."""
@@ -388,7 +395,7 @@ def serve(
     share_port: bool = False,
     admin: ModelStore | StoreManager | None = None,
     admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
-    shards: FanOut | None = None,
+    shards: Shards | None = None,
     serving: bool = True,
     grace: float = 10.0,
     on_ready: Callable[[int], None] | None = None,

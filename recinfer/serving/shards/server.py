@@ -20,7 +20,7 @@ from recinfer.inference.stages import Stages
 from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.stats import RequestStats
 from recinfer.serving.server.address import check_address, join_address
-from recinfer.serving.server.admission import Door, names_of
+from recinfer.serving.server.admission import Admission, names_of
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.grpc_methods import (
     add_standard_services,
@@ -43,7 +43,7 @@ from recinfer.serving.wire.proto import shards_pb2 as pb
 from recinfer.serving.wire.status import status_of
 
 if TYPE_CHECKING:
-    from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
+    from recinfer.serving.server.telemetry.metrics_http import MetricsServer
 
 __all__ = ["ShardServer", "serve_shards"]
 
@@ -101,7 +101,7 @@ class ShardServer:
         self._started = time.monotonic()
         self._server: CoreServer | None = None
         self._listener: ShardListener | None = None
-        self._metrics: MetricsDoor | None = None
+        self._metrics: MetricsServer | None = None
 
     @property
     def target(self) -> str:
@@ -162,12 +162,12 @@ class ShardServer:
     async def _start(self) -> None:
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="recinfer-shard")
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="recinfer-prepare")
-        door = Door(self._security, self._observer, names=names_of(*pb.DESCRIPTOR.services_by_name.values()))
+        admission = Admission(self._security, self._observer, names=names_of(*pb.DESCRIPTOR.services_by_name.values()))
         server = CoreServer(
             budget=self.budget,
             most_bytes=self._limits.max_message_bytes,
-            admit=door.admit,
-            refused=door.refused,
+            admit=admission.admit,
+            refused=admission.refused,
             options=[
                 ("grpc.max_receive_message_length", self._limits.max_message_bytes),
                 ("grpc.max_send_message_length", -1),
@@ -238,13 +238,13 @@ class ShardServer:
         self._preparing.shutdown(wait=False, cancel_futures=True)
 
     async def _start_metrics(self, port: int) -> None:
-        from recinfer.serving.server.telemetry.metrics_http import MetricsDoor
+        from recinfer.serving.server.telemetry.metrics_http import MetricsServer
 
         async def status() -> Status:
             return self.status()
 
         check_address(self.host, port)
-        self._metrics = MetricsDoor(
+        self._metrics = MetricsServer(
             status, self.host, port, allows=self._security.allows, tls=self._security.tls_context()
         )
         await self._metrics.start()

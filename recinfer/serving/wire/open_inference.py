@@ -1,7 +1,7 @@
 """The Open Inference Protocol (KServe v2) over our own messages: its tensors become a request of ours, and back.
 
 Nothing is computed here: a request is rewritten (one copy, no loop over ids) into a PredictRequest or LookupRequest, and
-what answers those checks it, so every door gives the same numbers and the same errors.
+what answers those checks it, so every protocol gives the same numbers and the same errors.
 
 Inputs, B samples:
     ``F.values`` INT64 [ids] and ``F.lengths`` INT32 [B]     feature F with any number of ids a sample

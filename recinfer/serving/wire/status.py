@@ -26,7 +26,7 @@ class Status:
 
     Attributes:
         code: name of a ``grpc.StatusCode``, for example ``"INVALID_ARGUMENT"``.
-        http: the HTTP code with the same meaning; TorchServe's gRPC door turns it back into ``code``.
+        http: the HTTP code with the same meaning; TorchServe's gRPC form turns it back into ``code``.
         message: text for the caller; never a traceback or a path of the server.
     """
 

@@ -19,10 +19,11 @@ import pytest
 
 from recinfer.errors import UnavailableError
 from recinfer.serving.engine.memory_budget import MemoryBudget
-from recinfer.serving.server.security import Security, load_pem
+from recinfer.serving.server.security import Security
 from recinfer.serving.shards import transport as module
 from recinfer.serving.shards.frames import ShardsThread, frame
 from recinfer.serving.shards.transport import ShardAddress, ShardConnection, ShardListener, rankers_thread
+from recinfer.serving.wire.tls import load_pem
 from tests.certificates import certified, need_openssl
 from tests.ports import free_port
 from tests.serving.remote.fleet import asking, shard, until, write_shards

@@ -14,7 +14,7 @@ from recinfer.serving.server.http_site import HttpSite
 from recinfer.serving.server.telemetry.metrics import Status
 from recinfer.serving.server.telemetry.prometheus import prometheus_text
 
-__all__ = ["MetricsDoor"]
+__all__ = ["MetricsServer"]
 
 _PROMETHEUS = {"Content-Type": "text/plain; version=1.0.0; charset=utf-8"}
 # The page is one file and asks nobody else for anything; a browser holds it to that.
@@ -28,7 +28,7 @@ _PAGE = {
 _READY, _LIVE = "/ready", "/live"  # open to all, as gRPC's health is
 
 
-class MetricsDoor:
+class MetricsServer:
     """Serves metrics on one port, on the event loop that ``start`` is awaited on.
 
     Args:

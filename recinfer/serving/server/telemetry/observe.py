@@ -21,7 +21,7 @@ __all__ = ["JsonLines", "Observer", "log_as_json"]
 
 _log = logging.getLogger("recinfer.requests")
 _MAX_ID = 128
-_EXTRA = ("request_id", "call", "code", "ms", "bytes", "door")
+_EXTRA = ("request_id", "call", "code", "ms", "bytes", "protocol")
 
 
 class Observer:
@@ -45,7 +45,7 @@ class Observer:
         *,
         headers: Any = None,
         num_bytes: int = 0,
-        door: str = "grpc",
+        protocol: str = "grpc",
     ) -> None:
         """Count, log and trace one request.
 
@@ -55,17 +55,17 @@ class Observer:
             seconds: from its arrival to its answer.
             headers: its metadata, a mapping or pairs, or a function that gives them; read only where needed.
             num_bytes: size of the request.
-            door: ``"grpc"`` or ``"http"``.
+            protocol: ``"grpc"`` or ``"http"``.
         """
         self.stats.add(call, code, seconds)
-        self._tell(call, code, seconds, headers, num_bytes, door)
+        self._tell(call, code, seconds, headers, num_bytes, protocol)
 
     def refused(self, call: str, code: str, headers: Any = None) -> None:
         """Count, log and trace one that was refused as it arrived; it took no time to speak of."""
         self.stats.count(call, code)
         self._tell(call, code, 0.0, headers, 0, "grpc")
 
-    def _tell(self, call: str, code: str, seconds: float, headers: Any, num_bytes: int, door: str) -> None:
+    def _tell(self, call: str, code: str, seconds: float, headers: Any, num_bytes: int, protocol: str) -> None:
         logged = _log.isEnabledFor(logging.INFO)
         if not logged and self._tracing is None:
             return
@@ -73,7 +73,7 @@ class Observer:
         request_id = found.get("x-request-id", "")[:_MAX_ID] or uuid.uuid4().hex
         if logged:
             extra = {"request_id": request_id, "call": call, "code": code, "ms": round(seconds * 1e3, 3)}
-            _log.info("%s %s", call, code, extra={**extra, "bytes": num_bytes, "door": door})
+            _log.info("%s %s", call, code, extra={**extra, "bytes": num_bytes, "protocol": protocol})
         if self._tracing is not None:
             self._tracing.span(call, code, seconds, found, request_id)
 

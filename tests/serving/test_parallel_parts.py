@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from recinfer.serving.engine.parallel_parts import SideBySide
+from recinfer.serving.engine.parallel_parts import ParallelParts
 
 WAIT_S = 60
 
@@ -22,7 +22,7 @@ def test_works_run_at_once_and_give_their_results_in_order() -> None:
         both_there.wait()
         return number, threading.get_ident()
 
-    pair = SideBySide(2)
+    pair = ParallelParts(2)
     (first, second), elsewhere = pair.run([lambda: work(1), lambda: work(2)])
     pair.close()
     assert (first[0], second[0]) == (1, 2)
@@ -31,7 +31,7 @@ def test_works_run_at_once_and_give_their_results_in_order() -> None:
 
 
 def test_what_no_other_thread_begins_the_caller_runs() -> None:
-    pair, busy, done = SideBySide(2), threading.Event(), threading.Event()
+    pair, busy, done = ParallelParts(2), threading.Event(), threading.Event()
 
     def hold() -> None:
         busy.set()
@@ -53,7 +53,7 @@ def test_what_no_other_thread_begins_the_caller_runs() -> None:
 
 
 def test_an_error_is_raised_when_all_works_are_over() -> None:
-    pair, over = SideBySide(3), []
+    pair, over = ParallelParts(3), []
 
     def fail() -> None:
         raise ValueError("first")
@@ -66,7 +66,7 @@ def test_an_error_is_raised_when_all_works_are_over() -> None:
 
 def test_threads_come_when_needed_and_go_when_closed() -> None:
     before = set(threading.enumerate())
-    three = SideBySide(3)
+    three = ParallelParts(3)
     assert three.run([lambda: 1]) == ([1], 0.0)
     assert not own_threads(before)
     three.run([int, int])
@@ -78,6 +78,6 @@ def test_threads_come_when_needed_and_go_when_closed() -> None:
         thread.join(WAIT_S)
         assert not thread.is_alive()
     assert three.run([lambda: 1, lambda: 2])[0] == [1, 2]
-    never = SideBySide(2)
+    never = ParallelParts(2)
     never.close()
     assert never.run([lambda: 3, lambda: 4]) == ([3, 4], 0.0)

@@ -20,7 +20,7 @@ from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine import queue_budget
 from recinfer.serving.engine.scheduler import BatchConfig
 from recinfer.serving.engine.stats import RequestStats
-from recinfer.serving.server.admission import Door
+from recinfer.serving.server.admission import Admission
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.security import Security
@@ -228,7 +228,7 @@ class _Queue:
 
 def test_only_methods_that_would_wait_are_refused_for_a_full_queue():
     async def main() -> list[object]:
-        server = CoreServer([], Door(Security(), Observer(RequestStats()), _Queue(), {"/a.B/C": "C"}).admit)
+        server = CoreServer([], Admission(Security(), Observer(RequestStats()), _Queue(), {"/a.B/C": "C"}).admit)
 
         async def echo(data: bytes, _: object) -> bytes:
             return data

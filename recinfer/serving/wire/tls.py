@@ -1,0 +1,65 @@
+"""PEM files and bearer tokens, as clients and servers read and send them."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from recinfer.errors import ConfigError, InputError
+
+__all__ = ["authorization", "fits_a_header", "load_pem", "read_file", "read_token"]
+
+
+def read_token(path: Path) -> str:
+    """The token in a file, without the white space around it; raises ConfigError."""
+    return read_file(path).decode("ascii", "replace").strip()
+
+
+def load_pem(context: ssl.SSLContext, cert: Path | None, key: Path | None, authority: Path | None) -> None:
+    """Put PEM files into ``context``: a certificate chain with its key, and who is believed; None: there is none.
+
+    Raises:
+        ConfigError: a file that cannot be read or holds something else, a key of another certificate or with a passphrase.
+    """
+    for path in (cert, key, authority):
+        if path is not None:
+            read_file(path)  # ssl would not say which it is
+    try:
+        if cert is not None:
+            context.load_cert_chain(cert, key, password="")  # else ssl asks for a passphrase on the terminal
+    except OSError as error:  # ssl's own errors are among them
+        raise ConfigError(
+            f"TLS: {cert} and {key} are no certificate with its key, PEM without a passphrase ({error})"
+        ) from None
+    try:
+        if authority is not None:
+            context.load_verify_locations(authority)
+    except OSError as error:
+        raise ConfigError(f"TLS: {authority} holds no certificate of an authority, PEM ({error})") from None
+
+
+def authorization(token: str) -> tuple[tuple[str, str], ...]:
+    """The metadata that a call with ``token`` carries, without the white space around it; empty: none.
+
+    Raises:
+        InputError: a token that no header can hold.
+    """
+    plain = token.strip()
+    if not fits_a_header(plain):
+        raise InputError(
+            f"token: got {len(plain)} characters, some no printable ASCII; expected the server's token alone"
+        )
+    return (("authorization", f"Bearer {plain}"),) if plain else ()
+
+
+def fits_a_header(text: str) -> bool:
+    """Whether a header can hold ``text`` as it is."""
+    return text.isascii() and text.isprintable() and text == text.strip()
+
+
+def read_file(path: Path) -> bytes:
+    """Its content; raises ConfigError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
