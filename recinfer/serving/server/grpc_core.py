@@ -123,8 +123,8 @@ class CoreServer:
         self._events = cygrpc.CompletionQueue()
         self._server.register_completion_queue(self._events)
         self._asked = 0  # how many times gRPC has been asked for a call and has not given one
-        self._asked_late = self._given_late = 0  # as the server stops; changed on the loop, and on gRPC's thread
         self._event_since: float | None = None
+        self._asked_late = self._given_late = 0  # as the server stops; changed on the loop, and on gRPC's thread
         self._ends, self._all_ended = threading.Event(), False
         self._over: asyncio.Event | None = None
         self.thread_id: int | None = None
