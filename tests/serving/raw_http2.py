@@ -73,10 +73,14 @@ class RawHttp2:
         return sent
 
     def read(self, seconds: float = 0.0) -> None:
-        """Take what has come; waits for some up to ``seconds``."""
+        """Take what has come; waits for some up to ``seconds``. Raises ConnectionResetError when nothing will."""
+        begun = False
         while select.select([self._socket], [], [], seconds)[0]:
             seconds = 0.0
             found = self._socket.recv(1 << 20)
+            if not found and begun:
+                return
+            begun = True
             if not found:
                 raise ConnectionResetError("the server closed the connection")
             self._buffer += found
