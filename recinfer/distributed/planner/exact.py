@@ -16,8 +16,10 @@ _MAX_PLACES = 400  # ways to place one option; options with more are left to the
 _Place = tuple[float, int, tuple[int, ...], tuple[tuple[int, float, float, float], ...]]
 
 
-def branch_and_bound(problem: Problem, placer: Placer, best: Placement, max_nodes: int = 40_000) -> Placement:
-    """A placement no worse than ``best``; the optimum, unless the tree is larger than ``max_nodes``.
+def branch_and_bound(
+    problem: Problem, placer: Placer, best: Placement | None, max_nodes: int = 40_000
+) -> Placement | None:
+    """A placement no worse than ``best`` (None: none is known); the optimum, unless the tree has over ``max_nodes``.
 
     Effort is counted in nodes, so that the same problem gives the same placement on every machine. Problems with more
     than ``MAX_UNITS`` units, or with options that must stay on a host, come back as they are.
@@ -37,7 +39,7 @@ def branch_and_bound(problem: Problem, placer: Placer, best: Placement, max_node
     load, hbm, ddr = [0.0] * world, [0.0] * world, [0.0] * world
     chosen: list[_Place] = []
     found: list[_Place] = []
-    limit, nodes = best.worst * (1 - 1e-9), 0
+    limit, nodes = (float("inf") if best is None else best.worst * (1 - 1e-9)), 0
 
     def go(i: int, total: float) -> None:
         nonlocal limit, nodes, found

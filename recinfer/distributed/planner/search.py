@@ -13,8 +13,8 @@ import numpy as np
 from recinfer.distributed.planner.estimates import FloatN, IntN
 from recinfer.distributed.planner.exact import branch_and_bound
 from recinfer.distributed.planner.local_search import GOOD, LocalSearch
-from recinfer.distributed.planner.placing import Placement, Placer, refresh
-from recinfer.distributed.planner.problem import Bound, Problem, cheapest, first_of_least, lower_bound
+from recinfer.distributed.planner.placing import Placement, Placer, packer, refresh
+from recinfer.distributed.planner.problem import FIXED, Bound, Problem, cheapest, first_of_least, lower_bound
 
 __all__ = ["SearchReport", "search"]
 
@@ -66,13 +66,18 @@ def search(
     found.around_memory_prices()
     found.near_bound()
     if not found.placed:
-        return None, report
+        found.row_wise_and_packed()
+    if not found.placed:
+        best = branch_and_bound(problem, found.placer, None)
+        if best is None:
+            return None, report
+        found.placed.append(best)
     local = LocalSearch(problem, found.placer, deadline, max_moves)
     best = _improved(found, local, memory_binds=any(bound.prices) and max_moves > 0)
     if max_moves:
         best = local.shake(best, bound.value)
         if best.worst > bound.value * GOOD:
-            best = branch_and_bound(problem, found.placer, best)
+            best = branch_and_bound(problem, found.placer, best) or best
     best = refresh(problem, best)
     report.max_perf, report.moves = best.worst, local.moves
     report.seconds = time.monotonic() - begin
@@ -84,7 +89,7 @@ class _Starts:
 
     def __init__(self, problem: Problem, bound: Bound, deadline: float, report: SearchReport) -> None:
         self.problem, self.bound, self.deadline, self.report = problem, bound, deadline, report
-        self.placer = Placer(problem)
+        self.placer, self.packer = Placer(problem), packer(problem)
         self.placed: list[Placement] = []
         self._seen: set[bytes] = set()
 
@@ -98,11 +103,15 @@ class _Starts:
             return False
         self._seen.add(key)
         self.report.num_proposals += 1
-        placed = self.placer.greedy(choice, cost) or self.placer.greedy(choice, cost, by_memory=True)
-        if placed is not None:
-            self.report.num_plans += 1
-            self.placed.append(placed)
-        return placed is not None
+        placed = self.placer.greedy(choice, cost)
+        if placed is None:
+            packed = self.packer.greedy(choice, cost)
+            if packed is None:
+                return False
+            placed = refresh(self.problem, packed)
+        self.report.num_plans += 1
+        self.placed.append(placed)
+        return True
 
     def around_memory_prices(self) -> None:
         """Where memory binds: choices around the price at which the sums just fit."""
@@ -121,6 +130,33 @@ class _Starts:
                 return
             self._first_that_fits(self.bound.value * factor)
             if self.placed and min(s.worst for s in self.placed) <= self.bound.value * GOOD:
+                return
+
+    def row_wise_and_packed(self) -> None:
+        """The k largest units cut over all ranks, the rest packed by size: the first k of 0, 1, 2 ... that fits.
+
+        Above 32, k grows by some percent: one table more or less of many is cut.
+        """
+        p = self.problem
+        size = np.where(p.possible, self.packer.problem.option_perf, np.inf)
+        everywhere = (p.mode == FIXED) & (np.diff(p.shard_ptr) == p.world_size)
+        least, cut = (
+            np.minimum.reduceat(np.where(allowed, size, np.inf), p.unit_ptr[:-1]) for allowed in (True, everywhere)
+        )
+        if not np.isfinite(least).all():
+            return
+        smallest = first_of_least(p, size, least)
+        cost = np.where(everywhere, size, np.inf)
+        rows = smallest.copy()
+        can = np.isfinite(cut)
+        if can.any():
+            rows[can] = first_of_least(p, cost, np.where(can, cut, -np.inf))
+        order = np.argsort(-least, kind="stable")
+        few = min(p.num_units, 32)
+        for k in [*range(few), *np.unique(np.geomspace(few, p.num_units, 48).astype(int))]:
+            choice = smallest.copy()
+            choice[order[:k]] = rows[order[:k]]
+            if self.consider(choice, size):
                 return
 
     def _first_that_fits(self, limit: float) -> None:

@@ -1,0 +1,66 @@
+"""Memory that is nearly full: a plan is found wherever a simple one exists, and what the error advises is enough."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from recinfer.distributed.planner import ParameterConstraints, Topology, plan_inference
+from recinfer.distributed.planner.estimates import IntN
+from recinfer.distributed.planner.inference import inference_estimate, inference_tables
+from recinfer.distributed.planner.problem import FIXED, Problem, make_problem
+from recinfer.distributed.planner.search import search
+from recinfer.distributed.planner.space import build_space, precision_unit
+from recinfer.modules.embedding_configs import DataType
+from tests.planner.models import assert_within_capacity, collection, model
+
+ROOMY = 1 << 50
+
+
+def random_problem(seed: int, num_tables: int, world_size: int, ddr_cap: int = ROOMY) -> Problem:
+    """Tables of 100 to 10 million rows on a CPU."""
+    random = np.random.default_rng(seed)
+    rows = (10 ** random.uniform(2, 7, num_tables)).astype(int).tolist()
+    dims = random.choice([16, 32, 64, 128, 256, 512], num_tables, p=[0.1, 0.15, 0.3, 0.25, 0.15, 0.05]).tolist()
+    pooling = np.clip(np.exp(random.normal(1.0, 1.2, num_tables)), 1, 200)
+    limits = {f"t{i}": ParameterConstraints(pooling_factors=[float(n)]) for i, n in enumerate(pooling)}
+    topology = Topology(world_size, "cpu", ddr_cap=ddr_cap)
+    module = collection(list(zip(rows, dims)))
+    tables = inference_tables(module, compute_device="cpu", precision=DataType.INT8, constraints=limits)
+    estimate = inference_estimate(topology, tables)
+    return make_problem(build_space(tables, topology, estimate, column_unit_of=precision_unit), topology)
+
+
+def cut_and_packed(problem: Problem, num_cut: int) -> float:
+    """Bytes of the fullest rank with the largest tables row-wise and the others whole, largest first."""
+    whole, cut = np.zeros(problem.num_units), np.zeros(problem.num_units)
+    for unit in range(problem.num_units):
+        options: IntN = np.arange(problem.unit_ptr[unit], problem.unit_ptr[unit + 1])
+        counts = np.diff(problem.shard_ptr)[options]
+        by_rows = options[problem.mode[options] == FIXED][0]
+        whole[unit] = problem.option_ddr[options[counts == 1][0]]
+        cut[unit] = problem.ddr[problem.shards_of(int(by_rows))].max()
+    order = np.argsort(-whole, kind="stable")
+    ranks = np.full(problem.world_size, cut[order[:num_cut]].sum())
+    for unit in order[num_cut:]:
+        ranks[ranks.argmin()] += whole[unit]
+    return float(ranks.max())
+
+
+def test_three_tables_cut_over_two_ranks() -> None:
+    shapes = [(2_600_000, 64), (1_900_000, 64), (2_900_000, 64)]
+    plan = plan_inference(model(shapes), world_size=2, ddr_gb=261731343 / 2**30, batch_size=1)
+    assert_within_capacity(plan)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("num_tables", "world_size"), [(5, 2), (20, 4), (60, 8)])
+def test_a_plan_is_found_where_cutting_the_largest_and_packing_the_rest_fits(
+    seed: int, num_tables: int, world_size: int
+) -> None:
+    roomy = random_problem(seed, num_tables, world_size)
+    needed = min(cut_and_packed(roomy, k) for k in range(num_tables + 1))
+    least = np.minimum.reduceat(roomy.option_ddr, roomy.unit_ptr[:-1]).sum() / world_size
+    problem = random_problem(seed, num_tables, world_size, int(max(needed, least / 0.995)))
+    found, _ = search(problem)
+    assert found is not None and (found.ddr <= problem.ddr_cap).all()
