@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recinfer.distributed.model_parallel import DistributedModelParallel
-from recinfer.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from recinfer.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Plan, Topology
 from recinfer.distributed.planner.calibration import PROFILE_FORMAT, HardwareProfile
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.inference import plan_inference
@@ -25,6 +27,7 @@ from recinfer.distributed.planner.types import (
     ShardingOption,
 )
 from recinfer.distributed.sharding_plan import get_default_sharders
+from recinfer.distributed.types import CacheParams
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
@@ -239,3 +242,43 @@ def test_an_earlier_plan_is_for_the_same_tables(own: bool) -> None:
     with pytest.raises(PlannerError, match="made from other inputs") as error:
         planner(plan_loader=stored, **enumerator()).plan(model([8, 10]), sharders)
     assert error.value.error_type is PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH and stored.loads == 1
+
+
+# ------------------------------------------------------------------------------------------------- figures of no table
+
+
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [
+        ({"pooling_factors": [-1.0]}, "pooling_factors is -1.0; expected 0 or more"),
+        ({"pooling_factors": [math.nan]}, "pooling_factors is nan; expected 0 or more"),
+        ({"pooling_factors": [math.inf]}, "pooling_factors is inf; expected 0 or more"),
+        ({"num_poolings": [-2.0]}, "num_poolings is -2.0; expected 0 or more"),
+        ({"batch_sizes": [0]}, "batch_sizes is 0; expected 1 or more"),
+        ({"min_partition": -8}, "min_partition is -8; expected 1 or more columns"),
+        ({"cache_params": CacheParams(load_factor=1.5)}, "load_factor of the cache is 1.5; expected 0 to 1"),
+        ({"cache_params": CacheParams(load_factor=math.nan)}, "load_factor of the cache is nan; expected 0 to 1"),
+    ],
+)
+def test_impossible_figures_are_refused_with_names(limit: dict[str, Any], says: str) -> None:
+    limits = {"t0": ParameterConstraints(**limit)}
+    sharders: Any = get_default_sharders()
+    with pytest.raises(ConfigError, match=f"table 't0': {re.escape(says)}"):
+        planner(Topology(2, "cuda"), constraints=limits).plan(model([100]), sharders)
+    with pytest.raises(ConfigError, match=f"table 't0': {re.escape(says)}"):
+        plan_inference(model([100]), world_size=2, compute_device="cuda", constraints=limits)
+
+
+def test_inference_plans_no_table_of_another_device() -> None:
+    def planned(device: str) -> Plan:
+        return plan_inference(model([8]), world_size=1, constraints={"t0": ParameterConstraints(device_group=device)})
+
+    assert planned("cpu").tables
+    with pytest.raises(ConfigError, match="table 't0': device_group 'cuda' in a plan for 'cpu'"):
+        planned("cuda")
+
+
+def test_pins_are_for_the_default_search() -> None:
+    pinned = plan_inference(model([8]), world_size=2)
+    with pytest.raises(ConfigError, match="pinned tables need the default search"):
+        planner(pinned=pinned, proposer=GreedyProposer())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
-from recinfer.distributed.planner import ParameterConstraints, Topology, plan_inference
+from recinfer.distributed.planner import ParameterConstraints, PlannerError, Topology, plan_inference
 from recinfer.distributed.planner.estimates import IntN
 from recinfer.distributed.planner.inference import inference_estimate, inference_tables
 from recinfer.distributed.planner.problem import FIXED, Problem, make_problem
@@ -64,3 +66,51 @@ def test_a_plan_is_found_where_cutting_the_largest_and_packing_the_rest_fits(
     problem = random_problem(seed, num_tables, world_size, int(max(needed, least / 0.995)))
     found, _ = search(problem)
     assert found is not None and (found.ddr <= problem.ddr_cap).all()
+
+
+# ----------------------------------------------------------------------------------------------- the advice is enough
+
+
+def advised_bytes(error: PlannerError) -> int:
+    found = re.search(r"What would help: [\d.]+ GiB \((\d+) bytes\) of ddr a rank", str(error))
+    assert found is not None, str(error)
+    return int(found[1])
+
+
+def advised_gib(error: PlannerError) -> float:
+    found = re.search(r"What would help: ([\d.]+) GiB", str(error))
+    assert found is not None, str(error)
+    return float(found[1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_advised_memory_is_enough(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    shapes = [(int(rows), 64) for rows in random.uniform(1e6, 5e6, 6)]
+    total = sum(rows * 68 for rows, _ in shapes)
+    with pytest.raises(PlannerError) as error:
+        plan_inference(model(shapes), world_size=3, ddr_gb=total / 3 / 2**30, batch_size=1)
+    assert_within_capacity(plan_inference(model(shapes), world_size=3, ddr_gb=advised_gib(error.value), batch_size=1))
+
+
+def test_the_advised_memory_holds_what_is_pinned() -> None:
+    shapes = [(1_000_000, 64), (200_000, 64)]
+    whole = {"t0": ParameterConstraints(sharding_types=["table_wise"])}
+    pinned = list(plan_inference(model(shapes), world_size=2, constraints=whole).tables[:1])
+    with pytest.raises(PlannerError) as error:
+        plan_inference(model(shapes), world_size=2, ddr_gb=30 * 2**20 / 2**30, pinned=pinned)
+    needed = advised_bytes(error.value)
+    assert needed >= 68_000_000
+    plan = plan_inference(model(shapes), world_size=2, ddr_gb=needed / 2**30, pinned=pinned)
+    assert plan.tables[0].ranks == pinned[0].ranks
+
+
+def test_unequal_ranks_are_advised_less_than_the_largest_has() -> None:
+    shapes = [(900_000, 64)] * 4
+    topology = Topology(4, "cpu", ddr_cap=[100 << 20, 100 << 20, 10 << 20, 10 << 20])
+    limits = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(4)}
+    with pytest.raises(PlannerError) as error:
+        plan_inference(model(shapes), world_size=4, topology=topology, constraints=limits)
+    needed = advised_bytes(error.value)
+    assert needed < 65 << 20
+    assert plan_inference(model(shapes), world_size=4, ddr_gb=needed / 2**30, constraints=limits).tables

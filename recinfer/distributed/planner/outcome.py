@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from recinfer.distributed.planner.calibration import Company
@@ -140,7 +142,7 @@ def _predicted(space: SearchSpace, problem: Problem, placement: Placement, topol
     return found
 
 
-def pin_tables(space: SearchSpace, pinned: list[TablePlan], topology: Topology) -> dict[int, tuple[int, IntN]]:
+def pin_tables(space: SearchSpace, pinned: Sequence[TablePlan], topology: Topology) -> dict[int, tuple[int, IntN]]:
     """Table -> (option, ranks) for entries of an earlier plan.
 
     Raises:

@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,9 +45,7 @@ from recinfer.distributed.types import (
     ModuleSharder,
     ShardingPlan,
 )
-
-if TYPE_CHECKING:
-    pass
+from recinfer.errors import ConfigError
 
 __all__ = ["EmbeddingPlannerBase", "EmbeddingShardingPlanner", "create_planner", "to_sharding_plan"]
 
@@ -114,6 +112,10 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         self._performance_model = performance_model or NoopPerfModel(self._topology)
         self._plan_loader = plan_loader
         self._pinned = list(pinned.tables) if isinstance(pinned, Plan) else list(pinned or [])
+        if self._pinned and self._classic:
+            raise ConfigError(
+                "pinned tables need the default search; leave out proposer, partitioner, performance_model and callbacks"
+            )
         self.report: SearchReport | None = None
         self.last_plan: Plan | None = None
 
@@ -190,7 +192,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
             def estimator(topology: Topology) -> Any:
                 return enumerator.estimate_of(space.tables, topology)
 
-            raise PlannerError(explain(space, problem, reserved, estimator), error_type(problem))
+            raise PlannerError(explain(space, problem, reserved, estimator, pinned=self._pinned), error_type(problem))
         self.report = report
         self.last_plan = build_plan(space, problem, found, report, reserved, batch_size=self._batch_size)
         options = sorted(chosen_options(problem, found), key=lambda pair: int(space.option_table[pair[0]]))

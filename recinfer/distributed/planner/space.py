@@ -6,6 +6,7 @@ a *unit*: one table, or several that must share ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +37,7 @@ from recinfer.distributed.planner.estimates import (
 from recinfer.distributed.planner.plan import column_unit
 from recinfer.distributed.planner.topology import Topology
 from recinfer.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
+from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import DataType
 
 __all__ = ["SearchSpace", "TableInfo", "build_space", "column_pieces"]
@@ -48,7 +50,7 @@ Estimate = Callable[[ShardArrays], tuple[FloatN, IntN, IntN]]
 
 @dataclass(frozen=True, eq=False)
 class TableInfo:
-    """All the planner knows of one table."""
+    """All the planner knows of one table; raises ConfigError for figures that no table has."""
 
     module_path: str
     name: str
@@ -76,6 +78,23 @@ class TableInfo:
     feature_names: tuple[str, ...] = ()
     constraints: ParameterConstraints | None = None
     sharder: Any = None
+
+    def __post_init__(self) -> None:
+        figures = (
+            ("pooling_factors", self.input_lengths, "0 or more", lambda x: 0 <= x < math.inf),
+            ("num_poolings", self.num_poolings, "0 or more", lambda x: 0 <= x < math.inf),
+            ("batch_sizes", self.batch_sizes, "1 or more", lambda x: x >= 1),
+            ("min_partition", self._given(self.min_partition), "1 or more columns", lambda x: x >= 1),
+            ("load_factor of the cache", self._given(self.cache_ratio), "0 to 1", lambda x: 0 <= x <= 1),
+        )
+        for name, values, expected, holds in figures:
+            for value in values:
+                if not holds(value):
+                    raise ConfigError(f"table {self.name!r}: {name} is {value}; expected {expected}")
+
+    @staticmethod
+    def _given(value: float | None) -> tuple[float, ...]:
+        return () if value is None else (value,)
 
     @property
     def fqn(self) -> str:
