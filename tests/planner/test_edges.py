@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -18,9 +19,11 @@ from recinfer.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from recinfer.distributed.planner.calibration import PROFILE_FORMAT, HardwareProfile
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.inference import plan_inference
-from recinfer.distributed.planner.proposers import GreedyProposer
+from recinfer.distributed.planner.proposers import DynamicProgrammingProposer, GreedyProposer
 from recinfer.distributed.planner.types import (
+    CollectiveType,
     Enumerator,
+    GeneralizedCommsBandwidth,
     PlanLoader,
     PlannerError,
     PlannerErrorType,
@@ -282,3 +285,62 @@ def test_pins_are_for_the_default_search() -> None:
     pinned = plan_inference(model([8]), world_size=2)
     with pytest.raises(ConfigError, match="pinned tables need the default search"):
         planner(pinned=pinned, proposer=GreedyProposer())
+
+
+# ------------------------------------------------------------------------------------------------- bandwidths
+
+
+class Measured(GeneralizedCommsBandwidth):
+    """A user's: ``get_bw`` and nothing else."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor, self.asked = factor, set[tuple[int, int, CollectiveType]]()
+
+    def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
+        self.asked.add((local_world_size, world_size, collective_type))
+        return 2e7 * self.factor
+
+
+def test_bandwidths_of_get_bw_alone_are_asked_for_each_collective() -> None:
+    limits = {"t0": ParameterConstraints(sharding_types=["table_row_wise"])}
+    costs = []
+    for factor in (1.0, 0.5):
+        links = Measured(factor)
+        topology = Topology(4, "cuda", local_world_size=2, generalized_comms_bandwidths=links)
+        made = planner(topology, constraints=limits)
+        made.plan(model([8, 9]), [EmbeddingBagCollectionSharder()])  # type: ignore[list-item]
+        assert {collective for *_, collective in links.asked} == set(CollectiveType)
+        assert (2, 2, CollectiveType.REDUCE_SCATTER) in links.asked and (2, 4, CollectiveType.ALL_TO_ALL) in links.asked
+        assert made.report is not None
+        costs.append(made.report.max_perf)
+    assert costs[0] < costs[1]
+    topology = Topology(2, "cuda", generalized_comms_bandwidths=Measured())
+    assert topology.intra_host_bw == topology.inter_host_bw == 2e7
+    assert (
+        plan_inference(model([8]), world_size=2, compute_device="cuda", topology=topology).estimates["max_perf_ms"] > 0
+    )
+
+
+@pytest.mark.parametrize("figure", [0.0, -1.0, math.nan])
+def test_bandwidths_that_are_none_are_refused(figure: float) -> None:
+    topology = Topology(2, "cuda", generalized_comms_bandwidths=Measured(figure))
+    with pytest.raises(ConfigError, match=r"Measured: .* bytes per millisecond for all_to_all over 2 ranks"):
+        plan_inference(model([8]), world_size=2, compute_device="cuda", topology=topology)
+    with pytest.raises(ConfigError, match=r"intra_host_bw .*; expected bytes per millisecond above 0"):
+        Topology(2, "cuda", intra_host_bw=figure)
+
+
+# ------------------------------------------------------------------------------------------------- TorchEasyRec's
+
+
+def test_the_proposer_takes_torcheasyrecs_name_and_the_first_of_equal_options() -> None:
+    sharders: Any = [EmbeddingBagCollectionSharder()]
+    limits = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"]) for i in (0, 1)}
+    topology = Topology(2, "cuda")
+    found = EmbeddingEnumerator(topology, constraints=limits).enumerate(model([1000, 1000]), sharders)
+    doubled = [copy.deepcopy(option) for option in found for _ in range(2)]  # options alike in time and memory
+    proposer = DynamicProgrammingProposer(mem_bins_per_device=7)
+    proposer.load(doubled)
+    proposer.feedback(True, storage_constraint=topology)
+    best = proposer.propose()
+    assert best is not None and [option is doubled[2 * i] for i, option in enumerate(best)] == [True, True]
