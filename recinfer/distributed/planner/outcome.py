@@ -59,6 +59,7 @@ def build_plan(
         "max_perf_ms": report.max_perf,
         "lower_bound_ms": report.lower_bound,
         "gap": report.gap,
+        "proven_optimal": report.proven,
         "perf_ms_per_rank": placement.perf.tolist(),
         "hbm_bytes_per_rank": [int(x) for x in placement.hbm],
         "ddr_bytes_per_rank": [int(x) for x in placement.ddr],
