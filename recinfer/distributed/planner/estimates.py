@@ -27,7 +27,15 @@ from recinfer.distributed.planner.constants import (
 from recinfer.distributed.planner.topology import CollectiveType, Topology
 from recinfer.distributed.types import PipelineType, ShardingType
 
-__all__ = ["PERF_PARTS", "ShardArrays", "inference_time", "packed_row_bytes", "storage_bytes", "training_time"]
+__all__ = [
+    "PERF_PARTS",
+    "ShardArrays",
+    "inference_time",
+    "packed_row_bytes",
+    "row_shares",
+    "storage_bytes",
+    "training_time",
+]
 
 FloatN = npt.NDArray[np.float64]
 IntN = npt.NDArray[np.int64]
@@ -95,10 +103,22 @@ def packed_row_bytes(cols: Any, bits: Any, alignment: int = 1) -> IntN:
     return -(-size // alignment) * alignment
 
 
+def row_shares(topology: Topology, on_host: bool) -> FloatN | None:
+    """Share of a row-wise table that each rank gets [W], in proportion to its memory; None where all have as much."""
+    in_ddr = on_host or topology.compute_device == "cpu"
+    caps = np.array([d.storage.ddr if in_ddr else d.storage.hbm for d in topology.devices], float)
+    return None if (caps == caps[0]).all() else caps / caps.sum()
+
+
 def spread_of(a: ShardArrays, topology: Topology) -> FloatN:
-    """Over how many ranks the ids of a table go."""
+    """Over how many ranks the ids of a table go; of pieces of unequal ranks: rows of the table over those of the piece."""
     by_host = (a.kind == TWRW) | (a.kind == GRID)
-    return np.where(a.kind == RW, topology.world_size, np.where(by_host, topology.local_world_size, 1)).astype(float)
+    spread = np.where(a.kind == RW, topology.world_size, np.where(by_host, topology.local_world_size, 1)).astype(float)
+    for on_host in (False, True):
+        if row_shares(topology, on_host) is not None:
+            pieces = (a.kind == RW) & (np.asarray(a.on_host) == on_host)
+            spread = np.where(pieces, a.table_rows / np.maximum(a.rows, 1), spread)
+    return spread
 
 
 def _block_penalty(cols: IntN) -> FloatN:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from recinfer.distributed.planner.estimates import row_shares
 from recinfer.distributed.planner.outcome import pin_tables
 from recinfer.distributed.planner.placing import Placer
 from recinfer.distributed.planner.plan import TablePlan
@@ -229,8 +230,12 @@ def _capacity(trial: _Trial, space: SearchSpace, memory: int) -> float | None:
     def fits(cap: float) -> bool:
         tried = [list(c) for c in caps]
         tried[memory] = [int(cap)] * topology.world_size
-        return trial.space_fits(space, _resized(topology, topology.world_size, *tried))
+        other = _resized(topology, topology.world_size, *tried)
+        if not unequal:
+            return trial.space_fits(space, other)
+        return space.shard_option.size <= _MAX_SHARDS and trial.fits(space.tables, other)  # pieces are cut anew
 
+    unequal = any(row_shares(topology, on_host) is not None for on_host in (False, True))
     sizes = (space.hbm, space.ddr)[memory]
     low, high = float(max(min(caps[memory]), 1)), float(max(max(caps[memory]), int(sizes.max()), 1024))
     for _ in range(12):
