@@ -358,8 +358,7 @@ class Topology:
     @property
     def intra_host_bw(self) -> float:
         """Within a host, bytes per millisecond; of an all-to-all where the bandwidths do not name it."""
-        local = self._local_world_size
-        return self._comms.intra_host_bw or self.collective_bw(CollectiveType.ALL_TO_ALL, local, local)
+        return self._comms.intra_host_bw or self.collective_bw(CollectiveType.ALL_TO_ALL, self._local_world_size)
 
     @property
     def inter_host_bw(self) -> float:
