@@ -66,7 +66,8 @@ def calibrated(hardware_out: Path | None = None) -> list[dict[str, Any]]:
     """Calibrate and measure every rank of every case in turn, and compare; prints and returns the figures."""
     import torch
 
-    from recinfer.distributed.calibrate import Timings, calibrate
+    from recinfer.distributed.calibrate import calibrate
+    from recinfer.distributed.timings import Timings
 
     torch.set_num_threads(1)
     placed = {case: _plan(case) for case in CASES}

@@ -22,6 +22,7 @@ def run(
     out: Annotated[Path, typer.Option("--out", help="Figures to write (JSON), for `recinfer plan --hardware`.")],
     device: Annotated[Device, typer.Option(help="What to measure.")] = Device.cpu,
     seconds_per_point: Annotated[float, typer.Option(min=0.0005, help="Time for each of some 2,000 figures.")] = 0.005,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a lookup; one is measured most steadily.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine: lookups by precision, row size and level of the memory, bandwidths, copies to devices.
@@ -31,7 +32,7 @@ def run(
     from recinfer.distributed.calibrate import calibrate
 
     output = Output(as_json)
-    profile = calibrate(device.value, seconds_per_point=seconds_per_point, progress=output.note)
+    profile = calibrate(device.value, seconds_per_point=seconds_per_point, threads=threads, progress=output.note)
     profile.save(out)
     smallest = min(profile.grids.values(), key=lambda grid: grid.set_bytes[0])
     title = "ns of one more row of middle width in a long bag, by the memory that rows come from"

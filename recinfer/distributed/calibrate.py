@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +16,17 @@ import torch
 from recinfer.distributed.planner.calibration import FEATURES_PER_CALL, Company, HardwareProfile, LookupGrid
 from recinfer.distributed.planner.estimates import packed_row_bytes
 from recinfer.distributed.planner.inference import row_alignment
-from recinfer.errors import UnavailableError
+from recinfer.distributed.timings import Call, Timings
+from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.quant.collection import SLACK_BYTES
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
 from recinfer.quant.lookup import ColumnPiece, PooledLookup
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["Timings", "calibrate", "random_module", "random_request"]
+__all__ = ["calibrate", "random_module", "random_request"]
+
+logger = logging.getLogger(__name__)
 
 # Widths in pairs, one whose rows just fill memory lines and the next: the op prefetches whole lines of a row from its
 # start, so costs rise towards full lines and fall behind them. INT4's fill them less one step: rows of exactly 64 bytes
@@ -44,10 +47,8 @@ _WRITTEN = [(_WIDE_DIM, n) for n in _WIDE] + [(_NARROW_DIM, 16 * n) for n in _WI
 _FIRST_DIM, _FIRST_IDS = 120, (2, 8, 32, 128, 512)  # ids of a feature in short calls
 _MIXED = 16  # collections of random tables that the whole estimate is checked with
 _ROUNDS = 4
+_AGREEMENT = 1.25  # of rounds: factor between their figures that a calm machine stays below
 _FILL = 0x3C  # a byte that reads as a sane number in every precision
-
-Call = tuple[Callable[[KeyedJaggedTensor], object], Callable[[int], KeyedJaggedTensor]]
-"""What is timed, and what makes the request of a number."""
 
 
 def random_module(
@@ -92,56 +93,18 @@ def random_request(
     )
 
 
-class Timings:
-    """Milliseconds of calls when nothing disturbs them, gathered in rounds that may lie far apart.
-
-    Every call gets a request of its own, made just before, as in a server: neither its ids nor its offsets nor the caches
-    are in a state that an earlier use left. The median of all calls of a name counts: low quantiles of short calls do not add up to those of a
-    long one, which no quick moment holds. Lookups of one thread are timed by its CPU clock, so that waiting for a busy
-    processor does not count.
-    """
-
-    def __init__(self, synchronize: Callable[[], None] = lambda: None, on_device: bool = False) -> None:
-        self._synchronize = synchronize
-        self._clock = time.perf_counter if on_device or torch.get_num_threads() > 1 else time.thread_time
-        self._times: dict[Any, list[float]] = {}
-
-    def add(self, calls: Mapping[Any, Call], seconds: float, settle: float = 0.0) -> None:
-        """Time each of ``calls`` for about ``seconds``, and at least twice, after ``settle`` seconds of the same call.
-
-        A shared cache takes hundreds of calls to hold what a table's traffic touches again; reading it once does not do.
-        """
-        torch.empty(31 << 20, dtype=torch.uint8)  # freed at once: glibc then keeps outputs on its heap, as in a server
-        for name, (run, make) in calls.items():
-            times = self._times.setdefault(name, [])
-            spent, number, settled, until = 0.0, 0, 0, time.perf_counter() + settle
-            while not settled or time.perf_counter() < until:
-                settled += 1
-                run(make(-settled))
-            self._synchronize()
-            while number < 2 or (spent < seconds * 1e3 and number < 1000):
-                request = make(len(times))
-                begin = self._clock()
-                output = run(request)
-                self._synchronize()
-                times.append((self._clock() - begin) * 1e3)
-                del output, request
-                spent, number = spent + times[-1], number + 1
-
-    def ms(self, name: Any) -> float:
-        """Of one name."""
-        return statistics.median(self._times[name])
-
-
 def calibrate(
     device: str = "cpu",
     *,
     seconds_per_point: float = 0.005,
     precisions: Sequence[DataType] = _PRECISIONS,
     max_set_bytes: int = _SET_BYTES[-1],
+    threads: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> HardwareProfile:
-    """Measure this machine, with the threads torch uses now.
+    """Measure this machine.
+
+    A warning is logged when the rounds disagree: another program ran, and the figures are not the machine's.
 
     The figures are those of a bag by precision, row size, ids a bag and the set of memory that rows come from, of written
     bytes, of a feature and of a call. How a table's lookups are made of them is :meth:`HardwareProfile.lookup_ms`.
@@ -152,19 +115,47 @@ def calibrate(
         seconds_per_point: how long each figure is measured.
         precisions: element types to measure.
         max_set_bytes: largest set of rows; it is allocated once.
+        threads: that a lookup runs on. Lookups of one are timed by its CPU clock, which other programs disturb least.
         progress: called with a line before each round.
 
     Raises:
         UnavailableError: no such device here.
+        ConfigError: fewer than one thread.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise UnavailableError("no CUDA device here to calibrate; use --device cpu, or run this where the GPUs are")
+    if threads < 1:
+        raise ConfigError(f"threads {threads}; expected 1 or more")
     sets = tuple(s for s in _SET_BYTES if s <= max(max_set_bytes, _SET_BYTES[1]))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _calibrated(device, seconds_per_point, precisions, sets, progress)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _calibrated(
+    device: str,
+    seconds_per_point: float,
+    precisions: Sequence[DataType],
+    sets: tuple[int, ...],
+    progress: Callable[[str], None] | None,
+) -> HardwareProfile:
     measure = _Measure(device, sets)
     for turn in range(_ROUNDS):
         if progress is not None:
             progress(f"round {turn + 1} of {_ROUNDS}")
         measure.round(precisions, seconds_per_point / _ROUNDS)
+    disagreement = measure.disagreement()
+    if disagreement > _AGREEMENT:
+        logger.warning(
+            "the rounds of this calibration disagree by a factor of %.2f (half of the figures by more); plans from it may "
+            "be off by as much: end what else runs on this machine, use one thread (this was measured on %d), and "
+            "calibrate again",
+            disagreement,
+            torch.get_num_threads(),
+        )
     on_cpu = device == "cpu"
     copies = _copies(device, measure.synchronize)
     call_ms, feature_ms = measure.overheads()
@@ -180,7 +171,7 @@ def calibrate(
         host_to_device_bytes_per_ms=copies[0],
         device_to_device_bytes_per_ms=copies[1],
         write_ns=measure.writes(),
-        notes={"torch": torch.__version__},
+        notes={"torch": torch.__version__, "disagreement": disagreement},
     )
     profile = replace(profile, first_rows_ns=measure.first_rows(profile))
     return replace(profile, mixed=measure.mixed(profile))
@@ -225,6 +216,10 @@ class _Measure:
                         if ids or size == self.sets[0]
                     }
                     self._timings.add(points, seconds)
+
+    def disagreement(self) -> float:
+        """Factor between the rounds' figures, of the middle name."""
+        return self._timings.disagreement()
 
     def overheads(self) -> tuple[float, float]:
         """(ms a call, ms a feature), from a batch of one on 1 and on 33 features of tiny tables."""

@@ -52,7 +52,11 @@ _FLOAT = tuple(k.value for k in (_Kernel.DENSE, _Kernel.FUSED, _Kernel.FUSED_UVM
 
 
 def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
-    """A sharder for every embedding module, float ones before quantized ones."""
+    """A sharder for every embedding module, float ones before quantized ones.
+
+    EmbeddingCollection's are among them on a machine without GPUs too, as it is sharded there like the others;
+    TorchEasyRec's function of this name leaves them out there.
+    """
     from recinfer.distributed.embedding import EmbeddingCollectionSharder
     from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from recinfer.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
+import re
 from typing import Any
 
 import pytest
@@ -12,19 +15,22 @@ from torch import nn
 
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recinfer.distributed.model_parallel import DistributedModelParallel
-from recinfer.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from recinfer.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Plan, Topology
 from recinfer.distributed.planner.calibration import PROFILE_FORMAT, HardwareProfile
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.inference import plan_inference
-from recinfer.distributed.planner.proposers import GreedyProposer
+from recinfer.distributed.planner.proposers import DynamicProgrammingProposer, GreedyProposer
 from recinfer.distributed.planner.types import (
+    CollectiveType,
     Enumerator,
+    GeneralizedCommsBandwidth,
     PlanLoader,
     PlannerError,
     PlannerErrorType,
     ShardingOption,
 )
 from recinfer.distributed.sharding_plan import get_default_sharders
+from recinfer.distributed.types import CacheParams
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
@@ -239,3 +245,102 @@ def test_an_earlier_plan_is_for_the_same_tables(own: bool) -> None:
     with pytest.raises(PlannerError, match="made from other inputs") as error:
         planner(plan_loader=stored, **enumerator()).plan(model([8, 10]), sharders)
     assert error.value.error_type is PlannerErrorType.PLANNER_INPUT_CONTEXT_MISMATCH and stored.loads == 1
+
+
+# ------------------------------------------------------------------------------------------------- figures of no table
+
+
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [
+        ({"pooling_factors": [-1.0]}, "pooling_factors is -1.0; expected 0 or more"),
+        ({"pooling_factors": [math.nan]}, "pooling_factors is nan; expected 0 or more"),
+        ({"pooling_factors": [math.inf]}, "pooling_factors is inf; expected 0 or more"),
+        ({"num_poolings": [-2.0]}, "num_poolings is -2.0; expected 0 or more"),
+        ({"batch_sizes": [0]}, "batch_sizes is 0; expected 1 or more"),
+        ({"min_partition": -8}, "min_partition is -8; expected 1 or more columns"),
+        ({"cache_params": CacheParams(load_factor=1.5)}, "load_factor of the cache is 1.5; expected 0 to 1"),
+        ({"cache_params": CacheParams(load_factor=math.nan)}, "load_factor of the cache is nan; expected 0 to 1"),
+    ],
+)
+def test_impossible_figures_are_refused_with_names(limit: dict[str, Any], says: str) -> None:
+    limits = {"t0": ParameterConstraints(**limit)}
+    sharders: Any = get_default_sharders()
+    with pytest.raises(ConfigError, match=f"table 't0': {re.escape(says)}"):
+        planner(Topology(2, "cuda"), constraints=limits).plan(model([100]), sharders)
+    with pytest.raises(ConfigError, match=f"table 't0': {re.escape(says)}"):
+        plan_inference(model([100]), world_size=2, compute_device="cuda", constraints=limits)
+
+
+def test_inference_plans_no_table_of_another_device() -> None:
+    def planned(device: str) -> Plan:
+        return plan_inference(model([8]), world_size=1, constraints={"t0": ParameterConstraints(device_group=device)})
+
+    assert planned("cpu").tables
+    with pytest.raises(ConfigError, match="table 't0': device_group 'cuda' in a plan for 'cpu'"):
+        planned("cuda")
+
+
+def test_pins_are_for_the_default_search() -> None:
+    pinned = plan_inference(model([8]), world_size=2)
+    with pytest.raises(ConfigError, match="pinned tables need the default search"):
+        planner(pinned=pinned, proposer=GreedyProposer())
+
+
+# ------------------------------------------------------------------------------------------------- bandwidths
+
+
+class Measured(GeneralizedCommsBandwidth):
+    """A user's: ``get_bw`` and nothing else."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor, self.asked = factor, set[tuple[int, int, CollectiveType]]()
+
+    def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
+        self.asked.add((local_world_size, world_size, collective_type))
+        return 2e7 * self.factor
+
+
+def test_bandwidths_of_get_bw_alone_are_asked_for_each_collective() -> None:
+    limits = {"t0": ParameterConstraints(sharding_types=["table_row_wise"])}
+    costs = []
+    for factor in (1.0, 0.5):
+        links = Measured(factor)
+        topology = Topology(4, "cuda", local_world_size=2, generalized_comms_bandwidths=links)
+        made = planner(topology, constraints=limits)
+        made.plan(model([8, 9]), [EmbeddingBagCollectionSharder()])  # type: ignore[list-item]
+        assert {collective for *_, collective in links.asked} == set(CollectiveType)
+        assert (2, 2, CollectiveType.REDUCE_SCATTER) in links.asked and (2, 4, CollectiveType.ALL_TO_ALL) in links.asked
+        assert made.report is not None
+        costs.append(made.report.max_perf)
+    assert costs[0] < costs[1]
+    topology = Topology(2, "cuda", generalized_comms_bandwidths=Measured())
+    assert topology.intra_host_bw == topology.inter_host_bw == 2e7
+    assert (
+        plan_inference(model([8]), world_size=2, compute_device="cuda", topology=topology).estimates["max_perf_ms"] > 0
+    )
+
+
+@pytest.mark.parametrize("figure", [0.0, -1.0, math.nan])
+def test_bandwidths_that_are_none_are_refused(figure: float) -> None:
+    topology = Topology(2, "cuda", generalized_comms_bandwidths=Measured(figure))
+    with pytest.raises(ConfigError, match=r"Measured: .* bytes per millisecond for all_to_all over 2 ranks"):
+        plan_inference(model([8]), world_size=2, compute_device="cuda", topology=topology)
+    with pytest.raises(ConfigError, match=r"intra_host_bw .*; expected bytes per millisecond above 0"):
+        Topology(2, "cuda", intra_host_bw=figure)
+
+
+# ------------------------------------------------------------------------------------------------- TorchEasyRec's
+
+
+def test_the_proposer_takes_torcheasyrecs_name_and_the_first_of_equal_options() -> None:
+    sharders: Any = [EmbeddingBagCollectionSharder()]
+    limits = {f"t{i}": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"]) for i in (0, 1)}
+    topology = Topology(2, "cuda")
+    found = EmbeddingEnumerator(topology, constraints=limits).enumerate(model([1000, 1000]), sharders)
+    doubled = [copy.deepcopy(option) for option in found for _ in range(2)]  # options alike in time and memory
+    proposer = DynamicProgrammingProposer(mem_bins_per_device=7)
+    proposer.load(doubled)
+    proposer.feedback(True, storage_constraint=topology)
+    best = proposer.propose()
+    assert best is not None and [option is doubled[2 * i] for i, option in enumerate(best)] == [True, True]

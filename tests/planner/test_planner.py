@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from recinfer.distributed.planner.plot import plot_plan
 from recinfer.distributed.planner.proposers import GreedyProposer, UniformProposer
 from recinfer.distributed.planner.stats import EmbeddingStats, collapse_ranks, format_plan
 from recinfer.distributed.planner.types import PlannerErrorType
+from recinfer.distributed.timings import Timings
 from recinfer.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
@@ -319,9 +321,20 @@ def test_rich_tables_and_picture(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_calibrated_estimates_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrated_estimates_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("recinfer.distributed.calibrate._ROUNDS", 2)
-    measured = calibrate(seconds_per_point=0.0005, precisions=[DataType.INT8], max_set_bytes=1 << 20)
+    monkeypatch.setattr("recinfer.distributed.calibrate._AGREEMENT", 0.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        measured = calibrate(seconds_per_point=0.0005, precisions=[DataType.INT8], max_set_bytes=1 << 20)
+        assert torch.get_num_threads() == threads + 1 and measured.threads == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert "the rounds of this calibration disagree by a factor of" in caplog.text
+    assert measured.notes["disagreement"] >= 1
     typical = plan_inference(model([(1000, 64)] * 3), world_size=2).estimates
     # Times measured on a busy machine jump from size to size by any factor; how the two estimates go together is looked
     # at with figures that do not.
@@ -336,6 +349,26 @@ def test_calibrated_estimates_are_used(tmp_path: Path, monkeypatch: pytest.Monke
     if not torch.cuda.is_available():
         with pytest.raises(UnavailableError):
             calibrate("cuda")
+    with pytest.raises(ConfigError, match="threads 0"):
+        calibrate(threads=0)
+
+
+@pytest.mark.parametrize(("second_ms", "factor"), [((2.0, 4.0), 1.0), ((6.0, 12.0), 3.0)])
+def test_timings_tell_how_far_their_rounds_disagree(second_ms: tuple[float, float], factor: float) -> None:
+    def clock() -> Iterator[float]:
+        now = 0.0
+        for took in (2.0, 2.0, 4.0, 4.0, *(ms for ms in second_ms for _ in (0, 1))):
+            yield now
+            now += took / 1e3
+            yield now
+
+    timings = Timings()
+    timings._clock = clock().__next__
+    for _ in range(2):
+        assert timings.disagreement() == 1.0
+        timings.add({name: (lambda request: request, lambda seed: seed) for name in "ab"}, 0.0)  # type: ignore[misc]
+    assert timings.disagreement() == pytest.approx(factor)
+    assert timings.ms("a") == pytest.approx((2.0 + second_ms[0]) / 2)
 
 
 def test_planning_imports_no_kernels() -> None:

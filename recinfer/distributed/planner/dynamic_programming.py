@@ -25,20 +25,33 @@ class DynamicProgrammingProposer(Proposer):
     Args:
         hbm_bins_per_device: bins of device memory a rank (of host memory when the topology has no device memory).
         ddr_bins_per_device: bins of host memory a rank, in addition; None plans by one memory only.
+        mem_bins_per_device: TorchEasyRec's name of ``hbm_bins_per_device``; used instead when given.
     """
 
-    def __init__(self, hbm_bins_per_device: int = 100, ddr_bins_per_device: int | None = None) -> None:
-        self._bins = max(hbm_bins_per_device, 1)
+    def __init__(
+        self,
+        hbm_bins_per_device: int = 100,
+        ddr_bins_per_device: int | None = None,
+        mem_bins_per_device: int | None = None,
+    ) -> None:
+        self._bins = max(hbm_bins_per_device if mem_bins_per_device is None else mem_bins_per_device, 1)
         self._ddr_bins = ddr_bins_per_device
         self._tables: ByTable = OrderedDict()
         self._planned = False
         self._proposals: list[list[int]] = []
 
     def load(self, search_space: list[ShardingOption], enumerator: Enumerator | None = None) -> None:
-        """Order each table's options by memory."""
+        """Order each table's options by the memory that is planned; equal ones stay in their order."""
         self._tables = by_table(search_space)
+        on_device = any(o.total_storage.hbm for o in search_space)
+
+        def memory(option: ShardingOption) -> tuple[int, ...]:
+            storage = option.total_storage
+            both = (storage.hbm, storage.ddr)
+            return both if self._ddr_bins else both[:1] if on_device else both[1:]
+
         for options in self._tables.values():
-            options.sort(key=lambda o: (o.total_storage.hbm, o.total_storage.ddr))
+            options.sort(key=memory)
         self._planned, self._proposals = False, []
 
     def propose(self) -> list[ShardingOption] | None:
@@ -98,8 +111,8 @@ class DynamicProgrammingProposer(Proposer):
                 came.append(states[ok])
                 cell.append(m[ok].astype(np.int64) * columns + d[ok].astype(np.int64))
             all_perf, cells = np.concatenate(perf), np.concatenate(cell)
-            # The last writer of a cell wins: write from worst to best.
-            order = np.argsort(-all_perf, kind="stable")
+            # The last writer of a cell wins: write from worst to best, and of equal ones the first option last.
+            order = np.lexsort((-np.arange(all_perf.size), -all_perf))
             best, used, used_d = (np.full(best.size, np.inf) for _ in range(3))
             choice, previous = np.full(best.size, -1), np.full(best.size, -1)
             at = cells[order]

@@ -24,10 +24,18 @@ from recinfer.distributed.planner.constants import (
     QUARTER_BLOCK_PENALTY,
     WEIGHTED_KERNEL_MULTIPLIER,
 )
-from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.topology import CollectiveType, Topology
 from recinfer.distributed.types import PipelineType, ShardingType
 
-__all__ = ["PERF_PARTS", "ShardArrays", "inference_time", "packed_row_bytes", "storage_bytes", "training_time"]
+__all__ = [
+    "PERF_PARTS",
+    "ShardArrays",
+    "inference_time",
+    "packed_row_bytes",
+    "row_shares",
+    "storage_bytes",
+    "training_time",
+]
 
 FloatN = npt.NDArray[np.float64]
 IntN = npt.NDArray[np.int64]
@@ -95,10 +103,22 @@ def packed_row_bytes(cols: Any, bits: Any, alignment: int = 1) -> IntN:
     return -(-size // alignment) * alignment
 
 
+def row_shares(topology: Topology, on_host: bool) -> FloatN | None:
+    """Share of a row-wise table that each rank gets [W], in proportion to its memory; None where all have as much."""
+    in_ddr = on_host or topology.compute_device == "cpu"
+    caps = np.array([d.storage.ddr if in_ddr else d.storage.hbm for d in topology.devices], float)
+    return None if (caps == caps[0]).all() else caps / caps.sum()
+
+
 def spread_of(a: ShardArrays, topology: Topology) -> FloatN:
-    """Over how many ranks the ids of a table go."""
+    """Over how many ranks the ids of a table go; of pieces of unequal ranks: rows of the table over those of the piece."""
     by_host = (a.kind == TWRW) | (a.kind == GRID)
-    return np.where(a.kind == RW, topology.world_size, np.where(by_host, topology.local_world_size, 1)).astype(float)
+    spread = np.where(a.kind == RW, topology.world_size, np.where(by_host, topology.local_world_size, 1)).astype(float)
+    for on_host in (False, True):
+        if row_shares(topology, on_host) is not None:
+            pieces = (a.kind == RW) & (np.asarray(a.on_host) == on_host)
+            spread = np.where(pieces, a.table_rows / np.maximum(a.rows, 1), spread)
+    return spread
 
 
 def _block_penalty(cols: IntN) -> FloatN:
@@ -115,8 +135,9 @@ def training_time(
     column-wise), reduce-scatter (row-wise), or reduce-scatter in the host and all-to-all between hosts.
     """
     world, local = topology.world_size, topology.local_world_size
-    intra, inter = topology.intra_host_bw, topology.inter_host_bw
-    link = inter if world > local else intra
+    num_hosts = world // local
+    exchange = topology.collective_bw(CollectiveType.ALL_TO_ALL)
+    between = topology.collective_bw(CollectiveType.ALL_TO_ALL, max(num_hosts, 2), 1)  # a rank of each host
     dp, whole = a.kind == DP, (a.kind == TW) | (a.kind == CW) | (a.kind == TWCW)
     by_host = (a.kind == TWRW) | (a.kind == GRID)
     replicas = np.where(dp, 1, world)
@@ -135,27 +156,29 @@ def training_time(
 
     penalty = np.where(whole, _block_penalty(a.cols), 1.0)
     fwd_compute = (read + lookup + fwd_out) * penalty / a.device_bw
-    input_comms = np.where(dp, 0.0, np.ceil(a.batch_inputs * world * id_bytes) / link)
+    input_comms = np.where(dp, 0.0, np.ceil(a.batch_inputs * world * id_bytes) / exchange)
 
-    def travel(size: Any) -> FloatN:
-        hosts = size / intra + (size / local / inter if local < world else 0.0)
+    def travel(size: Any, by_rows: CollectiveType) -> FloatN:
+        inside = topology.collective_bw(by_rows, local, local)
+        hosts = size / inside + (size / local / between if local < world else 0.0)
+        link = np.where(whole, exchange, topology.collective_bw(by_rows))
         return np.where(by_host, hosts, np.where(dp, 0.0, size / link))
 
     out = np.zeros((a.kind.size, 6))
-    out[:, 0], out[:, 1], out[:, 4] = fwd_compute, travel(fwd_out), input_comms
+    out[:, 0], out[:, 1], out[:, 4] = fwd_compute, travel(fwd_out, CollectiveType.REDUCE_SCATTER), input_comms
     out[:, 5] = a.misses / spread * a.cols * a.element_bytes / topology.hbm_to_ddr_mem_bw
     if forward_only:
         return out
 
     table_bytes = a.table_rows * a.table_cols * a.element_bytes
-    num_hosts = world // local
     rings = 1.0 if num_hosts == 1 else 1.5 if num_hosts == 2 else 3.0
-    all_reduce = table_bytes * (rings / local / inter)
+    reduced = topology.collective_bw(CollectiveType.ALL_REDUCE, max(num_hosts, 2), 1)
+    all_reduce = table_bytes * (rings / local / reduced)
     optimizer = table_bytes * DP_ELEMENTWISE_KERNELS_PERF_FACTOR / a.device_bw
     batched_copy = np.where(whole | dp, 0.0, bwd_out * BATCHED_COPY_PERF_FACTOR / a.device_bw)
     bwd = topology.bwd_compute_multiplier * np.where(a.weighted, topology.weighted_feature_bwd_compute_multiplier, 1.0)
     out[:, 2] = fwd_compute * (bwd + np.where(a.weighted, WEIGHTED_KERNEL_MULTIPLIER, 0.0))
-    out[:, 3] = np.where(dp, all_reduce + optimizer, travel(bwd_out) + batched_copy)
+    out[:, 3] = np.where(dp, all_reduce + optimizer, travel(bwd_out, CollectiveType.ALL_GATHER) + batched_copy)
     if topology.uneven_sharding_perf_multiplier != 1.0:
         uneven = by_host | (a.kind == RW)
         uneven &= (a.table_rows % np.maximum(spread, 1)) != 0
@@ -195,8 +218,7 @@ def inference_time(a: ShardArrays, topology: Topology, alignment: int, company: 
         out[:, 0] = (id_bytes + lookup + written) / a.device_bw
     if topology.compute_device != "cpu":
         moves = topology.world_size > 1
-        link = topology.intra_host_bw if topology.world_size <= topology.local_world_size else topology.inter_host_bw
-        out[:, 1] = written / link if moves else 0.0
+        out[:, 1] = written / topology.collective_bw(CollectiveType.ALL_TO_ALL) if moves else 0.0
         out[:, 4] = id_bytes / topology.hbm_to_ddr_mem_bw
     out[:, 5] = a.misses / spread_of(a, topology) * row / topology.hbm_to_ddr_mem_bw
     return out

@@ -9,24 +9,34 @@ import numpy as np
 from recinfer.distributed.planner.placing import Placement, Placer
 from recinfer.distributed.planner.problem import FIXED, FREE, Problem
 
-__all__ = ["MAX_UNITS", "branch_and_bound"]
+__all__ = ["MAX_UNITS", "branch_and_bound", "is_small"]
 
 MAX_UNITS = 6
 _MAX_PLACES = 400  # ways to place one option; options with more are left to the local search
 _Place = tuple[float, int, tuple[int, ...], tuple[tuple[int, float, float, float], ...]]
 
 
-def branch_and_bound(problem: Problem, placer: Placer, best: Placement, max_nodes: int = 40_000) -> Placement:
-    """A placement no worse than ``best``; the optimum, unless the tree is larger than ``max_nodes``.
+def is_small(problem: Problem) -> bool:
+    """Whether :func:`branch_and_bound` searches ``problem``: few units, none of which must stay on a host."""
+    return problem.num_units <= MAX_UNITS and all(int(mode) in (FREE, FIXED) for mode in problem.mode)
+
+
+def branch_and_bound(
+    problem: Problem, placer: Placer, best: Placement | None, max_nodes: int = 40_000
+) -> tuple[Placement | None, bool]:
+    """A placement no worse than ``best`` (None: none is known), and whether it is the optimum for certain.
+
+    It is, unless the tree has over ``max_nodes`` or an option has more ways to be placed than are tried.
 
     Effort is counted in nodes, so that the same problem gives the same placement on every machine. Problems with more
     than ``MAX_UNITS`` units, or with options that must stay on a host, come back as they are.
     """
-    if problem.num_units > MAX_UNITS or not all(int(mode) in (FREE, FIXED) for mode in problem.mode):
-        return best
-    places = [_places(problem, unit) for unit in range(problem.num_units)]
+    if not is_small(problem):
+        return best, False
+    listed = [_places(problem, unit) for unit in range(problem.num_units)]
+    places, whole = [of_unit for of_unit, _ in listed], all(whole for _, whole in listed)
     if not all(places):
-        return best
+        return best, False
     # Large units first: their choices cut most of the tree.
     order = sorted(range(problem.num_units), key=lambda unit: -places[unit][0][0])
     rest = [0.0] * (len(order) + 1)  # least load of the units still to be placed
@@ -37,7 +47,7 @@ def branch_and_bound(problem: Problem, placer: Placer, best: Placement, max_node
     load, hbm, ddr = [0.0] * world, [0.0] * world, [0.0] * world
     chosen: list[_Place] = []
     found: list[_Place] = []
-    limit, nodes = best.worst * (1 - 1e-9), 0
+    limit, nodes = (float("inf") if best is None else best.worst * (1 - 1e-9)), 0
 
     def go(i: int, total: float) -> None:
         nonlocal limit, nodes, found
@@ -61,17 +71,20 @@ def branch_and_bound(problem: Problem, placer: Placer, best: Placement, max_node
                     load[r], hbm[r], ddr[r] = load[r] - p, hbm[r] - h, ddr[r] - d
 
     go(0, 0.0)
+    whole = whole and nodes <= max_nodes
     if not found:
-        return best
+        return best, whole
     at = placer.empty()
     for unit, (_, option, ranks, _) in zip(order, found):
         placer.put(at, unit, option, np.array(ranks, dtype=np.int64))
-    return at
+    return at, whole
 
 
-def _places(problem: Problem, unit: int) -> list[_Place]:
-    """(load in all, option, rank of each shard, what it adds to each rank) of every way to place a unit, cheapest first."""
+def _places(problem: Problem, unit: int) -> tuple[list[_Place], bool]:
+    """The ways to place a unit, cheapest first, and whether they are all: (load in all, option, rank of each shard, what
+    it adds to each rank)."""
     found: list[_Place] = []
+    whole = True
     for option in range(int(problem.unit_ptr[unit]), int(problem.unit_ptr[unit + 1])):
         if not problem.possible[option]:
             continue
@@ -85,7 +98,8 @@ def _places(problem: Problem, unit: int) -> list[_Place]:
             ways = list(product(range(problem.world_size), repeat=len(shards)))
         else:
             ways = []
-        if len(ways) > _MAX_PLACES:
+        if not 0 < len(ways) <= _MAX_PLACES:
+            whole = False
             continue
         total = sum(perf for perf, _, _ in shards)
         for ranks in ways:
@@ -95,4 +109,4 @@ def _places(problem: Problem, unit: int) -> list[_Place]:
                 adds[rank] = (p + perf, h + hbm, d + ddr)
             found.append((total, option, ranks, tuple((r, *add) for r, add in adds.items())))
     found.sort(key=lambda place: (place[0], place[1], place[2]))
-    return found
+    return found, whole

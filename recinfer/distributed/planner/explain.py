@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from recinfer.distributed.planner.estimates import row_shares
+from recinfer.distributed.planner.outcome import pin_tables
 from recinfer.distributed.planner.placing import Placer
+from recinfer.distributed.planner.plan import TablePlan
 from recinfer.distributed.planner.problem import Problem, describe_option, make_problem
 from recinfer.distributed.planner.search import search
 from recinfer.distributed.planner.space import Estimate, SearchSpace, TableInfo, build_space
 from recinfer.distributed.planner.topology import CustomTopologyData, Topology
-from recinfer.distributed.planner.types import PlannerErrorType
+from recinfer.distributed.planner.types import PlannerError, PlannerErrorType
 
 __all__ = ["error_type", "explain"]
 
@@ -38,22 +42,29 @@ def explain(
     topology: Topology,
     estimator: Callable[[Topology], Estimate],
     *,
+    pinned: Sequence[TablePlan] = (),
     smaller_tables: Sequence[TableInfo] | None = None,
 ) -> str:
-    """The message of the error, two lines.
+    """The message of the error, two lines. What it advises was planned, with the pins: it is enough.
 
     Args:
         estimator: gives the estimate function for another topology, to try more ranks.
+        pinned: entries of an earlier plan that stay where they are.
         smaller_tables: the same tables in the next smaller precision, to try that.
     """
     binds, memory = _what_binds(space, problem)
-    helps = _what_helps(space, topology, estimator, smaller_tables, memory)
+    helps = _what_helps(_Trial(topology, estimator, pinned), space, smaller_tables, memory)
     advice = "; ".join(helps) if helps else "no single change of ranks, capacity, precision or kernel is enough"
     return f"No plan fits. {binds}\nWhat would help: {advice}."
 
 
 def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1024**3:.3f} GiB ({int(num_bytes)} bytes)"
+
+
+def _printed_up(num_bytes: float) -> float:
+    """The least bytes that print as they are, not less than ``num_bytes``: thousandths of a GiB."""
+    return math.ceil(math.ceil(num_bytes / 1024**3 * 1000) / 1000 * 1024**3)
 
 
 def _what_binds(space: SearchSpace, problem: Problem) -> tuple[str, int]:
@@ -151,34 +162,46 @@ def _unit_name(space: SearchSpace, p: Problem, unit: int) -> str:
 # --------------------------------------------------------------------------------------------------- what helps
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """Plans the same tables and pins with one thing changed."""
+
+    topology: Topology
+    estimator: Callable[[Topology], Estimate]
+    pinned: Sequence[TablePlan]
+
+    def fits(self, tables: Sequence[TableInfo], topology: Topology) -> bool:
+        """Whether a plan of ``tables`` on ``topology`` is found."""
+        return self.space_fits(build_space(tables, topology, self.estimator(topology)), topology)
+
+    def space_fits(self, space: SearchSpace, topology: Topology) -> bool:
+        """Whether a plan of the options of ``space`` on ``topology`` is found."""
+        try:
+            pins = pin_tables(space, self.pinned, topology)
+        except PlannerError:  # the pieces of a pin are none of these options
+            return False
+        return search(make_problem(space, topology, pins), max_moves=0)[0] is not None
+
+
 def _what_helps(
-    space: SearchSpace,
-    topology: Topology,
-    estimator: Callable[[Topology], Estimate],
-    smaller_tables: Sequence[TableInfo] | None,
-    memory: int,
+    trial: _Trial, space: SearchSpace, smaller_tables: Sequence[TableInfo] | None, memory: int
 ) -> list[str]:
-    helps = []
-    if (cap := _capacity(space, topology, memory)) is not None:
-        helps.append(f"{_size(cap)} of {_MEMORIES[memory]} a rank")
+    helps, topology = [], trial.topology
+    if (cap := _capacity(trial, space, memory)) is not None:
+        helps.append(f"{_size(cap)} of {_MEMORIES[memory]} a rank after the reservation")
     if space.shard_option.size > _MAX_SHARDS:
         return helps
-    if (ranks := _ranks(space, topology, estimator)) is not None:
+    if (ranks := _ranks(trial, space)) is not None:
         helps.append(f"{ranks} ranks instead of {topology.world_size}")
-    if smaller_tables is not None and _fits(smaller_tables, topology, estimator):
+    if smaller_tables is not None and trial.fits(smaller_tables, topology):
         helps.append(f"precision {smaller_tables[0].precision} instead of {space.tables[0].precision}")
     wider = _with_host_memory(space.tables, topology)
-    if wider is not None and _fits(wider, topology, estimator):
+    if wider is not None and trial.fits(wider, topology):
         helps.append("kernels that keep rows in host memory (fused_uvm, quant_uvm and their caching forms)")
     types = _with_row_wise(space.tables)
-    if types is not None and _fits(types, topology, estimator):
+    if types is not None and trial.fits(types, topology):
         helps.append("row_wise among the sharding types of the tables above")
     return helps
-
-
-def _fits(tables: Sequence[TableInfo], topology: Topology, estimator: Callable[[Topology], Estimate]) -> bool:
-    space = build_space(tables, topology, estimator(topology))
-    return search(make_problem(space, topology), max_moves=0)[0] is not None
 
 
 def _resized(topology: Topology, world_size: int, hbm: list[int], ddr: list[int]) -> Topology:
@@ -196,18 +219,25 @@ def _resized(topology: Topology, world_size: int, hbm: list[int], ddr: list[int]
     )
 
 
-def _capacity(space: SearchSpace, topology: Topology, memory: int) -> float | None:
-    """Least bytes a rank of the binding memory at which a plan is found, all ranks alike; to within 1 %."""
+def _capacity(trial: _Trial, space: SearchSpace, memory: int) -> float | None:
+    """Least bytes a rank of the binding memory at which a plan is found, all ranks alike; to within 1 %.
+
+    The figure is rounded up to what the message prints, so that who types that has enough.
+    """
+    topology = trial.topology
     caps = [[d.storage.hbm for d in topology.devices], [d.storage.ddr for d in topology.devices]]
 
     def fits(cap: float) -> bool:
-        trial = [list(c) for c in caps]
-        trial[memory] = [int(cap)] * topology.world_size
-        other = _resized(topology, topology.world_size, *trial)
-        return search(make_problem(space, other), max_moves=0)[0] is not None
+        tried = [list(c) for c in caps]
+        tried[memory] = [int(cap)] * topology.world_size
+        other = _resized(topology, topology.world_size, *tried)
+        if not unequal:
+            return trial.space_fits(space, other)
+        return space.shard_option.size <= _MAX_SHARDS and trial.fits(space.tables, other)  # pieces are cut anew
 
+    unequal = any(row_shares(topology, on_host) is not None for on_host in (False, True))
     sizes = (space.hbm, space.ddr)[memory]
-    low, high = float(max(max(caps[memory]), 1)), float(max(max(caps[memory]), int(sizes.max()), 1024))
+    low, high = float(max(min(caps[memory]), 1)), float(max(max(caps[memory]), int(sizes.max()), 1024))
     for _ in range(12):
         if fits(high):
             break
@@ -217,18 +247,19 @@ def _capacity(space: SearchSpace, topology: Topology, memory: int) -> float | No
     while high > low * 1.01:
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    return float(int(high))
+    return _printed_up(high) if high > 0.1 * 1024**3 and fits(_printed_up(high)) else float(int(high))
 
 
-def _ranks(space: SearchSpace, topology: Topology, estimator: Callable[[Topology], Estimate]) -> int | None:
+def _ranks(trial: _Trial, space: SearchSpace) -> int | None:
     """Least number of ranks like the smallest of these, in whole hosts, at which a plan is found."""
+    topology = trial.topology
     hbm = min(d.storage.hbm for d in topology.devices)
     ddr = min(d.storage.ddr for d in topology.devices)
     step = topology.local_world_size if topology.local_world_size < topology.world_size else 1
 
     def fits(steps: int) -> bool:
         world = steps * step
-        return _fits(space.tables, _resized(topology, world, [hbm] * world, [ddr] * world), estimator)
+        return trial.fits(space.tables, _resized(topology, world, [hbm] * world, [ddr] * world))
 
     low = topology.world_size // step
     high = low

@@ -55,8 +55,8 @@ def inference_tables(
     """The tables of ``model`` with what quantized inference may do with each.
 
     Raises:
-        ConfigError: no embedding collection, a precision that inference does not know, or a name of a table (in
-            ``constraints`` or ``per_table_precision``) that the model does not have.
+        ConfigError: no embedding collection, a precision that inference does not know, constraints for another kind of
+            device, or a name of a table (in ``constraints`` or ``per_table_precision``) that the model does not have.
     """
     chosen, limits = dict(per_table_precision or {}), dict(constraints or {})
     tables = []
@@ -66,6 +66,11 @@ def inference_tables(
             if kind not in _PRECISIONS:
                 raise ConfigError(f"table {config.name!r}: precision {kind}; expected one of {[str(p) for p in _PRECISIONS]}")  # fmt: skip
             limit = limits.get(config.name)
+            if limit is not None and limit.device_group not in (None, compute_device):
+                raise ConfigError(
+                    f"table {config.name!r}: device_group {limit.device_group!r} in a plan for {compute_device!r}; "
+                    "plan_inference puts every table on one kind of device, so leave device_group out or plan for it"
+                )
             weighted = _is_weighted(module) or (limit is not None and limit.is_weighted)
             tables.append(_table(path, module, config, pooled, weighted, kind, compute_device, batch_size, limit))
     if not tables:
@@ -206,13 +211,17 @@ def plan_inference(
 
     tables = tables_at(precision)
     space = build_space(tables, topology, inference_estimate(topology, tables), column_unit_of=precision_unit)
-    fixed = pin_tables(space, list(pinned.tables) if isinstance(pinned, Plan) else pinned or [], topology)
-    problem = make_problem(space, topology, fixed)
+    pins = list(pinned.tables) if isinstance(pinned, Plan) else pinned or []
+    problem = make_problem(space, topology, pin_tables(space, pins, topology))
     placement, report = search(problem, deadline=deadline)
     if placement is None:
         narrower = {DataType.FP32: DataType.FP16, DataType.FP16: DataType.INT8, DataType.INT8: DataType.INT4}
         smaller = tables_at(narrower.get(precision, DataType.INT2)) if precision != DataType.INT2 else None
-        message = explain(space, problem, topology, lambda t: inference_estimate(t, tables), smaller_tables=smaller)
+
+        def estimator(other: Topology) -> Estimate:
+            return inference_estimate(other, tables)
+
+        message = explain(space, problem, topology, estimator, pinned=pins, smaller_tables=smaller)
         raise PlannerError(message, error_type(problem))
     plan = build_plan(space, problem, placement, report, topology, batch_size=batch_size, keep_empty=False)
     return plan

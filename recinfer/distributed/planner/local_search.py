@@ -47,14 +47,23 @@ class LocalSearch:
         self.by_kind = self._kinds()
 
     def _prune(self) -> list[IntN]:
-        """Options of each unit that no other option of it beats in load, largest shard, and both memories."""
+        """Options of each unit that no other option of it beats in load and both memories, in all and a shard.
+
+        The bytes of a shard count too: a table in four pieces finds room where the same bytes in one piece do not. And
+        an option that says where its shards go beats none that leaves it open.
+        """
         p = self.problem
+        starts = p.shard_ptr[:-1]
+        shard_hbm, shard_ddr = np.maximum.reduceat(p.hbm, starts), np.maximum.reduceat(p.ddr, starts)
+        figures = np.stack([p.option_perf, p.option_max, p.option_hbm, p.option_ddr, shard_hbm, shard_ddr], axis=1)
         keep = []
         for unit in range(p.num_units):
             o = np.arange(p.unit_ptr[unit], p.unit_ptr[unit + 1])
             o = o[p.possible[o]]
-            v = np.stack([p.option_perf[o], p.option_max[o], p.option_hbm[o], p.option_ddr[o]], axis=1)
+            v = figures[o]
+            bound = p.mode[o] != FREE
             worse = (v[:, None, :] >= v[None, :, :]).all(axis=2)  # [i, j]: j is at least as good as i
+            worse &= bound[:, None] | ~bound[None, :]
             equal = worse & worse.T
             earlier = np.tri(o.size, k=-1, dtype=bool)  # j < i
             beaten = np.any(worse & ~equal, axis=1) | np.any(equal & earlier, axis=1)
@@ -336,7 +345,7 @@ class LocalSearch:
         """
         p = self.problem
         random = np.random.default_rng(7)
-        last_move = self.moves + 150 + p.num_units
+        last_move = self.moves + 300 + p.num_units
         rounds = stale = 0
         while (
             best.worst > target * GOOD

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from recinfer.distributed.planner.calibration import Company
@@ -57,6 +59,7 @@ def build_plan(
         "max_perf_ms": report.max_perf,
         "lower_bound_ms": report.lower_bound,
         "gap": report.gap,
+        "proven_optimal": report.proven,
         "perf_ms_per_rank": placement.perf.tolist(),
         "hbm_bytes_per_rank": [int(x) for x in placement.hbm],
         "ddr_bytes_per_rank": [int(x) for x in placement.ddr],
@@ -140,7 +143,7 @@ def _predicted(space: SearchSpace, problem: Problem, placement: Placement, topol
     return found
 
 
-def pin_tables(space: SearchSpace, pinned: list[TablePlan], topology: Topology) -> dict[int, tuple[int, IntN]]:
+def pin_tables(space: SearchSpace, pinned: Sequence[TablePlan], topology: Topology) -> dict[int, tuple[int, IntN]]:
     """Table -> (option, ranks) for entries of an earlier plan.
 
     Raises:

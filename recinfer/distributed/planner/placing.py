@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from recinfer.distributed.planner.estimates import FloatN, IntN
 from recinfer.distributed.planner.problem import FIXED, FREE, HOST, HOST_FREE, Problem
 
-__all__ = ["Placement", "Placer", "refresh"]
+__all__ = ["Placement", "Placer", "packer", "refresh"]
 
 
 @dataclass
@@ -33,19 +33,24 @@ class Placement:
 
 
 class Placer:
-    """Puts options on ranks one after another, each where it makes the busiest rank least busy, within capacities."""
+    """Puts options on ranks one after another, each where it makes the busiest rank least busy, within capacities.
 
-    def __init__(self, problem: Problem) -> None:
+    Args:
+        problem: the options and ranks.
+        base: load [W] that the ranks begin with; default none.
+    """
+
+    def __init__(self, problem: Problem, base: FloatN | None = None) -> None:
         self.problem = problem
-        self.num_hosts = problem.world_size // problem.local_world_size
+        self.base = np.zeros(problem.world_size) if base is None else base
 
     def empty(self) -> Placement:
         """Nothing placed."""
         p = self.problem
         zeros = np.zeros(p.world_size)
         return Placement(
-            np.full(p.num_units, -1, np.int64), [np.zeros(0, np.int64)] * p.num_units, zeros, zeros.copy(), zeros.copy()
-        )
+            np.full(p.num_units, -1, np.int64), [np.zeros(0, np.int64)] * p.num_units, self.base.copy(), zeros, zeros.copy()
+        )  # fmt: skip
 
     def find(self, at: Placement, option: int) -> IntN | None:
         """Ranks for the shards of ``option`` on top of ``at``; None when it does not fit."""
@@ -153,16 +158,14 @@ class Placer:
         self._add(at, self.problem.shards_of(option), ranks, -1.0)
         return option, ranks
 
-    def greedy(self, choice: IntN, cost: FloatN, by_memory: bool = False) -> Placement | None:
-        """Place the chosen options: fixed ones, then hosts, then single shards from large to small.
+    def greedy(self, choice: IntN, cost: FloatN) -> Placement | None:
+        """Place the chosen options: fixed ones, then hosts, then single shards from large load to small.
 
         A unit whose option finds no room takes its next cheapest option (by ``cost`` [O]) that does.
         """
         p = self.problem
         at = self.empty()
         size = p.option_perf[choice] / np.maximum(np.diff(p.shard_ptr)[choice], 1)
-        if by_memory:
-            size = p.option_hbm[choice] / max(p.hbm_cap.max(), 1.0) + p.option_ddr[choice] / max(p.ddr_cap.max(), 1.0)
         rigid = np.array([1, 3, 2, 2, 2])[p.mode[choice]]  # by mode: fixed first, free last
         total = p.option_hbm[choice] + p.option_ddr[choice]
         for unit in np.lexsort((np.arange(choice.size), -total, -size, -rigid)):
@@ -186,6 +189,22 @@ class Placer:
                 return False
         self.put(at, unit, option, ranks)
         return True
+
+
+def packer(problem: Problem) -> Placer:
+    """A placer by size: a shard's load is its share of a rank's memory, and a smaller rank begins as if partly filled.
+
+    What it places is a placement of another problem: :func:`refresh` gives it its loads back.
+    """
+    p = problem
+    hbm, ddr = max(float(p.hbm_cap.max()), 1.0), max(float(p.ddr_cap.max()), 1.0)
+    size = p.hbm / hbm + p.ddr / ddr
+    starts = p.shard_ptr[:-1]
+    by_size = replace(
+        p, perf=size, option_perf=np.add.reduceat(size, starts), option_max=np.maximum.reduceat(size, starts)
+    )
+    room = p.hbm_cap / hbm + p.ddr_cap / ddr
+    return Placer(by_size, base=room.max() - room)
 
 
 def refresh(problem: Problem, at: Placement) -> Placement:

@@ -6,9 +6,8 @@ import copy
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -21,7 +20,7 @@ from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner
 from recinfer.distributed.planner.perf_models import NoopPerfModel
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.distributed.planner.planner_base import Callbacks, EmbeddingPlannerBase, to_sharding_plan
-from recinfer.distributed.planner.problem import Problem, first_of_least, lower_bound, make_problem
+from recinfer.distributed.planner.problem import lower_bound, make_problem
 from recinfer.distributed.planner.proposers import GreedyProposer, UniformProposer
 from recinfer.distributed.planner.search import SearchReport, search
 from recinfer.distributed.planner.space import SearchSpace
@@ -45,9 +44,7 @@ from recinfer.distributed.types import (
     ModuleSharder,
     ShardingPlan,
 )
-
-if TYPE_CHECKING:
-    pass
+from recinfer.errors import ConfigError
 
 __all__ = ["EmbeddingPlannerBase", "EmbeddingShardingPlanner", "create_planner", "to_sharding_plan"]
 
@@ -60,8 +57,8 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
     """Plans embedding tables for a topology.
 
     With no ``proposer``, ``partitioner``, ``performance_model`` or ``callbacks`` given, the default search runs: all
-    options as arrays, a start near the lower bound (and from uniform and greedy choices), then a local search on the
-    bottleneck rank. With any of them given, they run as documented: proposals are partitioned and rated one by one.
+    options as arrays, starts near the lower bound, then a local search on the bottleneck rank. With any of them given,
+    they run as documented: proposals are partitioned and rated one by one.
 
     Args:
         topology: hardware; default that of the process group.
@@ -114,6 +111,10 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
         self._performance_model = performance_model or NoopPerfModel(self._topology)
         self._plan_loader = plan_loader
         self._pinned = list(pinned.tables) if isinstance(pinned, Plan) else list(pinned or [])
+        if self._pinned and self._classic:
+            raise ConfigError(
+                "pinned tables need the default search; leave out proposer, partitioner, performance_model and callbacks"
+            )
         self.report: SearchReport | None = None
         self.last_plan: Plan | None = None
 
@@ -182,7 +183,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
     ) -> tuple[list[ShardingOption], int, int]:
         pins = pin_tables(space, self._pinned, self._topology) if self._pinned else None
         problem = make_problem(space, reserved, pins)
-        found, report = search(problem, deadline=deadline, starts=_starts(space, problem))
+        found, report = search(problem, deadline=deadline)
         if found is None:
             enumerator = self._enumerator
             assert isinstance(enumerator, EmbeddingEnumerator)
@@ -190,7 +191,7 @@ class EmbeddingShardingPlanner(EmbeddingPlannerBase):
             def estimator(topology: Topology) -> Any:
                 return enumerator.estimate_of(space.tables, topology)
 
-            raise PlannerError(explain(space, problem, reserved, estimator), error_type(problem))
+            raise PlannerError(explain(space, problem, reserved, estimator, pinned=self._pinned), error_type(problem))
         self.report = report
         self.last_plan = build_plan(space, problem, found, report, reserved, batch_size=self._batch_size)
         options = sorted(chosen_options(problem, found), key=lambda pair: int(space.option_table[pair[0]]))
@@ -280,24 +281,6 @@ def _as_feedback(
     result: tuple[bool, float | None], proposal: list[ShardingOption], topology: Topology
 ) -> tuple[bool, list[ShardingOption], float | None, Topology]:
     return result[0], proposal, result[1], topology
-
-
-def _starts(space: SearchSpace, problem: Problem) -> list[np.ndarray]:
-    """Choices that the greedy and uniform proposers would make first: each unit's best by slowest shard, and every
-    (sharding type, kernel) that all units offer."""
-    allowed = np.where(problem.possible, problem.option_max, np.inf)
-    least = np.minimum.reduceat(allowed, problem.unit_ptr[:-1])
-    if not np.isfinite(least).all():
-        return []
-    starts = [first_of_least(problem, allowed, least)]
-    first = np.array([problem.space_options(o)[0] for o in range(problem.mode.size)])
-    label = space.option_type[first] * 100 + space.option_kernel[first]
-    for value in np.unique(label):
-        only = np.where((label == value) & problem.possible, problem.option_perf, np.inf)
-        best = np.minimum.reduceat(only, problem.unit_ptr[:-1])
-        if np.isfinite(best).all():
-            starts.append(first_of_least(problem, only, best))
-    return starts
 
 
 def create_planner(device: torch.device, batch_size: int, world_size: int | None = None) -> EmbeddingShardingPlanner:

@@ -6,6 +6,7 @@ a *unit*: one table, or several that must share ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,23 +33,27 @@ from recinfer.distributed.planner.estimates import (
     FloatN,
     IntN,
     ShardArrays,
+    row_shares,
 )
 from recinfer.distributed.planner.plan import column_unit
 from recinfer.distributed.planner.topology import Topology
 from recinfer.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
+from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import DataType
 
 __all__ = ["SearchSpace", "TableInfo", "build_space", "column_pieces"]
 
 KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "quant", "quant_uvm", "quant_uvm_caching")
 KERNEL_CODES = {name: code for code, name in enumerate(KERNELS)}
+_CACHED = [KERNEL_CODES[name] for name in ("fused_uvm_caching", "quant_uvm_caching")]
+_ON_HOST = [*_CACHED, KERNEL_CODES["fused_uvm"], KERNEL_CODES["quant_uvm"]]
 
 Estimate = Callable[[ShardArrays], tuple[FloatN, IntN, IntN]]
 
 
 @dataclass(frozen=True, eq=False)
 class TableInfo:
-    """All the planner knows of one table."""
+    """All the planner knows of one table; raises ConfigError for figures that no table has."""
 
     module_path: str
     name: str
@@ -76,6 +81,23 @@ class TableInfo:
     feature_names: tuple[str, ...] = ()
     constraints: ParameterConstraints | None = None
     sharder: Any = None
+
+    def __post_init__(self) -> None:
+        figures = (
+            ("pooling_factors", self.input_lengths, "0 or more", lambda x: 0 <= x < math.inf),
+            ("num_poolings", self.num_poolings, "0 or more", lambda x: 0 <= x < math.inf),
+            ("batch_sizes", self.batch_sizes, "1 or more", lambda x: x >= 1),
+            ("min_partition", self._given(self.min_partition), "1 or more columns", lambda x: x >= 1),
+            ("load_factor of the cache", self._given(self.cache_ratio), "0 to 1", lambda x: 0 <= x <= 1),
+        )
+        for name, values, expected, holds in figures:
+            for value in values:
+                if not holds(value):
+                    raise ConfigError(f"table {self.name!r}: {name} is {value}; expected {expected}")
+
+    @staticmethod
+    def _given(value: float | None) -> tuple[float, ...]:
+        return () if value is None else (value,)
 
     @property
     def fqn(self) -> str:
@@ -164,7 +186,8 @@ def build_space(
     option_table = np.repeat(np.arange(len(tables)), num)
     option_type = np.array([TYPE_CODES[s] for t in tables for s, _ in t.offers], np.int64)
     option_kernel = np.array([KERNEL_CODES[k] for t in tables for _, k in t.offers], np.int64)
-    geometry = _geometry(tables, topology, column_unit_of or (lambda t: 4), option_table, option_type)
+    unit_of = column_unit_of or (lambda t: 4)
+    geometry = _geometry(tables, topology, unit_of, option_table, option_type, np.isin(option_kernel, _ON_HOST))
     space = SearchSpace(tables, option_ptr, option_table, option_type, option_kernel, *geometry)
     arrays = shard_arrays(space, topology)
     perf, hbm, ddr = estimate(arrays)
@@ -188,8 +211,12 @@ def _geometry(
     unit_of: Callable[[TableInfo], int],
     option_table: IntN,
     option_type: IntN,
+    on_host: npt.NDArray[np.bool_],
 ) -> tuple[IntN, IntN, IntN, IntN]:
-    """Rectangles of all options, vectorised: a grid of ``down`` x ``across`` pieces, column by column."""
+    """Rectangles of all options, vectorised: a grid of ``down`` x ``across`` pieces, column by column.
+
+    Pieces are alike, but for the rows of a row-wise table over ranks of unequal memory: they are in proportion to it.
+    """
     world, local = topology.world_size, topology.local_world_size
     rows = np.array([t.rows for t in tables], np.int64)[option_table]
     cols = np.array([t.cols for t in tables], np.int64)[option_table]
@@ -220,6 +247,13 @@ def _geometry(
     i_across = np.where(option_type[shard_option] == DP, 0, index // s_down)
     start = np.minimum(i_down * block, s_rows)
     height = np.minimum(block, s_rows - start)
+    for host in (False, True):
+        if (shares := row_shares(topology, host)) is not None:
+            pieces = np.flatnonzero((option_type == RW)[shard_option] & (on_host[shard_option] == host))
+            edges = np.concatenate([[0.0], np.cumsum(shares)])
+            edges[-1] = 1.0
+            first, last = (np.floor(s_rows[pieces] * edges[index[pieces] + i]).astype(np.int64) for i in (0, 1))
+            start[pieces], height[pieces] = first, last - first
     rect = np.stack([start, height, i_across * width[shard_option], width[shard_option]], axis=1)
     uniform = (option_type == RW) | (option_type == DP)
     fixed = np.where(uniform[shard_option], index, -1)
@@ -242,8 +276,7 @@ def shard_arrays(space: SearchSpace, topology: Topology) -> ShardArrays:
         return np.array([get(t) for t in tables], dtype)
 
     kernel = space.option_kernel
-    cached = np.isin(kernel, (KERNEL_CODES["fused_uvm_caching"], KERNEL_CODES["quant_uvm_caching"]))
-    on_host = cached | np.isin(kernel, (KERNEL_CODES["fused_uvm"], KERNEL_CODES["quant_uvm"]))
+    cached, on_host = np.isin(kernel, _CACHED), np.isin(kernel, _ON_HOST)
     given = column(lambda t: np.nan if t.cache_ratio is None else t.cache_ratio)[o]
     ratio = np.where(cached, np.where(np.isnan(given), UVM_CACHING_RATIO, given), 0.0)
     bandwidth = np.empty(space.num_options)

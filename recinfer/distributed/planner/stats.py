@@ -202,6 +202,7 @@ def _bound_lines(ranks: _RankSums, report: SearchReport | None) -> list[str]:
         lines.append(
             f"Lower bound: {report.lower_bound:.4g} ms for any plan with these options; "
             f"this plan is at {ranks.total[worst] / max(report.lower_bound, 1e-300):.4f} of it"
+            + (", and proven optimal: no plan is at less" if report.proven else "")
         )
         lines.append(f"Found by: {report.source}, {report.moves} improving moves")
     return lines
@@ -319,7 +320,10 @@ def format_plan(plan: Plan, *, max_tables: int = 60) -> list[Any]:
     head = f"{len(plan.tables)} tables on {plan.world_size} {plan.compute_device} rank(s), plan {plan.hash[:12]}"
     if "max_perf_ms" in e:
         head += f"; busiest rank {e['max_perf_ms']:.4g} ms a batch of {e.get('batch_size', '?')}"
-        head += f", lower bound {e['lower_bound_ms']:.4g} ms (gap {e['gap']:.3f})"
+        of_bound = (
+            ", all of it the bound's: the plan is optimal" if e.get("proven_optimal") and e["gap"] > 1.001 else ""
+        )
+        head += f", lower bound {e['lower_bound_ms']:.4g} ms (gap {e['gap']:.3f}{of_bound})"
     parts: list[Any] = [Text(head)]
     if "perf_ms_per_rank" in e:
         parts.append(_rank_renderable(plan, Table))

@@ -119,7 +119,10 @@ class CollectiveType(Enum):
 
 
 class GeneralizedCommsBandwidth(abc.ABC):
-    """Bandwidth of a collective as a function of the group; derive from it to model a real network."""
+    """Bandwidth of a collective as a function of the group; derive from it to model a real network.
+
+    A class that defines :meth:`get_bw` alone is enough: the two figures below come from it then.
+    """
 
     @abc.abstractmethod
     def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
@@ -243,6 +246,11 @@ class Topology:
             raise ConfigError(f"compute_device {compute_device!r}; expected cuda, cpu or mtia")
         if world_size < 1:
             raise ConfigError(f"world_size {world_size}; expected at least 1")
+        memories = {"hbm_mem_bw": hbm_mem_bw, "ddr_mem_bw": ddr_mem_bw, "hbm_to_ddr_mem_bw": hbm_to_ddr_mem_bw}
+        links = {"intra_host_bw": intra_host_bw, "inter_host_bw": inter_host_bw}
+        for name, figure in (memories | links).items():
+            if not figure > 0:
+                raise ConfigError(f"{name} {figure}; expected bytes per millisecond above 0")
         local = min(local_world_size or world_size, world_size)
         if local < 1 or world_size % local:
             raise ConfigError(f"local_world_size {local} must divide world_size {world_size}")
@@ -250,7 +258,7 @@ class Topology:
         self._local_world_size = local
         self._pod_size = pod_size
         self._compute_device = compute_device
-        self._bandwidths = (hbm_mem_bw, ddr_mem_bw, hbm_to_ddr_mem_bw)
+        self._bandwidths = tuple(memories.values())
         self._ssd = (ssd_cap or 0, ssd_mem_bw)
         self._comms = generalized_comms_bandwidths or BasicCommsBandwidths(inter_host_bw, intra_host_bw)
         self._bwd_compute_multiplier = bwd_compute_multiplier
@@ -329,15 +337,34 @@ class Topology:
         """The links between ranks."""
         return self._comms
 
+    def collective_bw(
+        self, collective: CollectiveType, world_size: int | None = None, local_world_size: int | None = None
+    ) -> float:
+        """(ours) Bytes per millisecond of a collective over ``world_size`` ranks (default all), so many of them a host.
+
+        Raises:
+            ConfigError: the bandwidths given to this topology answer with a figure that is not above 0.
+        """
+        local = self._local_world_size if local_world_size is None else local_world_size
+        world = self._world_size if world_size is None else world_size
+        found = self._comms.get_bw(local, world, collective)
+        if not found > 0:
+            raise ConfigError(
+                f"{type(self._comms).__name__}: {found} bytes per millisecond for {collective.value} over {world} ranks, "
+                f"{local} a host; expected more than 0"
+            )
+        return float(found)
+
     @property
     def intra_host_bw(self) -> float:
-        """Within a host, bytes per millisecond."""
-        return self._comms.intra_host_bw
+        """Within a host, bytes per millisecond; of an all-to-all where the bandwidths do not name it."""
+        return self._comms.intra_host_bw or self.collective_bw(CollectiveType.ALL_TO_ALL, self._local_world_size)
 
     @property
     def inter_host_bw(self) -> float:
-        """Between hosts, bytes per millisecond."""
-        return self._comms.inter_host_bw
+        """Between hosts, bytes per millisecond; of an all-to-all of a rank a host where they do not name it."""
+        hosts = max(self._world_size // self._local_world_size, 2)
+        return self._comms.inter_host_bw or self.collective_bw(CollectiveType.ALL_TO_ALL, hosts, 1)
 
     @property
     def bwd_compute_multiplier(self) -> float:
@@ -358,7 +385,9 @@ class Topology:
         """What makes two topologies plan alike, as plain data."""
         caps = tuple((d.storage.hbm, d.storage.ddr) for d in self._devices)
         factors = (self._bwd_compute_multiplier, self._weighted_multiplier, self._uneven_multiplier)
-        links = (self.intra_host_bw, self.inter_host_bw)
+        links: tuple[float, ...] = (self.intra_host_bw, self.inter_host_bw)
+        if type(self._comms) is not BasicCommsBandwidths:
+            links += tuple(self.collective_bw(collective) for collective in CollectiveType)
         sizes = (self._world_size, self._local_world_size, self._compute_device)
         hardware = None if self.hardware is None else self.hardware.to_json()
         return (*sizes, caps, self._bandwidths, links, factors, hardware)
