@@ -20,6 +20,7 @@ from recinfer.errors import ConfigError, DeadlineError, InputError, OverloadedEr
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine import dispatcher
+from recinfer.serving.engine.memory_budget import UNCOUNTED
 from recinfer.serving.engine.request import Request
 from recinfer.serving.engine.run_cost import RunCost
 from recinfer.serving.engine.scheduler import BatchConfig, Entry, Scheduler
@@ -350,6 +351,8 @@ def test_overload_on_the_wire(predictor: Predictor, monkeypatch: pytest.MonkeyPa
 def test_a_caller_that_is_gone_is_no_error_of_ours(predictor: Predictor):
     class Gone:
         """A call whose client has gone: gRPC cannot send it a status."""
+
+        ticket = UNCOUNTED
 
         def time_remaining(self) -> float:
             return -1.0

@@ -54,7 +54,7 @@ def test_field_numbers_are_the_wire_contract():
         "NamedTensor": {"name": 1, "shape": 2, "values": 3},
         "PredictResponse": {"outputs": 1, "model_version": 2, "missing_ranks": 3},
         "GetModelRequest": {"model": 1, "version": 2},
-        "FeatureInfo": {"name": 1, "table": 2, "rows": 3, "dim": 4, "pooled": 5},
+        "FeatureInfo": {"name": 1, "table": 2, "rows": 3, "dim": 4, "pooled": 5, "missing": 6},
         "ModelInfo": {
             "name": 1, "version": 2, "features": 3, "num_dense": 4, "precision": 5, "plan_hash": 6,
             "feature_contract": 7, "needs_weights": 8,

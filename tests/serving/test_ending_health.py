@@ -9,9 +9,14 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from recinfer.serving.server.health import EndingHealth
-from tests.serving.asked import turns
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def turns() -> None:
+    """Some turns of the event loop: what was ready, and what that makes ready, has run."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 class Call:

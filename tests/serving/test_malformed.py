@@ -13,10 +13,12 @@ import pytest
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.engine.store import ModelStore
 from recinfer.serving.server.server import Server
+from recinfer.serving.shards.messages import decode_failure
 from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.wire.proto import admin_pb2
 from recinfer.serving.wire.proto import shards_pb2 as pb
 from tests.serving.remote.fleet import shard
+from tests.serving.remote.test_frames import Asker
 
 NAMES = ["x" * 256, "\u00e9" * 200, "x" * 5000, "/".join(["x" * 200] * 30)]
 IDS = ["long", "long in UTF-8", "longer than a path", "a long path"]
@@ -92,5 +94,10 @@ def test_a_shard_refuses_arrays_of_odd_length(ranks: ShardServer, field: str):
         part.ids = b""
     setattr(part, field, bytes(17))
     request = pb.ShardRequest(version=ranks.tables.keys()[0], batch_size=1, parts=[part])
-    code, details = refused(ranks.target, "/recinfer.v1.Shards/Find", request.SerializeToString())
-    assert (code, field.split("_")[0] in details) == (grpc.StatusCode.INVALID_ARGUMENT, True), details
+    asker = Asker(ranks._listener).open()
+    answer, code, details = asker.ask(request.SerializeToString())
+    asker.close()
+    failure = None if answer is None else decode_failure(answer)
+    if failure is not None:
+        code, details = failure
+    assert (code, field.split("_")[0] in details) == ("INVALID_ARGUMENT", True), details

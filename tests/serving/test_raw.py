@@ -11,6 +11,7 @@ import torch
 
 from recinfer.data.contract import DenseFeature, FeatureContract, Hash, Identity, SparseFeature
 from recinfer.errors import InputError
+from recinfer.inference.lookups import run_now
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.client.columns import as_raw
 from recinfer.serving.engine.decoded_path import InferenceService
@@ -230,8 +231,8 @@ def test_context_on_the_wire(predictor: object):
     data = codec.encode_predict_request(dense, features, context=context)
     got = codec.decode_predict_response(service.predict(data))[0]["output"]
     assert torch.equal(got, predictor.predict(dense, features, context)["output"])
-    calls = [service.decode_predict(data), service.decode_predict(codec.encode_predict_request(*make_request(3, 2)))]
-    merged = [codec.decode_predict_response(answer)[0]["output"] for answer in service.run(calls)]
+    calls = [service.decode("Predict", each) for each in (data, codec.encode_predict_request(*make_request(3, 2)))]
+    merged = [codec.decode_predict_response(answer)[0]["output"] for answer in run_now(service.run(calls))]
     torch.testing.assert_close(merged[0], got, rtol=0, atol=1e-6)
     assert merged[1].shape == (2, 1)
-    assert calls[0].lane == calls[1].lane
+    assert calls[0].key == calls[1].key
