@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -221,6 +221,7 @@ class DecodedRuns:
     def __init__(self, service: InferenceService, scheduler: Scheduler) -> None:
         self._service, self._scheduler = service, scheduler
         self._under_way = 0
+        self._lock = threading.Lock()
 
     def submit(self, request: Request) -> None:
         """Have a request wait for a worker."""
@@ -267,14 +268,20 @@ class DecodedRuns:
     def _run(self, group: Sequence[tuple[Request, DecodedRequest]]) -> None:
         start = time.monotonic()
         steps = self._service.run([decoded for _, decoded in group])
-        done = functools.partial(self._done, group, start)
-        self._under_way += 1
         self._scheduler.begin()
-        if group[0][1].model.predictor.lookups.is_remote:
-            deadline = max(request.deadline for request, _ in group)
-            run_steps(steps, deadline, done, self._scheduler.on_worker)
-        else:
-            done(run_now(steps))
+        if not group[0][1].model.predictor.lookups.is_remote:
+            self._done(group, start, _answers(steps))
+            return
+        with self._lock:
+            self._under_way += 1
+
+        def done(answers: Sequence[bytes | Exception] | Exception) -> None:
+            with self._lock:
+                self._under_way -= 1
+            self._done(group, start, answers)
+            self._scheduler.run_ready()
+
+        run_steps(steps, max(request.deadline for request, _ in group), done, self._scheduler.on_worker)
 
     def _done(
         self,
@@ -282,11 +289,16 @@ class DecodedRuns:
         start: float,
         answers: Sequence[bytes | Exception] | Exception,
     ) -> None:
-        self._under_way -= 1
         self._scheduler.done(len(group), sum(decoded.samples for _, decoded in group), time.monotonic() - start)
         for at, (request, _) in enumerate(group):
             request.reply(answers if isinstance(answers, Exception) else answers[at])
-        self._scheduler.run_ready()
+
+
+def _answers(steps: Steps[list[bytes | Exception]]) -> Sequence[bytes | Exception] | Exception:
+    try:
+        return run_now(steps)
+    except Exception as error:
+        return error
 
 
 def _predict_steps(call: DecodedRequest) -> Steps[Any]:
