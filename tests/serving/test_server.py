@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import signal
@@ -19,6 +20,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from recinfer.errors import ConfigError, InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.engine.request import Request
+from recinfer.serving.server.grpc_call import CoreCall
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
@@ -328,6 +331,27 @@ def test_a_server_that_stops_waits_until_its_last_answers_are_taken(
             assert answer.result(90).pooled.values().shape == (4000, 4 * DIM)
             stopped.result(90)
         monkeypatch.undo()
+
+
+def test_calls_that_are_over_leave_nothing_to_the_garbage_collector(predictor: Predictor):
+    """What a request holds is let go with its answer: in a cycle of references it would wait for a collection."""
+    dense, features = make_request(1, 2)
+    with Server({"tiny": predictor}) as server, InferenceClient(server.target, timeout=60) as client:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(20):
+                client.lookup(features)
+                client.predict(dense, features)
+                with pytest.raises(InputError):
+                    client.predict(dense[:, :1].contiguous(), features)
+
+            def left() -> int:
+                return sum(isinstance(each, Request | CoreCall) for each in gc.get_objects())
+
+            until(lambda: left() <= 3)  # of the last call gRPC's thread may hold something
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -45,12 +45,13 @@ class Request:
     def reply(self, answer: bytes | Exception) -> None:
         """Give the answer; only the first one counts."""
         reply, self._reply = self._reply, None
+        self.waits = None  # it may lead back to this request, and what it holds would wait for the garbage collector
         if reply is not None:
             reply(answer)
 
     def drop(self) -> None:
         """Nobody waits for the answer any more."""
-        self._reply = None
+        self._reply = self.waits = None
 
     @property
     def is_dropped(self) -> bool:

@@ -131,7 +131,7 @@ class CoreCall:
         self._task: asyncio.Task[None] | None = None
         self._opened = self._listens = False
         self._end = threading.Lock()  # taken by who ends it, or listens
-        self._gone: Callable[[], None] = self._leave_soon
+        self._gone: Callable[[], None] | None = None  # in place of the end of its task
         self._sending: Any = None  # gRPC's call while its answer is on the way
 
     # -- on gRPC's thread
@@ -182,8 +182,9 @@ class CoreCall:
 
     def _closed(self, event: Any) -> None:
         self._finished(event)
+        gone, self._gone = self._gone or self._leave_soon, None
         if event.batch_operations[0].cancelled():
-            self._gone()
+            gone()
 
     def _leave_soon(self) -> None:
         self._server.loop.call_soon_threadsafe(self._leave)
