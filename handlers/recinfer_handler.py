@@ -48,7 +48,8 @@ class RecinferHandler:
         self._max_answer = int(config.get("max_response_bytes", 6_500_000)) // batch_size - _ANSWER_HEAD
         limits = Limits(max_response_bytes=max(1, self._max_answer))
         service = InferenceService(ModelRegistry({predictor.manifest.model: predictor}), limits)
-        self._dispatcher = Dispatcher(service, BatchConfig(), threads=1)
+        # TorchServe's own queue is the bound: what it hands over is answered.
+        self._dispatcher = Dispatcher(service, BatchConfig(max_queue=2**31 - 1), threads=1)
 
     def handle(self, data, context):
         """Answer a batch of requests: those that may share a lookup and a dense run do; one that fails, fails alone."""

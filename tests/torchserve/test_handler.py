@@ -120,3 +120,13 @@ def test_a_feature_left_out_is_named_in_either_form(archive: Path, predictor: Pr
     made, context = handler(archive, [{}, {"Content-Type": "application/json"}])
     for answer in made.handle(rows, context):
         assert json.loads(answer)["error"] == {"code": "INVALID_ARGUMENT", "message": str(inside.value)}
+
+
+def test_a_batch_may_be_longer_than_a_servers_queue(archive: Path, predictor: Predictor, runs: list[int]):
+    """TorchServe has taken its requests already: none is refused for their number."""
+    request = make_request(1, 1)
+    made, context = handler(archive, [{}] * 600)
+    answers = made.handle([{"body": codec.encode_predict_request(*request)}] * 600, context)
+    expected = predictor.predict(*request)["output"]
+    for answer in answers:
+        torch.testing.assert_close(codec.decode_predict_response(answer)[0]["output"], expected, **TOLERANCE)

@@ -49,10 +49,10 @@ class FanOuts:
 
     def start(self, request: Request, plain: PlainRequest) -> None:
         """Ask the shards for a request, now or when fewer are asked."""
+        self._scheduler.queue.admit(request.deadline)
         if self.can_start():
             self._ask(request, plain)
             return
-        self._scheduler.queue.admit(request.deadline)
         self._scheduler.submit(self, Entry(request, None, plain.batch, plain))
 
     # -- for the scheduler

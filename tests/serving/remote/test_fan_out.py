@@ -349,6 +349,17 @@ def test_a_request_that_is_too_long_for_a_shard_is_the_callers_fault(tmp_path: P
             assert fan_out.pool.everyone()[0].up
 
 
+@pytest.mark.parametrize("shift", [0, 100_000], ids=["plain", "an id out of range"])
+def test_a_full_queue_refuses_whatever_way_a_request_would_take(tmp_path: Path, shift: int):
+    with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
+        paths, request = BytePath(service), make_request(3, longest=1)
+        for _ in range(paths.scheduler.config.max_queue):
+            paths.scheduler.queue.enter()
+        request.values()[:] += shift
+        with pytest.raises(OverloadedError, match="512 requests waiting, its limit"):
+            paths.begin("Lookup", codec.encode_lookup_request(request), lambda found: None)
+
+
 def test_one_request_after_another_waits_for_nobody(tmp_path: Path):
     """More requests at a time than there are connections, and each is answered with its own rows."""
     with served(make_archive(tmp_path, "row_wise"), tmp_path) as service:
