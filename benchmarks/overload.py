@@ -71,7 +71,7 @@ def serve_on(cores: set[int], archive: str, batching: BatchConfig, pipe: Any) ->
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(1)
     predictor = load(archive)
-    tune_process()  # as recinfer.serving.server.server.serve does
+    tune_process()  # as recinfer.serving.server.run.serve does
     with Server({"bench": predictor}, batching=batching) as server:
         pipe.send(server.port)
         asked = ""

@@ -102,7 +102,7 @@ def request(batch: int) -> tuple[torch.Tensor, KeyedJaggedTensor]:
 def serve_ours(archive: str, batching: BatchConfig, pipe: Any) -> None:
     torch.set_num_threads(1)
     predictor = load(archive)
-    tune_process()  # as recinfer.serving.server.server.serve does
+    tune_process()  # as recinfer.serving.server.run.serve does
     with Server({"bench": predictor}, batching=batching) as server:
         pipe.send(server.port)
         while server.scheduler is not None:

@@ -36,7 +36,7 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
     """
     from recinfer.serving.engine.registry import ModelRegistry
     from recinfer.serving.engine.store import StoreManager
-    from recinfer.serving.server.server import serve
+    from recinfer.serving.server.run import serve
     from recinfer.serving.workers.worker import WorkerLink
 
     address = options.address

@@ -31,7 +31,9 @@ from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 __all__ = [
     "Ask",
+    "Begin",
     "Found",
+    "FoundCallback",
     "LocalLookups",
     "Lookups",
     "LookupsOf",
@@ -86,6 +88,14 @@ class Part:
         return self.info.is_weighted and self.positions is None
 
 
+FoundCallback = Callable[["Found | None", "Exception | None"], None]
+"""Given what was found, or the error; once, on any thread."""
+
+Begin = Callable[["Sequence[Bags]", "Set[str] | None", float, FoundCallback], None]
+"""Takes requests and wanted features as :meth:`Lookups.find` does, the ``time.monotonic()`` after which nobody waits, and who is
+told."""
+
+
 class Lookups(Protocol):
     """The tables of an archive, wherever they are. ``parts`` in the manifest's order."""
 
@@ -120,19 +130,8 @@ class Lookups(Protocol):
         ...
 
     @property
-    def is_remote(self) -> bool:
-        """Whether the rows are on other hosts, so that lookups are waited for; see :meth:`begin`."""
-        ...
-
-    def begin(
-        self,
-        requests: Sequence[Bags],
-        present: Set[str] | None,
-        deadline: float,
-        done: Callable[[Found | None, Exception | None], None],
-    ) -> None:
-        """:meth:`find` of remote rows without waiting: ``done`` is given what was found, or the error, on any thread;
-        ``deadline`` is of ``time.monotonic()``."""
+    def begin(self) -> Begin | None:
+        """:meth:`find` of rows on other hosts without waiting; None where the rows are here, and find waits for nothing."""
         ...
 
 
@@ -173,7 +172,7 @@ def run_steps(
     done: Callable[[T | Exception], None],
     resume: Callable[[Callable[[], None]], None],
 ) -> None:
-    """Run steps to their end without holding a thread while lookups on other hosts are waited for.
+    """Run steps whose lookups are on other hosts to their end, without holding a thread while those are waited for.
 
     Args:
         deadline: ``time.monotonic()`` after which nobody waits for the result.
@@ -189,7 +188,9 @@ def run_steps(
         except Exception as error:
             done(error)
         else:
-            ask.lookups.begin(ask.requests, ask.present, deadline, found)
+            begin = ask.lookups.begin
+            assert begin is not None, "rows that are here need no steps that wait: run_now"
+            begin(ask.requests, ask.present, deadline, found)
 
     def found(result: Found | None, error: Exception | None) -> None:
         if error is not None:
@@ -243,7 +244,7 @@ class LocalLookups:
     """
 
     away: Any = None
-    is_remote = False
+    begin: Begin | None = None
 
     def __init__(
         self,
@@ -285,16 +286,6 @@ class LocalLookups:
         if present is None:
             return Found([part(bags) for part in self.parts])
         return Found([None if present.isdisjoint(part.info.features) else part(bags) for part in self.parts])
-
-    def begin(
-        self,
-        requests: Sequence[Bags],
-        present: Set[str] | None,
-        deadline: float,
-        done: Callable[[Found | None, Exception | None], None],
-    ) -> None:
-        """See :class:`Lookups`."""
-        done(self.find(requests, present), None)
 
 
 def _direct(manifest: Manifest, part: _LocalPart) -> DirectTables | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from recinfer.serving.wire import codec
 from recinfer.serving.workers.supervisor import Supervisor
 from tests.serving.conftest import make_request
 
-__all__ = ["FAKE", "Load", "supervised", "supervising", "until"]
+__all__ = ["FAKE", "Load", "supervised", "supervising"]
 
 FAKE = """
 import json, os, pathlib, sys, time
@@ -131,10 +130,3 @@ class Load:
         for thread in self._threads:
             thread.join(90)
             assert not thread.is_alive()
-
-
-def until(condition: Any, seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)

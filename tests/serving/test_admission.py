@@ -7,7 +7,7 @@ import math
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -28,6 +28,7 @@ from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.wire import codec
 from tests.serving.conftest import make_request
+from tests.waiting import until
 
 PREDICT, LOOKUP = f"/{SERVICE_NAME}/Predict", f"/{SERVICE_NAME}/Lookup"
 LONG = 60.0
@@ -52,16 +53,6 @@ class Held:
 
 def small() -> bytes:
     return codec.encode_predict_request(*make_request(1, 2))
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait until a condition holds, a minute at most."""
-    waited = threading.Event()
-    for _ in range(6000):
-        if true():
-            return
-        waited.wait(0.01)
-    raise AssertionError("it did not come true")
 
 
 @contextmanager

@@ -6,8 +6,7 @@ import asyncio
 import math
 import queue
 import threading
-import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +27,7 @@ from recinfer.serving.server.grpc_methods import handler
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
 from tests.serving.conftest import make_request
+from tests.waiting import until
 
 LONG = 120.0
 
@@ -370,13 +370,6 @@ def test_a_caller_that_is_gone_is_no_error_of_ours(predictor: Predictor):
     with pytest.raises(asyncio.CancelledError):  # gRPC logs any other error with a traceback
         asyncio.run(handler("Lookup", too_late, server.observer)(b"", Gone()))
     assert server.stats.requests() == {("Lookup", "DEADLINE_EXCEEDED"): 1}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_concurrent_requests_share_runs_and_a_bad_one_fails_alone(predictor: Predictor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from recinfer.errors import UnavailableError
 from recinfer.serving.shards import server as shard_server
 from recinfer.serving.shards.busy import BusyShare, thread_seconds
+from recinfer.serving.shards.fan_out import waited_for
 from tests.serving.remote.fleet import asking, shard, write_shards
 from tests.serving.remote.test_direct import make_archive
 
@@ -97,6 +99,6 @@ def test_a_shard_server_says_how_busy_it_is(tmp_path: Path, monkeypatch: pytest.
             (replica,) = fan_out.pool.everyone()
             replica.versions.add("nobody has it")
             with pytest.raises(UnavailableError, match="has not prepared"):  # the server says so
-                fan_out.find("nobody has it", 1, {0: [[b""]]}, math.inf)
+                waited_for(partial(fan_out.begin, "nobody has it", 1, {0: [[b""]]}, math.inf)).result()
         assert 0.0 < server.status()["held"]["busy"] <= 1.0
         assert server._pool_seconds > 0.0

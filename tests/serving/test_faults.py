@@ -39,9 +39,10 @@ from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.proto import open_inference_pb2 as oip
 from tests.ports import free_port
 from tests.serving.conftest import make_request
-from tests.serving.supervised import Load, until
+from tests.serving.supervised import Load
 from tests.serving.test_batching import hold
 from tests.serving.test_hostile import BLAME, mutations
+from tests.waiting import until
 
 aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
 from recinfer.serving.server.http_site import HttpSite  # noqa: E402

@@ -24,8 +24,8 @@ from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server.telemetry.metrics import merge_statuses, only_counts
 from tests.serving.conftest import make_request
-from tests.serving.supervised import until
 from tests.serving.test_deltas import store
+from tests.waiting import until
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
 parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed (the serve extra)")

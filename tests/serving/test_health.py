@@ -25,7 +25,8 @@ from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire.proto import open_inference_pb2
 from tests.ports import free_port
-from tests.serving.remote.fleet import allowing_default_rows, asking, shard, until, write_shards
+from tests.serving.remote.fleet import allowing_default_rows, asking, shard, write_shards
+from tests.waiting import until
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

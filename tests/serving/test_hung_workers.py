@@ -22,7 +22,8 @@ from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.workers import changes, supervisor
 from recinfer.serving.workers.connection import PeerConnection
 from recinfer.serving.workers.process import WorkerProcess
-from tests.serving.supervised import FAKE, supervised, supervising, until
+from tests.serving.supervised import FAKE, supervised, supervising
+from tests.waiting import until
 
 _NEVER_S = 3600.0  # longer than any test
 _TIMEOUT_S = 5.0  # what a busy machine may take to answer, and a hung worker takes to be noticed

@@ -25,7 +25,7 @@ from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import open_inference_pb2 as pb
 from tests.serving.conftest import make_request
 from tests.serving.raw_http2 import RawHttp2, message
-from tests.serving.test_workers import until
+from tests.waiting import until
 
 MIB = 1 << 20
 BUDGET, MOST = 32 * MIB, 8 * MIB

@@ -18,7 +18,7 @@ from recinfer.serving.server import rest
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire.limits import Limits
 from tests.serving.conftest import ROWS
-from tests.serving.test_workers import until
+from tests.waiting import until
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
 

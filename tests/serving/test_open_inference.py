@@ -22,8 +22,8 @@ from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import open_inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.conftest import DIM, NUM_DENSE, make_request
-from tests.serving.supervised import until
 from tests.serving.test_sequences import predictors
+from tests.waiting import until
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
 triton_grpc = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed (the dev extra)")

@@ -34,7 +34,7 @@ from tests.archive.models import copy_with_missing
 from tests.ports import free_port
 from tests.serving.conftest import DIM, NUM_DENSE, ROWS, make_request
 from tests.serving.stubs import inference_stub
-from tests.serving.supervised import until
+from tests.waiting import until
 from tests.warm import Program, run_program
 
 BATCHES = [1, 2, 33]
@@ -358,7 +358,7 @@ def test_calls_that_are_over_leave_nothing_to_the_garbage_collector(predictor: P
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_stop_the_serving_process(archive: Path, number: signal.Signals):
     script = (
-        "import sys; from recinfer.inference.predictor import load; from recinfer.serving.server.server import serve\n"
+        "import sys; from recinfer.inference.predictor import load; from recinfer.serving.server.run import serve\n"
         "serve({'tiny': load(sys.argv[1])}, on_ready=lambda port: print(port, flush=True)); print('stopped', flush=True)"
     )
     with (
@@ -377,7 +377,7 @@ def test_a_signal_ends_serving_whatever_lock_this_thread_holds(archive: Path) ->
     code = (
         "import os, signal, sys, threading\n"
         "import recinfer\n"
-        "from recinfer.serving.server.server import serve\n"
+        "from recinfer.serving.server.run import serve\n"
         "class Interrupted(threading.Event):\n"
         "    def wait(self, timeout=None):\n"
         "        with self._cond:\n"

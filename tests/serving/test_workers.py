@@ -29,7 +29,8 @@ from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.workers.supervisor import Supervisor
 from tests.ports import free_port
 from tests.serving.conftest import replace_archive
-from tests.serving.supervised import FAKE, Load, supervised, supervising, until
+from tests.serving.supervised import FAKE, Load, supervised, supervising
+from tests.waiting import until
 from tests.warm import RECINFER, Program, run_program
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("socket"), "SO_REUSEPORT"), reason="needs SO_REUSEPORT")

@@ -29,6 +29,7 @@ __all__ = ["DecodedRequest", "DecodedRuns", "InferenceService"]
 
 _FLOAT_BYTES = 4
 _DECODED = 2  # bytes of the parsed message and its arrays, for one of the message
+_FEW_BYTES = 64 << 10
 _SHARED_BYTES = 64 << 10  # a longer request is decoded by a worker of its own
 _MOST_SHARED = 64
 _MOST_UNDER_WAY = 64  # runs that wait for shards
@@ -198,8 +199,8 @@ class InferenceService:
         """Bytes of the vectors that a lookup gives, at most."""
         ids, batch = features.values.size, features.batch
         taken = _FLOAT_BYTES * (batch * model.pooled_width + ids * model.sequence_width)
-        if taken <= min(_SHARED_BYTES, self.limits.max_response_bytes):
-            return taken
+        if taken <= min(_FEW_BYTES, self.limits.max_response_bytes):
+            return taken  # of all features: for so few it is not looked at which the request has
         pooled, sequence = model.widths_of(features.keys)
         taken = _FLOAT_BYTES * (batch * pooled + ids * sequence)
         if taken > self.limits.max_response_bytes:
@@ -269,7 +270,7 @@ class DecodedRuns:
         start = time.monotonic()
         steps = self._service.run([decoded for _, decoded in group])
         self._scheduler.begin()
-        if not group[0][1].model.predictor.lookups.is_remote:
+        if group[0][1].model.predictor.lookups.begin is None:
             self._done(group, start, _answers(steps))
             return
         with self._lock:

@@ -6,4 +6,6 @@ from recinfer.lazy import lazy_names
 
 __all__ = ["Server", "serve"]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "recinfer.serving.server.server"))
+__getattr__, __dir__ = lazy_names(
+    __name__, {"Server": "recinfer.serving.server.server", "serve": "recinfer.serving.server.run"}
+)

@@ -81,15 +81,18 @@ class Owner(Protocol):
 
 
 class Method:
-    """What answers the calls of one path."""
+    """What answers the calls of one path: ``dispatch`` takes its messages as they come; without it they are ``handler``'s."""
 
     __slots__ = ("bounds", "dispatch", "handler", "path", "read", "streams_in", "streams_out", "write")
 
     def __init__(self, path: str, handler: Any, dispatch: Dispatch | None, bounds: Bounds) -> None:
         self.path, self.handler, self.dispatch, self.bounds = path, handler, dispatch, bounds
-        self.streams_in, self.streams_out = handler.request_streaming, handler.response_streaming
-        self.read = handler.request_deserializer or bytes
-        self.write = handler.response_serializer or bytes
+        self.streams_in = self.streams_out = False
+        self.read: Any = bytes
+        self.write: Any = bytes
+        if handler is not None:
+            self.streams_in, self.streams_out = handler.request_streaming, handler.response_streaming
+            self.read, self.write = handler.request_deserializer or bytes, handler.response_serializer or bytes
 
 
 class CoreCall:

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import logging
 import os
-import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,7 +34,6 @@ from recinfer.serving.server.grpc_methods import (
     deadline,
     dispatched,
     generic_handler,
-    until_signalled,
 )
 from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.loop import run_on_loop
@@ -44,7 +42,6 @@ from recinfer.serving.server.open_inference_grpc import OpenInference
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.metrics import ServerMetrics, Status
 from recinfer.serving.server.telemetry.observe import Observer
-from recinfer.serving.server.tuning import tune_process
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import admin_pb2, open_inference_pb2
 from recinfer.serving.wire.proto import inference_pb2 as pb
@@ -54,7 +51,7 @@ if TYPE_CHECKING:
     from recinfer.serving.server.rest import RestServer
     from recinfer.serving.server.telemetry.metrics_http import MetricsServer
 
-__all__ = ["SERVICE_NAME", "Server", "serve"]
+__all__ = ["SERVICE_NAME", "Server", "Shards"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
@@ -334,17 +331,15 @@ class Server:
         return {f"/{SERVICE_NAME}/{call}": dispatched(call, dispatcher, self.observer) for call in calls}
 
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """Of all services. Lookup and Predict are dispatched before their handlers; reflection and routing know them by these."""
+        """Of all methods but those that are dispatched."""
 
         def handlers(service: str, calls: Mapping[str, Answer]) -> grpc.GenericRpcHandler:
             return generic_handler(service, calls, self.observer)
 
-        ours: dict[str, Answer] = {
-            "Lookup": functools.partial(self._ask, "Lookup"),
-            "Predict": functools.partial(self._ask, "Predict"),
-            "GetModel": self._get_model,
-        }
-        found = [handlers(SERVICE_NAME, ours), handlers(OPEN_INFERENCE, self.open_inference.calls())]
+        found = [
+            handlers(SERVICE_NAME, {"GetModel": self._get_model}),
+            handlers(OPEN_INFERENCE, self.open_inference.calls()),
+        ]
         if self.admin_calls:
             through = self._admin_through
             calls = self.admin_calls
@@ -380,61 +375,3 @@ def _pool_of_everything() -> DescriptorPool:
     ):
         pool.AddSerializedFile(file.serialized_pb)
     return pool
-
-
-def serve(
-    predictors: Mapping[str, Predictor] | Iterable[ServedModel] | ModelRegistry,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    *,
-    limits: Limits | None = None,
-    http_port: int | None = None,
-    metrics_port: int | None = None,
-    batching: BatchConfig | None = None,
-    security: Security | None = None,
-    share_port: bool = False,
-    admin: ModelStore | StoreManager | None = None,
-    admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
-    shards: Shards | None = None,
-    serving: bool = True,
-    grace: float = 10.0,
-    on_ready: Callable[[int], None] | None = None,
-    on_start: Callable[[Server], None] | None = None,
-    on_hangup: Callable[[], None] | None = None,
-    stop: threading.Event | None = None,
-) -> None:
-    """Serve until SIGTERM or SIGINT (Ctrl-C), then drain for up to ``grace`` seconds. Call from the main thread.
-
-    Args:
-        http_port, metrics_port, batching, security, share_port, admin, admin_through, shards, serving: as
-            :class:`Server` has them.
-        stop: set by someone else to end serving, as a signal does.
-        on_ready: called with the bound port once requests are accepted.
-        on_start: called with the server before that, when its models are in place.
-        on_hangup: called at each SIGHUP, which ends the process when this is None.
-    """
-    tune_process()
-    server = Server(
-        predictors,
-        host,
-        port,
-        limits=limits,
-        http_port=http_port,
-        metrics_port=metrics_port,
-        batching=batching,
-        security=security,
-        share_port=share_port,
-        admin=admin,
-        admin_through=admin_through,
-        shards=shards,
-        serving=serving,
-    )
-
-    def start() -> None:
-        if on_start is not None:
-            on_start(server)
-        server.start()
-        if on_ready is not None:
-            on_ready(server.port)
-
-    until_signalled(start, lambda: server.stop(grace), wanted=stop, on_hangup=on_hangup)

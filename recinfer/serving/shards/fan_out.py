@@ -4,7 +4,6 @@ fails. Here are what requests share: the replicas, how many hedges may be sent, 
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 from recinfer.archive.manifest import Manifest
 from recinfer.errors import ConfigError
-from recinfer.serving.shards.fan_out_request import Answers, Asked, FanOutCallback, FanOutRequest, Fits
+from recinfer.serving.shards.fan_out_request import Asked, FanOutCallback, FanOutRequest, Fits
 from recinfer.serving.shards.messages import Parts
 from recinfer.serving.shards.replicas import ReplicaPool
 from recinfer.serving.shards.transport import rankers_thread
@@ -98,12 +97,6 @@ class FanOut:
         half = settings.half and not exact
         asked = Asked(version, batch, parts, until, half, default_rows, fits)
         self._thread.call(FanOutRequest(self, asked, done).begin)
-
-    def find(
-        self, version: str, batch: int, parts: Mapping[int, Parts], deadline: float, **options: Any
-    ) -> tuple[Answers, tuple[int, ...]]:
-        """:meth:`begin`, waited for; not on the transport's thread. Raises what ``done`` is told there."""
-        return waited_for(functools.partial(self.begin, version, batch, parts, deadline, **options)).result()
 
     @property
     def missing(self) -> str | None:

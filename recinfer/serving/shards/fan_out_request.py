@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError, UnavailableError
+from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards.messages import Parts, decode_failure, decode_response, join_request
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.transport import rankers_thread
@@ -21,7 +22,7 @@ from recinfer.serving.shards.transport import rankers_thread
 if TYPE_CHECKING:
     from recinfer.serving.shards.fan_out import FanOut
 
-__all__ = ["Answers", "Asked", "FanOutCallback", "FanOutRequest", "Fits"]
+__all__ = ["Asked", "FanOutCallback", "FanOutRequest", "Fits"]
 
 _FIRST_HEDGE_S = 0.05  # until enough answers were timed
 _LEAST_HEDGE_S = 1e-3
@@ -29,9 +30,6 @@ _GIVE_UP, _LEAST_GIVE_UP_S = 20, 0.25
 _RETRIES = 1
 _FULL_S = 0.01  # after which a client may ask full shards again
 _log = logging.getLogger(__name__)
-
-Answers = dict[int, list[NDArray[Any]]]
-"""What each rank gave."""
 
 FanOutCallback = Callable[[Answers, tuple[int, ...], "Exception | None"], object]
 """Takes what each rank gave, the ranks that nobody answered for, by permission, and what went wrong."""

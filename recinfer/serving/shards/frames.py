@@ -17,7 +17,7 @@ from typing import Any
 
 from recinfer.serving.server.tuning import new_loop
 
-__all__ = ["MOST_BYTES", "FrameProtocol", "ShardsThread", "frame", "keep_alive"]
+__all__ = ["MOST_BYTES", "FrameProtocol", "ShardsThread", "keep_alive"]
 
 MOST_BYTES = 2**32 - 1
 """Of one message: its length has to fit the frame's head."""
@@ -29,11 +29,6 @@ _STALLED_S = 30.0
 _STOP_S, _FLUSH_S, _LOOK_S = 5.0, 1.0, 0.01
 # A host that has gone without a word is found out in three seconds, as gRPC's keepalive does.
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1), ("TCP_USER_TIMEOUT", 3_000))
-
-
-def frame(number: int, message: bytes) -> bytes:
-    """``message`` as it travels."""
-    return _HEAD.pack(len(message), number) + message
 
 
 def keep_alive(sock: socket.socket) -> None:

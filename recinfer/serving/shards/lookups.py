@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -16,12 +16,12 @@ from recinfer.archive.positions import PositionWeights, read_position_weights
 from recinfer.archive.reader import Archive
 from recinfer.inference.bags import Bags, merge_bags
 from recinfer.inference.direct import DirectTables
-from recinfer.inference.lookups import Found, Part, output_names
+from recinfer.inference.lookups import Found, FoundCallback, Part, output_names
 from recinfer.lru import LruCache
 from recinfer.quant.arranger import FeatureArranger
+from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.server.loop import start_on_loop
 from recinfer.serving.shards.fan_out import FanOut, waited_for
-from recinfer.serving.shards.fan_out_request import Answers
 from recinfer.serving.shards.layout import ModuleLayout, module_layouts
 from recinfer.serving.shards.messages import Parts
 from recinfer.serving.shards.remote_tables import RemoteTables
@@ -29,13 +29,10 @@ from recinfer.serving.shards.split import ModuleSplit, Section
 from recinfer.serving.shards.versions import VersionSpec
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["FoundCallback", "MakeLookups", "RemoteLookups", "remote_lookups"]
+__all__ = ["MakeLookups", "RemoteLookups", "remote_lookups"]
 
 
 _MAX_ORDERS = 256  # orders of keys that are remembered; clients send a handful
-
-FoundCallback = Callable[["Found | None", "Exception | None"], object]
-"""Takes what lookups gave, or what went wrong."""
 
 
 class _AskedModule(NamedTuple):
@@ -60,7 +57,6 @@ class RemoteLookups:
 
     mapped: MappedShards | None = None
     direct: DirectTables | None = None
-    is_remote = True
 
     def __init__(self, archive: Archive, spec: VersionSpec, fan_out: FanOut) -> None:
         manifest = archive.manifest

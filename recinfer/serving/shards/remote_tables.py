@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from recinfer.inference.direct import MAX_HEADS
 from recinfer.lru import LruCache
+from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards._ranks import join, split
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.fan_out_request import Answers, FanOutCallback
+from recinfer.serving.shards.fan_out_request import FanOutCallback
 from recinfer.serving.shards.messages import Parts, part_head
 from recinfer.serving.shards.packed import PACKED_ANSWER, is_packed, pairs_of
 from recinfer.serving.shards.split import ModuleSplit

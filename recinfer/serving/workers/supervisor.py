@@ -83,7 +83,7 @@ class Supervisor:
         self._command, self._host, self._grace, self._tell = command, host, grace, tell
         self._timeout, self._interval = timeout, min(_MAX_INTERVAL_S, timeout / _BEATS)
         self._one_first, self._environment = one_first, env.supervised_environment(environment)
-        # Set by signal handlers too, so it is no Event: see recinfer.serving.server.server.serve.
+        # Set by signal handlers too, so it is no Event: see recinfer.serving.server.run.serve.
         self._stopping = False
         self._lock = threading.Lock()  # of the next three
         self._workers: dict[int, WorkerProcess] = {}

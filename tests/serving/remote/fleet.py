@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from recinfer.serving.shards.replicas import ReplicaPool
 from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.shards.tables import ShardTables
 from tests.ports import free_port
+from tests.waiting import until
 from tests.warm import RECINFER, Program
 
 
@@ -103,11 +103,3 @@ class Process:
     def close(self) -> None:
         """End it, however it is."""
         self.process.close()
-
-
-def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Wait for something to become true."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)

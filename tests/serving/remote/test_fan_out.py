@@ -33,7 +33,7 @@ from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.paths import BytePath
-from tests.serving.remote.fleet import allowing_default_rows, asking, shard, until, write_shards
+from tests.serving.remote.fleet import allowing_default_rows, asking, shard, write_shards
 from tests.serving.remote.models import KINDS
 from tests.serving.remote.test_direct import (
     NUM_DENSE,
@@ -45,6 +45,7 @@ from tests.serving.remote.test_direct import (
     service_of,
     straight,
 )
+from tests.waiting import until
 
 Alone = tuple[InferenceService, FanOut, list[ShardServer]]
 

@@ -26,7 +26,8 @@ from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.lookups import remote_lookups
 from tests.ports import free_port
 from tests.serving.conftest import make_request
-from tests.serving.remote.fleet import Process, allowing_default_rows, asking, until, write_shards
+from tests.serving.remote.fleet import Process, allowing_default_rows, asking, write_shards
+from tests.waiting import until
 
 
 @dataclass

@@ -8,6 +8,7 @@ import queue
 import random
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,13 +22,14 @@ from recinfer.errors import UnavailableError
 from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.server.security import Security
 from recinfer.serving.shards import transport as module
-from recinfer.serving.shards.frames import ShardsThread, frame
+from recinfer.serving.shards.frames import ShardsThread
 from recinfer.serving.shards.transport import ShardAddress, ShardConnection, ShardListener, rankers_thread
 from recinfer.serving.wire.tls import load_pem
 from tests.certificates import certified, need_openssl
 from tests.ports import free_port
-from tests.serving.remote.fleet import asking, shard, until, write_shards
+from tests.serving.remote.fleet import asking, shard, write_shards
 from tests.serving.remote.test_direct import make_archive
+from tests.waiting import until
 
 LONG = 60.0
 MOST = 1000
@@ -37,6 +39,11 @@ REFUSED = b"too many"
 HEAD_BYTES = 12
 
 End = tuple["bytes | None", str, str]
+
+
+def frame(number: int, message: bytes) -> bytes:
+    """``message`` as it travels."""
+    return struct.pack("<IQ", len(message), number) + message
 
 
 class Answers:

@@ -19,7 +19,8 @@ from recinfer.serving.shards.lookups import remote_lookups
 from tests.certificates import need_openssl, self_signed
 from tests.ports import free_port
 from tests.serving.conftest import make_request
-from tests.serving.remote.fleet import Process, asking, shard, until, write_shards
+from tests.serving.remote.fleet import Process, asking, shard, write_shards
+from tests.waiting import until
 
 TOKEN = "a-token-of-enough-letters"
 

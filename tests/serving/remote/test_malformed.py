@@ -9,9 +9,10 @@ import pytest
 from recinfer.errors import UnavailableError
 from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.wire import codec
-from tests.serving.remote.fleet import asking, shard, until, write_shards
+from tests.serving.remote.fleet import asking, shard, write_shards
 from tests.serving.remote.test_direct import make_archive, make_request, service_of
 from tests.serving.remote.test_fan_out import later, ranking, replicated
+from tests.waiting import until
 
 MALFORMED = {
     "no whole float": b"\x0a\x05\x01\x02\x03\x04\x05",

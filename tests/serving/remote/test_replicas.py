@@ -15,8 +15,9 @@ from recinfer.serving.shards.lookups import remote_lookups
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.replicas import ReplicaPool, _stamp
 from tests.ports import free_port
-from tests.serving.remote.fleet import asking, shard, until, write_shards
+from tests.serving.remote.fleet import asking, shard, write_shards
 from tests.serving.remote.test_direct import make_archive, make_request
+from tests.waiting import until
 
 TOKENS = ("a-token-of-24-characters", "another-one-of-24-letters")
 

@@ -23,8 +23,9 @@ from tests.archive.models import EVERYTHING_ROWS, Everything
 from tests.archive.models import make_archive as make_everything
 from tests.archive.models import make_request as make_other
 from tests.ports import free_port
-from tests.serving.remote.fleet import asking, remote, shard, until, write_shards
+from tests.serving.remote.fleet import asking, remote, shard, write_shards
 from tests.serving.remote.models import KINDS, make_archive, make_request
+from tests.waiting import until
 
 EXACT = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 GROUPS = ((0,), (1, 2))

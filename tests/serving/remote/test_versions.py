@@ -34,8 +34,9 @@ from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.shards.tables import _WANTED_S, MAX_VERSIONS, ShardTables
 from recinfer.serving.wire.limits import Limits
 from tests.ports import free_port
-from tests.serving.remote.fleet import Process, asking, shard, until, write_shards
+from tests.serving.remote.fleet import Process, asking, shard, write_shards
 from tests.serving.remote.models import Mixed, make_archive, make_request
+from tests.waiting import until
 
 MODEL = "mixed"
 
@@ -322,7 +323,7 @@ def test_a_version_that_is_still_copied_is_passed_over(
         lambda tables, *_, **__: served.append([model.manifest.version for model in tables.models()]),
     )
     monkeypatch.setattr(
-        "recinfer.serving.server.server.serve", lambda registry, **_: served.append(list(registry.versions(MODEL)))
+        "recinfer.serving.server.run.serve", lambda registry, **_: served.append(list(registry.versions(MODEL)))
     )
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["serve", "--model-store", "store", *role, "--port", "0"])
