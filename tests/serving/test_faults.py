@@ -56,8 +56,8 @@ REFUSED = {code.name for code in BLAME} | {"UNIMPLEMENTED"}
 # `recinfer`, but a stop lets requests run for as long as they take on a slow machine.
 PATIENT = """
 import functools
-from recinfer.serving.server import server
-server.serve = functools.partial(server.serve, grace=120.0)
+from recinfer.serving.server import run
+run.serve = functools.partial(run.serve, grace=120.0)
 from recinfer.cli.main import main
 main()
 """
