@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from recinfer.lru import LruCache
 from recinfer.quant._tables import pack as _pack
 from recinfer.quant._tables import pool as _pool
+from recinfer.quant.bags import BagPlaces
 from recinfer.quant.lookup import PooledLookup
 from recinfer.quant.packing import row_bytes
 from recinfer.quant.tbe import TableBatch
@@ -83,13 +84,13 @@ class DirectPieces:
         ).reshape(-1, 6)
         self.widths = [slot.dim for slot in used]
 
-    def pool(self, steps: NDArray[np.int64], *places: Any) -> Any:
+    def pool(self, steps: NDArray[np.int64], *bags: Any) -> Any:
         """See ``recinfer.quant._tables.pool``, whose arguments behind ``steps`` these are."""
-        return _pool(self._buffer, self._pieces, steps, *places)
+        return _pool(self._buffer, self._pieces, steps, *bags)
 
-    def pack(self, steps: NDArray[np.int64], *places: Any) -> Any:
+    def pack(self, steps: NDArray[np.int64], *bags: Any) -> Any:
         """See ``recinfer.quant._tables.pack``, in the same way."""
-        return _pack(self._buffer, self._pieces, steps, *places)
+        return _pack(self._buffer, self._pieces, steps, *bags)
 
 
 class DirectTables:
@@ -163,25 +164,19 @@ class DirectTables:
         self,
         order: DirectOrder,
         data: bytes,
-        lengths_at: int,
-        ids_at: int,
-        ids: int,
-        wide: bool,
-        keys: int,
-        batch: int,
+        bags: BagPlaces,
         into: bytes | NDArray[np.float32],
         part: tuple[int, int] | None = None,
-        context: tuple[int, int, int, bool, int] | None = None,
+        context: BagPlaces | None = None,
     ) -> Any:
         """Float32 ``[batch, order.columns]``: see ``recinfer.quant._tables.pool``; None when an id is out of range.
 
         Args:
+            bags: of the request, in ``data``.
             part: the first sample and the number of samples that are wanted; None: all.
-            context: of what goes with every sample: where lengths and ids are, how many ids, whether they are 64 bits wide,
-                how many keys.
+            context: the bags of what goes with every sample.
         """
-        places = order.steps, data, lengths_at, ids_at, ids, wide, keys, batch, order.columns, into
         if part is None and context is None:
-            return self.pieces.pool(*places)
-        beside = None if context is None else (order.context_steps, *context)
-        return self.pieces.pool(*places, _INT32_BYTES, *(part or _ALL), beside)
+            return self.pieces.pool(order.steps, data, bags, order.columns, into)
+        beside = None if context is None else (order.context_steps, context)
+        return self.pieces.pool(order.steps, data, bags, order.columns, into, _INT32_BYTES, *(part or _ALL), beside)

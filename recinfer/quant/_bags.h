@@ -1,8 +1,9 @@
-/* Bags of ids as they lie in a message's bytes: how many each holds, and which. For the compiled loops here. */
+/* Bags of ids as they lie in a message's bytes: how many each holds, and which. For the compiled loops. */
 
 #ifndef RECINFER_BAGS_H
 #define RECINFER_BAGS_H
 
+#include <Python.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -31,6 +32,24 @@ static inline int64_t id_at(const Bags *bags, int64_t at) {
     int32_t id;
     memcpy(&id, bags->values + 4 * at, 4);
     return id;
+}
+
+/* The bags that `places`, a recinfer.quant.bags.BagPlaces, says are in `data`; 0 with an error for what is not there. */
+static inline int read_bags(PyObject *places, const uint8_t *data, Py_ssize_t size, int length_bytes, Bags *bags) {
+    const Py_ssize_t most = PY_SSIZE_T_MAX / 64;
+    Py_ssize_t lengths_at, ids_at, ids, keys, batch;
+    int wide;
+    if (!PyArg_ParseTuple(places, "nnnpnn", &lengths_at, &ids_at, &ids, &wide, &keys, &batch))
+        return 0;
+    if (keys < 0 || batch < 1 || ids < 0 || ids > most || (keys && batch > most / keys) ||
+        (length_bytes != 0 && length_bytes != 1 && length_bytes != 4) || lengths_at < 0 || lengths_at > size ||
+        length_bytes * keys * batch > size - lengths_at || ids_at < 0 || ids_at > size ||
+        (wide ? 8 : 4) * ids > size - ids_at) {
+        PyErr_SetString(PyExc_ValueError, "bags: places outside the bytes");
+        return 0;
+    }
+    *bags = (Bags){data + lengths_at, data + ids_at, keys, ids, batch, wide, length_bytes};
+    return 1;
 }
 
 /* Where each key's ids begin, [keys + 1]; 0 where the lengths are not those of so many ids. */

@@ -216,24 +216,19 @@ typedef struct {
 /* Take a context's places, as `pool` has them; raises. `steps` is to be released where it has an obj. */
 static int read_context(PyObject *given, const Py_buffer *data, const Piece *pieces, int64_t num_pieces, Py_ssize_t columns,
                         Context *context, int64_t *widest) {
-    PyObject *steps;
-    Py_ssize_t lengths_at, values_at, ids, keys;
-    int wide;
+    PyObject *steps, *places;
     int64_t mine;
-    if (!PyArg_ParseTuple(given, "Onnnpn", &steps, &lengths_at, &values_at, &ids, &wide, &keys) ||
+    if (!PyArg_ParseTuple(given, "OO!", &steps, &PyTuple_Type, &places) ||
+        !read_bags(places, data->buf, data->len, 4, &context->bags) ||
         PyObject_GetBuffer(steps, &context->steps, PyBUF_SIMPLE) < 0)
         return 0;
     const int64_t num_steps = context->steps.len / (Py_ssize_t)sizeof(Step);
-    if (keys < 0 || keys > PY_SSIZE_T_MAX / 64 || ids < 0 || ids > PY_SSIZE_T_MAX / 64 || lengths_at < 0 ||
-        lengths_at > data->len || 4 * keys > data->len - lengths_at || values_at < 0 || values_at > data->len ||
-        (wide ? 8 : 4) * ids > data->len - values_at ||
-        !check_steps(context->steps.buf, num_steps, pieces, num_pieces, keys, columns, &mine)) {
-        PyErr_SetString(PyExc_ValueError, "pool: places of the context outside the bytes or the answer");
+    if (context->bags.batch != 1 ||
+        !check_steps(context->steps.buf, num_steps, pieces, num_pieces, context->bags.keys, columns, &mine)) {
+        PyErr_SetString(PyExc_ValueError, "pool: the context has more than one sample, or is outside the answer");
         return 0;
     }
     *widest = mine > *widest ? mine : *widest;
-    context->bags = (Bags){(const uint8_t *)data->buf + lengths_at, (const uint8_t *)data->buf + values_at, keys, ids, 1,
-                           wide, 4};
     return 1;
 }
 
@@ -253,17 +248,16 @@ static int pool_context(const uint8_t *buffer, const Piece *pieces, const Contex
 }
 
 PyDoc_STRVAR(pool_doc,
-             "pool(buffer, pieces, steps, data, lengths_at, values_at, ids, wide, keys, batch, columns, into, length_bytes=4,\n"
-             "     first=0, samples=-1, context=None)\n"
+             "pool(buffer, pieces, steps, data, bags, columns, into, length_bytes=4, first=0, samples=-1, context=None)\n"
              "--\n\n"
-             "Pooled rows of bags whose lengths (int32 [keys, batch]) and ids (int64 [ids], or int32 unless `wide`) lie\n"
-             "in the bytes `data` from those places on. `length_bytes` 1: lengths are uint8; 0: each bag holds one id.\n\n"
+             "Pooled rows of the `bags` (recinfer.quant.bags.BagPlaces) in the bytes `data`. `length_bytes` 1: lengths are uint8;\n"
+             "0: each bag holds one id.\n\n"
              "pieces: int64 [P, 6], offset, rows, bytes of a row, width, bits and mean of tables in `buffer`.\n"
              "steps: int64 [S, 3], place among the keys, piece, first column of the answer's `columns`.\n"
              "into: a writable float32 buffer of [samples, columns], or bytes that the answer begins with.\n"
              "first, samples: which of the batch are wanted, all of them unless both are given. Of the others no id is looked\n"
              "at, and other Python threads run meanwhile.\n"
-             "context: of features that go with every sample: (steps, lengths_at, values_at, ids, wide, keys), of one bag each.\n\n"
+             "context: of features that go with every sample: (steps, their bags of one sample).\n\n"
              "Returns the answer as bytes, or True when it was written `into`; None when an id is no row of its table or\n"
              "the lengths are not those of so many ids. Columns that no step fills are left as they are, 0 in bytes.\n"
              "Raises ValueError for places outside `data` or `buffer`.");
@@ -294,17 +288,20 @@ static void close_call(Call *call) {
 /* 0 with an error; `close_call` it in any case. */
 static int open_call(PyObject *args, Call *call) {
     PyObject *buffer, *pieces, *steps, *data, *beside = Py_None;
-    Py_ssize_t lengths_at, values_at, ids, keys, batch, columns, first = 0, samples = -1;
+    PyObject *places;
+    Py_ssize_t columns, first = 0, samples = -1;
     int64_t widest;
-    int wide, length_bytes = 4;
+    int length_bytes = 4;
     memset(call, 0, sizeof *call);
-    if (!PyArg_ParseTuple(args, "OOOOnnnpnnnO|innO", &buffer, &pieces, &steps, &data, &lengths_at, &values_at, &ids, &wide,
-                          &keys, &batch, &columns, &call->into, &length_bytes, &first, &samples, &beside) ||
+    if (!PyArg_ParseTuple(args, "OOOOO!nO|innO", &buffer, &pieces, &steps, &data, &PyTuple_Type, &places, &columns, &call->into,
+                          &length_bytes, &first, &samples, &beside) ||
         PyObject_GetBuffer(buffer, &call->buffer, PyBUF_SIMPLE) < 0 ||
         PyObject_GetBuffer(pieces, &call->pieces_view, PyBUF_SIMPLE) < 0 ||
         PyObject_GetBuffer(steps, &call->steps_view, PyBUF_SIMPLE) < 0 ||
-        PyObject_GetBuffer(data, &call->data, PyBUF_SIMPLE) < 0)
+        PyObject_GetBuffer(data, &call->data, PyBUF_SIMPLE) < 0 ||
+        !read_bags(places, call->data.buf, call->data.len, length_bytes, &call->bags))
         return 0;
+    const Py_ssize_t keys = call->bags.keys, batch = call->bags.batch, ids = call->bags.ids;
     call->pieces = call->pieces_view.buf;
     call->steps = call->steps_view.buf;
     call->columns = columns;
@@ -313,15 +310,10 @@ static int open_call(PyObject *args, Call *call) {
     samples = call->is_part ? samples : batch;
     call->num_steps = call->steps_view.len / (Py_ssize_t)sizeof *call->steps;
     const int64_t num_pieces = call->pieces_view.len / (Py_ssize_t)sizeof *call->pieces;
-    const Py_ssize_t most = PY_SSIZE_T_MAX / 64, size = call->data.len;
-    if (keys < 0 || batch < 1 || columns < 0 || ids < 0 || ids > most || (keys && batch > most / keys) ||
-        (columns && batch > most / columns) || first < 0 || first > batch || samples < 0 || samples > batch - first ||
-        lengths_at < 0 || lengths_at > size ||
-        (length_bytes != 0 && length_bytes != 1 && length_bytes != 4) ||
-        length_bytes * keys * batch > size - lengths_at || values_at < 0 || values_at > size ||
-        (wide ? 8 : 4) * ids > size - values_at || !check_pieces(call->pieces, num_pieces, call->buffer.len) ||
+    if (columns < 0 || (columns && batch > PY_SSIZE_T_MAX / 64 / columns) || first < 0 || first > batch || samples < 0 ||
+        samples > batch - first || !check_pieces(call->pieces, num_pieces, call->buffer.len) ||
         !check_steps(call->steps, call->num_steps, call->pieces, num_pieces, keys, columns, &widest)) {
-        PyErr_SetString(PyExc_ValueError, "pool: places outside the bytes, the buffer or the answer");
+        PyErr_SetString(PyExc_ValueError, "pool: places outside the buffer or the answer");
         return 0;
     }
     if (call->has_context &&
@@ -337,8 +329,6 @@ static int open_call(PyObject *args, Call *call) {
     call->sum = (float *)(call->starts + spans);
     call->part = (Part){first, samples, call->starts, call->starts + (call->is_part ? keys + 1 : 1)};
     call->is_long = call->is_part || ids * widest > LONG_WORK;
-    const uint8_t *bytes = call->data.buf;
-    call->bags = (Bags){bytes + lengths_at, bytes + values_at, keys, ids, batch, wide, length_bytes};
     return 1;
 }
 
@@ -400,7 +390,7 @@ close:
 }
 
 PyDoc_STRVAR(pack_doc,
-             "pack(buffer, pieces, steps, data, lengths_at, values_at, ids, wide, keys, batch, columns, into, length_bytes=4)\n"
+             "pack(buffer, pieces, steps, data, bags, columns, into, length_bytes=4)\n"
              "--\n\n"
              "What `pool` computes, in fewer bytes: rows of bags that hold at most one id are copied as they are stored.\n\n"
              "Returns the bytes `into`, a varint of the size of what follows, a byte for each step, then of each step what that\n"

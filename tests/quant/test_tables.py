@@ -10,6 +10,7 @@ import torch
 
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant import _tables as tables
+from recinfer.quant.bags import BagPlaces
 from recinfer.quant.packing import PACKED_TYPES, pack_rows, row_bytes
 from recinfer.quant.tbe import TableBatch, TableSlot
 
@@ -46,18 +47,19 @@ class Case:
             "pieces": np.array(pieces, np.int64),
             "steps": np.array(steps, np.int64),
             "data": self.data,
-            "lengths_at": 3,
-            "values_at": 3 + 4 * len(lengths),
-            "ids": len(self.ids),
-            "wide": wide,
-            "keys": len(widths),
-            "batch": batch,
+            "bags": BagPlaces(3, 3 + 4 * len(lengths), len(self.ids), wide, len(widths), batch),
             "columns": column,
             "into": b"head",
         }
 
     def pool(self, **changed: Any) -> Any:
-        return tables.pool(*(self.asked | changed).values())
+        bags = {name: changed.pop(name) for name in BagPlaces._fields if name in changed}
+        return tables.pool(*(self.asked | {"bags": self.bags._replace(**bags)} | changed).values())
+
+    @property
+    def bags(self) -> BagPlaces:
+        bags: BagPlaces = self.asked["bags"]
+        return bags
 
 
 @pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
@@ -107,31 +109,34 @@ def test_a_context_goes_with_every_sample() -> None:
     steps = case.asked["steps"]
     mine, others = steps[1:2].copy(), steps[[0, 2]]
     mine[0, 0] = 0
-    context = [mine, lengths_at, case.asked["values_at"] + 8 * first, last - first, True, 1]
+    mine_at = case.bags.ids_at + 8 * first
+    bags = BagPlaces(lengths_at, mine_at, last - first, True, 1, 1)
     expected = whole.copy()
     expected[:, 8:24] = whole[0, 8:24]
     more: dict[str, Any] = {"steps": others, "length_bytes": 4, "first": 0, "samples": -1}
     for asked in (more, more | {"samples": 5}, more | {"first": 2, "samples": 3}, more | {"samples": 0}):
         rows = expected[asked["first"] :][: asked["samples"]] if asked["samples"] >= 0 else expected
-        assert case.pool(**asked, context=tuple(context)) == b"head" + rows.tobytes()
+        assert case.pool(**asked, context=(mine, bags)) == b"head" + rows.tobytes()
     assert case.pool(**more, context=None) is not None
-    changed = [
-        (1, -1),
-        (1, len(case.data)),
-        (2, len(case.data) - 8 * (last - first) + 1),
-        (3, 2**62),
-        (3, -1),
-        (5, 2**61),
+    changed: list[dict[str, Any]] = [
+        {"lengths_at": -1},
+        {"lengths_at": len(case.data)},
+        {"ids_at": len(case.data) - 8 * (last - first) + 1},
+        {"ids": 2**62},
+        {"ids": -1},
+        {"keys": 2**61},
+        {"keys": -1},
+        {"batch": 2},
+        {"batch": 0},
     ]
-    for at, value in [*changed, (5, -1), (0, steps + np.array([0, 0, 37])), (0, steps + np.array([0, 2, 0]))]:
-        wrong = tuple(value if number == at else given for number, given in enumerate(context))
-        with pytest.raises(ValueError, match="pool: "):
+    outside = [(steps + np.array([0, 0, 37]), bags), (steps + np.array([0, 2, 0]), bags)]
+    for wrong in [*((mine, bags._replace(**change)) for change in changed), *outside]:
+        with pytest.raises(ValueError, match=r"(pool|bags): "):
             case.pool(**more, context=wrong)
-    for wrong in ((), (1,), 5):
+    for broken in ((), (1,), 5, (mine, ()), (mine, 5)):
         with pytest.raises((TypeError, SystemError)):
-            case.pool(**more, context=wrong)
-    too_many = (*context[:3], last - first + 1, True, 1)
-    assert case.pool(**more, context=too_many) is None
+            case.pool(**more, context=broken)
+    assert case.pool(**more, context=(mine, bags._replace(ids=last - first + 1))) is None
 
 
 def test_of_other_samples_no_id_is_looked_at() -> None:
@@ -151,13 +156,13 @@ def test_ids_of_no_row_and_lengths_of_other_ids_get_no_answer() -> None:
     for bad in (-1, ROWS, 2**40, -(2**63)):
         ids = case.ids.clone()
         ids[len(ids) // 2] = bad
-        data = case.data[: case.asked["values_at"]] + ids.numpy().tobytes()
+        data = case.data[: case.bags.ids_at] + ids.numpy().tobytes()
         assert case.pool(data=data) is None
     for at, bad in ((3, -1), (3, 2**31 - 1), (7, 0x7F000000)):
         data = bytearray(case.data)
         data[at : at + 4] = int(bad).to_bytes(4, "little", signed=True)
         assert case.pool(data=bytes(data)) is None
-    assert case.pool(ids=case.asked["ids"] - 1) is None
+    assert case.pool(ids=case.bags.ids - 1) is None
 
 
 def test_places_that_are_not_there_are_refused() -> None:
@@ -172,7 +177,7 @@ def test_places_that_are_not_there_are_refused() -> None:
     wrong: list[dict[str, Any]] = [
         {"lengths_at": -1},
         {"lengths_at": len(case.data)},
-        {"values_at": len(case.data) - 8 * case.asked["ids"] + 1},
+        {"ids_at": len(case.data) - 8 * case.bags.ids + 1},
         {"ids": 2**62},
         {"ids": -1},
         {"batch": 2**62},
@@ -191,7 +196,7 @@ def test_places_that_are_not_there_are_refused() -> None:
         *({"steps": with_one(steps, (1, 2), value)} for value in (-1, 9, 2**62)),
     ]
     for change in wrong:
-        with pytest.raises(ValueError, match="pool: "):
+        with pytest.raises(ValueError, match=r"(pool|bags): "):
             case.pool(**change)
     read_only = np.zeros((4, 24), np.float32)
     read_only.flags.writeable = False

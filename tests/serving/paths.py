@@ -76,8 +76,7 @@ class BytePath:
         plain = self.read(data)
         if plain is None or (call == "Predict" and (not plain.can_predict() or plain.dense() is None)):
             return None
-        places = plain.lengths_at, plain.ids_at, plain.ids, plain.wide, plain.batch
-        return plain.tables.split(plain.order, data, *places)
+        return plain.tables.split(plain.order, data, plain.bags)
 
     def begin(self, call: CallName, data: bytes, reply: Any, seconds: float = LONG) -> bool:
         """Ask the shards; ``reply`` is given the answer. False: the decoded path has to answer."""

@@ -44,7 +44,7 @@ def lookup_now(request: PlainRequest, stats: RequestStats) -> bytes | None:
         return None
     if (
         len(request.data) > _MOST_BYTES
-        or request.ids > _MOST_IDS
+        or request.bags.ids > _MOST_IDS
         or request.batch * request.order.columns > _MOST_FLOATS
     ):
         return None

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from recinfer.errors import RecinferError
 from recinfer.inference.predictor import Predictor
+from recinfer.quant.bags import BagPlaces
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.wire import codec
 from recinfer.serving.wire._wire import read_request
@@ -33,6 +34,8 @@ class PlainRequest(NamedTuple):
 
     Attributes:
         tables: DirectTables, or recinfer.serving.shards.remote_tables.RemoteTables; ``order``: one of theirs.
+        bags: of the samples; ``context``: of what goes with all of them.
+        dense_at, dense_bytes: where its dense inputs are, and their size.
     """
 
     data: bytes
@@ -40,32 +43,19 @@ class PlainRequest(NamedTuple):
     state: Predictor
     tables: Any
     order: Any
-    keys: int
-    batch: int
-    lengths_at: int
-    ids_at: int
-    ids: int
-    wide: bool
+    bags: BagPlaces
     dense_at: int
     dense_bytes: int
-    context: tuple[int, int, int, bool, int] | None = None
-    """Of the context: where lengths and ids are, how many ids, whether they are 64 bits wide, how many keys."""
+    context: BagPlaces | None = None
+
+    @property
+    def batch(self) -> int:
+        """Number of samples."""
+        return self.bags.batch
 
     def pool(self, into: bytes | NDArray[np.float32], part: tuple[int, int] | None) -> Any:
         """See DirectTables.pool."""
-        return self.tables.pool(
-            self.order,
-            self.data,
-            self.lengths_at,
-            self.ids_at,
-            self.ids,
-            self.wide,
-            self.keys,
-            self.batch,
-            into,
-            part,
-            self.context,
-        )
+        return self.tables.pool(self.order, self.data, self.bags, into, part, self.context)
 
     def fill(self, into: NDArray[np.float32], part: tuple[int, int] | None) -> bool:
         """See recinfer.serving.engine.byte_path.Fill; of tables in this process."""
@@ -118,9 +108,9 @@ class PlainReader:
         """What ``data`` asks; None for what is not plain."""
         if len(data) > self._most_bytes or (found := read_request(data)) is None:
             return None
-        name, version, dense_at, dense_bytes, features, beside = found
-        keys_at, keys_end, keys, batch, lengths_at, ids_at, ids, wide = features
-        if ids > self._most_ids or batch > self._limits.max_batch or keys > self._limits.max_keys:
+        name, version, dense_at, dense_bytes, (block, places), beside = found
+        bags, context = BagPlaces._make(places), None
+        if bags.ids > self._most_ids or bags.batch > self._limits.max_batch or bags.keys > self._limits.max_keys:
             return None
         try:
             model = self._registry.get(name, version)
@@ -130,35 +120,17 @@ class PlainReader:
         tables = state.direct or state.away
         if tables is None:
             return None
-        block, context = data[keys_at:keys_end], None
         if beside is None:
             order = tables.order(block) or tables.learn(block, _keys(block))
         else:
-            beside_at, beside_end, beside_keys, _, *places = beside
-            all_ids, all_keys = ids + places[2], keys + beside_keys
+            blocks, context = (block, beside[0]), BagPlaces._make(beside[1])
+            all_ids, all_keys = bags.ids + context.ids, bags.keys + context.keys
             if state.direct is None or all_ids > self._most_ids or all_keys > self._limits.max_keys:
                 return None
-            blocks = block, data[beside_at:beside_end]
             order = tables.order(blocks) or tables.learn(blocks, *map(_keys, blocks))
-            context = *places, beside_keys
-        if order is None or batch * order.columns > self._most_floats:
+        if order is None or bags.batch * order.columns > self._most_floats:
             return None
-        return PlainRequest(
-            data,
-            model,
-            state,
-            tables,
-            order,
-            keys,
-            batch,
-            lengths_at,
-            ids_at,
-            ids,
-            wide,
-            dense_at,
-            dense_bytes,
-            context,
-        )
+        return PlainRequest(data, model, state, tables, order, bags, dense_at, dense_bytes, context)
 
 
 def _keys(block: bytes) -> tuple[str, ...]:

@@ -82,9 +82,7 @@ class FanOuts:
             self._decode(request)
             return
         tables = plain.tables
-        parts = tables.split(
-            plain.order, plain.data, plain.lengths_at, plain.ids_at, plain.ids, plain.wide, plain.batch
-        )
+        parts = tables.split(plain.order, plain.data, plain.bags)
         if parts is None:
             self._decode(request)
             return
@@ -159,7 +157,5 @@ class _Joined:
 
 
 def _join(plain: PlainRequest, answers: Answers, into: bytes | NDArray[np.float32]) -> memoryview | bytes:
-    found: memoryview | bytes = plain.tables.join(
-        plain.order, answers, plain.data, plain.lengths_at, plain.keys, plain.batch, into
-    )
+    found: memoryview | bytes = plain.tables.join(plain.order, answers, plain.data, plain.bags, into)
     return found

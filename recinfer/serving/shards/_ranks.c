@@ -312,9 +312,9 @@ static int are_ones(const Bags *bags) {
 }
 
 PyDoc_STRVAR(split_doc,
-             "split(data, lengths_at, values_at, ids, wide, batch, limits, ranks)\n--\n\n"
-             "Each rank's part of the bags whose lengths (int32 [keys, batch]) and ids (int64 [ids], or int32 unless `wide`)\n"
-             "lie in the bytes `data` from those places on: a ShardRequest's field, or None where it has no id.\n\n"
+             "split(data, bags, limits, ranks)\n--\n\n"
+             "Each rank's part of the `bags` (recinfer.quant.bags.BagPlaces) in the bytes `data`: a ShardRequest's field, or None\n"
+             "where it has no id.\n\n"
              "limits: int64 [keys], rows of each key's tables.\n"
              "ranks: of each, (ShardPart without lengths and ids for lengths of 0, 1 and 4 bytes; streams, int64 [S, 3]: place\n"
              "among the keys or -1, first row, rows; whether its ids are sent 64 bits wide).\n\n"
@@ -323,32 +323,24 @@ PyDoc_STRVAR(split_doc,
 
 static PyObject *split_method(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *data_object, *limits_object, *ranks, *found = NULL;
-    Py_ssize_t lengths_at, values_at, ids, batch;
-    int wide;
-    if (!PyArg_ParseTuple(args, "SnnnpnOO!", &data_object, &lengths_at, &values_at, &ids, &wide, &batch, &limits_object,
-                          &PyList_Type, &ranks))
-        return NULL;
+    PyObject *data, *places, *limits_object, *ranks, *found = NULL;
+    Bags bags;
     Py_buffer limits_view;
-    if (PyObject_GetBuffer(limits_object, &limits_view, PyBUF_SIMPLE) < 0)
-        return NULL;
-    const uint8_t *bytes = (const uint8_t *)PyBytes_AsString(data_object);
-    const Py_ssize_t size = PyBytes_Size(data_object), most = PY_SSIZE_T_MAX / 64;
-    const int64_t *limits = limits_view.buf;
-    const Py_ssize_t keys = limits_view.len / (Py_ssize_t)sizeof *limits;
     int64_t *starts = NULL;
-    if (batch < 1 || ids < 0 || ids > most || (keys && batch > most / keys) || lengths_at < 0 || lengths_at > size ||
-        4 * keys * batch > size - lengths_at || values_at < 0 || values_at > size ||
-        (wide ? 8 : 4) * ids > size - values_at) {
-        PyErr_SetString(PyExc_ValueError, "split: places outside the bytes");
+    if (!PyArg_ParseTuple(args, "SO!OO!", &data, &PyTuple_Type, &places, &limits_object, &PyList_Type, &ranks) ||
+        !read_bags(places, (const uint8_t *)PyBytes_AsString(data), PyBytes_Size(data), 4, &bags) ||
+        PyObject_GetBuffer(limits_object, &limits_view, PyBUF_SIMPLE) < 0)
+        return NULL;
+    const int64_t *limits = limits_view.buf;
+    if (limits_view.len != bags.keys * (Py_ssize_t)sizeof *limits) {
+        PyErr_SetString(PyExc_ValueError, "split: expected a limit for each key");
         goto release;
     }
-    starts = PyMem_Malloc(((size_t)keys + 1) * sizeof *starts);
+    starts = PyMem_Malloc(((size_t)bags.keys + 1) * sizeof *starts);
     if (starts == NULL) {
         PyErr_NoMemory();
         goto release;
     }
-    const Bags bags = {bytes + lengths_at, bytes + values_at, keys, ids, batch, wide, 4};
     if (!find_starts(&bags, starts) || !fits(&bags, starts, limits)) {
         found = Py_None;
         Py_INCREF(found);
@@ -602,31 +594,31 @@ static int divide(const int64_t *means, int64_t num_means, const Bags *bags, uin
 }
 
 PyDoc_STRVAR(join_doc,
-             "join(found, means, data, lengths_at, keys, batch, columns, into)\n--\n\n"
+             "join(found, means, data, bags, columns, into)\n--\n\n"
              "Float32 [batch, columns] of what ranks gave, zero where none did.\n\n"
              "found: of each rank, (its float32 [batch, its columns] as a buffer, its columns, runs, int64 [R, 4]: first column\n"
              "of the rank, first of the answer, how many, whether they are added); or (what `pack` of recinfer.quant._tables\n"
              "wrote behind the size, -1, pairs, int64 [P, 4]: columns, bits of a stored number, first column of the answer or\n"
              "-1, whether they are added), P being the steps that were packed.\n"
-             "means: int64 [M, 3], key, first and last column that are then divided by the ids of its bags, whose lengths\n"
-             "(int32 [keys, batch]) lie in the bytes `data` from `lengths_at` on.\n"
+             "means: int64 [M, 3], key, first and last column that are then divided by the ids of its bags, which are `bags`\n"
+             "(recinfer.quant.bags.BagPlaces) in the bytes `data`.\n"
              "into: a writable float32 buffer of [batch, columns], or bytes that the answer begins with.\n\n"
              "Returns the answer as bytes, or True when it was written `into`. Raises ValueError for an answer of another size.");
 
 static PyObject *join_method(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *found, *means_object, *data, *into, *answer = NULL, *result = NULL;
-    Py_ssize_t lengths_at, keys, batch, columns;
-    if (!PyArg_ParseTuple(args, "O!OSnnnnO", &PyList_Type, &found, &means_object, &data, &lengths_at, &keys, &batch,
-                          &columns, &into))
-        return NULL;
+    PyObject *found, *means_object, *data, *places, *into, *answer = NULL, *result = NULL;
+    Py_ssize_t columns;
+    Bags bags;
     Py_buffer means, out = {0};
-    if (PyObject_GetBuffer(means_object, &means, PyBUF_SIMPLE) < 0)
+    if (!PyArg_ParseTuple(args, "O!OSO!nO", &PyList_Type, &found, &means_object, &data, &PyTuple_Type, &places, &columns,
+                          &into) ||
+        !read_bags(places, (const uint8_t *)PyBytes_AsString(data), PyBytes_Size(data), 4, &bags) ||
+        PyObject_GetBuffer(means_object, &means, PyBUF_SIMPLE) < 0)
         return NULL;
-    const Py_ssize_t size = PyBytes_Size(data), most = PY_SSIZE_T_MAX / 64;
-    if (keys < 0 || batch < 1 || columns < 0 || (keys && batch > most / keys) || (columns && batch > most / columns) ||
-        lengths_at < 0 || lengths_at > size || 4 * keys * batch > size - lengths_at) {
-        PyErr_SetString(PyExc_ValueError, "join: places outside the bytes");
+    const Py_ssize_t batch = bags.batch;
+    if (columns < 0 || (columns && batch > PY_SSIZE_T_MAX / 64 / columns)) {
+        PyErr_SetString(PyExc_ValueError, "join: more columns than memory has room for");
         goto release_means;
     }
     const Py_ssize_t num_bytes = 4 * batch * columns;
@@ -652,7 +644,6 @@ static PyObject *join_method(PyObject *module, PyObject *args) {
     for (Py_ssize_t r = 0; r < PyList_Size(found); r++)
         if (!put_rank(PyList_GetItem(found, r), target, columns, batch))
             goto release_out;
-    const Bags bags = {(const uint8_t *)PyBytes_AsString(data) + lengths_at, NULL, keys, 0, batch, 0, 4};
     if (!divide(means.buf, means.len / (Py_ssize_t)(3 * sizeof(int64_t)), &bags, target, columns)) {
         PyErr_SetString(PyExc_ValueError, "join: a mean of columns outside the answer");
         goto release_out;

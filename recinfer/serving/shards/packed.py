@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from recinfer.errors import RecinferError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
+from recinfer.quant.bags import BagPlaces
 from recinfer.serving.shards._ranks import join
 from recinfer.serving.shards.layout import RankModule
 
@@ -64,7 +65,14 @@ def unpacked(values: NDArray[np.uint8], pairs: NDArray[np.int64], batch: int) ->
     columns = int(pairs[:, 0].sum())
     found = np.empty((batch, columns), np.float32)
     try:
-        join([(values, PACKED_ANSWER, pairs)], np.empty(0, np.int64), b"", 0, 0, batch, columns, found)
+        join(
+            [(values, PACKED_ANSWER, pairs)],
+            np.empty(0, np.int64),
+            b"",
+            BagPlaces(0, 0, 0, False, 0, batch),
+            columns,
+            found,
+        )
     except ValueError as error:
         raise RecinferError(f"a shard's answer: {error}") from None
     return found

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from recinfer.inference.direct import MAX_HEADS
 from recinfer.lru import LruCache
+from recinfer.quant.bags import BagPlaces
 from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards._ranks import join, split
 from recinfer.serving.shards.fan_out import FanOut
@@ -148,11 +149,9 @@ class RemoteTables:
         pairs = pairs_of(mine, self._split.layout.configs, firsts)
         return _Rank(rank.rank, part, column, np.array(runs, np.int64).reshape(-1, 4), pairs)
 
-    def split(
-        self, order: RemoteOrder, data: bytes, lengths_at: int, ids_at: int, ids: int, wide: bool, batch: int
-    ) -> dict[int, Parts] | None:
+    def split(self, order: RemoteOrder, data: bytes, bags: BagPlaces) -> dict[int, Parts] | None:
         """What each rank is asked; None when an id is out of range."""
-        found = split(data, lengths_at, ids_at, ids, wide, batch, order.limits, order.parts)
+        found = split(data, bags, order.limits, order.parts)
         if found is None:
             return None
         return {rank.rank: [[part]] for rank, part in zip(order.ranks, found) if part is not None}
@@ -170,9 +169,7 @@ class RemoteTables:
         order: RemoteOrder,
         answers: Answers,
         data: bytes,
-        lengths_at: int,
-        keys: int,
-        batch: int,
+        bags: BagPlaces,
         into: bytes | NDArray[np.float32],
     ) -> Any:
         """Float32 ``[batch, order.columns]``, zero where no rank answered: see ``recinfer.serving.shards._ranks.join``."""
@@ -186,4 +183,4 @@ class RemoteTables:
             else:
                 values = arrays[0] if arrays[0].dtype == np.float32 else arrays[0].astype(np.float32)
                 found.append((values, rank.columns, rank.runs))
-        return join(found, order.means, data, lengths_at, keys, batch, order.columns, into)
+        return join(found, order.means, data, bags, order.columns, into)

@@ -28,6 +28,7 @@ from recinfer.errors import InputError, NotFoundError, NotPreparedError
 from recinfer.inference.bags import Bags, offsets_of
 from recinfer.inference.direct import DirectPieces
 from recinfer.modules.embedding_configs import PoolingType
+from recinfer.quant.bags import BagPlaces
 from recinfer.serving.shards._ranks import read_find
 from recinfer.serving.shards.layout import ModuleLayout, RankModule, module_layouts
 from recinfer.serving.shards.messages import (
@@ -298,12 +299,7 @@ class ShardTables:
             vectors = find(
                 direct.steps,
                 data,
-                lengths_at,
-                ids_at,
-                ids,
-                wide,
-                tables.num_streams,
-                batch,
+                BagPlaces(lengths_at, ids_at, ids, wide, tables.num_streams, batch),
                 tables.columns,
                 PACKED_HEAD if stored else values_head(at % 4, 4 * floats),
                 length_bytes,

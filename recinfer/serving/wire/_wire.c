@@ -114,23 +114,21 @@ static int read_request(const uint8_t *data, Py_ssize_t size, Span *model, Span 
     return beside.at == NULL || (read_features(beside, context) && context->batch == 1 && is_whole(context));
 }
 
-/* (place of the keys, their end, how many, samples, place of the lengths, place of the ids, how many, whether 64 bits wide) */
+/* The bytes of the keys, and a recinfer.quant.bags.BagPlaces without its name. */
 static PyObject *places_of(const Features *features, const uint8_t *bytes) {
     const int wide = features->values_int32.size == 0;
     const Span *ids = wide ? &features->values : &features->values_int32;
-    const Py_ssize_t keys_at = features->keys.at - bytes;
-    return Py_BuildValue("nnnnnnnO", keys_at, keys_at + features->keys.size, features->num_keys,
-                         (Py_ssize_t)features->batch, features->lengths.at - bytes,
+    return Py_BuildValue("y#(nnnOnn)", (const char *)features->keys.at, features->keys.size, features->lengths.at - bytes,
                          ids->at == NULL ? (Py_ssize_t)0 : (Py_ssize_t)(ids->at - bytes), ids->size / (wide ? 8 : 4),
-                         wide ? Py_True : Py_False);
+                         wide ? Py_True : Py_False, features->num_keys, (Py_ssize_t)features->batch);
 }
 
 PyDoc_STRVAR(read_doc,
              "read_request(data)\n--\n\n"
              "(model, version, dense at, bytes of dense, features, context) of a serialized LookupRequest or PredictRequest;\n"
-             "None for one that is not of the plain kind. features and context, which is None where there is none: (keys at,\n"
-             "end of the keys, number of keys, samples, lengths at, ids at, number of ids, whether ids are 64 bits wide).\n"
-             "Places are offsets in `data`. What the ids are, nobody has looked at. A LookupRequest knows no context.");
+             "None for one that is not of the plain kind. features and context, which is None where there is none: (bytes of the\n"
+             "keys, the fields of a recinfer.quant.bags.BagPlaces). Places are offsets in `data`. What the ids are, nobody has\n"
+             "looked at. A LookupRequest knows no context.");
 
 static PyObject *read_method(PyObject *module, PyObject *data) {
     (void)module;

@@ -17,6 +17,7 @@ from recinfer.archive.reader import open_archive
 from recinfer.errors import RecinferError
 from recinfer.inference.bags import bags_of
 from recinfer.modules.embedding_configs import DataType, PoolingType
+from recinfer.quant.bags import BagPlaces
 from recinfer.quant.packing import PACKED_TYPES
 from recinfer.serving.shards import tables as tables_module
 from recinfer.serving.shards.layout import ModuleLayout, module_layouts
@@ -35,7 +36,8 @@ from tests.serving.remote.test_direct import make_archive, make_request, request
 
 
 def packed_by(case: Case, **changed: Any) -> bytes | None:
-    answer = pack(*(case.asked | {"into": b""} | changed).values())
+    bags = {name: changed.pop(name) for name in BagPlaces._fields if name in changed}
+    answer = pack(*(case.asked | {"into": b"", "bags": case.bags._replace(**bags)} | changed).values())
     if answer is None:
         return None
     at = size = shift = 0
@@ -57,10 +59,13 @@ def pairs_for(case: Case, wanted: set[int] | None = None) -> np.ndarray:
 
 
 def joined(case: Case, packed: bytes, pairs: np.ndarray, *, times: int = 1) -> np.ndarray:
-    batch, columns = case.asked["batch"], case.asked["columns"]
+    batch, columns = case.bags.batch, case.asked["columns"]
     out = np.full((batch, columns), np.nan, np.float32)
     nothing = np.empty(0, np.int64)
-    assert join([(packed, PACKED_ANSWER, pairs)] * times, nothing, b"", 0, 0, batch, columns, out) is True
+    assert (
+        join([(packed, PACKED_ANSWER, pairs)] * times, nothing, b"", BagPlaces(0, 0, 0, False, 0, batch), columns, out)
+        is True
+    )
     return out
 
 
@@ -103,8 +108,8 @@ def test_ids_and_places_that_are_not_there() -> None:
     for bad in (-1, 90, 2**40, -(2**63)):
         ids = case.ids.clone()
         ids[len(ids) // 2] = bad
-        assert packed_by(case, data=case.data[: case.asked["values_at"]] + ids.numpy().tobytes()) is None
-    assert packed_by(case, ids=case.asked["ids"] - 1) is None
+        assert packed_by(case, data=case.data[: case.bags.ids_at] + ids.numpy().tobytes()) is None
+    assert packed_by(case, ids=case.bags.ids - 1) is None
     with pytest.raises(ValueError, match="places outside"):
         packed_by(case, ids=2**62)
     with pytest.raises(TypeError, match="expected bytes"):
