@@ -342,6 +342,7 @@ UNAVAILABLE, EXHAUSTED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_E
     [
         ((UNAVAILABLE, 2, None), 3, True),
         ((UNAVAILABLE, 3, None), 3, False),
+        ((grpc.StatusCode.CANCELLED, 1, None), 2, True),  # of a server that is stopping
         ((EXHAUSTED, 1, "5"), 2, True),
         ((EXHAUSTED, 1, None), 1, False),  # a message that is too large
         ((EXHAUSTED, 1, "60000"), 2, True),  # waits at most a second

@@ -15,6 +15,8 @@ from recinfer.serving.client.throttle import Throttle
 __all__ = ["LONGEST_S", "Retries", "is_full", "pushback"]
 
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.02, 1.0
+# Nobody here cancels a call and then asks for its answer: a server that is stopping drops so what comes in its last moments.
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _PUSHBACK = "grpc-retry-pushback-ms"
 LONGEST_S = 1e8
 """What is longer, infinity too, gRPC would take for a deadline that has passed: its clock ends."""
@@ -64,7 +66,7 @@ class Retries:
         """Seconds to wait before the next try; None when another one is of no use, too late, or one too many."""
         if self._throttle is not None and is_full(error):
             self._throttle.heard(refused=True)
-        if not is_full(error) and error.code() is not grpc.StatusCode.UNAVAILABLE:
+        if not is_full(error) and error.code() not in _GONE:
             return None
         asked = pushback(error)
         return self._again(_FIRST_WAIT_S * 4**self._tried if asked is None else asked)
