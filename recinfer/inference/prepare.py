@@ -33,7 +33,7 @@ from recinfer.archive.manifest import (
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import CheckpointError, ConfigError
-from recinfer.quant.packing import PACKED_TYPES
+from recinfer.quant.rows import PACKED_TYPES
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
