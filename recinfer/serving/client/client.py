@@ -15,7 +15,7 @@ import torch
 from grpc_health.v1 import health_pb2
 
 from recinfer.errors import ConfigError, InputError, OverloadedError, RecinferError, UnavailableError
-from recinfer.inference.together import Outputs
+from recinfer.inference.results import Outputs
 from recinfer.serving.client.answers import (
     Embeddings,
     ModelDescription,
