@@ -22,6 +22,7 @@ from recinfer.quant.arranger import FeatureArranger
 from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.server.loop import start_on_loop
 from recinfer.serving.shards.fan_out import FanOut, waited_for
+from recinfer.serving.shards.fan_out_request import begin_fan_out
 from recinfer.serving.shards.layout import ModuleLayout, module_layouts
 from recinfer.serving.shards.messages import Parts
 from recinfer.serving.shards.remote_tables import RemoteTables
@@ -151,8 +152,16 @@ class RemoteLookups:
                 error = wrong
             done(found, error)
 
-        self._fan_out.begin(
-            self.spec.key, bags.batch, parts, deadline, joined, exact=exact, default_rows=self._default_rows, fits=fits
+        begin_fan_out(
+            self._fan_out,
+            self.spec.key,
+            bags.batch,
+            parts,
+            deadline,
+            joined,
+            exact=exact,
+            default_rows=self._default_rows,
+            fits=fits,
         )
 
     def _check(self, bags: Bags) -> None:
