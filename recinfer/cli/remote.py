@@ -156,7 +156,7 @@ def set_serving_when_there(
 ) -> None:
     """In a thread: wait for the shards, replay the golden requests through them, then let health say SERVING."""
     from recinfer.errors import RecinferError
-    from recinfer.serving.server.loop import start_on_loop
+    from recinfer.serving.wire.loop import start_on_loop
 
     def check() -> None:
         for predictor in predictors:
