@@ -58,7 +58,7 @@ def serve_ranks(
 ) -> None:
     """Run a shard server until it is told to stop."""
     from recinfer.serving.engine.store import ModelStore
-    from recinfer.serving.shards.server import ShardServer, serve_shards
+    from recinfer.serving.server.shard_server import ShardServer, serve_shards
     from recinfer.serving.shards.tables import ShardTables
 
     if not archives and store is None:
