@@ -286,7 +286,7 @@ def run(
     from recinfer.inference.export import export_archive
     from recinfer.inference.reshard import plan_archive, reshard_archive
     from recinfer.modules.embedding_configs import DataType
-    from recinfer.quant.packing import row_bytes
+    from recinfer.quant.rows import row_bytes
 
     model = build(int(size * 2**30 / (4 * DIM)))
     path, archive, moved = folder / ("model.ckpt" if ranks else "model.pt"), folder / "model.rqa", folder / "moved.rqa"

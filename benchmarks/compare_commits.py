@@ -32,8 +32,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.scaleout import calls, request
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server.server import SERVICE_NAME
-from recinfer.serving.server.tuning import new_loop
 from recinfer.serving.wire import codec
+from recinfer.serving.wire.loop import new_loop
 
 ROOT = Path(__file__).resolve().parent.parent
 _BUILD = """

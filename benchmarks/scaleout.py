@@ -45,8 +45,9 @@ from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server.server import SERVICE_NAME
-from recinfer.serving.server.tuning import new_loop, tune_process
+from recinfer.serving.server.tuning import tune_process
 from recinfer.serving.wire import codec
+from recinfer.serving.wire.loop import new_loop
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 FEATURES, DENSE, ROWS = 26, 13, 20_000

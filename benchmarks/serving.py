@@ -49,9 +49,10 @@ from recinfer.serving.engine.scheduler import BatchConfig
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.grpc_methods import connection_options
 from recinfer.serving.server.server import SERVICE_NAME, Server
-from recinfer.serving.server.tuning import new_loop, tune_process
+from recinfer.serving.server.tuning import tune_process
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.fields import bytes_field
+from recinfer.serving.wire.loop import new_loop
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 FEATURES, DENSE, DIM, ROWS = 26, 13, 16, 20_000

@@ -17,6 +17,8 @@ BASE = {"errors", "env", "files", "lazy", "lru", "streamable"}
 MODEL_CODE = BASE | {"sparse", "modules"}
 PLAN_CODE = MODEL_CODE | {"distributed.types", "distributed.embedding_types", "distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
+SERVED = RUNTIME | {"models", "data", "checkpoint", "archive", "inference"}
+SERVING = {"serving"} | {f"serving.{part}" for part in ("wire", "engine", "client", "shards", "server", "workers")}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "env": {"errors"},
@@ -42,11 +44,16 @@ ALLOWED: dict[str, set[str]] = {
     "archive": RUNTIME | {"models", "data", "checkpoint"},
     "inference": RUNTIME | {"models", "data", "checkpoint", "archive"},
     "training": RUNTIME | {"models", "data", "checkpoint"},
-    "serving": RUNTIME | {"models", "data", "checkpoint", "archive", "inference"},
-    "sizing": RUNTIME | {"models", "data", "checkpoint", "archive", "inference", "serving"},
-    "deploy": RUNTIME | {"models", "data", "checkpoint", "archive", "inference", "serving"},
-    "cli": RUNTIME
-    | {"models", "data", "checkpoint", "archive", "inference", "training", "serving", "sizing", "deploy", "migrate"},
+    "serving.wire": SERVED,
+    "serving.engine": SERVED | {"serving.wire"},
+    "serving.client": SERVED | {"serving.wire"},
+    "serving.shards": SERVED | {"serving.wire", "serving.engine"},
+    "serving.server": SERVED | {"serving.wire", "serving.engine", "serving.shards"},
+    "serving.workers": SERVED | {"serving.wire", "serving.engine", "serving.server"},
+    "serving": SERVED | SERVING,
+    "sizing": SERVED | SERVING,
+    "deploy": SERVED | SERVING,
+    "cli": SERVED | SERVING | {"training", "sizing", "deploy", "migrate"},
 }
 
 # What points up all the same, each with its reason. All of them stand inside a function, so nothing is imported by them
@@ -170,7 +177,7 @@ def test_neither_planning_nor_asking_a_server_needs_kernels() -> None:
 def test_a_server_loads_no_optimizers_and_starts_no_process_group_and_no_cuda() -> None:
     """torch.distributed.optim compiles its own as it is imported: with DTensor, a fifth of a server's start."""
     code = (
-        "import recinfer.inference.predictor, recinfer.serving.server.server, recinfer.serving.shards.server, sys, torch\n"
+        "import recinfer.inference.predictor, recinfer.serving.server.server, recinfer.serving.server.shard_server, sys, torch\n"
         "assert not torch.distributed.is_initialized()\n"
         "assert not torch.cuda.is_initialized()\n"
         "parts = {'recinfer.optim', 'recinfer.checkpoint', 'torch.distributed.optim', 'torch.distributed.tensor'}\n"

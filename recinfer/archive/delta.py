@@ -26,7 +26,7 @@ from recinfer.archive.reader import Archive
 from recinfer.archive.strict_json import MAX_JSON_BYTES, build, loads
 from recinfer.archive.writer import exists, partial_folder, put_at, remove_stale
 from recinfer.errors import ArchiveError, UnavailableError
-from recinfer.quant.packing import row_bytes, slice_packed_columns
+from recinfer.quant.rows import row_bytes, slice_packed_columns
 
 __all__ = ["Delta", "DeltaInfo", "DeltaTable", "DeltaWriter", "delta_file", "patch_rows", "read_delta", "with_delta"]
 

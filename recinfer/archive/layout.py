@@ -12,7 +12,7 @@ from recinfer.archive.manifest import shard_path
 from recinfer.archive.strict_json import loads
 from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan
 from recinfer.errors import ArchiveError
-from recinfer.quant.packing import row_bytes
+from recinfer.quant.rows import row_bytes
 
 __all__ = [
     "PHASE",

@@ -15,7 +15,7 @@ from recinfer.archive.paths import open_inside
 from recinfer.archive.reader import Archive
 from recinfer.distributed.planner.plan import TablePlan
 from recinfer.errors import ArchiveError, InputError
-from recinfer.quant.packing import join_packed_columns, row_bytes
+from recinfer.quant.rows import join_packed_columns, row_bytes
 
 __all__ = ["RowReader", "row_chunks"]
 

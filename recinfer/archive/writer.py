@@ -23,7 +23,7 @@ from recinfer.archive.paths import check_path, file_sha256
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.errors import ArchiveError, UnavailableError
 from recinfer.files import put
-from recinfer.quant.packing import slice_packed_columns
+from recinfer.quant.rows import slice_packed_columns
 
 __all__ = ["ArchiveFolder", "ShardWriter", "archive_folder", "exists", "partial_folder", "put_at", "remove_stale"]
 

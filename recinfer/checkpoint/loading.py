@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from recinfer.checkpoint.reader import CheckpointReader
 from recinfer.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from recinfer.checkpoint.reader import CheckpointReader
 
 __all__ = ["KeyFilter", "LoadReport", "load_into"]
 

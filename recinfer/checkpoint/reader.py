@@ -23,7 +23,6 @@ from recinfer.checkpoint.torch_file import TensorBytes, read_torch_file
 from recinfer.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from recinfer.checkpoint.loading import KeyFilter, LoadReport
     from recinfer.data.contract import FeatureContract
 
 __all__ = ["CheckpointReader"]
@@ -220,7 +219,7 @@ class CheckpointReader:
             raise CheckpointError(f"{self.path}: the contract in model.json does not hold together: {error}") from error
 
     def build_model(self, device: str | torch.device = "meta") -> nn.Module:
-        """The module that ``model.json`` describes, without its weights (see :meth:`load_into`).
+        """The module that ``model.json`` describes, without its weights (see :func:`recinfer.checkpoint.load_into`).
 
         Raises:
             CheckpointError: no ``model.json``, or one that describes no module known here.
@@ -231,14 +230,6 @@ class CheckpointReader:
                 "(--model pkg.module:function)"
             )
         return build_model(self.model_json, device, where=str(self.path))
-
-    def load_into(
-        self, module: nn.Module, strict: bool = True, only: KeyFilter | Iterable[str] | None = None
-    ) -> LoadReport:
-        """Read the tensors of ``module`` into it; see :func:`recinfer.checkpoint.loading.load_into`."""
-        from recinfer.checkpoint.loading import load_into
-
-        return load_into(self, module, strict=strict, only=only)
 
     def _tensor(self, key: str) -> StoredTensor:
         found = self._tensors.get(self.prefix + key)

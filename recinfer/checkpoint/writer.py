@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ from recinfer.checkpoint.dcp import METADATA_FILE
 from recinfer.checkpoint.model_json import MODEL_FORMAT, MODEL_JSON, describe_model
 from recinfer.checkpoint.restore import keyed_optimizer, own_names
 from recinfer.checkpoint.shard_state import state_of_all_ranks
-from recinfer.distributed.copying import copying_to
+from recinfer.distributed.copying import copied_to
 from recinfer.errors import CheckpointError, UnavailableError
 from recinfer.files import put, sync_folder
 from recinfer.optim.local_tensors import local_tensors
@@ -145,8 +144,7 @@ class _CopyOnCpu(AsyncStager):
     _synchronize_after_execute = False
 
     def stage(self, state_dict: Any) -> Any:
-        with copying_to(torch.device("cpu")):
-            return copy.deepcopy(state_dict)
+        return copied_to(state_dict, torch.device("cpu"))
 
     def synchronize_staging(self) -> None:
         return None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.markup import escape
 
 from recinfer.cli.console import Output
-from recinfer.serving.server.address import join_address
+from recinfer.serving.wire.address import join_address
 
 __all__ = ["show_doors"]
 

@@ -58,7 +58,7 @@ def serve_ranks(
 ) -> None:
     """Run a shard server until it is told to stop."""
     from recinfer.serving.engine.store import ModelStore
-    from recinfer.serving.shards.server import ShardServer, serve_shards
+    from recinfer.serving.server.shard_server import ShardServer, serve_shards
     from recinfer.serving.shards.tables import ShardTables
 
     if not archives and store is None:
@@ -156,7 +156,7 @@ def set_serving_when_there(
 ) -> None:
     """In a thread: wait for the shards, replay the golden requests through them, then let health say SERVING."""
     from recinfer.errors import RecinferError
-    from recinfer.serving.server.loop import start_on_loop
+    from recinfer.serving.wire.loop import start_on_loop
 
     def check() -> None:
         for predictor in predictors:

@@ -58,7 +58,7 @@ def supervise(
     The metrics port is this process's own: it shows the sum of what the workers count. The others are held here and
     shared by the workers alone: a second server on one of them is refused, where it would share it without a word.
     """
-    from recinfer.serving.server.address import hold_address
+    from recinfer.serving.wire.address import hold_address
     from recinfer.serving.workers.supervisor import Supervisor
 
     arguments = sys.argv[1:]
@@ -112,8 +112,8 @@ class _Shown:
             return
         import asyncio
 
-        from recinfer.serving.server.address import check_address
         from recinfer.serving.server.telemetry.metrics_http import MetricsServer
+        from recinfer.serving.wire.address import check_address
 
         async def beside() -> Any:
             return await asyncio.to_thread(status)  # it waits for the workers
@@ -125,7 +125,7 @@ class _Shown:
         """Bind and answer; the port."""
         if self._door is None:
             return None
-        from recinfer.serving.server.loop import run_on_loop
+        from recinfer.serving.wire.loop import run_on_loop
 
         run_on_loop(self._door.start())
         return int(self._door.port)
@@ -133,6 +133,6 @@ class _Shown:
     def stop(self) -> None:
         """Close the port."""
         if self._door is not None:
-            from recinfer.serving.server.loop import run_on_loop
+            from recinfer.serving.wire.loop import run_on_loop
 
             run_on_loop(self._door.stop(), timeout=5.0)

@@ -1,11 +1,19 @@
-"""Deep copies to another device that keep process groups, shared storages and sharded tensors what they are."""
+"""Deep copies to another device that keep process groups, shared storages and sharded tensors what they are.
+
+``copy.deepcopy`` asks its memo for every object before it copies it. The memo here knows the tensors, process groups and
+meshes below what is copied, so it answers for them, and no class of torch's has to.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
+import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,64 +26,128 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from recinfer.distributed.global_tensors import dtensor_of
 from recinfer.optim.local_tensors import local_pieces
 
-__all__ = ["copying_to"]
+__all__ = ["copied_to", "module_copies_go_to"]
+
+T = TypeVar("T")
+_SHARED = (dist.ProcessGroup, DeviceMesh)
+# Of a class that copies itself in a way of its own, what lies in it is known, and it is not.
+_COPIERS = (Tensor.__deepcopy__, nn.Parameter.__deepcopy__)
+# What deepcopy does not copy either: what these refer to is the program, not the value.
+_PROGRAM = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.CodeType)
 
 
-@contextmanager
-def copying_to(device: torch.device | None) -> Iterator[None]:
-    """Inside, ``copy.deepcopy`` shares process groups and puts tensors on ``device`` as it copies them.
+def copied_to(value: T, device: torch.device | None) -> T:
+    """A deep copy of ``value`` that shares process groups and meshes, with its tensors on ``device``; None: they are shared.
 
-    With None it shares tensors as well.
+    Tensors that share a storage do so afterwards.
     """
+    return copy.deepcopy(value, _Memo(value, device))
 
-    def same(shared: Any, memo: dict[int, Any]) -> Any:
-        return shared
 
-    storages: dict[int, Tensor] = {}  # by the storage copied from: tensors that share one still do afterwards
+class _Memo(dict[int, Any]):
+    """deepcopy's memo of copies by the id of what was copied; it makes those of known objects when they are asked for."""
 
-    def tensor_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-        if id(tensor) in memo:
-            return memo[id(tensor)]
+    def __init__(self, value: object, device: torch.device | None) -> None:
+        super().__init__()
+        self._device = device
+        # References to them, so that each id stays its own.
+        self._known = {id(each): each for each in _below(value) if _is_known(each)}
+        self._storages: dict[int, Tensor] = {}  # by the storage copied from
+
+    def get(self, key: int, default: Any = None) -> Any:
+        if key in self._known and key not in self:
+            known = self._known[key]
+            if self._device is None or isinstance(known, _SHARED):
+                self[key] = known
+            else:
+                self._move(known, self._device)
+        return super().get(key, default)
+
+    def _move(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """The copy of ``tensor`` on ``device``, which is in the memo then."""
+        if id(tensor) in self:
+            return self[id(tensor)]
+        moved: Any
+        self._known[id(tensor)] = tensor
         if isinstance(tensor, ShardedTensor):
-            shards = [Shard(tensor_copy(s.tensor, memo), copy.deepcopy(s.metadata)) for s in tensor.local_shards()]
-            moved: Any = ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards = [Shard(self._move(s.tensor, device), copy.deepcopy(s.metadata)) for s in tensor.local_shards()]
+            moved = ShardedTensor._init_from_local_shards_and_global_metadata(
                 shards, copy.deepcopy(tensor.metadata()), process_group=tensor._process_group
             )
-            memo[id(tensor)] = moved
-            return moved
-        if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, LocalShardsWrapper):
-            pieces = [(tensor_copy(rows, memo), at) for rows, at in local_pieces(tensor)]
+        elif isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, LocalShardsWrapper):
+            pieces = [(self._move(rows, device), at) for rows, at in local_pieces(tensor)]
             moved = dtensor_of(pieces, tensor.size(), tensor.device_mesh, tensor.placements[0])
-            memo[id(tensor)] = moved
-            return moved
-        if tensor.is_meta or tensor.is_sparse:
-            moved = tensor.detach().clone() if tensor.is_meta else tensor.detach().to(device, copy=True)
+        elif tensor.is_meta:
+            moved = tensor.detach().clone()
+        elif tensor.is_sparse:
+            moved = tensor.detach().to(device, copy=True)
         else:
             storage = tensor.untyped_storage()
-            if storage._cdata not in storages:
+            if storage._cdata not in self._storages:
                 flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                storages[storage._cdata] = flat.to(device, copy=True)
+                self._storages[storage._cdata] = flat.to(device, copy=True)
             moved = torch.empty(0, dtype=tensor.dtype, device=device)
             moved.set_(
-                storages[storage._cdata].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+                self._storages[storage._cdata].untyped_storage(),
+                tensor.storage_offset(),
+                tensor.size(),
+                tensor.stride(),
             )
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
-            moved.__dict__.update({k: copy.deepcopy(v, memo) for k, v in tensor.__dict__.items()})
         elif tensor.requires_grad and tensor.is_leaf:
             moved.requires_grad_()  # fused lookups hang on such a tensor: without it their backward would not run
-        memo[id(tensor)] = moved
-        memo.setdefault(id(memo), []).append(tensor)  # alive as long as its id is a key
+        self[id(tensor)] = moved
+        if isinstance(tensor, nn.Parameter):
+            moved.__dict__.update({name: copy.deepcopy(each, self) for name, each in tensor.__dict__.items()})
         return moved
 
-    before_tensor, before_parameter = Tensor.__deepcopy__, nn.Parameter.__deepcopy__
-    shared: list[Any] = [dist.ProcessGroup, DeviceMesh]
-    Tensor.__deepcopy__ = nn.Parameter.__deepcopy__ = same if device is None else tensor_copy  # type: ignore[method-assign,assignment]
-    for kind in shared:
-        kind.__deepcopy__ = same
+
+def _is_known(value: object) -> bool:
+    return isinstance(value, _SHARED) or (isinstance(value, Tensor) and type(value).__deepcopy__ in _COPIERS)
+
+
+def _below(value: object) -> Iterator[object]:
+    """``value`` and all that it refers to: more than deepcopy comes to, and nothing less."""
+    seen: set[int] = set()
+    ahead = [value]
+    while ahead:
+        each = ahead.pop()
+        if id(each) in seen or issubclass(type(each), _PROGRAM):
+            continue
+        seen.add(id(each))
+        yield each
+        if not isinstance(each, _SHARED):
+            ahead += gc.get_referents(each)
+
+
+# ------------------------------------------------------------------------------- copies that others ask deepcopy for
+
+_target: ContextVar[tuple[torch.device | None] | None] = ContextVar("recinfer_copies_go_to", default=None)
+_inside, _lock = 0, threading.Lock()
+
+
+@contextmanager
+def module_copies_go_to(device: torch.device | None) -> Iterator[None]:
+    """Inside, ``copy.deepcopy`` of a module is :func:`copied_to` ``device``: in this thread (or task) and in no other."""
+    global _inside
+    with _lock:
+        _inside += 1
+        nn.Module.__deepcopy__ = _copied_module  # type: ignore[attr-defined]
+    token = _target.set((device,))
     try:
         yield
     finally:
-        Tensor.__deepcopy__, nn.Parameter.__deepcopy__ = before_tensor, before_parameter  # type: ignore[method-assign]
-        for kind in shared:
-            del kind.__deepcopy__
+        _target.reset(token)
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                del nn.Module.__deepcopy__  # type: ignore[attr-defined]
+
+
+def _copied_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What deepcopy asks of a module while some thread is inside; for others it does what it does without being asked."""
+    target = _target.get()
+    if target is None or isinstance(memo, _Memo):
+        return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined,no-any-return]
+    return copied_to(module, *target)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,20 +14,23 @@ from recinfer.distributed.model_tree import sharded_parameter_names
 from recinfer.distributed.types import ShardingEnv
 from recinfer.errors import ConfigError
 
-if TYPE_CHECKING:
-    from recinfer.distributed.model_parallel import DistributedModelParallel
-
-__all__ = ["DataParallelWrapper", "DefaultDataParallelWrapper"]
+__all__ = ["DataParallelWrapper", "DefaultDataParallelWrapper", "Wrappable"]
 
 _COMPRESSION = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+
+
+class Wrappable(Protocol):
+    """What a wrapper sees of a DistributedModelParallel: the model as it runs, which it may replace."""
+
+    _dmp_wrapped_module: nn.Module
 
 
 class DataParallelWrapper(abc.ABC):
     """Replicates the part of a model that is not sharded."""
 
     @abc.abstractmethod
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Wrap ``dmp.module`` in place (set ``dmp._dmp_wrapped_module``) so that its gradients are averaged."""
+    def wrap(self, dmp: Wrappable, env: ShardingEnv, device: torch.device) -> None:
+        """Set ``dmp._dmp_wrapped_module`` to a module around it that averages the gradients."""
 
 
 class DefaultDataParallelWrapper(DataParallelWrapper):
@@ -65,7 +69,7 @@ class DefaultDataParallelWrapper(DataParallelWrapper):
         self._params_to_ignore = set(params_to_ignore or ())
         self._ddp_kwargs = dict(ddp_kwargs or {})
 
-    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+    def wrap(self, dmp: Wrappable, env: ShardingEnv, device: torch.device) -> None:
         """Wrap once; a model with nothing left to average is left as it is."""
         if env.process_group is None or isinstance(dmp._dmp_wrapped_module, DistributedDataParallel):
             return

@@ -6,12 +6,7 @@ embeddings; :mod:`recinfer.distributed.dist_one` moves both between the devices 
 
 from __future__ import annotations
 
-from recinfer.distributed.dist_kjt import (
-    KJTAllToAll,
-    KJTAllToAllSplitsAwaitable,
-    KJTAllToAllTensorsAwaitable,
-    SplitsAllToAllAwaitable,
-)
+from recinfer.distributed.dist_kjt import KJTAllToAll, KJTAllToAllSplitsAwaitable, SplitsAllToAllAwaitable
 from recinfer.distributed.dist_one import (
     EmbeddingsAllToOne,
     EmbeddingsAllToOneReduce,
@@ -28,6 +23,7 @@ from recinfer.distributed.dist_outputs import (
     VariableBatchPooledEmbeddingsAllToAll,
     VariableBatchPooledEmbeddingsReduceScatter,
 )
+from recinfer.distributed.dist_tensors import KJTAllToAllTensorsAwaitable
 
 __all__ = [
     "EmbeddingsAllToOne",

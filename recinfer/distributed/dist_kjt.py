@@ -4,32 +4,27 @@ Two collectives move a batch, whatever it holds. The first tells every rank how 
 lengths, values, weights and batch sizes as one buffer of bytes, since on most networks a collective costs more than the
 copy that saves it.
 
-Shapes: ``W`` ranks, ``F`` features of this rank's tables, ``B`` examples of a rank. What arrives is (rank, feature,
-example); a KeyedJaggedTensor is (feature, rank, example).
+Shapes: ``W`` ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import mul
-from typing import Any
 
-import fbgemm_gpu  # noqa: F401  registers the ops
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recinfer.distributed.dist_tensors import KJTAllToAllTensorsAwaitable, pack
 from recinfer.distributed.types import Awaitable
 from recinfer.errors import InputError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
-from recinfer.sparse.offsets import gather_segments, segment_sums
 
 __all__ = [
     "KJTAllToAll",
     "KJTAllToAllSplitsAwaitable",
-    "KJTAllToAllTensorsAwaitable",
+    "KJTSplitsAllToAllMeta",
     "SplitsAllToAllAwaitable",
 ]
 
@@ -67,210 +62,35 @@ class SplitsAllToAllAwaitable(Awaitable[list[list[int]]]):
         return [list(numbers) for numbers in zip(*self._received.tolist())]
 
 
-class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
-    """The second step: moves the tensors, all in one buffer.
+@dataclass
+class KJTSplitsAllToAllMeta:
+    """An exchange of features that has not begun: what is to be sent, so that sizes of several go in one exchange.
 
     Args:
-        pg: the process group.
-        input: the KeyedJaggedTensor that is sent.
-        splits: how many of its keys go to each rank.
-        input_splits: for each label, how many entries of its tensor go to each rank.
-        output_splits: for each label, how many entries come from each rank.
-        input_tensors: the tensors, one a label.
-        labels: what they are: ``lengths``, ``values``, ``strides`` (batch size of each key), ``weights``.
-        keys: the keys that this rank receives.
-        device: where the result is.
-        stagger: number of hosts by which the examples of a feature are interleaved.
-        stride_per_rank: batch size of each rank; None when each key has its own.
-        packed: ``input_tensors`` as :func:`pack` makes one buffer of them, where the caller had the time.
+        pg: the ranks.
+        _input: the features.
+        splits: keys for each rank.
+        splits_tensors: the sizes to exchange, one tensor a label (and the batch size, for a fixed batch).
+        input_splits: entries for each rank, of each tensor.
+        input_tensors: what will be sent.
+        labels: names of the tensors.
+        keys: keys that this rank will have.
+        device: where results go.
+        stagger: as of KJTAllToAll.
+        splits_cumsum: running sum of ``splits``, from 0.
     """
 
-    def __init__(
-        self,
-        pg: dist.ProcessGroup,
-        input: KeyedJaggedTensor,
-        splits: list[int],
-        input_splits: list[list[int]],
-        output_splits: list[list[int]],
-        input_tensors: list[Tensor],
-        labels: list[str],
-        keys: list[str],
-        device: torch.device,
-        stagger: int,
-        stride_per_rank: list[int] | None,
-        packed: Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        self._world_size = pg.size()
-        self._input = input
-        self._keys = keys
-        self._stagger = stagger
-        self._dtypes = [tensor.dtype for tensor in input_tensors]
-        self._labels = labels
-        self._input_splits = input_splits
-        self._output_splits = output_splits
-        self._stride_per_rank = stride_per_rank
-        self._recat: Tensor | None = None
-        if self._world_size > 1:
-            self._sent = pack(input_tensors, input_splits) if packed is None else packed
-            self._start(pg, device)
-            if stride_per_rank is not None:
-                strides = [stride for stride in stride_per_rank for _ in keys]
-                self._recat = _recat(strides, len(keys), stagger, device)
-
-    @property
-    def input_splits(self) -> dict[str, list[int]]:
-        """Label -> entries that go to each rank."""
-        return dict(zip(self._labels, self._input_splits))
-
-    @property
-    def output_splits(self) -> dict[str, list[int]]:
-        """Label -> entries that come from each rank."""
-        return dict(zip(self._labels, self._output_splits))
-
-    @property
-    def stride_per_rank(self) -> list[int] | None:
-        """Batch size of each rank; None when each key has its own."""
-        return self._stride_per_rank
-
-    @property
-    def recat(self) -> Tensor | None:
-        """int32: where each piece received goes; None when they come in order.
-
-        A piece is the lengths of a (rank, key) when all batch sizes are the same, else a single length. With a batch
-        size a key it is known after the wait.
-        """
-        return self._recat
-
-    def _start(self, pg: dist.ProcessGroup, device: torch.device) -> None:
-        widths = [dtype.itemsize for dtype in self._dtypes]
-        self._sizes = [[count * width for count, width in zip(of, widths)] for of in zip(*self._output_splits)]
-        received = [sum(of_rank) for of_rank in self._sizes]
-        self._received = torch.empty(sum(received), dtype=torch.uint8, device=device)
-        self._work = dist.all_to_all_single(
-            self._received,
-            self._sent,
-            output_split_sizes=received,
-            input_split_sizes=[sum(map(mul, of_rank, widths)) for of_rank in zip(*self._input_splits)],
-            group=pg,
-            async_op=True,
-        )
-
-    def _wait_impl(self) -> KeyedJaggedTensor:
-        if self._world_size == 1:
-            return self._input
-        self._work.wait()
-        if self._received.is_cuda:
-            stream = torch.cuda.current_stream(self._received.device)
-            self._received.record_stream(stream)
-            self._sent.record_stream(stream)
-        sections = self._received.split([size for of_rank in self._sizes for size in of_rank])
-        self._sent = self._received = torch.empty(0)  # the memory is free soon, however long this awaitable lives
-        step = len(self._labels)
-        return self._arrange({label: sections[at::step] for at, label in enumerate(self._labels)})
-
-    def _joined(self, parts: Sequence[Tensor], label: str) -> Tensor:
-        """Bytes of pieces as one tensor; a copy, so that it is aligned."""
-        return torch.cat(list(parts)).view(self._dtypes[self._labels.index(label)])
-
-    def _arrange(self, sections: dict[str, Sequence[Tensor]]) -> KeyedJaggedTensor:
-        """From (rank, key, example) to (key, rank, example); sections are bytes, one a rank."""
-        num_keys, world_size = len(self._keys), self._world_size
-        lengths = self._joined(sections["lengths"], "lengths")
-        strides_FW: list[list[int]] | None = None
-        if self._stride_per_rank is not None:
-            strides = [stride for stride in self._stride_per_rank for _ in range(num_keys)]
-        else:
-            strides = self._joined(sections["strides"], "strides").tolist()
-            self._recat = _recat(strides, num_keys, self._stagger, lengths.device)
-            ordered = [strides[piece] for piece in _piece_order(num_keys, world_size, self._stagger)]
-            strides_FW = [ordered[at : at + world_size] for at in range(0, len(ordered), world_size)]
-        moved: list[str] = [label for label in ("values", "weights") if label in sections]
-        tensors: dict[str, Tensor] = {}
-        if self._recat is None or not lengths.numel():
-            tensors = {label: self._joined(sections[label], label) for label in moved}
-        elif lengths.is_cuda:
-            lengths, tensors = self._permuted_on_device(lengths, sections, moved)
-        else:
-            order = _piece_order(num_keys, world_size, self._stagger)
-            counts = segment_sums(lengths, strides)
-            lengths = gather_segments(lengths, strides, order)
-            for label in moved:
-                width = self._dtypes[self._labels.index(label)].itemsize
-                sizes = [count * width for count in counts]
-                pieces = [
-                    piece
-                    for rank, section in enumerate(sections[label])
-                    for piece in section.split(sizes[rank * num_keys : (rank + 1) * num_keys])
-                ]
-                tensors[label] = self._joined([pieces[at] for at in order], label)
-        return KeyedJaggedTensor.from_parts_unchecked(
-            self._keys,
-            tensors["values"],
-            lengths,
-            weights=tensors.get("weights"),
-            stride=None if self._stride_per_rank is None else sum(self._stride_per_rank),
-            stride_per_key_per_rank=strides_FW,
-        )
-
-    def _permuted_on_device(
-        self, lengths: Tensor, sections: dict[str, Sequence[Tensor]], moved: list[str]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The same by FBGEMM's kernels, which read the sizes of pieces on the device: the host does not wait."""
-        assert self._recat is not None
-        tensors = [self._joined(sections[label], label) for label in moved]
-        one_a_length = self._recat.numel() == lengths.numel()
-        permute = torch.ops.fbgemm.permute_1D_sparse_data if one_a_length else torch.ops.fbgemm.permute_2D_sparse_data
-        lengths, values, weights = permute(
-            self._recat,
-            lengths if one_a_length else lengths.view(self._recat.numel(), -1),
-            tensors[0],
-            tensors[1] if len(tensors) > 1 else None,
-            tensors[0].numel(),
-        )
-        return lengths.view(-1), dict(zip(moved, (values, weights)))
-
-
-def pack(tensors: list[Tensor], splits: list[list[int]]) -> Tensor:
-    """All tensors as one buffer of bytes, by rank: ``splits[t][r]`` entries of each tensor ``t`` for rank ``r``."""
-    pieces = [
-        tensor.reshape(-1).view(torch.uint8).split([count * tensor.element_size() for count in counts])
-        for tensor, counts in zip(tensors, splits)
-    ]
-    return torch.cat([piece for of_rank in zip(*pieces) for piece in of_rank])
-
-
-def _rank_order(world_size: int, stagger: int) -> list[int]:
-    """Ranks host by host, or with ``stagger`` hosts the first rank of each host, then the second of each."""
-    step = world_size // stagger
-    return [first + step * host for first in range(step) for host in range(stagger)]
-
-
-@lru_cache(maxsize=256)
-def _piece_order(num_keys: int, world_size: int, stagger: int) -> list[int]:
-    """Which (rank, key) piece stands at each (key, rank) place."""
-    order = _rank_order(world_size, stagger)
-    return [rank * num_keys + key for key in range(num_keys) for rank in order]
-
-
-def _recat(strides: list[int], num_keys: int, stagger: int, device: torch.device) -> Tensor | None:
-    """:attr:`KJTAllToAllTensorsAwaitable.recat` for the batch sizes of all (rank, key) pieces; None when in order."""
-    if num_keys == 0 or (num_keys == 1 and stagger == 1):
-        return None
-    world_size = len(strides) // num_keys
-    if len(set(strides)) == 1:
-        return _recat_of_pieces(num_keys, world_size, stagger, device)
-    starts = list(accumulate(strides, initial=0))
-    order = _piece_order(num_keys, world_size, stagger)
-    sizes = torch.tensor([strides[piece] for piece in order])
-    shift = torch.tensor([starts[piece] for piece in order]) - (sizes.cumsum(0) - sizes)
-    recat = torch.arange(starts[-1]) + torch.repeat_interleave(shift, sizes)
-    return recat.to(device=device, dtype=torch.int32)
-
-
-@lru_cache(maxsize=256)
-def _recat_of_pieces(num_keys: int, world_size: int, stagger: int, device: torch.device) -> Tensor:
-    return torch.tensor(_piece_order(num_keys, world_size, stagger), dtype=torch.int32, device=device)
+    pg: dist.ProcessGroup
+    _input: KeyedJaggedTensor
+    splits: list[int]
+    splits_tensors: list[Tensor]
+    input_splits: list[list[int]]
+    input_tensors: list[Tensor]
+    labels: list[str]
+    keys: list[str]
+    device: torch.device
+    stagger: int
+    splits_cumsum: list[int] = field(default_factory=list)
 
 
 class KJTAllToAllSplitsAwaitable(Awaitable[KJTAllToAllTensorsAwaitable]):
@@ -384,14 +204,10 @@ class KJTAllToAll(nn.Module):
             )
 
     @staticmethod
-    def meta(pg: dist.ProcessGroup, splits: list[int], input: KeyedJaggedTensor, stagger: int = 1) -> Any:
-        """What the exchange of ``input`` needs, with nothing sent yet: the sizes of several go out together.
-
-        Returns:
-            :class:`recinfer.distributed.embedding_sharding.KJTSplitsAllToAllMeta`.
-        """
-        from recinfer.distributed.embedding_sharding import KJTSplitsAllToAllMeta
-
+    def meta(
+        pg: dist.ProcessGroup, splits: list[int], input: KeyedJaggedTensor, stagger: int = 1
+    ) -> KJTSplitsAllToAllMeta:
+        """What the exchange of ``input`` needs, with nothing sent yet: the sizes of several go out together."""
         tensor_splits = input.dist_splits(splits)
         numbers = list(tensor_splits)
         if not input.variable_stride_per_key():

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from recinfer.distributed.dist_data import KJTAllToAllTensorsAwaitable, SplitsAllToAllAwaitable
+from recinfer.distributed.dist_kjt import KJTSplitsAllToAllMeta, SplitsAllToAllAwaitable
+from recinfer.distributed.dist_tensors import KJTAllToAllTensorsAwaitable
 from recinfer.distributed.embedding_types import (
     BaseEmbeddingLookup,
     BaseGroupedFeatureProcessor,
@@ -237,37 +238,6 @@ def _sizes_known(awaitables: list[Awaitable[KeyedJaggedTensor]], ctx: Any) -> KJ
         if isinstance(context, EmbeddingShardingContext):
             context.sizes_known(awaitable)
     return KJTListAwaitable(awaitables, ctx)
-
-
-@dataclass
-class KJTSplitsAllToAllMeta:
-    """An exchange of features that has not begun: what is to be sent, so that sizes of several go in one exchange.
-
-    Args:
-        pg: the ranks.
-        _input: the features.
-        splits: keys for each rank.
-        splits_tensors: the sizes to exchange, one tensor a label (and the batch size, for a fixed batch).
-        input_splits: entries for each rank, of each tensor.
-        input_tensors: what will be sent.
-        labels: names of the tensors.
-        keys: keys that this rank will have.
-        device: where results go.
-        stagger: as of KJTAllToAll.
-        splits_cumsum: running sum of ``splits``, from 0.
-    """
-
-    pg: dist.ProcessGroup
-    _input: KeyedJaggedTensor
-    splits: list[int]
-    splits_tensors: list[Tensor]
-    input_splits: list[list[int]]
-    input_tensors: list[Tensor]
-    labels: list[str]
-    keys: list[str]
-    device: torch.device
-    stagger: int
-    splits_cumsum: list[int] = field(default_factory=list)
 
 
 class FusedKJTListSplitsAwaitable(Awaitable[list[KJTListAwaitable]]):

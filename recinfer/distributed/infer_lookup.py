@@ -33,7 +33,7 @@ from recinfer.errors import CheckpointError, ConfigError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.collection import row_alignment_for
-from recinfer.quant.packing import padded_dim
+from recinfer.quant.rows import padded_dim
 from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen, TableBatch
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 

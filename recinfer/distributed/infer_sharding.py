@@ -25,7 +25,7 @@ from recinfer.distributed.sharding.pooled import PooledContext, ShardPooledDist
 from recinfer.distributed.sharding.tables import PooledSharding
 from recinfer.distributed.types import ShardingEnv, ShardingType, rank_device
 from recinfer.errors import ConfigError
-from recinfer.quant.packing import row_bytes, slice_packed_columns
+from recinfer.quant.rows import row_bytes, slice_packed_columns
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["InferPooledSharding", "infer_sharding"]

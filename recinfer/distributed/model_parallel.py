@@ -20,7 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 
 from recinfer.distributed.comm import get_local_size
-from recinfer.distributed.copying import copying_to
+from recinfer.distributed.copying import copied_to
 from recinfer.distributed.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
 from recinfer.distributed.model_tree import fused_optimizers, join, materialise, some_of
 from recinfer.distributed.sharding_plan import get_default_sharders
@@ -177,8 +177,7 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
         device = torch.device(device)
         other = copy.copy(self)
         other._modules = dict(self._modules)
-        with copying_to(device):
-            other._dmp_wrapped_module = copy.deepcopy(get_module(self))
+        other._dmp_wrapped_module = copied_to(get_module(self), device)
         other.device = device
         other._ddp_done = False
         other._optim = CombinedOptimizer(fused_optimizers(get_module(other)))  # type: ignore[arg-type]

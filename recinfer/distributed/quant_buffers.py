@@ -15,7 +15,7 @@ from recinfer.distributed.quant_layout import PackedShard, shard_name
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from recinfer.quant.lookup import ColumnPiece
-from recinfer.quant.packing import join_packed_columns, row_bytes
+from recinfer.quant.rows import join_packed_columns, row_bytes
 from recinfer.quant.tbe import managed_bytes
 
 __all__ = [

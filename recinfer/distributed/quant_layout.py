@@ -21,7 +21,7 @@ from torch import Tensor
 
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, PoolingType
-from recinfer.quant.packing import padded_dim
+from recinfer.quant.rows import padded_dim
 from recinfer.quant.tbe import Memory, TableBatch, TableSlot
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 

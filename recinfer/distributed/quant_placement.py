@@ -21,7 +21,7 @@ from recinfer.distributed.types import ParameterSharding, ShardingEnv
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 from recinfer.quant.lookup import ColumnPiece
-from recinfer.quant.packing import row_bytes, slice_packed_columns
+from recinfer.quant.rows import row_bytes, slice_packed_columns
 from recinfer.quant.tbe import Memory
 
 __all__ = ["PackedSource", "Placed", "kernel_of", "memory_of", "place_buffer", "place_module"]

@@ -20,7 +20,7 @@ from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingTab
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.collection import row_alignment_for
 from recinfer.quant.lookup import PooledLookup, SequenceLookup, embedding_names
-from recinfer.quant.packing import row_bytes
+from recinfer.quant.rows import row_bytes
 from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 

@@ -140,7 +140,7 @@ def get_unsharded_module_names(model: nn.Module) -> list[str]:
 
 @contextmanager
 def sharded_model_copy(device: torch.device | str | int | None) -> Iterator[None]:
-    """Inside, ``copy.deepcopy`` of a sharded model puts tensors on ``device`` and shares process groups.
+    """Inside, ``copy.deepcopy`` of a sharded model puts tensors on ``device`` and shares process groups, in this thread alone.
 
     Args:
         device: None shares the tensors too, and copies the modules alone.
@@ -152,7 +152,8 @@ def sharded_model_copy(device: torch.device | str | int | None) -> Iterator[None
         with sharded_model_copy("cpu"):
             on_cpu = copy.deepcopy(dmp.module)
     """
-    from recinfer.distributed.copying import copying_to  # DTensor: a server that copies nothing need not import it
+    # It imports DTensor, which a server that copies nothing does without.
+    from recinfer.distributed.copying import module_copies_go_to
 
-    with copying_to(None if device is None else torch.device(device)):
+    with module_copies_go_to(None if device is None else torch.device(device)):
         yield

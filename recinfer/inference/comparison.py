@@ -30,7 +30,7 @@ from recinfer.archive.rows import RowReader
 from recinfer.inference.predictor import Predictor
 from recinfer.inference.recorded import RecordedBatch, RecordedReference
 from recinfer.inference.reference import FloatRows, compare_with_float, float_embeddings, rounding_bound
-from recinfer.quant.packing import quantization_step, unpack_rows
+from recinfer.quant.rows import quantization_step, unpack_rows
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

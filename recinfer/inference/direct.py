@@ -20,7 +20,7 @@ from recinfer.quant._tables import pack as _pack
 from recinfer.quant._tables import pool as _pool
 from recinfer.quant.bags import BagPlaces
 from recinfer.quant.lookup import PooledLookup
-from recinfer.quant.packing import row_bytes
+from recinfer.quant.rows import row_bytes
 from recinfer.quant.tbe import TableBatch
 
 __all__ = ["MAX_HEADS", "DirectOrder", "DirectPieces", "DirectTables"]

@@ -1,40 +1,28 @@
 """From an archive to answers: ``load(path)`` gives a Predictor with ``lookup`` and ``predict``; it knows no network.
 
 A request goes: intake (checks, absent features) -> one fused lookup per embedding module over the mapped shards ->
-the dense program. Everything is built when the archive is loaded; a call only runs, and any number run at once.
+the dense program.
 """
 
 from __future__ import annotations
 
-import math
 import os
-import time
-from collections.abc import Callable, Sequence, Set
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from recinfer.archive.check import Answer, Request, compare_answers, read_requests
-from recinfer.archive.dense import DenseEngine, open_dense
-from recinfer.archive.manifest import Manifest
-from recinfer.archive.mapping import MappedShards
-from recinfer.archive.reader import Archive, open_archive
-from recinfer.distributed.planner.plan import Plan
-from recinfer.errors import ArchiveError, InputError, RecinferError, UnavailableError
-from recinfer.inference.bags import Bags, Features, bags_of
-from recinfer.inference.direct import DirectTables
-from recinfer.inference.intake import FeatureIntake
-from recinfer.inference.lookups import Ask, Found, LocalLookups, Lookups, LookupsOf, Steps, output_names, run_now
-from recinfer.inference.results import FeatureSpec, LookupResult, feature_specs, selected, tensors_of
-from recinfer.inference.stages import Stages
-from recinfer.inference.states import States, at_one_state
-from recinfer.inference.together import Outputs, PredictInputs, lookup_many, predict_many, predict_with_context
+from recinfer.archive.reader import open_archive
+from recinfer.errors import ArchiveError, RecinferError, UnavailableError
+from recinfer.inference.bags import Features, bags_of
+from recinfer.inference.lookups import LookupsOf, Steps, run_now
+from recinfer.inference.model import LoadedModel
+from recinfer.inference.results import FeatureSpec, LookupResult, Outputs, tensors_of
+from recinfer.inference.states import at_one_state
+from recinfer.inference.together import PredictInputs, lookup_many, lookup_one, predict_many, predict_one
 from recinfer.quant.outputs import keep_outputs
-
-if TYPE_CHECKING:
-    from recinfer.data.contract import FeatureContract
 
 __all__ = ["FeatureSpec", "LookupResult", "Predictor", "load"]
 
@@ -42,115 +30,8 @@ __all__ = ["FeatureSpec", "LookupResult", "Predictor", "load"]
 _MERGE_RELATIVE, _MERGE_ABSOLUTE = 1e-3, 1e-4
 
 
-class Predictor(States):
-    """Answers requests from one archive. Every method may be called from any number of threads at once.
-
-    Attributes:
-        features: what lookup gives, in the model's order.
-        num_dense: columns of the dense input of predict; 0 without one.
-        contract: how raw rows become inputs, or None.
-        loaded_at: when it was loaded, seconds since the epoch.
-        stages: how long lookups and dense runs took.
-        mergeable: whether requests may share one run; false where the golden requests together get other answers than
-            each alone (a model whose samples see each other).
-        runs_on_arrays: whether :meth:`run_engine_arrays` may be called.
-        parts, intake, output_names: the embedding modules, the checks of features, the dense program's outputs; for
-            recinfer.inference.together.
-    """
-
-    def __init__(
-        self,
-        archive: Archive,
-        *,
-        device: str = "cpu",
-        preload: bool = False,
-        lock: bool = False,
-        dense_threads: int = 1,
-        dense_engine: Literal["onnx", "torch"] | None = None,
-        lookup_threads: int = 1,
-        join_columns: bool = False,
-        lookups: LookupsOf | None = None,
-    ) -> None:
-        manifest = archive.manifest
-        self.loaded_at = time.time()
-        self.stages = Stages("lookup", "dense")
-        self.device = torch.device(device)
-        self.contract: FeatureContract | None = _contract(manifest)
-        self._mapping: dict[str, Any] = {"preload": preload, "lock": lock}
-        self._lookup_options: dict[str, Any] = {"threads": lookup_threads, "join_columns": join_columns}
-        self._lookups_of = lookups
-        self._dense_options: dict[str, Any] = {"device": device, "num_threads": dense_threads, "engine": dense_engine}
-        self.intake = FeatureIntake(manifest)
-        self.mergeable = True
-        self.features = tuple(feature_specs(manifest, output_names(manifest)))
-        self.num_dense = 0 if manifest.dense is None else manifest.dense.num_dense
-        self.output_names: list[str] = []
-        if manifest.dense is not None:
-            self.output_names = [output.name for output in manifest.dense.outputs]
-        super().__init__(archive)
-
-    def _assemble(self, archive: Archive, edit: Callable[[MappedShards], None] | None = None) -> None:
-        manifest = archive.manifest
-        self.lookups: Lookups
-        if self._lookups_of is None:
-            mapped = archive.map_shards(**self._mapping, edit=edit)
-            self.lookups = LocalLookups(archive, mapped, device=str(self.device), **self._lookup_options)
-        else:
-            self.lookups = self._lookups_of(archive, self._deltas)
-        self.parts = self.lookups.parts
-        self._mapped = self.lookups.mapped
-        self._engine: DenseEngine | None = None
-        if manifest.dense is not None:
-            self._engine = open_dense(archive, manifest.dense, **self._dense_options)
-        self.runs_on_arrays = self._engine is not None and self.device.type == "cpu"
-
-    @property
-    def direct(self) -> DirectTables | None:
-        """The tables for :mod:`recinfer.inference.direct`, where the model and the machine allow it."""
-        return self.state.lookups.direct
-
-    @property
-    def away(self) -> Any:
-        """The tables of other hosts for small requests, where the model allows it; see recinfer.serving.engine.remote_byte_path."""
-        return self.state.lookups.away
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the archive holds."""
-        return self.archive.manifest
-
-    @property
-    def plan(self) -> Plan:
-        """Where each rectangle of each table is."""
-        return self.archive.plan
-
-    @property
-    def engine(self) -> str | None:
-        """What runs the dense part: ``"onnx"``, ``"torch"``, or None without a dense part."""
-        engine = self.state._engine
-        return None if engine is None else engine.name
-
-    @property
-    def engine_reason(self) -> str | None:
-        """Why torch runs the dense part and not onnxruntime, which is faster on the CPU; None where it does not."""
-        dense = self.manifest.dense
-        if dense is None or self.engine != "torch":
-            return None
-        if self.device.type != "cpu":
-            return f"the device is {self.device}"
-        if self._dense_options["engine"] == "torch":
-            return "it was loaded with dense_engine='torch'"
-        return dense.onnx_refused or "the archive's manifest says so"
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of table rows that are mapped into this process's memory."""
-        return 0 if self._mapped is None else self._mapped.buffer.numel()
-
-    @property
-    def replaced_ids(self) -> int:
-        """How many ids out of range became the default row, of features whose policy says so."""
-        return self.intake.replaced_ids
+class Predictor(LoadedModel):
+    """Answers requests from one archive. Every method may be called from any number of threads at once."""
 
     def lookup(self, features: Features) -> LookupResult:
         """Embeddings of the features given.
@@ -166,9 +47,7 @@ class Predictor(States):
     @at_one_state
     def lookup_steps(self, features: Features) -> Steps[LookupResult]:
         """:meth:`lookup` for who waits in another way (see recinfer.inference.lookups)."""
-        taken = self.intake.take(bags_of(features), need_all=False)
-        found = yield from self.find([taken.features], taken.present)
-        return self.select(found.parts, taken.present, found.missing)
+        return lookup_one(self, features)
 
     def lookup_many(self, requests: Sequence[Features]) -> list[LookupResult | Exception]:
         """:meth:`lookup` of each request, run together; an error stands in the place of its request's answer."""
@@ -187,18 +66,6 @@ class Predictor(States):
     def predict_many_steps(self, requests: Sequence[PredictInputs]) -> Steps[list[Outputs | Exception]]:
         """:meth:`predict_many` for who waits in another way."""
         return predict_many(self, requests)
-
-    def find(self, requests: Sequence[Bags], present: Set[str] | None = None) -> Steps[Found]:
-        """The vectors of checked requests, timed."""
-        start = time.perf_counter()
-        found = yield Ask(self.lookups, requests, present)
-        self.stages.add("lookup", time.perf_counter() - start)
-        return found
-
-    @at_one_state
-    def select(self, found: Sequence[Any], present: Set[str] | None, missing: tuple[int, ...] = ()) -> LookupResult:
-        """The embeddings of the features ``present`` (None: all), from what each module found (None: not asked)."""
-        return selected(self.parts, found, present, missing)
 
     def predict(self, dense: Tensor | None, features: Features, context: Features | None = None) -> Outputs:
         """The model's outputs.
@@ -223,13 +90,7 @@ class Predictor(States):
         self, dense: Tensor | None, features: Features, context: Features | None = None
     ) -> Steps[Outputs]:
         """:meth:`predict` for who waits in another way."""
-        self.check_has_dense()
-        if context is not None:
-            return (yield from predict_with_context(self, PredictInputs(dense, features, context)))
-        taken = self.intake.take(bags_of(features), need_all=True).features
-        dense = self.check_dense(dense, taken.batch)
-        found = yield from self.find([taken])
-        return Outputs(zip(self.output_names, self._run_dense(dense, found.parts)), missing=found.missing)
+        return predict_one(self, PredictInputs(dense, features, context))
 
     @at_one_state
     def replay(self, request: Request) -> Answer:
@@ -238,7 +99,10 @@ class Predictor(States):
         found = run_now(self.find([taken]))
         if found.missing:
             raise UnavailableError(f"ranks {', '.join(map(str, found.missing))} do not answer")
-        outputs = [] if self._engine is None else self._run_dense(request.dense, found.parts)
+        outputs: list[Tensor] = []
+        if self._engine is not None:
+            dense = [request.dense] if request.dense is not None and self.num_dense else []
+            outputs = self.run_engine(dense + [t for f in found.parts for t in tensors_of(f, dense_input=True)])
         return Answer([t.cpu() for given in found.parts for t in tensors_of(given)], outputs)
 
     @at_one_state
@@ -260,36 +124,6 @@ class Predictor(States):
         self.check_merging()
 
     @at_one_state
-    def run_dense_on(
-        self, dense: Tensor | None, embeddings: Sequence[Tensor], lengths: Sequence[Tensor | None]
-    ) -> list[Tensor]:
-        """The dense program on given embeddings, as :meth:`replay` returns them; a sequence's with its lengths."""
-        if self._engine is None:
-            return []
-        tensors = [dense] if dense is not None else []
-        for vectors, length in zip(embeddings, lengths):
-            tensors += [vectors] if length is None else [vectors, length]
-        return [output.cpu() for output in self._engine([t.to(self.device) for t in tensors])]
-
-    @at_one_state
-    def run_engine(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The dense program on its inputs, in the manifest's order."""
-        assert self._engine is not None
-        start = time.perf_counter()
-        outputs = [output.cpu() for output in self._engine([tensor.to(self.device) for tensor in tensors])]
-        self.stages.add("dense", time.perf_counter() - start)
-        return outputs
-
-    def run_engine_arrays(self, arrays: Sequence[NDArray[Any]], *, counted: bool = True) -> list[NDArray[Any]]:
-        """:meth:`run_engine` of this very state, on the CPU, without tensors; its time ``counted`` among the stages."""
-        assert self._engine is not None
-        start = time.perf_counter()
-        outputs = self._engine.arrays(arrays)
-        if counted:
-            self.stages.add("dense", time.perf_counter() - start)
-        return outputs
-
-    @at_one_state
     def check_merging(self) -> None:
         """Run the golden requests together; where an answer differs from the one alone, requests are never merged."""
         stored = read_requests(self.archive)
@@ -303,39 +137,6 @@ class Predictor(States):
             for tensor, expected in zip(given.values(), answer.outputs):
                 if not torch.allclose(tensor, expected, rtol=_MERGE_RELATIVE, atol=_MERGE_ABSOLUTE):
                     self.mergeable = False
-
-    @at_one_state
-    def check_has_dense(self) -> None:
-        """Raises InputError when the archive has no dense part."""
-        if self._engine is None:
-            raise InputError("this archive holds embeddings only, no dense part; call lookup")
-
-    def _run_dense(self, dense: Tensor | None, found: Sequence[Any]) -> list[Tensor]:
-        tensors = [dense] if dense is not None and self.num_dense else []
-        for given in found:
-            tensors += tensors_of(given, dense_input=True)
-        return self.run_engine(tensors)
-
-    def check_dense(self, dense: Tensor | None, batch: int) -> Tensor | None:
-        """``dense`` when it is finite float32 ``[batch, num_dense]``; raises InputError."""
-        if dense is None:
-            if self.num_dense:
-                raise InputError(f"dense is missing; expected float32 [{batch}, {self.num_dense}]")
-            return None
-        if (
-            not isinstance(dense, Tensor)
-            or dense.dtype != torch.float32
-            or tuple(dense.shape) != (batch, self.num_dense)
-        ):
-            came = f"{dense.dtype} {list(dense.shape)}" if isinstance(dense, Tensor) else type(dense).__name__
-            raise InputError(f"dense: got {came}; expected float32 [{batch}, {self.num_dense}] (batch, num_dense)")
-        # One sum sees every NaN and infinity; a finite batch whose sum overflows is looked at twice.
-        if not math.isfinite(dense.sum().item()) and not bool(torch.isfinite(dense).all()):
-            sample, column = (~torch.isfinite(dense)).nonzero()[0].tolist()
-            raise InputError(
-                f"dense: sample {sample}, column {column} is {float(dense[sample, column])}; expected finite numbers"
-            )
-        return dense.contiguous()
 
 
 def load(
@@ -396,11 +197,3 @@ def load(
     predictor.check_request(0)  # proves that this machine gives the stored answer, and warms every part up
     predictor.check_merging()
     return predictor
-
-
-def _contract(manifest: Manifest) -> FeatureContract | None:
-    if manifest.contract is None:
-        return None
-    from recinfer.data.contract import FeatureContract
-
-    return FeatureContract.from_dict(manifest.contract)

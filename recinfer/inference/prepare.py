@@ -30,10 +30,10 @@ from recinfer.archive.manifest import (
     TableInfo,
     dense_inputs,
 )
-from recinfer.checkpoint import CheckpointReader
+from recinfer.checkpoint import CheckpointReader, load_into
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import CheckpointError, ConfigError
-from recinfer.quant.packing import PACKED_TYPES
+from recinfer.quant.rows import PACKED_TYPES
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
@@ -92,7 +92,7 @@ def dense_part(
         if num_dense not in (None, contract.num_dense):
             raise ConfigError(f"num_dense is {num_dense}; the contract has {contract.num_dense} dense columns")
         num_dense = contract.num_dense
-    cut = cut_model(model, leaves, lambda body: checkpoint.load_into(body, only=list(body.state_dict())), num_dense)
+    cut = cut_model(model, leaves, lambda body: load_into(checkpoint, body, only=list(body.state_dict())), num_dense)
     return cut, None if cut is None else export_dense(cut)
 
 

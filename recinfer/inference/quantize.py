@@ -21,8 +21,8 @@ from recinfer.archive.rows import row_chunks
 from recinfer.checkpoint import CheckpointReader
 from recinfer.distributed.planner.plan import TablePlan
 from recinfer.modules.embedding_configs import DataType
-from recinfer.quant.packing import row_bytes
-from recinfer.quant.rowwise import RowError, RowPacker
+from recinfer.quant.packing import RowError, RowPacker
+from recinfer.quant.rows import row_bytes
 
 __all__ = ["one_thread_an_operator", "quantize_tables"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from recinfer.archive.manifest import Manifest
 from recinfer.inference.comparison import Comparison
 from recinfer.inference.evaluation import Evaluation
-from recinfer.quant.packing import row_bytes
+from recinfer.quant.rows import row_bytes
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

@@ -26,7 +26,7 @@ from recinfer.inference.predictor import Predictor
 from recinfer.inference.progress import byte_bar
 from recinfer.modules.embedding_configs import DataType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recinfer.quant.packing import row_bytes
+from recinfer.quant.rows import row_bytes
 
 __all__ = ["embedding_model", "plan_archive", "reshard_archive"]
 

@@ -1,4 +1,4 @@
-"""What lookups give: the embeddings of the features that were asked for, in the model's order."""
+"""What requests are given: the embeddings of the features asked for, in the model's order, and the model's outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a client has what is here for its answers, and loads no ker
     from recinfer.archive.manifest import Manifest
     from recinfer.inference.lookups import Part
 
-__all__ = ["FeatureSpec", "LookupResult", "feature_specs", "selected", "tensors_of"]
+__all__ = ["FeatureSpec", "LookupResult", "Outputs", "feature_specs", "selected", "tensors_of"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,20 @@ class FeatureSpec:
     dim: int
     pooled: bool
     missing: str | int = "reject"
+
+
+class Outputs(dict[str, Tensor]):
+    """The model's outputs by name.
+
+    Attributes:
+        missing: ranks whose hosts did not answer, so that vectors of their rows were zero.
+    """
+
+    missing: tuple[int, ...]
+
+    def __init__(self, *args: Any, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(*args)
+        self.missing = missing
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Several requests answered by one lookup and one dense run; each gets its own answer or its own error.
+"""Requests answered, one alone or several by one lookup and one dense run; each gets its own answer or its own error.
 
 A request may bring its context (a user, a query) once beside its candidates: the context's features are looked up for the
 first candidate and their vectors written beside the others.
@@ -8,34 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from recinfer.errors import InputError, UnavailableError
 from recinfer.inference.bags import Bags, Features, bags_of
+from recinfer.inference.lookups import Steps
+from recinfer.inference.model import LoadedModel
+from recinfer.inference.results import LookupResult, Outputs, tensors_of
 from recinfer.sparse.jagged_tensor import JaggedTensor
 
-if TYPE_CHECKING:  # a client has what is here for its answers, and loads no kernels
-    from recinfer.inference.lookups import Steps
-    from recinfer.inference.predictor import LookupResult, Predictor
-
-__all__ = ["Outputs", "PredictInputs", "lookup_many", "predict_many"]
-
-
-class Outputs(dict[str, Tensor]):
-    """The model's outputs by name.
-
-    Attributes:
-        missing: ranks whose hosts did not answer, so that vectors of their rows were zero.
-    """
-
-    missing: tuple[int, ...]
-
-    def __init__(self, *args: Any, missing: tuple[int, ...] = ()) -> None:
-        super().__init__(*args)
-        self.missing = missing
+__all__ = ["PredictInputs", "lookup_many", "lookup_one", "predict_many", "predict_one"]
 
 
 @dataclass(frozen=True)
@@ -57,57 +42,64 @@ class _Taken:
     shared: frozenset[str]
 
 
-def lookup_many(predictor: Predictor, requests: Sequence[Features]) -> Steps[list[LookupResult | Exception]]:
-    """``predictor.lookup`` of each, with one lookup a module for all of them."""
-    if len(requests) == 1 or not predictor.mergeable:
+def lookup_one(model: LoadedModel, features: Features) -> Steps[LookupResult]:
+    """See ``Predictor.lookup``."""
+    taken = model.intake.take(bags_of(features), need_all=False)
+    found = yield from model.find([taken.features], taken.present)
+    return model.select(found.parts, taken.present, found.missing)
+
+
+def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[LookupResult | Exception]]:
+    """``Predictor.lookup`` of each, with one lookup a module for all of them."""
+    if len(requests) == 1 or not model.mergeable:
         alone = []
         for request in requests:
-            alone.append((yield from _alone(predictor.lookup_steps(request))))
+            alone.append((yield from _alone(lookup_one(model, request))))
         return alone
     answers: list[Any] = [None] * len(requests)
     taken = []
     for at, request in enumerate(requests):
         try:
-            taken.append((at, predictor.intake.take(bags_of(request), need_all=False)))
+            taken.append((at, model.intake.take(bags_of(request), need_all=False)))
         except Exception as error:
             answers[at] = error
     if not taken:
         return answers
     batches = [mine.features.batch for _, mine in taken]
     try:
-        found = yield from predictor.find([mine.features for _, mine in taken])
+        found = yield from model.find([mine.features for _, mine in taken])
     except UnavailableError as error:  # of none alone
         for at, _ in taken:
             answers[at] = error
         return answers
     except Exception:  # one of them holds a bad id: each on its own says which
         for at, _ in taken:
-            answers[at] = yield from _alone(predictor.lookup_steps(requests[at]))
+            answers[at] = yield from _alone(lookup_one(model, requests[at]))
         return answers
     for (at, mine), parts in zip(taken, _apart(found.parts, batches)):
-        answers[at] = predictor.select(parts, mine.present, found.missing)
+        answers[at] = model.select(parts, mine.present, found.missing)
     return answers
 
 
-def predict_many(predictor: Predictor, requests: Sequence[PredictInputs]) -> Steps[list[Outputs | Exception]]:
-    """``predictor.predict`` of each, with one lookup a module and one dense run for all of them."""
-    if len(requests) == 1 or not predictor.mergeable:
+def predict_many(model: LoadedModel, requests: Sequence[PredictInputs]) -> Steps[list[Outputs | Exception]]:
+    """``Predictor.predict`` of each, with one lookup a module and one dense run for all of them."""
+    if len(requests) == 1 or not model.mergeable:
         alone = []
-        for r in requests:
-            alone.append((yield from _alone(predictor.predict_steps(r.dense, r.features, r.context))))
+        for request in requests:
+            alone.append((yield from _alone(predict_one(model, request))))
         return alone
     answers: list[Any] = [None] * len(requests)
     taken = []
     for at, request in enumerate(requests):
         try:
-            taken.append(_take(predictor, at, request))
+            taken.append(_take(model, at, request))
         except Exception as error:
             answers[at] = error
     if not taken:
         return answers
     outputs = None
     try:
-        outputs = yield from _run(predictor, taken)
+        outputs = yield from _run(model, taken)
     except UnavailableError as error:  # of none alone
         for mine in taken:
             answers[mine.at] = error
@@ -116,17 +108,16 @@ def predict_many(predictor: Predictor, requests: Sequence[PredictInputs]) -> Ste
         pass
     if outputs is None:
         for mine in taken:
-            r = requests[mine.at]
-            answers[mine.at] = yield from _alone(predictor.predict_steps(r.dense, r.features, r.context))
+            answers[mine.at] = yield from _alone(predict_one(model, requests[mine.at]))
         return answers
     for mine, mine_outputs in zip(taken, outputs):
         answers[mine.at] = mine_outputs
     return answers
 
 
-def predict_with_context(predictor: Predictor, request: PredictInputs) -> Steps[Outputs]:
-    """The outputs of one request that has a context; raises what predict raises."""
-    outputs = yield from _run(predictor, [_take(predictor, 0, request)])
+def predict_one(model: LoadedModel, request: PredictInputs) -> Steps[Outputs]:
+    """See ``Predictor.predict``."""
+    outputs = yield from _run(model, [_take(model, 0, request)])
     assert outputs is not None
     return outputs[0]
 
@@ -138,13 +129,13 @@ def _alone(steps: Steps[Any]) -> Steps[Any]:
         return error
 
 
-def _take(predictor: Predictor, at: int, request: PredictInputs) -> _Taken:
-    intake = predictor.intake
-    predictor.check_has_dense()
+def _take(model: LoadedModel, at: int, request: PredictInputs) -> _Taken:
+    intake = model.intake
+    model.check_has_dense()
     candidates = bags_of(request.features)
     if request.context is None:
         features = intake.take(candidates, need_all=True).features
-        return _Taken(at, predictor.check_dense(request.dense, features.batch), features, frozenset())
+        return _Taken(at, model.check_dense(request.dense, features.batch), features, frozenset())
     context = bags_of(request.context)
     if context.batch != 1:
         raise InputError(f"context: got {context.batch} samples, expected 1; its features go with every candidate")
@@ -154,7 +145,7 @@ def _take(predictor: Predictor, at: int, request: PredictInputs) -> _Taken:
         raise InputError(f"context: feature {min(twice)!r} is also in features, expected it in one of the two")
     features = intake.take(candidates, need_all=True, elsewhere=shared).features
     own = intake.take(context, need_all=False, fill=False).features
-    return _Taken(at, predictor.check_dense(request.dense, features.batch), features.beside(own), shared)
+    return _Taken(at, model.check_dense(request.dense, features.batch), features.beside(own), shared)
 
 
 def _apart(found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:
@@ -174,32 +165,30 @@ def _apart(found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:
     return [list(row) for row in zip(*columns)]
 
 
-def _run(predictor: Predictor, taken: Sequence[_Taken]) -> Steps[list[Outputs] | None]:
+def _run(model: LoadedModel, taken: Sequence[_Taken]) -> Steps[list[Outputs] | None]:
     """The outputs of each; None when an output is not one row a sample, so that it cannot be split."""
     batches = [mine.features.batch for mine in taken]
     total = sum(batches)
-    found = yield from predictor.find([mine.features for mine in taken])
+    found = yield from model.find([mine.features for mine in taken])
     tensors = []
-    if predictor.num_dense:
+    if model.num_dense:
         given = [mine.dense for mine in taken if mine.dense is not None]
         tensors.append(given[0] if len(given) == 1 else torch.cat(given))
     contexts = any(mine.shared for mine in taken)
-    for part, vectors in zip(predictor.parts, found.parts):
-        if isinstance(vectors, Tensor):
-            if contexts:
-                _broadcast(part, vectors, taken)
-            tensors.append(vectors)
-        elif contexts:
+    for part, vectors in zip(model.parts, found.parts):
+        if contexts and not isinstance(vectors, Tensor):
             tensors += _repeat_sequences(part, vectors, taken, batches)
-        else:
-            tensors += [t for s in vectors for t in (s.values(), s.lengths().long())]
-    outputs = predictor.run_engine(tensors)
+            continue
+        if contexts:
+            _broadcast(part, vectors, taken)
+        tensors += tensors_of(vectors, dense_input=True)
+    outputs = model.run_engine(tensors)
     if len(taken) == 1:
-        return [Outputs(zip(predictor.output_names, outputs), missing=found.missing)]
+        return [Outputs(zip(model.output_names, outputs), missing=found.missing)]
     if any(output.dim() == 0 or output.shape[0] != total for output in outputs):
         return None
     split = [output.split(batches) for output in outputs]
-    return [Outputs(zip(predictor.output_names, row), missing=found.missing) for row in zip(*split)]
+    return [Outputs(zip(model.output_names, row), missing=found.missing) for row in zip(*split)]
 
 
 def _broadcast(part: Any, found: Tensor, taken: Sequence[_Taken]) -> None:

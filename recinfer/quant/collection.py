@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, check_table_name
 from recinfer.quant.lookup import ColumnPiece
-from recinfer.quant.packing import QPARAM_BYTES, pack_rows, row_bytes, unpack_rows
+from recinfer.quant.packing import pack_rows
+from recinfer.quant.rows import QPARAM_BYTES, row_bytes, unpack_rows
 from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
 from recinfer.sparse.opaque import Opaque
 

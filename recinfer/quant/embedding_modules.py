@@ -1,7 +1,7 @@
 """Quantized EmbeddingBagCollection and EmbeddingCollection: packed tables in one buffer, one TBE call.
 
 Names and signatures are TorchRec's (``torchrec.quant.embedding_modules``). Weights are uint8 packed rows (see
-:mod:`recinfer.quant.packing`) and appear in ``state_dict`` as ``embedding_bags.<table>.weight`` or
+:mod:`recinfer.quant.rows`) and appear in ``state_dict`` as ``embedding_bags.<table>.weight`` or
 ``embeddings.<table>.weight``, views of the one buffer that the op reads.
 """
 

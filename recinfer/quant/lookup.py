@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.arranger import FeatureArranger
-from recinfer.quant.packing import padded_dim
+from recinfer.quant.rows import padded_dim
 from recinfer.quant.tbe import Memory, TableBatch, TableSlot
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 

@@ -1,83 +1,151 @@
-"""Rows in FBGEMM's packed layout: quantize float rows, slice columns of packed rows, read them back.
+"""Float rows to packed rows (:mod:`recinfer.quant.rows`), block by block, with the error this makes.
 
-A packed row is bytes, in the order the table-batched-embedding (TBE) op reads them::
-
-    INT8, INT4, INT2:  scale (fp16) | bias (fp16) | codes, low bits first | zero padding to the row alignment
-    FP16, FP32:        the elements | zero padding to the row alignment
-
-``value = scale * code + bias``. Scale and bias come from the whole row (its minimum and range, Guan et al.,
-"Post-Training 4-bit Quantization on Embedding Tables", 2019, without the clipping search), so a column slice of a
-packed row dequantizes to the same numbers, bit for bit, as those columns of the whole row.
+Integer rows are packed and measured by ``_rows.c``, in one pass over a row; they are FBGEMM's rows, bit for bit.
 
 Shape suffixes: R rows, D columns, P bytes of a packed row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from recinfer.errors import ConfigError, InputError
+from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType
+from recinfer.quant._rows import pack_rows as _pack_rows
+from recinfer.quant.rows import CODE_BITS, FLOAT_TYPES, row_bytes
+from recinfer.quant.tbe import quantize_rows
 
-__all__ = [
-    "PACKED_TYPES",
-    "QPARAM_BYTES",
-    "columns_per_byte",
-    "join_packed_columns",
-    "pack_rows",
-    "padded_dim",
-    "quantization_step",
-    "row_bytes",
-    "slice_packed_columns",
-    "unpack_rows",
-]
+__all__ = ["BLOCK_ELEMENTS", "RowError", "RowPacker", "pack_rows"]
 
-QPARAM_BYTES = 4
-"""Bytes of the fp16 scale and fp16 bias that lead an integer row."""
+BLOCK_ELEMENTS = 1 << 18
+"""Elements of a block: 1 MB of float32, which stays in a core's own cache."""
 
-PACKED_TYPES = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32)
-"""The precisions a table can be stored in."""
-
-_CODE_BITS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
-_FLOAT_TYPES = {DataType.FP16: torch.float16, DataType.FP32: torch.float32}
+_LARGEST = 65504.0  # of fp16
 
 
-def _check_type(data_type: DataType) -> None:
-    if data_type not in PACKED_TYPES:
-        raise ConfigError(
-            f"no packed layout for {data_type}; expected one of {', '.join(t.value for t in PACKED_TYPES)}"
+@dataclass
+class RowError:
+    """How far packed rows are from the float ones, gathered block by block.
+
+    Attributes:
+        step: the largest scale (0 for FP16 and FP32).
+        largest: the largest absolute difference.
+        squares, weight_squares: sums of squares of the differences and of the weights.
+    """
+
+    step: float = 0.0
+    largest: float = 0.0
+    squares: float = 0.0
+    weight_squares: float = 0.0
+
+    def merge(self, other: RowError) -> None:
+        """Take what another has gathered of the same table."""
+        self.step, self.largest = max(self.step, other.step), max(self.largest, other.largest)
+        self.squares += other.squares
+        self.weight_squares += other.weight_squares
+
+
+class RowPacker:
+    """Packs blocks of rows of one width: fill :attr:`block`, call :meth:`pack`. For one thread at a time.
+
+    All memory and every view on it are made here once: fresh pages cost more than the work, and views a third of it.
+
+    Args:
+        dim: columns.
+        data_type: INT8, INT4, INT2, FP16 or FP32.
+        measure: gather :attr:`error` as well.
+        most_rows: no more will come; keeps small jobs small.
+
+    Attributes:
+        block: float32 [rows, dim], the input; ``len(block)`` rows are the most to pack at a time, and the quickest.
+        error: of all blocks since it was last set.
+    """
+
+    def __init__(self, dim: int, data_type: DataType, *, measure: bool = False, most_rows: int | None = None) -> None:
+        self.dim = dim
+        self.data_type = data_type
+        self.error = RowError()
+        rows = max(1, BLOCK_ELEMENTS // max(dim, 1))
+        self.block = torch.empty(rows if most_rows is None else max(1, min(rows, most_rows)), dim)
+        self._measure = measure
+        self._width = row_bytes(dim, data_type)
+        if data_type in CODE_BITS:
+            self._odd = np.empty(len(self.block), dtype=np.int32)
+
+    def pack(self, rows: int, out_RP: Tensor, *, table: str = "", first_row: int = 0) -> None:
+        """Quantize and pack the first ``rows`` rows of :attr:`block`.
+
+        Args:
+            out_RP: uint8 [rows, row bytes]; its rows may be longer, and are then left as they are behind that.
+            table, first_row: for messages.
+
+        Raises:
+            InputError: a weight is NaN or infinite, or too large for fp16; names table, row and column.
+        """
+        if not rows:
+            return
+        weight_RD, out_RP = self.block[:rows], out_RP[:, : self._width]
+        if self.data_type in FLOAT_TYPES:
+            self._pack_floats(weight_RD, out_RP, table, first_row)
+        else:
+            self._pack_codes(weight_RD, out_RP, table, first_row)
+
+    def _check(self, weight_RD: Tensor, table: str, first_row: int) -> None:
+        """Raise InputError for rows that are not finite, or that fp16 scale and bias cannot describe."""
+        good_R = torch.isfinite(weight_RD).all(dim=1)
+        if self.data_type in CODE_BITS:
+            low_R, high_R = weight_RD.amin(1).half(), weight_RD.amax(1)
+            levels = (1 << CODE_BITS[self.data_type]) - 1
+            good_R &= torch.isfinite(low_R) & torch.isfinite(((high_R - low_R.float()) / levels).half())
+        elif self.data_type is DataType.FP16:
+            good_R &= torch.isfinite(weight_RD.half()).all(dim=1)
+        if bool(good_R.all()):
+            return
+        row = int((~good_R).nonzero()[0])
+        values = weight_RD[row]
+        bad = (~torch.isfinite(values)).nonzero()
+        where = f"table {table!r}, row {first_row + row}"
+        if len(bad):
+            column = int(bad[0])
+            raise InputError(f"{where}, column {column}: got {float(values[column])}; expected finite weights")
+        raise InputError(
+            f"{where}: values from {float(values.min()):g} to {float(values.max()):g} do not fit {self.data_type.value} "
+            "(its fp16 numbers end at 65504); clip the row or use FP32"
         )
 
+    def _pack_codes(self, weight_RD: Tensor, out_RP: Tensor, table: str, first_row: int) -> None:
+        bits = CODE_BITS[self.data_type]
+        error = self.error
+        odd, weight_squares, squares, largest, step = _pack_rows(
+            weight_RD.numpy(), out_RP.numpy(), bits, self._odd, error.largest, error.step
+        )
+        if not weight_squares < _LARGEST**2:
+            self._check(weight_RD, table, first_row)
+        if odd:  # which of the zeros FBGEMM takes for the bias, it alone knows
+            rows = torch.from_numpy(self._odd[:odd].astype(np.int64))
+            out_RP[rows] = quantize_rows(weight_RD[rows], bits)
+        error.weight_squares += weight_squares
+        if self._measure:
+            error.squares += squares
+            error.largest, error.step = largest, step
 
-def columns_per_byte(data_type: DataType) -> int:
-    """How many columns share one byte: 1, or 2 for INT4 and 4 for INT2. Column cuts at its multiples are byte slices."""
-    _check_type(data_type)
-    return 8 // _CODE_BITS[data_type] if data_type in _CODE_BITS else 1
-
-
-def padded_dim(dim: int, data_type: DataType) -> int:
-    """``dim`` rounded up to whole bytes: the op addresses INT4 and INT2 rows by whole bytes of codes."""
-    per_byte = columns_per_byte(data_type)
-    return -(-dim // per_byte) * per_byte
-
-
-def row_bytes(dim: int, data_type: DataType, row_alignment: int = 1) -> int:
-    """Bytes of one packed row of ``dim`` columns; ``row_alignment`` is 1 on CPU and 16 on CUDA."""
-    _check_type(data_type)
-    if data_type in _CODE_BITS:
-        size = QPARAM_BYTES + padded_dim(dim, data_type) * _CODE_BITS[data_type] // 8
-    else:
-        size = dim * data_type.bits // 8
-    return -(-size // row_alignment) * row_alignment
-
-
-def _qparams(packed_RP: Tensor) -> Tensor:
-    """Scale and bias of packed integer rows, fp16 [R, 2]."""
-    # clone, not contiguous(): a single row counts as contiguous whatever its stride, and view() then refuses it
-    return packed_RP[:, :QPARAM_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float16)
+    def _pack_floats(self, weight_RD: Tensor, out_RP: Tensor, table: str, first_row: int) -> None:
+        error, flat = self.error, weight_RD.view(-1)
+        # One product sees every NaN and infinity, and whether anything can be too large for fp16.
+        weight_squares = float(torch.dot(flat, flat))
+        if not weight_squares < _LARGEST**2:
+            self._check(weight_RD, table, first_row)
+        values = weight_RD.to(FLOAT_TYPES[self.data_type])
+        out_RP.copy_(values.view(torch.uint8))
+        error.weight_squares += weight_squares
+        if self._measure and self.data_type is not DataType.FP32:
+            off = values.float().sub_(weight_RD).view(-1)
+            error.largest = max(error.largest, -float(off.amin()), float(off.amax()))
+            error.squares += float(torch.dot(off, off))
 
 
 def pack_rows(
@@ -97,7 +165,6 @@ def pack_rows(
     Raises:
         InputError: a weight is NaN or infinite, or too large for fp16; names table, row and column.
     """
-    _check_type(data_type)
     if weight_RD.dim() != 2 or not weight_RD.is_floating_point():
         raise InputError(
             f"table {table!r}: got weights of shape {tuple(weight_RD.shape)} and {weight_RD.dtype}; "
@@ -109,8 +176,6 @@ def pack_rows(
     out_RP = torch.empty((rows, aligned), dtype=torch.uint8)
     if aligned != width:
         out_RP[:, width:] = 0
-    from recinfer.quant.rowwise import RowPacker
-
     packer = RowPacker(dim, data_type, most_rows=rows)
     step = len(packer.block)
     for start in range(0, rows, step):
@@ -118,140 +183,3 @@ def pack_rows(
         packer.block[: len(chunk)] = chunk
         packer.pack(len(chunk), out_RP[start : start + step], table=table, first_row=first_row + start)
     return out_RP
-
-
-def _codes(packed_RP: Tensor, dim: int, data_type: DataType) -> Tensor:
-    """The codes of packed integer rows, one per uint8, shape [R, dim]."""
-    bits = _CODE_BITS[data_type]
-    payload = packed_RP[:, QPARAM_BYTES : QPARAM_BYTES + padded_dim(dim, data_type) * bits // 8]
-    if bits == 8:
-        return payload
-    mask = (1 << bits) - 1
-    parts = [(payload >> shift) & mask for shift in range(0, 8, bits)]
-    return torch.stack(parts, dim=-1).reshape(packed_RP.shape[0], -1)[:, :dim]
-
-
-def _join_codes(codes_RD: Tensor, data_type: DataType) -> Tensor:
-    """The inverse of :func:`_codes`: bytes of codes, low bits first, zero codes in the padding."""
-    bits = _CODE_BITS[data_type]
-    if bits == 8:
-        return codes_RD
-    rows, dim = codes_RD.shape
-    per_byte = 8 // bits
-    full = torch.zeros((rows, padded_dim(dim, data_type)), dtype=torch.uint8)
-    full[:, :dim] = codes_RD
-    grouped = full.view(rows, -1, per_byte)
-    joined = grouped[:, :, 0].clone()
-    for k in range(1, per_byte):
-        joined |= grouped[:, :, k] << (bits * k)
-    return joined
-
-
-def slice_packed_columns(
-    packed_RP: Tensor, dim: int, data_type: DataType, col_start: int, col_stop: int, *, row_alignment: int = 1
-) -> Tensor:
-    """Columns ``col_start:col_stop`` of packed rows as packed rows that keep the full row's scale and bias.
-
-    Args:
-        packed_RP: uint8 [R, >= row_bytes(dim, data_type)].
-        dim: columns of the full rows.
-
-    Returns:
-        uint8 [R, row_bytes(col_stop - col_start, data_type, row_alignment)].
-
-    Raises:
-        ConfigError: the columns are not inside the row.
-    """
-    if not 0 <= col_start < col_stop <= dim:
-        raise ConfigError(f"columns {col_start}:{col_stop} are not inside a row of {dim} columns")
-    if (col_start, col_stop) == (0, dim) and packed_RP.shape[1] == row_bytes(dim, data_type, row_alignment):
-        return packed_RP
-    width = col_stop - col_start
-    out = torch.zeros((packed_RP.shape[0], row_bytes(width, data_type, row_alignment)), dtype=torch.uint8)
-    if data_type in _FLOAT_TYPES:
-        size = data_type.bits // 8
-        out[:, : width * size] = packed_RP[:, col_start * size : col_stop * size]
-        return out
-    out[:, :QPARAM_BYTES] = packed_RP[:, :QPARAM_BYTES]
-    per_byte = columns_per_byte(data_type)
-    payload = padded_dim(width, data_type) // per_byte
-    if col_start % per_byte == 0 and (col_stop % per_byte == 0 or col_stop == dim):
-        first = QPARAM_BYTES + col_start // per_byte
-        out[:, QPARAM_BYTES : QPARAM_BYTES + payload] = packed_RP[:, first : first + payload]
-    else:  # a cut inside a byte: the codes move, the numbers they stand for do not
-        codes = _codes(packed_RP, dim, data_type)[:, col_start:col_stop]
-        out[:, QPARAM_BYTES : QPARAM_BYTES + payload] = _join_codes(codes, data_type)
-    return out
-
-
-def join_packed_columns(
-    pieces: Sequence[tuple[int, int, Tensor]], dim: int, data_type: DataType, *, table: str = "", first_row: int = 0
-) -> Tensor:
-    """The whole rows of which ``pieces`` are column slices: the inverse of :func:`slice_packed_columns`.
-
-    Args:
-        pieces: (col_start, col_stop, uint8 [R, row_bytes(col_stop - col_start, data_type)]), covering the columns once.
-        dim: columns of the whole rows.
-        table, first_row: only for messages.
-
-    Returns:
-        uint8 [R, row_bytes(dim, data_type)]; the only piece itself when it is whole.
-
-    Raises:
-        ConfigError: the pieces do not cover the columns once.
-        InputError: pieces of one row carry different scales or biases: they are not slices of one row.
-    """
-    ordered = sorted(pieces, key=lambda piece: piece[0])
-    edges = [0, *(stop for _, stop, _ in ordered)]
-    if [start for start, _, _ in ordered] != edges[:-1] or edges[-1] != dim:
-        spans = ", ".join(f"{start}:{stop}" for start, stop, _ in ordered)
-        raise ConfigError(f"table {table!r}: column pieces {spans} do not cover 0:{dim} exactly once")
-    first = ordered[0][2]
-    if len(ordered) == 1:
-        return first
-    out = torch.zeros((first.shape[0], row_bytes(dim, data_type)), dtype=torch.uint8)
-    if data_type in _FLOAT_TYPES:
-        size = data_type.bits // 8
-        for start, stop, packed in ordered:
-            out[:, start * size : stop * size] = packed[:, : (stop - start) * size]
-        return out
-    for _, _, packed in ordered[1:]:
-        if not torch.equal(packed[:, :QPARAM_BYTES], first[:, :QPARAM_BYTES]):
-            row = int((packed[:, :QPARAM_BYTES] != first[:, :QPARAM_BYTES]).any(1).nonzero()[0])
-            raise InputError(
-                f"table {table!r}, row {first_row + row}: its column pieces carry different scales or biases; expected "
-                "those of the whole row in each"
-            )
-    out[:, :QPARAM_BYTES] = first[:, :QPARAM_BYTES]
-    per_byte = columns_per_byte(data_type)
-    if all(start % per_byte == 0 for start, _, _ in ordered):
-        for start, stop, packed in ordered:
-            at, count = QPARAM_BYTES + start // per_byte, padded_dim(stop - start, data_type) // per_byte
-            out[:, at : at + count] = packed[:, QPARAM_BYTES : QPARAM_BYTES + count]
-    else:  # a cut inside a byte
-        codes = torch.cat([_codes(packed, stop - start, data_type) for start, stop, packed in ordered], dim=1)
-        out[:, QPARAM_BYTES:] = _join_codes(codes, data_type)
-    return out
-
-
-def quantization_step(packed_RP: Tensor, dim: int, data_type: DataType) -> Tensor:
-    """The scale of every row, float32 [R]: half of it bounds the rounding error of an element (fp16 scale and bias
-    add up to ``2**-11`` of the row's largest magnitude). Zeros for FP16 and FP32."""
-    if data_type in _FLOAT_TYPES:
-        return torch.zeros(packed_RP.shape[0])
-    return _qparams(packed_RP)[:, 0].float()
-
-
-def unpack_rows(packed_RP: Tensor, dim: int, data_type: DataType) -> Tensor:
-    """Packed rows as float32 [R, dim], in plain torch: ``scale * code + bias``."""
-    _check_type(data_type)
-    need = row_bytes(dim, data_type)
-    if packed_RP.dtype != torch.uint8 or packed_RP.dim() != 2 or packed_RP.shape[1] < need:
-        raise InputError(
-            f"got packed rows of shape {tuple(packed_RP.shape)} and {packed_RP.dtype}; "
-            f"expected uint8 [rows, >= {need}] for {dim} {data_type.value} columns"
-        )
-    if data_type in _FLOAT_TYPES:
-        return packed_RP[:, :need].contiguous().view(_FLOAT_TYPES[data_type]).float()
-    qparams = _qparams(packed_RP).float()
-    return _codes(packed_RP, dim, data_type).float() * qparams[:, :1] + qparams[:, 1:]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recinfer.modules.embedding_configs import DataType, PoolingType
-from recinfer.quant.packing import QPARAM_BYTES, padded_dim, row_bytes, unpack_rows
+from recinfer.quant.rows import QPARAM_BYTES, padded_dim, row_bytes, unpack_rows
 
 __all__ = ["reference_lookup", "reference_pack"]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, PoolingType
-from recinfer.quant.packing import QPARAM_BYTES, padded_dim, row_bytes
+from recinfer.quant.rows import QPARAM_BYTES, padded_dim, row_bytes
 from recinfer.quant.threads import SplitLookup
 
 try:

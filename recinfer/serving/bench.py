@@ -16,7 +16,7 @@ from torch import Tensor
 from recinfer.errors import InputError, RecinferError
 from recinfer.inference.results import FeatureSpec
 from recinfer.serving.client.client import AsyncInferenceClient, ModelDescription
-from recinfer.serving.server.loop import run_on_loop
+from recinfer.serving.wire.loop import run_on_loop
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["LoadResult", "measure_load", "random_features", "random_requests"]

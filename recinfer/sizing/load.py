@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from recinfer.errors import InputError, RecinferError
 from recinfer.serving.bench import random_features
 from recinfer.serving.client.client import AsyncInferenceClient, ModelDescription
-from recinfer.serving.server.loop import run_on_loop
 from recinfer.serving.wire import codec
+from recinfer.serving.wire.loop import run_on_loop
 from recinfer.sizing.arrivals import Trace
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from recinfer.sparse.checks import require
+from recinfer.sparse.keyed_parts import KeyedParts
 from recinfer.sparse.offsets import gather_segments, prefix_sums, segment_sums
-
-if TYPE_CHECKING:
-    from recinfer.sparse.keyed_jagged import KeyedJaggedTensor
 
 __all__ = ["Received", "received", "splits", "tensors"]
 
@@ -27,7 +24,7 @@ def _sum_runs(numbers: list[int], runs: list[int]) -> list[int]:
     return [sum(numbers[start:stop]) for start, stop in pairwise(ends)]
 
 
-def splits(kjt: KeyedJaggedTensor, key_splits: list[int]) -> list[list[int]]:
+def splits(kjt: KeyedParts, key_splits: list[int]) -> list[list[int]]:
     """For each tensor of :func:`tensors`, how many entries go to each rank (``key_splits[r]`` keys to rank ``r``)."""
     values = _sum_runs(kjt.length_per_key(), key_splits)
     result = [_sum_runs(kjt.stride_per_key(), key_splits), values]
@@ -38,7 +35,7 @@ def splits(kjt: KeyedJaggedTensor, key_splits: list[int]) -> list[list[int]]:
     return result
 
 
-def tensors(kjt: KeyedJaggedTensor) -> list[Tensor]:
+def tensors(kjt: KeyedParts) -> list[Tensor]:
     """Lengths, values, batch size of each key (variable batch only), weights (if any)."""
     result = [kjt.lengths(), kjt.values()]
     if kjt.variable_stride_per_key():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from recinfer.sparse import distribution, rearrange
 from recinfer.sparse.checks import MissingKeyError, require
@@ -48,22 +48,6 @@ class KeyedJaggedTensor(KeyedParts):
     """
 
     # ---- constructors
-
-    @staticmethod
-    def from_parts_unchecked(
-        keys: list[str],
-        values: Tensor,
-        lengths: Tensor | None,
-        offsets: Tensor | None = None,
-        weights: Tensor | None = None,
-        stride: int | None = None,
-        stride_per_key_per_rank: Tensor | Strides | None = None,
-        inverse_indices: InverseIndices | None = None,
-    ) -> KeyedJaggedTensor:
-        """Build without looking at the tensors: for the hot path, from parts whose sizes are known to fit."""
-        self = KeyedJaggedTensor.__new__(KeyedJaggedTensor)
-        self._set(keys, values, weights, lengths, offsets, stride, stride_per_key_per_rank, inverse_indices)
-        return self
 
     @staticmethod
     def from_lengths_sync(
@@ -114,7 +98,7 @@ class KeyedJaggedTensor(KeyedParts):
         Raises:
             InputError: an empty dict, or weights for some keys only.
         """
-        return rearrange.from_parts(jt_dict)
+        return _from_jt_dict(jt_dict)
 
     @staticmethod
     def empty(
@@ -265,37 +249,6 @@ class KeyedJaggedTensor(KeyedParts):
         """A copy in page-locked memory (needs an accelerator)."""
         return self._map(lambda t: t.pin_memory(), lambda t: t.pin_memory())
 
-    def _parts(self) -> list[Tensor]:
-        strides = self._stride_per_key_per_rank
-        parts = [self._values, self._weights, self._lengths, self._offsets]
-        parts.append(strides if isinstance(strides, Tensor) else None)
-        return [p for p in parts if p is not None]
-
-    def record_stream(self, stream: torch.cuda.streams.Stream) -> None:
-        """Tell the allocator that ``stream`` uses the parts."""
-        parts = self._parts()
-        if self._inverse_indices is not None:
-            parts.append(self._inverse_indices[1])
-        for part in parts:
-            if part.device.type != "cpu":
-                part.record_stream(stream)
-
-    def size_in_bytes(self) -> int:
-        """Bytes of the parts that exist now; strides of a variable batch count 4 bytes a number."""
-        size = sum(p.numel() * p.element_size() for p in self._parts())
-        if isinstance(self._stride_per_key_per_rank, list):
-            size += 4 * sum(len(s) for s in self._stride_per_key_per_rank)
-        return size
-
-    def clear_storage(self) -> int:
-        """Free the memory of the parts now, whoever else holds them; returns the bytes freed."""
-        freed = 0
-        for part in self._parts():
-            storage = part.untyped_storage()
-            freed += storage.size()
-            storage.resize_(0)
-        return freed
-
     def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> KeyedJaggedTensor:
         """Copy the numbers of ``kjt``, of the same keys and sizes, into this one's memory; returns self."""
         mine_inverse, inverse = self._inverse_indices, kjt._inverse_indices
@@ -382,6 +335,31 @@ class KeyedJaggedTensor(KeyedParts):
             lengths=self._lengths,
             offsets=self._offsets,
         )
+
+
+@fx.wrap
+def _from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
+    """See :meth:`KeyedJaggedTensor.from_jt_dict`: a function by itself, which torch.fx makes one node of."""
+    require(len(jt_dict) > 0, "KeyedJaggedTensor.from_jt_dict: got no keys; use KeyedJaggedTensor.empty")
+    parts = list(jt_dict.values())
+    weighted = [k for k, jt in jt_dict.items() if jt.weights_or_none() is not None]
+    require(
+        len(weighted) in (0, len(parts)),
+        f"KeyedJaggedTensor.from_jt_dict: weights for {weighted} but not for all of {list(jt_dict)}; "
+        "give them for all keys or for none",
+    )
+    strides = [jt.lengths().numel() for jt in parts]
+    uniform = len(set(strides)) == 1
+    kjt = KeyedJaggedTensor(
+        list(jt_dict),
+        torch.cat([jt.values() for jt in parts]),
+        torch.cat([jt.weights() for jt in parts]) if weighted else None,
+        lengths=torch.cat([jt.lengths() for jt in parts]),
+        stride=strides[0] if uniform else None,
+        stride_per_key_per_rank=None if uniform else [[s] for s in strides],
+    )
+    kjt._length_per_key = [jt.values().shape[0] for jt in parts]
+    return kjt
 
 
 def kjt_is_equal(kjt_1: KeyedJaggedTensor, kjt_2: KeyedJaggedTensor) -> bool:

@@ -1,4 +1,4 @@
-"""What a KeyedJaggedTensor holds and what it can be asked: parts, batch sizes, sizes of the keys.
+"""What a KeyedJaggedTensor holds and what it can be asked: parts, their memory, batch sizes, sizes of the keys.
 
 Shapes: ``F`` keys, ``B`` batch size (the stride), ``N`` values.
 """
@@ -72,6 +72,23 @@ class KeyedParts(metaclass=Proxyable):
         self._index_per_key = index_per_key
         self._jt_dict = jt_dict
         self._check()
+
+    @classmethod
+    def from_parts_unchecked(
+        cls,
+        keys: list[str],
+        values: Tensor,
+        lengths: Tensor | None,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Tensor | Strides | None = None,
+        inverse_indices: InverseIndices | None = None,
+    ) -> Self:
+        """Build without looking at the tensors: for the hot path, from parts whose sizes are known to fit."""
+        self = cls.__new__(cls)
+        self._set(keys, values, weights, lengths, offsets, stride, stride_per_key_per_rank, inverse_indices)
+        return self
 
     def _set(
         self,
@@ -172,6 +189,39 @@ class KeyedParts(metaclass=Proxyable):
     def index_per_key(self) -> dict[str, int]:
         """Where each key is in :meth:`keys` (the last place of a key that occurs twice)."""
         return self._key_indices()
+
+    # ---- memory of the parts
+
+    def _parts(self) -> list[Tensor]:
+        strides = self._stride_per_key_per_rank
+        parts = [self._values, self._weights, self._lengths, self._offsets]
+        parts.append(strides if isinstance(strides, Tensor) else None)
+        return [p for p in parts if p is not None]
+
+    def record_stream(self, stream: torch.cuda.streams.Stream) -> None:
+        """Tell the allocator that ``stream`` uses the parts."""
+        parts = self._parts()
+        if self._inverse_indices is not None:
+            parts.append(self._inverse_indices[1])
+        for part in parts:
+            if part.device.type != "cpu":
+                part.record_stream(stream)
+
+    def size_in_bytes(self) -> int:
+        """Bytes of the parts that exist now; strides of a variable batch count 4 bytes a number."""
+        size = sum(p.numel() * p.element_size() for p in self._parts())
+        if isinstance(self._stride_per_key_per_rank, list):
+            size += 4 * sum(len(s) for s in self._stride_per_key_per_rank)
+        return size
+
+    def clear_storage(self) -> int:
+        """Free the memory of the parts now, whoever else holds them; returns the bytes freed."""
+        freed = 0
+        for part in self._parts():
+            storage = part.untyped_storage()
+            freed += storage.size()
+            storage.resize_(0)
+        return freed
 
     # ---- batch sizes
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -11,20 +11,16 @@ from torch import Tensor, fx
 from recinfer.errors import InputError
 from recinfer.sparse.checks import require
 from recinfer.sparse.jagged import JaggedTensor
-from recinfer.sparse.keyed_parts import InverseIndices
+from recinfer.sparse.keyed_parts import InverseIndices, KeyedParts
 from recinfer.sparse.offsets import batched_lengths_to_offsets, gather_segments, lengths_to_offsets
 
-if TYPE_CHECKING:
-    from recinfer.sparse.keyed_jagged import KeyedJaggedTensor
+__all__ = ["by_key", "concat", "cut", "permute"]
 
-__all__ = ["by_key", "concat", "cut", "from_parts", "permute"]
-
-# fx.wrap: in a graph that torch.fx traces, a call of these is one node. What they take are lists and dicts of symbols,
-# which their Python could not look into.
+Keyed = TypeVar("Keyed", bound=KeyedParts)
 
 
-@fx.wrap
-def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+@fx.wrap  # one node in a graph that torch.fx traces: Python could not look into a list of symbols
+def concat(kjt_list: Sequence[Keyed]) -> Keyed:
     """See :meth:`KeyedJaggedTensor.concat`."""
     require(len(kjt_list) > 0, "KeyedJaggedTensor.concat: got an empty list; expected at least one")
     weighted = {k._weights is not None for k in kjt_list}
@@ -56,42 +52,11 @@ def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     return result
 
 
-@fx.wrap
-def from_parts(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-    """See :meth:`KeyedJaggedTensor.from_jt_dict`."""
-    from recinfer.sparse.keyed_jagged import KeyedJaggedTensor  # which imports this module
-
-    require(len(jt_dict) > 0, "KeyedJaggedTensor.from_jt_dict: got no keys; use KeyedJaggedTensor.empty")
-    parts = list(jt_dict.values())
-    weighted = [k for k, jt in jt_dict.items() if jt.weights_or_none() is not None]
-    require(
-        len(weighted) in (0, len(parts)),
-        f"KeyedJaggedTensor.from_jt_dict: weights for {weighted} but not for all of {list(jt_dict)}; "
-        "give them for all keys or for none",
-    )
-    strides = [jt.lengths().numel() for jt in parts]
-    uniform = len(set(strides)) == 1
-    kjt = KeyedJaggedTensor(
-        list(jt_dict),
-        torch.cat([jt.values() for jt in parts]),
-        torch.cat([jt.weights() for jt in parts]) if weighted else None,
-        lengths=torch.cat([jt.lengths() for jt in parts]),
-        stride=strides[0] if uniform else None,
-        stride_per_key_per_rank=None if uniform else [[s] for s in strides],
-    )
-    kjt._length_per_key = [jt.values().shape[0] for jt in parts]
-    return kjt
-
-
-def cut(kjt: KeyedJaggedTensor, start: int, stop: int) -> KeyedJaggedTensor:
+def cut(kjt: Keyed, start: int, stop: int) -> Keyed:
     """The keys from place ``start`` to before ``stop``, as views."""
     if start == 0 and stop == len(kjt._keys):
         return kjt
     variable = kjt.variable_stride_per_key()
-    if start == stop:
-        part = kjt.empty_like(kjt)
-        part._stride_per_key_per_rank = [] if variable else None
-        return part
     at, lengths_at = kjt.offset_per_key(), kjt.lengths_offset_per_key()
     part = kjt.from_parts_unchecked(
         kjt._keys[start:stop],
@@ -105,7 +70,7 @@ def cut(kjt: KeyedJaggedTensor, start: int, stop: int) -> KeyedJaggedTensor:
     return part
 
 
-def by_key(kjt: KeyedJaggedTensor, compute_offsets: bool) -> dict[str, JaggedTensor]:
+def by_key(kjt: KeyedParts, compute_offsets: bool) -> dict[str, JaggedTensor]:
     """Each key by itself, as views; ``compute_offsets``: also the offsets of each, all keys in one operation."""
     if not kjt._keys:
         return {}
@@ -122,7 +87,7 @@ def by_key(kjt: KeyedJaggedTensor, compute_offsets: bool) -> dict[str, JaggedTen
     return {k: JaggedTensor.from_parts_unchecked(v, w, n, o) for k, v, w, n, o in parts}
 
 
-def permute(kjt: KeyedJaggedTensor, indices: list[int], indices_tensor: Tensor | None) -> KeyedJaggedTensor:
+def permute(kjt: Keyed, indices: list[int], indices_tensor: Tensor | None) -> Keyed:
     """See :meth:`KeyedJaggedTensor.permute`."""
     num_keys = len(kjt._keys)
     if indices and not (min(indices) >= -num_keys and max(indices) < num_keys):

@@ -20,7 +20,8 @@ from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagColl
 from recinfer.errors import ArchiveError, InputError
 from recinfer.modules.embedding_configs import DataType
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
-from recinfer.quant.packing import pack_rows, row_bytes, slice_packed_columns
+from recinfer.quant.packing import pack_rows
+from recinfer.quant.rows import row_bytes, slice_packed_columns
 from tests.archive.models import RANKER_ROWS, Ranker, make_archive, make_request
 from tests.warm import Program
 

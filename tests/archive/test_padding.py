@@ -11,7 +11,7 @@ from recinfer.distributed import quant_buffers
 from recinfer.distributed.quant_buffers import place_shards
 from recinfer.distributed.quant_layout import PackedShard
 from recinfer.modules.embedding_configs import DataType
-from recinfer.quant.packing import row_bytes
+from recinfer.quant.rows import row_bytes
 from tests.archive.models import make_archive
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from recinfer.checkpoint import CheckpointReader
+from recinfer.checkpoint import CheckpointReader, load_into
 from recinfer.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -142,7 +142,7 @@ def test_a_wrappers_prefix_is_found_by_the_modules_keys(tmp_path: Path) -> None:
     assert reader.prefix == ""
     assert reader.align(module).prefix == "trainer.ddp.module."
     other = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    CheckpointReader(tmp_path / "flat.pt").load_into(other)
+    load_into(CheckpointReader(tmp_path / "flat.pt"), other)
     assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), other.state_dict().values()))
 
 
@@ -169,7 +169,7 @@ def test_missing_extra_and_misshapen_keys_are_named_in_one_message(saved: Path) 
     del net.head
     before = net.table.weight.detach().clone()
     with pytest.raises(CheckpointError) as caught:
-        CheckpointReader(saved).load_into(net)
+        load_into(CheckpointReader(saved), net)
     message = str(caught.value)
     assert "2 missing in the checkpoint: more.weight; more.bias" in message
     assert "2 not in the module: head.bias; head.weight" in message
@@ -180,28 +180,28 @@ def test_missing_extra_and_misshapen_keys_are_named_in_one_message(saved: Path) 
 def test_not_strict_loads_what_fits_but_no_other_shape(saved: Path) -> None:
     net = Net()
     net.more = nn.Linear(1, 1)
-    report = CheckpointReader(saved).load_into(net, strict=False)
+    report = load_into(CheckpointReader(saved), net, strict=False)
     assert report.missing == ("more.weight", "more.bias")
     assert "table.weight" in report.loaded
     with pytest.raises(CheckpointError, match="of another shape"):
-        CheckpointReader(saved).load_into(Net(rows=5), strict=False)
+        load_into(CheckpointReader(saved), Net(rows=5), strict=False)
 
 
 def test_only_some_keys_are_loaded_and_the_tables_stay_on_meta(saved: Path) -> None:
     net = Net(device="meta")
-    report = CheckpointReader(saved).load_into(net, only=lambda key: not key.startswith("table."))
+    report = load_into(CheckpointReader(saved), net, only=lambda key: not key.startswith("table."))
     assert set(report.loaded) == {"head.weight", "head.bias", "scale"}
     assert net.table.weight.is_meta
     assert not net.head.weight.is_meta
     assert isinstance(net.head.weight, nn.Parameter)
     assert "scale" in dict(net.named_buffers())
     with pytest.raises(CheckpointError, match=r"only: the module has no head\.weights"):
-        CheckpointReader(saved).load_into(net, only=["head.weights"])
+        load_into(CheckpointReader(saved), net, only=["head.weights"])
 
 
 def test_values_are_converted_to_the_modules_dtype(saved: Path) -> None:
     for net in (Net().half(), Net(device="meta").half()):
-        CheckpointReader(saved).load_into(net)
+        load_into(CheckpointReader(saved), net)
         assert net.head.weight.dtype == torch.float16
         assert torch.equal(net.head.weight.detach(), CheckpointReader(saved).read("head.weight").half())
 
@@ -215,7 +215,7 @@ def test_tied_parameters_stay_tied(tmp_path: Path) -> None:
     source = tied("cpu")
     torch.save(source.state_dict(), tmp_path / "tied.pt")
     target = tied("meta")
-    CheckpointReader(tmp_path / "tied.pt").load_into(target)
+    load_into(CheckpointReader(tmp_path / "tied.pt"), target)
     assert target[0].weight is target[1].weight
     assert torch.equal(target[0].weight, source[0].weight)
 
@@ -226,7 +226,7 @@ def test_a_buffer_that_nothing_can_fill_is_named(tmp_path: Path) -> None:
     target = Net(device="meta")
     target.register_buffer("positions", torch.arange(3, device="meta"), persistent=False)
     with pytest.raises(CheckpointError, match="buffers positions are on meta"):
-        CheckpointReader(tmp_path / "net.pt").load_into(target)
+        load_into(CheckpointReader(tmp_path / "net.pt"), target)
 
 
 # ---- memory
@@ -261,4 +261,4 @@ def test_a_table_is_never_in_memory_twice(kind: str, tmp_path: Path) -> None:
     assert peak_of(lambda: reader.read_rows("table.weight", rows // 2, rows // 2 + 1000)) < size // 8
     net = nn.Module()
     net.table = nn.Embedding(rows, dim, device="meta")
-    assert peak_of(lambda: reader.load_into(net)) < size * 1.25
+    assert peak_of(lambda: load_into(reader, net)) < size * 1.25

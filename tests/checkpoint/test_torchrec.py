@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from recinfer.checkpoint import CheckpointReader
+from recinfer.checkpoint import CheckpointReader, load_into
 from recinfer.errors import CheckpointError
 from recinfer.sparse import KeyedJaggedTensor
 from tests.checkpoint.conftest import Ranker
@@ -97,7 +97,7 @@ def test_our_module_with_its_weights_gives_its_answers(
     reader: CheckpointReader, device: str, torchrec_checkpoint: Path
 ) -> None:
     module = Ranker(device)
-    report = reader.load_into(module)
+    report = load_into(reader, module)
     assert sorted(report.loaded) == reader.keys()
     assert not report.missing
     assert not report.extra

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from recinfer.checkpoint import CheckpointReader, resolve_model, save_checkpoint
+from recinfer.checkpoint import CheckpointReader, load_into, resolve_model, save_checkpoint
 from recinfer.errors import CheckpointError, ConfigError, NotFoundError, UnavailableError
 from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
@@ -42,7 +42,7 @@ def test_a_dlrm_comes_back_from_the_folder_alone(tmp_path: Path) -> None:
     assert reader.contract is None
     again = reader.build_model()
     assert all(p.is_meta for p in again.parameters())
-    reader.load_into(again)
+    load_into(reader, again)
     assert {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
     collections = [m.sparse_arch.embedding_bag_collection for m in (model, again)]  # type: ignore[union-attr]

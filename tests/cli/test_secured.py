@@ -14,9 +14,9 @@ from recinfer.cli.lookup import parse_features
 from recinfer.errors import InputError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
-from recinfer.serving.server.loop import run_on_loop
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import Server
+from recinfer.serving.wire.loop import run_on_loop
 from tests.certificates import certified, need_openssl
 from tests.cli.conftest import Exported
 from tests.e2e.commands import run_json

@@ -29,7 +29,7 @@ from recinfer.errors import ConfigError
 from recinfer.inference.predictor import load
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME
-from recinfer.serving.shards.server import ShardServer
+from recinfer.serving.server.shard_server import ShardServer
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire import codec
 from tests.certificates import certified, need_openssl

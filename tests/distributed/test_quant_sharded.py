@@ -19,7 +19,7 @@ from recinfer.distributed.types import ParameterSharding, ShardingEnv
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recinfer.quant.packing import PACKED_TYPES, padded_dim
+from recinfer.quant.rows import PACKED_TYPES, padded_dim
 from tests.distributed.plans import sharding
 from tests.quant.cases import MIXED, float_bags, quantized_sequences, random_features
 

@@ -11,7 +11,7 @@ from recinfer.distributed.types import ShardingEnv
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
-from recinfer.quant.packing import PACKED_TYPES
+from recinfer.quant.rows import PACKED_TYPES
 from tests.distributed.plans import sharding
 from tests.quant.cases import MIXED, float_bags, quantized_sequences, random_features
 

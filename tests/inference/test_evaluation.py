@@ -18,7 +18,8 @@ from recinfer.inference.evaluation import EvalData
 from recinfer.inference.export import export_archive
 from recinfer.inference.report import ExportReport
 from recinfer.modules.embedding_configs import DataType
-from recinfer.quant.packing import pack_rows, unpack_rows
+from recinfer.quant.packing import pack_rows
+from recinfer.quant.rows import unpack_rows
 from tests.archive.models import RANKER_ROWS, Ranker, make_plan, save_weights
 
 ROWS = 3000

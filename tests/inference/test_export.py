@@ -19,7 +19,8 @@ from recinfer.inference.export import export_archive
 from recinfer.inference.verify import verify
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
-from recinfer.quant.packing import pack_rows, quantization_step
+from recinfer.quant.packing import pack_rows
+from recinfer.quant.rows import quantization_step
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.archive.models import NUM_DENSE, Ranker, make_archive, make_plan, save_weights
 

@@ -18,7 +18,8 @@ from recinfer.inference.export import export_archive
 from recinfer.inference.reshard import plan_archive, reshard_archive
 from recinfer.inference.verify import verify
 from recinfer.modules.embedding_configs import DataType
-from recinfer.quant.packing import join_packed_columns, pack_rows, slice_packed_columns
+from recinfer.quant.packing import pack_rows
+from recinfer.quant.rows import join_packed_columns, slice_packed_columns
 from tests.archive.models import RANKER_ROWS, Everything, Ranker, make_archive, make_plan, make_request, save_weights
 
 KINDS = ("table_wise", "row_wise", "column_wise", "grid_shard")

@@ -64,7 +64,7 @@ from recinfer.distributed.types import CacheParams, ShardingType
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import DataType, EmbeddingConfig
 from recinfer.modules.embedding_modules import EmbeddingCollection
-from recinfer.quant.packing import row_bytes
+from recinfer.quant.rows import row_bytes
 from tests.planner.models import GB, collection, sharders, train_planner
 
 TWO_HOSTS = Topology(8, "cuda", local_world_size=4)

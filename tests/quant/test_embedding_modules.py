@@ -13,8 +13,8 @@ from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingCollection as FloatEmbeddingCollection
 from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recinfer.quant.packing import PACKED_TYPES, unpack_rows
 from recinfer.quant.reference import reference_lookup
+from recinfer.quant.rows import PACKED_TYPES, unpack_rows
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.quant.cases import MIXED, bag_configs, float_bags, quantized_sequences, random_features
 

@@ -9,7 +9,7 @@ from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.quant.lookup import ColumnPiece, PooledLookup
-from recinfer.quant.packing import PACKED_TYPES, row_bytes
+from recinfer.quant.rows import PACKED_TYPES, row_bytes
 from recinfer.quant.tbe import TableBatch, TableSlot
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 

@@ -7,17 +7,17 @@ import torch
 
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import DataType
-from recinfer.quant import rowwise
-from recinfer.quant.packing import (
+from recinfer.quant import packing
+from recinfer.quant.packing import pack_rows
+from recinfer.quant.reference import reference_pack
+from recinfer.quant.rows import (
     PACKED_TYPES,
     columns_per_byte,
-    pack_rows,
     quantization_step,
     row_bytes,
     slice_packed_columns,
     unpack_rows,
 )
-from recinfer.quant.reference import reference_pack
 
 INTEGER = [DataType.INT8, DataType.INT4, DataType.INT2]
 
@@ -82,7 +82,7 @@ def test_row_alignment_pads_with_zeros(data_type: DataType) -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(100, 10)
     whole = pack_rows(weight, DataType.INT4)
-    monkeypatch.setattr(rowwise, "BLOCK_ELEMENTS", 70)
+    monkeypatch.setattr(packing, "BLOCK_ELEMENTS", 70)
     assert torch.equal(pack_rows(weight, DataType.INT4), whole)
     weight[57, 3] = float("nan")
     with pytest.raises(InputError, match=r"'items', row 1057, column 3: got nan"):

@@ -11,7 +11,8 @@ import torch
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant import _tables as tables
 from recinfer.quant.bags import BagPlaces
-from recinfer.quant.packing import PACKED_TYPES, pack_rows, row_bytes
+from recinfer.quant.packing import pack_rows
+from recinfer.quant.rows import PACKED_TYPES, row_bytes
 from recinfer.quant.tbe import TableBatch, TableSlot
 
 ROWS = 90

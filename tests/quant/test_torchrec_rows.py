@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from recinfer.modules.embedding_configs import DataType
-from recinfer.quant.packing import pack_rows, row_bytes
+from recinfer.quant.packing import pack_rows
+from recinfer.quant.rows import row_bytes
 
 pytest.importorskip("torchrec", reason="torchrec is not installed: rows are compared with FBGEMM's in test_rowwise.py")
 

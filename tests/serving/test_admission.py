@@ -238,7 +238,7 @@ def test_only_methods_that_would_wait_are_refused_for_a_full_queue():
         await server.stop(None)
         return found
 
-    from recinfer.serving.server.loop import run_on_loop
+    from recinfer.serving.wire.loop import run_on_loop
 
     answers = run_on_loop(main(), timeout=LONG)
     assert answers == [b"x", b"x", ("RESOURCE_EXHAUSTED", "full")]

@@ -19,8 +19,8 @@ from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.client.columns import as_dense, as_features
-from recinfer.serving.server.loop import run_on_loop
 from recinfer.serving.server.server import Server
+from recinfer.serving.wire.loop import run_on_loop
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.ports import free_port
 from tests.serving.conftest import make_request

@@ -17,7 +17,7 @@ import pytest
 from recinfer.serving.server import grpc_core as core
 from recinfer.serving.server.grpc_call import CoreCall, Ending
 from recinfer.serving.server.grpc_core import CoreServer
-from recinfer.serving.server.loop import run_on_loop, start_on_loop
+from recinfer.serving.wire.loop import run_on_loop, start_on_loop
 from tests.waiting import until
 
 LONG = 60.0

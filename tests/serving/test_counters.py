@@ -17,8 +17,8 @@ from recinfer.inference.export import export_archive
 from recinfer.inference.predictor import load
 from recinfer.modules.embedding_configs import DataType
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
-from recinfer.serving.server.loop import run_on_loop
 from recinfer.serving.server.server import Server
+from recinfer.serving.wire.loop import run_on_loop
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.conftest import NUM_DENSE, ROWS, build_model
 

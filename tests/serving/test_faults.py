@@ -46,7 +46,7 @@ from tests.waiting import until
 
 aiohttp = pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
 from recinfer.serving.server.http_site import HttpSite  # noqa: E402
-from recinfer.serving.server.loop import run_on_loop  # noqa: E402
+from recinfer.serving.wire.loop import run_on_loop  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 

@@ -18,10 +18,10 @@ from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.server.health import LIVENESS, READINESS
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.server.shard_server import ShardServer
 from recinfer.serving.server.telemetry.metrics_http import MetricsServer
 from recinfer.serving.shards.lookups import remote_lookups
 from recinfer.serving.shards.messages import SERVICE_NAME as SHARD_SERVICE
-from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire.proto import open_inference_pb2
 from tests.ports import free_port

@@ -51,7 +51,7 @@ _HANGS = """
 import os, runpy, threading, time
 from contextlib import suppress
 from recinfer.serving.server.grpc_core import CoreServer
-from recinfer.serving.server.loop import start_on_loop
+from recinfer.serving.wire.loop import start_on_loop
 
 def hang_once():
     with suppress(FileNotFoundError):

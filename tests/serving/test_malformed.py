@@ -13,8 +13,8 @@ import pytest
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.engine.store import ModelStore
 from recinfer.serving.server.server import Server
+from recinfer.serving.server.shard_server import ShardServer
 from recinfer.serving.shards.messages import decode_failure
-from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.wire.proto import admin_pb2
 from recinfer.serving.wire.proto import shards_pb2 as pb
 from tests.serving.remote.fleet import shard

@@ -17,8 +17,8 @@ from recinfer.serving.engine.memory_budget import SMALL_BYTES, Ticket
 from recinfer.serving.server import call_ticket, grpc_core
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.server.shard_server import ShardServer
 from recinfer.serving.shards.messages import SERVICE_NAME as SHARD_SERVICE
-from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits

@@ -11,11 +11,11 @@ from recinfer.errors import NotFoundError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
-from recinfer.serving.server.loop import run_on_loop
+from recinfer.serving.server.open_inference import InferRequest, InputTensor
 from recinfer.serving.server.open_inference_grpc import OpenInference
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire.limits import Limits
-from recinfer.serving.wire.open_inference import InferRequest, InputTensor
+from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto.inference_pb2 import LookupRequest
 from tests.serving.conftest import NUM_DENSE, ROWS
 from tests.serving.test_open_inference import Admission, InferenceServerException, triton_grpc, triton_http

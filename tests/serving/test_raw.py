@@ -16,10 +16,10 @@ from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.client.columns import as_raw
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.registry import ModelRegistry
-from recinfer.serving.server.loop import run_on_loop
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.raw_rows import read_raw
 from tests.serving.conftest import ROWS

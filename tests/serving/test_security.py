@@ -19,9 +19,9 @@ from recinfer.errors import ConfigError, InputError, RecinferError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
-from recinfer.serving.server.loop import run_on_loop
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import Server
+from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.tls import read_token
 from tests.certificates import need_openssl, self_signed

@@ -22,11 +22,11 @@ from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine.request import Request
 from recinfer.serving.server.grpc_call import CoreCall
+from recinfer.serving.server.open_inference import model_metadata
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
-from recinfer.serving.wire.open_inference import model_metadata
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.proto import open_inference_pb2
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor

@@ -15,7 +15,7 @@ from recinfer.serving.client import throttle
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.client.retry import Retries
 from recinfer.serving.client.throttle import Throttle
-from recinfer.serving.server.loop import run_on_loop
+from recinfer.serving.wire.loop import run_on_loop
 from tests.serving.conftest import make_request
 from tests.serving.test_admission import held
 

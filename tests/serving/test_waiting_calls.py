@@ -11,7 +11,7 @@ import pytest
 from recinfer.serving.server.grpc_call import CoreCall
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.grpc_methods import connection_options
-from recinfer.serving.server.loop import run_on_loop
+from recinfer.serving.wire.loop import run_on_loop
 from tests.serving.raw_http2 import RawHttp2, message
 
 PATH = "/a.B/C"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from recinfer.checkpoint import CheckpointReader
+from recinfer.checkpoint import CheckpointReader, load_into
 from recinfer.data import Dataset, load_dataset
 from recinfer.data.metrics import auc, log_loss, sigmoid
 from recinfer.data.synthetic import generate_criteo
@@ -61,7 +61,7 @@ def test_the_result_says_what_was_done(dataset: Dataset, trained) -> None:
 def test_the_checkpoint_gives_the_same_answers(dataset: Dataset, trained) -> None:
     reader = CheckpointReader(trained.checkpoint)
     model = reader.build_model(device="cpu")
-    reader.load_into(model)
+    load_into(reader, model)
     held_out = Examples.from_columns(reader.contract, dataset.take(dataset.test))
     np.testing.assert_array_equal(predict_logits(model.eval(), held_out), predict_logits(trained.model, held_out))
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from recinfer.deploy.groups import shards_json
-from recinfer.serving.server.address import join_address
+from recinfer.serving.wire.address import join_address
 
 __all__ = ["Member", "Phase", "addresses_by_group", "backoff", "shards_text", "to_remove"]
 

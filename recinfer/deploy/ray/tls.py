@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 
 from recinfer.errors import ConfigError
-from recinfer.serving.client.client import credentials_of
+from recinfer.serving.wire.tls import credentials_of
 
 __all__ = ["Tls", "missing_files"]
 

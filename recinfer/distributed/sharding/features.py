@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed.dist_data import KJTAllToAll
+from recinfer.distributed.dist_kjt import KJTAllToAll
 from recinfer.distributed.embedding_sharding import (
     BaseSparseFeaturesDist,
     EmbeddingShardingContext,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recinfer.distributed.comm import get_local_size, intra_and_cross_node_pg
-from recinfer.distributed.dist_data import PooledEmbeddingsAllToAll, PooledEmbeddingsReduceScatter
+from recinfer.distributed.dist_outputs import PooledEmbeddingsAllToAll, PooledEmbeddingsReduceScatter
 from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
 from recinfer.distributed.sharding.combine import Block, ColumnPlan
 from recinfer.distributed.sharding.layout import ShardLayout, pieces_of

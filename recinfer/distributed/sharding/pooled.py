@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed.dist_data import PooledEmbeddingsAllToAll, VariableBatchPooledEmbeddingsAllToAll
+from recinfer.distributed.dist_outputs import PooledEmbeddingsAllToAll, VariableBatchPooledEmbeddingsAllToAll
 from recinfer.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext
 from recinfer.distributed.sharding.combine import Block, ColumnPlan, combine_blocks
 from recinfer.distributed.sharding.layout import ShardLayout

@@ -10,10 +10,10 @@ import grpc
 from google.protobuf.message import Message
 
 from recinfer.errors import InputError
-from recinfer.serving.client.client import credentials_of, invoke
+from recinfer.serving.client.client import invoke
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.proto import admin_pb2 as pb
-from recinfer.serving.wire.tls import authorization
+from recinfer.serving.wire.tls import authorization, credentials_of
 
 __all__ = ["AdminClient", "LoadedVersion"]
 

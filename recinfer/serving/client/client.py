@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,8 @@ import grpc.aio
 import torch
 from grpc_health.v1 import health_pb2
 
-from recinfer.errors import ConfigError, InputError, OverloadedError, RecinferError, UnavailableError
-from recinfer.inference.together import Outputs
+from recinfer.errors import InputError, OverloadedError, RecinferError, UnavailableError
+from recinfer.inference.results import Outputs
 from recinfer.serving.client.answers import (
     Embeddings,
     ModelDescription,
@@ -29,14 +28,13 @@ from recinfer.serving.wire import codec
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.retry import has_said
 from recinfer.serving.wire.status import error_of
-from recinfer.serving.wire.tls import authorization, load_pem
+from recinfer.serving.wire.tls import authorization, credentials_of
 
 __all__ = [
     "AsyncInferenceClient",
     "Embeddings",
     "InferenceClient",
     "ModelDescription",
-    "credentials_of",
     "invoke",
 ]
 
@@ -345,24 +343,6 @@ def _security(
     if credentials is None:
         raise InputError(f"TLS: got the name {name!r} without tls_ca, expected the server's authority too")
     return credentials, [*options, ("grpc.ssl_target_name_override", name)]
-
-
-def credentials_of(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:
-    """A channel's credentials from PEM files, as InferenceClient takes them; None without TLS. Raises InputError."""
-    if (cert is None) != (key is None):
-        raise InputError("TLS: got one of certificate and key, expected both or neither")
-    if ca is None:
-        if cert is not None:
-            raise InputError("TLS: got a certificate without tls_ca, expected the server's authority too")
-        return None
-    try:
-        # gRPC would say of a wrong file that the server does not answer.
-        load_pem(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cert, key, ca)
-    except ConfigError as error:
-        raise InputError(str(error)) from None
-    return grpc.ssl_channel_credentials(
-        *(None if path is None else Path(path).read_bytes() for path in (ca, key, cert))
-    )
 
 
 def invoke(

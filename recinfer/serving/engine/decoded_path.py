@@ -15,7 +15,8 @@ from torch import Tensor
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, bags_of
 from recinfer.inference.lookups import Steps, run_now, run_steps
-from recinfer.inference.together import Outputs, PredictInputs
+from recinfer.inference.results import Outputs
+from recinfer.inference.together import PredictInputs
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.request import CallName, Request
 from recinfer.serving.engine.scheduler import Entry, Scheduler

@@ -11,8 +11,8 @@ from google.protobuf.message import Message
 
 from recinfer.errors import InputError, NotFoundError, RecinferError
 from recinfer.serving.engine.memory_budget import Ticket, ticket_of_task
+from recinfer.serving.server import open_inference as oip
 from recinfer.serving.wire import codec
-from recinfer.serving.wire import open_inference as oip
 from recinfer.serving.wire.fields import Buffer, bytes_field
 from recinfer.serving.wire.proto import open_inference_pb2 as pb
 

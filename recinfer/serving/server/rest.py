@@ -21,10 +21,10 @@ from aiohttp.typedefs import Handler
 
 from recinfer.errors import InputError, OverloadedError
 from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket, ticket_of_task
+from recinfer.serving.server import open_inference as oip
 from recinfer.serving.server.http_site import HttpSite
 from recinfer.serving.server.open_inference_grpc import OpenInference, off_loop, raw_array
 from recinfer.serving.server.unpacking import TooLargeError, largest, unpack
-from recinfer.serving.wire import open_inference as oip
 from recinfer.serving.wire.json_codec import json_text, parse_json
 from recinfer.serving.wire.status import status_of
 

@@ -23,7 +23,6 @@ from recinfer.serving.engine.remote_byte_path import MOST_FAN_OUTS
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.engine.scheduler import BatchConfig, Scheduler, SchedulerState
 from recinfer.serving.engine.store import ModelStore, StoreManager
-from recinfer.serving.server.address import check_address, join_address
 from recinfer.serving.server.admission import Admission, names_of
 from recinfer.serving.server.grpc_call import Dispatch
 from recinfer.serving.server.grpc_core import CoreServer
@@ -36,13 +35,14 @@ from recinfer.serving.server.grpc_methods import (
     generic_handler,
 )
 from recinfer.serving.server.health import EndingHealth
-from recinfer.serving.server.loop import run_on_loop
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.open_inference_grpc import OpenInference
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.metrics import ServerMetrics, Status
 from recinfer.serving.server.telemetry.observe import Observer
+from recinfer.serving.wire.address import check_address, join_address
 from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto import admin_pb2, open_inference_pb2
 from recinfer.serving.wire.proto import inference_pb2 as pb
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import sys
 from contextlib import suppress
 
-__all__ = ["SWITCH_INTERVAL_S", "new_loop", "tune_process"]
+__all__ = ["SWITCH_INTERVAL_S", "tune_process"]
 
 SWITCH_INTERVAL_S = 1e-4
 """How long a Python thread may keep another one waiting, in a process that serves: one that runs a large request keeps
@@ -30,12 +29,3 @@ def tune_process() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], 10)
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's event loop where it is installed, else asyncio's."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()

@@ -9,9 +9,8 @@ from pathlib import Path
 import grpc
 
 from recinfer.errors import ConfigError, InputError
-from recinfer.serving.client.client import credentials_of
 from recinfer.serving.shards.config import ShardsSettings
-from recinfer.serving.wire.tls import load_pem, read_token
+from recinfer.serving.wire.tls import credentials_of, load_pem, read_token
 
 __all__ = ["ShardCredentials"]
 

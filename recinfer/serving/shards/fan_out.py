@@ -1,21 +1,19 @@
-"""The hedged fan-out: one request's parts go to the least busy replica of each rank, and to another one where that is late or
-fails. Here are what requests share: the replicas, how many hedges may be sent, and figures.
+"""What the fan-outs of a ranker share: the replicas, how long they take, how many hedges may be sent, and figures.
+
+One fan-out is :mod:`recinfer.serving.shards.fan_out_request`.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from recinfer.archive.manifest import Manifest
 from recinfer.errors import ConfigError
-from recinfer.serving.shards.fan_out_request import Asked, FanOutCallback, FanOutRequest, Fits
-from recinfer.serving.shards.messages import Parts
 from recinfer.serving.shards.replicas import ReplicaPool
 from recinfer.serving.shards.transport import rankers_thread
 
@@ -42,7 +40,9 @@ class _AnswerTimes:
 
 
 class FanOut:
-    """Sends parts of requests to ranks. Any thread may use it; what it does happens on the transport's thread.
+    """What requests that go to the shards share; :func:`~recinfer.serving.shards.fan_out_request.begin_fan_out` sends one.
+
+    Any thread may use it, but for what stands at the end.
 
     Args:
         pool: the replicas.
@@ -59,44 +59,11 @@ class FanOut:
         self.pool, self._missing = pool, missing
         self.calls: Counter[str] = Counter()
         self.default_rows: Counter[int] = Counter()
-        self._thread = rankers_thread()
-        self.at_end_of_turn = self._thread.at_end_of_turn
+        self.at_end_of_turn = rankers_thread().at_end_of_turn
         # What follows is the thread's.
         self._times: dict[tuple[int, int], _AnswerTimes] = {}
         self._hedges_left = _BURST
         self._turn = random.randrange(1 << 16)
-
-    def begin(
-        self,
-        version: str,
-        batch: int,
-        parts: Mapping[int, Parts],
-        deadline: float,
-        done: FanOutCallback,
-        *,
-        exact: bool = False,
-        default_rows: bool = False,
-        fits: Fits | None = None,
-    ) -> None:
-        """Ask for the arrays that each rank gives for its parts.
-
-        Args:
-            version: key of the version that all of them are asked for.
-            parts: rank -> its parts of the message.
-            deadline: of ``time.monotonic()``; infinite: the settings' timeout counts.
-            done: called once, on the transport's thread, which it must not block. Its error is an UnavailableError (a rank has
-                no living replica, and default rows are not allowed, or forbidden), a DeadlineError, an OverloadedError, or
-                the InputError of a shard that does not take the request.
-            exact: float32 whatever the settings say, for golden requests.
-            default_rows: whether the version's manifest allows default rows where nobody answers; the settings may forbid
-                them.
-            fits: looks at what each rank answered; an answer that does not fit is a failed one.
-        """
-        settings = self.pool.config.settings
-        until = min(deadline, time.monotonic() + settings.timeout_seconds)
-        half = settings.half and not exact
-        asked = Asked(version, batch, parts, until, half, default_rows, fits)
-        self._thread.call(FanOutRequest(self, asked, done).begin)
 
     @property
     def missing(self) -> str | None:

@@ -9,20 +9,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpy.typing import NDArray
 
 from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.serving.engine.remote_byte_path import Answers
+from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.messages import Parts, decode_failure, decode_response, join_request
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.transport import rankers_thread
 
-if TYPE_CHECKING:
-    from recinfer.serving.shards.fan_out import FanOut
-
-__all__ = ["Asked", "FanOutCallback", "FanOutRequest", "Fits"]
+__all__ = ["Asked", "FanOutCallback", "FanOutRequest", "Fits", "begin_fan_out"]
 
 _FIRST_HEDGE_S = 0.05  # until enough answers were timed
 _LEAST_HEDGE_S = 1e-3
@@ -71,7 +69,7 @@ def _hedge_delay(p95: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is asked for; see :meth:`FanOut.begin`. ``half``: as float16, else rows may come as they are stored."""
+    """What is asked for; see :func:`begin_fan_out`. ``half``: as float16, else rows may come as they are stored."""
 
     version: str
     batch: int
@@ -334,3 +332,38 @@ class FanOutRequest:
         if self._fan_out.missing == "default_rows":
             where += "; shards.json asks for default rows, but the archive's manifest does not allow them"
         self._finish(UnavailableError(where))
+
+
+def begin_fan_out(
+    fan_out: FanOut,
+    version: str,
+    batch: int,
+    parts: Mapping[int, Parts],
+    deadline: float,
+    done: FanOutCallback,
+    *,
+    exact: bool = False,
+    default_rows: bool = False,
+    fits: Fits | None = None,
+) -> None:
+    """Ask for the arrays that each rank gives for its parts: the least busy replica, and another one where that is late or fails.
+
+    Any thread may call this; the request itself happens on the transport's.
+
+    Args:
+        version: key of the version that all of them are asked for.
+        parts: rank -> its parts of the message.
+        deadline: of ``time.monotonic()``; infinite: the settings' timeout counts.
+        done: called once, on the transport's thread, which it must not block. Its error is an UnavailableError (a rank has
+            no living replica, and default rows are not allowed, or forbidden), a DeadlineError, an OverloadedError, or
+            the InputError of a shard that does not take the request.
+        exact: float32 whatever the settings say, for golden requests.
+        default_rows: whether the version's manifest allows default rows where nobody answers; the settings may forbid
+            them.
+        fits: looks at what each rank answered; an answer that does not fit is a failed one.
+    """
+    settings = fan_out.pool.config.settings
+    until = min(deadline, time.monotonic() + settings.timeout_seconds)
+    half = settings.half and not exact
+    asked = Asked(version, batch, parts, until, half, default_rows, fits)
+    rankers_thread().call(FanOutRequest(fan_out, asked, done).begin)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from recinfer.serving.server.tuning import new_loop
+from recinfer.serving.wire.loop import new_loop
 
 __all__ = ["MOST_BYTES", "FrameProtocol", "ShardsThread", "keep_alive"]
 

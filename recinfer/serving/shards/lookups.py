@@ -20,13 +20,14 @@ from recinfer.inference.lookups import Found, FoundCallback, Part, output_names
 from recinfer.lru import LruCache
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.serving.engine.remote_byte_path import Answers
-from recinfer.serving.server.loop import start_on_loop
 from recinfer.serving.shards.fan_out import FanOut, waited_for
+from recinfer.serving.shards.fan_out_request import begin_fan_out
 from recinfer.serving.shards.layout import ModuleLayout, module_layouts
 from recinfer.serving.shards.messages import Parts
 from recinfer.serving.shards.remote_tables import RemoteTables
 from recinfer.serving.shards.split import ModuleSplit, Section
 from recinfer.serving.shards.versions import VersionSpec
+from recinfer.serving.wire.loop import start_on_loop
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["MakeLookups", "RemoteLookups", "remote_lookups"]
@@ -151,8 +152,16 @@ class RemoteLookups:
                 error = wrong
             done(found, error)
 
-        self._fan_out.begin(
-            self.spec.key, bags.batch, parts, deadline, joined, exact=exact, default_rows=self._default_rows, fits=fits
+        begin_fan_out(
+            self._fan_out,
+            self.spec.key,
+            bags.batch,
+            parts,
+            deadline,
+            joined,
+            exact=exact,
+            default_rows=self._default_rows,
+            fits=fits,
         )
 
     def _check(self, bags: Bags) -> None:

@@ -20,7 +20,7 @@ from recinfer.quant.bags import BagPlaces
 from recinfer.serving.engine.remote_byte_path import Answers
 from recinfer.serving.shards._ranks import join, split
 from recinfer.serving.shards.fan_out import FanOut
-from recinfer.serving.shards.fan_out_request import FanOutCallback
+from recinfer.serving.shards.fan_out_request import FanOutCallback, begin_fan_out
 from recinfer.serving.shards.messages import Parts, part_head
 from recinfer.serving.shards.packed import PACKED_ANSWER, is_packed, pairs_of
 from recinfer.serving.shards.split import ModuleSplit
@@ -72,7 +72,7 @@ class RemoteTables:
         split: of the module.
         names, dims: of the module's outputs.
         rows: of each feature's tables.
-        fan_out: asks the shards, for ``version``; ``default_rows``: as :meth:`FanOut.begin` has it.
+        fan_out: asks the shards, for ``version``; ``default_rows``: as ``begin_fan_out`` has it.
 
     Attributes:
         at_end_of_turn: see :class:`FanOut`.
@@ -157,12 +157,14 @@ class RemoteTables:
         return {rank.rank: [[part]] for rank, part in zip(order.ranks, found) if part is not None}
 
     def begin(self, parts: Mapping[int, Parts], batch: int, deadline: float, done: FanOutCallback) -> None:
-        """See :meth:`recinfer.serving.shards.fan_out.FanOut.begin`."""
+        """See :func:`recinfer.serving.shards.fan_out_request.begin_fan_out`."""
 
         def fits(rank: int, arrays: list[NDArray[Any]]) -> bool:
             return self._by_rank[rank].is_answer(arrays[0], batch)
 
-        self._fan_out.begin(self._version, batch, parts, deadline, done, default_rows=self._default_rows, fits=fits)
+        begin_fan_out(
+            self._fan_out, self._version, batch, parts, deadline, done, default_rows=self._default_rows, fits=fits
+        )
 
     def join(
         self,

@@ -16,13 +16,13 @@ import grpc
 import grpc.aio
 
 from recinfer.errors import ConfigError, InputError, UnavailableError
-from recinfer.serving.server.address import join_address
-from recinfer.serving.server.loop import run_on_loop, start_on_loop
 from recinfer.serving.shards.config import ShardsConfig, read_shards
 from recinfer.serving.shards.credentials import ShardCredentials
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.versions import VersionSpec
+from recinfer.serving.wire.address import join_address
 from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.loop import run_on_loop, start_on_loop
 
 __all__ = ["ReplicaPool"]
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from recinfer.errors import OverloadedError, UnavailableError
 from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket
-from recinfer.serving.server.address import join_address
 from recinfer.serving.shards.frames import MOST_BYTES, FrameProtocol, ShardsThread, keep_alive
+from recinfer.serving.wire.address import join_address
 from recinfer.serving.wire.limits import Limits
 
 __all__ = ["Answer", "ResponseCallback", "ShardAddress", "ShardConnection", "ShardListener", "rankers_thread"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, offsets_of
-from recinfer.inference.together import Outputs
+from recinfer.inference.results import Outputs
 from recinfer.serving.wire.fields import Buffer, bytes_field, tensor_bytes
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
+import grpc
+
 from recinfer.errors import ConfigError, InputError
 
-__all__ = ["authorization", "fits_a_header", "load_pem", "read_file", "read_token"]
+__all__ = ["authorization", "credentials_of", "fits_a_header", "load_pem", "read_file", "read_token"]
 
 
 def read_token(path: Path) -> str:
@@ -36,6 +38,24 @@ def load_pem(context: ssl.SSLContext, cert: Path | None, key: Path | None, autho
             context.load_verify_locations(authority)
     except OSError as error:
         raise ConfigError(f"TLS: {authority} holds no certificate of an authority, PEM ({error})") from None
+
+
+def credentials_of(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:
+    """A channel's credentials from PEM files, as InferenceClient takes them; None without TLS. Raises InputError."""
+    if (cert is None) != (key is None):
+        raise InputError("TLS: got one of certificate and key, expected both or neither")
+    if ca is None:
+        if cert is not None:
+            raise InputError("TLS: got a certificate without tls_ca, expected the server's authority too")
+        return None
+    try:
+        # gRPC would say of a wrong file that the server does not answer.
+        load_pem(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), cert, key, ca)
+    except ConfigError as error:
+        raise InputError(str(error)) from None
+    return grpc.ssl_channel_credentials(
+        *(None if path is None else Path(path).read_bytes() for path in (ca, key, cert))
+    )
 
 
 def authorization(token: str) -> tuple[tuple[str, str], ...]:

@@ -17,8 +17,8 @@ from typing import Any
 
 from recinfer import env
 from recinfer.errors import ConfigError, UnavailableError
-from recinfer.serving.server.address import hold_address
 from recinfer.serving.server.telemetry.metrics import Status, merge_statuses, only_counts
+from recinfer.serving.wire.address import hold_address
 from recinfer.serving.workers.changes import ModelChanges
 from recinfer.serving.workers.process import WorkerProcess
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from recinfer.errors import ConfigError
 from recinfer.serving.engine.store import served_state
-from recinfer.serving.server.loop import start_on_loop
 from recinfer.serving.wire import codec
+from recinfer.serving.wire.loop import start_on_loop
 from recinfer.serving.wire.proto import admin_pb2 as pb
 from recinfer.serving.workers.connection import PeerConnection
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.inference.predictor import Predictor, load
+from recinfer.serving.server.shard_server import ShardServer
 from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.lookups import remote_lookups
 from recinfer.serving.shards.replicas import ReplicaPool
-from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.shards.tables import ShardTables
 from tests.ports import free_port
 from tests.waiting import until

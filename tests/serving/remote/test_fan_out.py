@@ -23,10 +23,10 @@ from recinfer.serving.engine import byte_path
 from recinfer.serving.engine.decoded_path import InferenceService
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.server.server import Server
+from recinfer.serving.server.shard_server import ShardServer
 from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.fan_out_request import FanOutRequest
 from recinfer.serving.shards.replica import Replica
-from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits

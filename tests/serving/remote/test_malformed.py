@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from recinfer.errors import UnavailableError
-from recinfer.serving.shards.server import ShardServer
+from recinfer.serving.server.shard_server import ShardServer
 from recinfer.serving.wire import codec
 from tests.serving.remote.fleet import asking, shard, write_shards
 from tests.serving.remote.test_direct import make_archive, make_request, service_of

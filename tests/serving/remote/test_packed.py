@@ -18,7 +18,7 @@ from recinfer.errors import RecinferError
 from recinfer.inference.bags import bags_of
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.bags import BagPlaces
-from recinfer.quant.packing import PACKED_TYPES
+from recinfer.quant.rows import PACKED_TYPES
 from recinfer.serving.shards import tables as tables_module
 from recinfer.serving.shards.layout import ModuleLayout, module_layouts
 from recinfer.serving.shards.messages import decode_response, join_request

@@ -28,9 +28,9 @@ from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.engine.store import ModelStore, StoreManager
 from recinfer.serving.server.server import Server
+from recinfer.serving.server.shard_server import ShardServer
 from recinfer.serving.shards.lookups import remote_lookups
 from recinfer.serving.shards.messages import join_request
-from recinfer.serving.shards.server import ShardServer
 from recinfer.serving.shards.tables import _WANTED_S, MAX_VERSIONS, ShardTables
 from recinfer.serving.wire.limits import Limits
 from tests.ports import free_port
@@ -319,7 +319,7 @@ def test_a_version_that_is_still_copied_is_passed_over(
     write_shards(tmp_path / "s.json", {rank: ["127.0.0.1:1"] for rank in range(3)})
     served: list[list[str]] = []
     monkeypatch.setattr(
-        "recinfer.serving.shards.server.serve_shards",
+        "recinfer.serving.server.shard_server.serve_shards",
         lambda tables, *_, **__: served.append([model.manifest.version for model in tables.models()]),
     )
     monkeypatch.setattr(

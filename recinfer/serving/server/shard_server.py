@@ -19,7 +19,6 @@ from recinfer.errors import ArchiveError, InputError, OverloadedError, Unavailab
 from recinfer.inference.stages import Stages
 from recinfer.serving.engine.memory_budget import MemoryBudget
 from recinfer.serving.engine.stats import RequestStats
-from recinfer.serving.server.address import check_address, join_address
 from recinfer.serving.server.admission import Admission, names_of
 from recinfer.serving.server.grpc_core import CoreServer
 from recinfer.serving.server.grpc_methods import (
@@ -28,7 +27,6 @@ from recinfer.serving.server.grpc_methods import (
     generic_handler,
     until_signalled,
 )
-from recinfer.serving.server.loop import run_on_loop
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.telemetry.metrics import Status, memory_status, plain_histogram
 from recinfer.serving.server.telemetry.observe import Observer
@@ -38,7 +36,9 @@ from recinfer.serving.shards.messages import SERVICE_NAME, encode_failure
 from recinfer.serving.shards.tables import ShardTables
 from recinfer.serving.shards.transport import ShardListener
 from recinfer.serving.wire import codec
+from recinfer.serving.wire.address import check_address, join_address
 from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto import shards_pb2 as pb
 from recinfer.serving.wire.status import status_of
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType
 from recinfer.quant import _rows as rows
-from recinfer.quant import rowwise
-from recinfer.quant.packing import PACKED_TYPES, pack_rows, quantization_step, row_bytes, unpack_rows
-from recinfer.quant.rowwise import RowError, RowPacker
+from recinfer.quant import packing
+from recinfer.quant.packing import RowError, RowPacker, pack_rows
+from recinfer.quant.rows import PACKED_TYPES, quantization_step, row_bytes, unpack_rows
 from recinfer.quant.tbe import quantize_rows
 
 DIMS = [1, 2, 3, 8, 33, 64, 128]
@@ -51,7 +51,7 @@ def hard_rows(seed: int, rows: int, dim: int) -> dict[str, Tensor]:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks, and ragged ends."""
-    monkeypatch.setattr(rowwise, "BLOCK_ELEMENTS", 3000)
+    monkeypatch.setattr(packing, "BLOCK_ELEMENTS", 3000)
 
 
 @pytest.mark.parametrize("data_type", INTEGERS)

@@ -1,4 +1,4 @@
-"""The one asyncio loop of the process that gRPC servers run on, in a thread of its own."""
+"""Event loops, and the one asyncio loop of the process that gRPC servers run on, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from recinfer.serving.server.tuning import new_loop
-
-__all__ = ["run_on_loop", "start_on_loop"]
+__all__ = ["new_loop", "run_on_loop", "start_on_loop"]
 
 T = TypeVar("T")
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's event loop where it is installed, else asyncio's."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def run_on_loop(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:

@@ -1,0 +1,221 @@
+"""An archive ready to answer: its tables, the checks of its features and its dense program, at the state of this moment.
+
+Everything is built when the archive is loaded; a call only runs, and any number run at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from recinfer.archive.dense import DenseEngine, open_dense
+from recinfer.archive.manifest import Manifest
+from recinfer.archive.mapping import MappedShards
+from recinfer.archive.reader import Archive
+from recinfer.distributed.planner.plan import Plan
+from recinfer.errors import InputError
+from recinfer.inference.bags import Bags
+from recinfer.inference.direct import DirectTables
+from recinfer.inference.intake import FeatureIntake
+from recinfer.inference.lookups import Ask, Found, LocalLookups, Lookups, LookupsOf, Steps, output_names
+from recinfer.inference.results import LookupResult, feature_specs, selected
+from recinfer.inference.stages import Stages
+from recinfer.inference.states import States, at_one_state
+
+if TYPE_CHECKING:
+    from recinfer.data.contract import FeatureContract
+
+__all__ = ["LoadedModel"]
+
+
+class LoadedModel(States):
+    """One archive's tables and dense program; what answers requests with them is :mod:`recinfer.inference.together`.
+
+    Attributes:
+        features: what lookup gives, in the model's order.
+        num_dense: columns of the dense input of predict; 0 without one.
+        contract: how raw rows become inputs, or None.
+        loaded_at: when it was loaded, seconds since the epoch.
+        stages: how long lookups and dense runs took.
+        mergeable: whether requests may share one run; false where the golden requests together get other answers than
+            each alone (a model whose samples see each other).
+        runs_on_arrays: whether :meth:`run_engine_arrays` may be called.
+        parts, intake, output_names: the embedding modules, the checks of features, the dense program's outputs.
+    """
+
+    def __init__(
+        self,
+        archive: Archive,
+        *,
+        device: str = "cpu",
+        preload: bool = False,
+        lock: bool = False,
+        dense_threads: int = 1,
+        dense_engine: Literal["onnx", "torch"] | None = None,
+        lookup_threads: int = 1,
+        join_columns: bool = False,
+        lookups: LookupsOf | None = None,
+    ) -> None:
+        manifest = archive.manifest
+        self.loaded_at = time.time()
+        self.stages = Stages("lookup", "dense")
+        self.device = torch.device(device)
+        self.contract: FeatureContract | None = _contract(manifest)
+        self._mapping: dict[str, Any] = {"preload": preload, "lock": lock}
+        self._lookup_options: dict[str, Any] = {"threads": lookup_threads, "join_columns": join_columns}
+        self._lookups_of = lookups
+        self._dense_options: dict[str, Any] = {"device": device, "num_threads": dense_threads, "engine": dense_engine}
+        self.intake = FeatureIntake(manifest)
+        self.mergeable = True
+        self.features = tuple(feature_specs(manifest, output_names(manifest)))
+        self.num_dense = 0 if manifest.dense is None else manifest.dense.num_dense
+        self.output_names: list[str] = []
+        if manifest.dense is not None:
+            self.output_names = [output.name for output in manifest.dense.outputs]
+        super().__init__(archive)
+
+    def _assemble(self, archive: Archive, edit: Callable[[MappedShards], None] | None = None) -> None:
+        manifest = archive.manifest
+        self.lookups: Lookups
+        if self._lookups_of is None:
+            mapped = archive.map_shards(**self._mapping, edit=edit)
+            self.lookups = LocalLookups(archive, mapped, device=str(self.device), **self._lookup_options)
+        else:
+            self.lookups = self._lookups_of(archive, self._deltas)
+        self.parts = self.lookups.parts
+        self._mapped = self.lookups.mapped
+        self._engine: DenseEngine | None = None
+        if manifest.dense is not None:
+            self._engine = open_dense(archive, manifest.dense, **self._dense_options)
+        self.runs_on_arrays = self._engine is not None and self.device.type == "cpu"
+
+    @property
+    def direct(self) -> DirectTables | None:
+        """The tables for :mod:`recinfer.inference.direct`, where the model and the machine allow it."""
+        return self.state.lookups.direct
+
+    @property
+    def away(self) -> Any:
+        """The tables of other hosts for small requests, where the model allows it; see recinfer.serving.engine.remote_byte_path."""
+        return self.state.lookups.away
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the archive holds."""
+        return self.archive.manifest
+
+    @property
+    def plan(self) -> Plan:
+        """Where each rectangle of each table is."""
+        return self.archive.plan
+
+    @property
+    def engine(self) -> str | None:
+        """What runs the dense part: ``"onnx"``, ``"torch"``, or None without a dense part."""
+        engine = self.state._engine
+        return None if engine is None else engine.name
+
+    @property
+    def engine_reason(self) -> str | None:
+        """Why torch runs the dense part and not onnxruntime, which is faster on the CPU; None where it does not."""
+        dense = self.manifest.dense
+        if dense is None or self.engine != "torch":
+            return None
+        if self.device.type != "cpu":
+            return f"the device is {self.device}"
+        if self._dense_options["engine"] == "torch":
+            return "it was loaded with dense_engine='torch'"
+        return dense.onnx_refused or "the archive's manifest says so"
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of table rows that are mapped into this process's memory."""
+        return 0 if self._mapped is None else self._mapped.buffer.numel()
+
+    @property
+    def replaced_ids(self) -> int:
+        """How many ids out of range became the default row, of features whose policy says so."""
+        return self.intake.replaced_ids
+
+    def find(self, requests: Sequence[Bags], present: Set[str] | None = None) -> Steps[Found]:
+        """The vectors of checked requests, timed."""
+        start = time.perf_counter()
+        found = yield Ask(self.lookups, requests, present)
+        self.stages.add("lookup", time.perf_counter() - start)
+        return found
+
+    @at_one_state
+    def select(self, found: Sequence[Any], present: Set[str] | None, missing: tuple[int, ...] = ()) -> LookupResult:
+        """The embeddings of the features ``present`` (None: all), from what each module found (None: not asked)."""
+        return selected(self.parts, found, present, missing)
+
+    @at_one_state
+    def run_dense_on(
+        self, dense: Tensor | None, embeddings: Sequence[Tensor], lengths: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """The dense program on given embeddings, as :meth:`replay` returns them; a sequence's with its lengths."""
+        if self._engine is None:
+            return []
+        tensors = [dense] if dense is not None else []
+        for vectors, length in zip(embeddings, lengths):
+            tensors += [vectors] if length is None else [vectors, length]
+        return [output.cpu() for output in self._engine([t.to(self.device) for t in tensors])]
+
+    @at_one_state
+    def run_engine(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The dense program on its inputs, in the manifest's order."""
+        assert self._engine is not None
+        start = time.perf_counter()
+        outputs = [output.cpu() for output in self._engine([tensor.to(self.device) for tensor in tensors])]
+        self.stages.add("dense", time.perf_counter() - start)
+        return outputs
+
+    def run_engine_arrays(self, arrays: Sequence[NDArray[Any]], *, counted: bool = True) -> list[NDArray[Any]]:
+        """:meth:`run_engine` of this very state, on the CPU, without tensors; its time ``counted`` among the stages."""
+        assert self._engine is not None
+        start = time.perf_counter()
+        outputs = self._engine.arrays(arrays)
+        if counted:
+            self.stages.add("dense", time.perf_counter() - start)
+        return outputs
+
+    @at_one_state
+    def check_has_dense(self) -> None:
+        """Raises InputError when the archive has no dense part."""
+        if self._engine is None:
+            raise InputError("this archive holds embeddings only, no dense part; call lookup")
+
+    def check_dense(self, dense: Tensor | None, batch: int) -> Tensor | None:
+        """``dense`` when it is finite float32 ``[batch, num_dense]``; raises InputError."""
+        if dense is None:
+            if self.num_dense:
+                raise InputError(f"dense is missing; expected float32 [{batch}, {self.num_dense}]")
+            return None
+        if (
+            not isinstance(dense, Tensor)
+            or dense.dtype != torch.float32
+            or tuple(dense.shape) != (batch, self.num_dense)
+        ):
+            came = f"{dense.dtype} {list(dense.shape)}" if isinstance(dense, Tensor) else type(dense).__name__
+            raise InputError(f"dense: got {came}; expected float32 [{batch}, {self.num_dense}] (batch, num_dense)")
+        # One sum sees every NaN and infinity; a finite batch whose sum overflows is looked at twice.
+        if not math.isfinite(dense.sum().item()) and not bool(torch.isfinite(dense).all()):
+            sample, column = (~torch.isfinite(dense)).nonzero()[0].tolist()
+            raise InputError(
+                f"dense: sample {sample}, column {column} is {float(dense[sample, column])}; expected finite numbers"
+            )
+        return dense.contiguous()
+
+
+def _contract(manifest: Manifest) -> FeatureContract | None:
+    if manifest.contract is None:
+        return None
+    from recinfer.data.contract import FeatureContract
+
+    return FeatureContract.from_dict(manifest.contract)
