@@ -15,7 +15,8 @@ PACKAGE = ROOT / "recinfer"
 # A module belongs to the longest prefix it matches. A layer may import itself and what ALLOWED names, nothing else.
 BASE = {"errors", "env", "files", "lazy", "lru", "streamable"}
 MODEL_CODE = BASE | {"sparse", "modules"}
-PLAN_CODE = MODEL_CODE | {"distributed.types", "distributed.embedding_types", "distributed.planner"}
+RECT = {"distributed.layout.rect"}  # plain numbers, for everything that knows where tables lie
+PLAN_CODE = MODEL_CODE | RECT | {"distributed.types", "distributed.embedding_types", "distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -33,8 +34,9 @@ ALLOWED: dict[str, set[str]] = {
     "types": MODEL_CODE,
     "distributed.types": MODEL_CODE,
     "distributed.embedding_types": MODEL_CODE | {"distributed.types"},
-    "distributed.planner": MODEL_CODE | {"distributed.types", "distributed.embedding_types"},
-    "quant": MODEL_CODE,
+    "distributed.layout.rect": {"errors"},
+    "distributed.planner": MODEL_CODE | RECT | {"distributed.types", "distributed.embedding_types"},
+    "quant": MODEL_CODE | RECT,
     "optim": MODEL_CODE,
     "distributed": RUNTIME,
     "fx": RUNTIME,
