@@ -16,7 +16,8 @@ PACKAGE = ROOT / "recinfer"
 BASE = {"errors", "env", "files", "lazy", "lru", "streamable"}
 MODEL_CODE = BASE | {"sparse", "modules"}
 RECT = {"distributed.layout.rect"}  # plain numbers, for everything that knows where tables lie
-PLAN_CODE = MODEL_CODE | RECT | {"distributed.types", "distributed.embedding_types", "distributed.planner"}
+LAYOUT = RECT | {"distributed.layout", "distributed.types"}
+PLAN_CODE = MODEL_CODE | LAYOUT | {"distributed.embedding_types", "distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -35,7 +36,8 @@ ALLOWED: dict[str, set[str]] = {
     "distributed.types": MODEL_CODE,
     "distributed.embedding_types": MODEL_CODE | {"distributed.types"},
     "distributed.layout.rect": {"errors"},
-    "distributed.planner": MODEL_CODE | RECT | {"distributed.types", "distributed.embedding_types"},
+    "distributed.layout": MODEL_CODE | RECT | {"distributed.types"},
+    "distributed.planner": MODEL_CODE | LAYOUT | {"distributed.embedding_types"},
     "quant": MODEL_CODE | RECT,
     "optim": MODEL_CODE,
     "distributed": RUNTIME,

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner.calibration import Company
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
 from recinfer.distributed.planner.estimates import DP, PERF_PARTS, IntN, inference_time, packed_row_bytes, spread_of
 from recinfer.distributed.planner.placing import Placement
-from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan
+from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.distributed.planner.problem import FREE, Problem
 from recinfer.distributed.planner.search import SearchReport
 from recinfer.distributed.planner.space import SearchSpace, option_label, shard_arrays
@@ -82,7 +83,7 @@ def _entry(space: SearchSpace, option: int, ranks: IntN, keep_empty: bool) -> Ta
     s = space.shards_of(option)
     sharding_type, kernel = option_label(space, option)
     shards = tuple(
-        ShardRect(int(rank), int(r), int(r + h), int(c), int(c + w))
+        Rect(int(rank), int(r), int(r + h), int(c), int(c + w), table.name)
         for rank, (r, h, c, w) in zip(ranks, space.rect[s])
         if h > 0 or keep_empty
     )

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from recinfer import env
+from recinfer.distributed.layout.edges import placement
 from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
-from recinfer.distributed.planner.plan import placement
 from recinfer.distributed.planner.space import TableInfo
 from recinfer.distributed.planner.stats import EmbeddingStats
 from recinfer.distributed.planner.storage_reservations import HeuristicalStorageReservation

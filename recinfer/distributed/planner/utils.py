@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from recinfer.distributed.embedding_types import BaseEmbeddingSharder, BaseQuantEmbeddingSharder
-from recinfer.distributed.planner.plan import placement
+from recinfer.distributed.layout.edges import placement
 from recinfer.distributed.planner.types import (
     SharderData,
     SharderDataMap,
