@@ -1,0 +1,114 @@
+"""No two modules reach each other by imports; those inside functions and under TYPE_CHECKING count too."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "recinfer"
+
+# The circles of today, modules without ``recinfer.``. The list only shrinks: whoever cuts a circle takes it off.
+KNOWN = [
+    "checkpoint.loading checkpoint.reader",
+    "distributed.data_parallel distributed.model_parallel",
+    "distributed.dist_data distributed.dist_kjt distributed.embedding_sharding",
+    "distributed.planner.annealing distributed.planner.exact distributed.planner.interfaces"
+    " distributed.planner.local_search distributed.planner.placing distributed.planner.plan"
+    " distributed.planner.problem distributed.planner.search distributed.planner.space distributed.planner.types",
+    "distributed.planner.calibration distributed.planner.topology",
+    "distributed.table_blocks distributed.table_group",
+    "inference.predictor inference.together",
+    "quant.packing quant.rowwise quant.tbe",
+    "serving.shards.fan_out serving.shards.fan_out_request",
+    "sparse.distribution sparse.keyed_jagged sparse.rearrange",
+]
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module, a package's ``__init__`` under the package's name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def targets(tree: ast.Module, known: dict[str, Path]) -> set[str]:
+    """Modules of ours that import statements of ``tree`` name: ``package.name`` where that is a module, else ``package``."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"line {node.lineno}: relative import; write the whole name"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else node.module for name in inner}
+    return found & known.keys()
+
+
+def imports() -> dict[str, set[str]]:
+    known = modules()
+    return {name: targets(ast.parse(path.read_text()), known) - {name} for name, path in known.items()}
+
+
+def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Strongly connected components of more than one node (Tarjan 1972, without recursion)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    path: list[str] = []  # nodes whose component is not known yet
+    found = set()
+    for start in sorted(graph):
+        if start in index:
+            continue
+        index[start] = low[start] = len(index)
+        path.append(start)
+        calls = [(start, iter(sorted(graph[start])))]
+        while calls:
+            node, edges = calls[-1]
+            for to in edges:
+                if to not in index:
+                    index[to] = low[to] = len(index)
+                    path.append(to)
+                    calls.append((to, iter(sorted(graph[to]))))
+                    break
+                if to in path:
+                    low[node] = min(low[node], index[to])
+            else:
+                calls.pop()
+                if calls:
+                    low[calls[-1][0]] = min(low[calls[-1][0]], low[node])
+                if low[node] == index[node]:
+                    at = path.index(node)
+                    if len(path) - at > 1:
+                        found.add(frozenset(path[at:]))
+                    del path[at:]
+    return found
+
+
+def test_imports_have_no_circles() -> None:
+    known = {frozenset(f"recinfer.{name}" for name in circle.split()) for circle in KNOWN}
+    found = circles(imports())
+    new = [sorted(circle) for circle in found - known]
+    gone = [sorted(circle) for circle in known - found]
+    assert not new, f"modules that import each other: {new}"
+    assert not gone, f"not circles any more; take them off KNOWN: {gone}"
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert circles(graph) == {frozenset("abc"), frozenset("de")}
+
+
+def test_every_form_of_import_counts() -> None:
+    source = """
+import p.a
+from p import b, other
+from p.c import name
+if TYPE_CHECKING:
+    from p.d import name
+def f():
+    import p.e
+"""
+    known = dict.fromkeys(["p", "p.a", "p.b", "p.c", "p.d", "p.e", "p.f"], Path())
+    assert targets(ast.parse(source), known) == set(known) - {"p.f"}
