@@ -13,7 +13,7 @@ from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.fused_params import names_optimizer
 from recinfer.distributed.layout.edges import placement
 from recinfer.distributed.planner.constants import MIN_CW_DIM
-from recinfer.distributed.planner.space import column_pieces
+from recinfer.distributed.planner.solve.space import column_pieces
 from recinfer.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,

@@ -15,9 +15,9 @@ from recinfer.distributed.embedding import EmbeddingCollectionSharder
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recinfer.distributed.planner import ParameterConstraints, Topology, create_planner
-from recinfer.distributed.planner.calibration import Company, HardwareProfile, LookupGrid
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
-from recinfer.distributed.planner.estimates import packed_row_bytes
+from recinfer.distributed.planner.model.estimates import packed_row_bytes
+from recinfer.distributed.planner.model.hardware import Company, HardwareProfile, LookupGrid
 from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner, SortBy
 from recinfer.distributed.planner.perf_models import NoopPerfModel, NoopStorageModel
 from recinfer.distributed.planner.proposers import (

@@ -12,11 +12,12 @@ from torch import nn
 
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.planner.constants import BATCH_SIZE
-from recinfer.distributed.planner.estimates import FloatN, IntN, ShardArrays
-from recinfer.distributed.planner.facts import model_tables
 from recinfer.distributed.planner.inference import inference_estimate
+from recinfer.distributed.planner.model.estimates import FloatN, IntN, ShardArrays
+from recinfer.distributed.planner.model.facts import model_tables
+from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
-from recinfer.distributed.planner.space import (
+from recinfer.distributed.planner.solve.space import (
     Estimate,
     SearchSpace,
     TableInfo,
@@ -24,7 +25,6 @@ from recinfer.distributed.planner.space import (
     option_label,
     precision_unit,
 )
-from recinfer.distributed.planner.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,

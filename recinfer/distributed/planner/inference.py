@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from recinfer.distributed.planner.calibration import Company, HardwareProfile
 from recinfer.distributed.planner.constants import BATCH_SIZE
-from recinfer.distributed.planner.estimates import (
+from recinfer.distributed.planner.model.estimates import (
     FloatN,
     IntN,
     ShardArrays,
@@ -19,13 +18,14 @@ from recinfer.distributed.planner.estimates import (
     packed_row_bytes,
     storage_bytes,
 )
-from recinfer.distributed.planner.explain import error_type, explain
+from recinfer.distributed.planner.model.hardware import Company, HardwareProfile
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.outcome import build_plan, pin_tables
 from recinfer.distributed.planner.plan import Plan, TablePlan, embedding_tables
-from recinfer.distributed.planner.problem import make_problem
-from recinfer.distributed.planner.search import search
-from recinfer.distributed.planner.space import Estimate, TableInfo, build_space, precision_unit
-from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.solve.explain import error_type, explain
+from recinfer.distributed.planner.solve.problem import make_problem
+from recinfer.distributed.planner.solve.search import search
+from recinfer.distributed.planner.solve.space import Estimate, TableInfo, build_space, precision_unit
 from recinfer.distributed.planner.types import ParameterConstraints, PlannerError
 from recinfer.distributed.planner.utils import gb_to_bytes
 from recinfer.errors import ConfigError

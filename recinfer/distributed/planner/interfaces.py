@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from recinfer.distributed.planner.constants import BATCH_SIZE
-from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.types import ModuleSharder, ShardingPlan
 
 if TYPE_CHECKING:
-    from recinfer.distributed.planner.search import SearchReport
+    from recinfer.distributed.planner.solve.search import SearchReport
     from recinfer.distributed.planner.types import ParameterConstraints, ShardingOption
 
 __all__ = [

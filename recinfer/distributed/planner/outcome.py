@@ -7,15 +7,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from recinfer.distributed.layout.rect import Rect
-from recinfer.distributed.planner.calibration import Company
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
-from recinfer.distributed.planner.estimates import DP, PERF_PARTS, IntN, inference_time, packed_row_bytes, spread_of
-from recinfer.distributed.planner.placing import Placement
+from recinfer.distributed.planner.model.estimates import (
+    DP,
+    PERF_PARTS,
+    IntN,
+    inference_time,
+    packed_row_bytes,
+    spread_of,
+)
+from recinfer.distributed.planner.model.hardware import Company
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.plan import Plan, TablePlan
-from recinfer.distributed.planner.problem import FREE, Problem
-from recinfer.distributed.planner.search import SearchReport
-from recinfer.distributed.planner.space import SearchSpace, option_label, shard_arrays
-from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.solve.placing import Placement
+from recinfer.distributed.planner.solve.problem import FREE, Problem
+from recinfer.distributed.planner.solve.search import SearchReport
+from recinfer.distributed.planner.solve.space import SearchSpace, option_label, shard_arrays
 from recinfer.distributed.planner.types import PlannerError, PlannerErrorType
 from recinfer.errors import ConfigError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.types import PerfModel, ShardingOption
 
 __all__ = ["NoopPerfModel", "NoopStorageModel"]

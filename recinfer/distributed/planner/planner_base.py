@@ -14,10 +14,10 @@ from recinfer import env
 from recinfer.distributed.layout.edges import placement
 from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
-from recinfer.distributed.planner.space import TableInfo
+from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.solve.space import TableInfo
 from recinfer.distributed.planner.stats import EmbeddingStats
 from recinfer.distributed.planner.storage_reservations import HeuristicalStorageReservation
-from recinfer.distributed.planner.topology import Topology
 from recinfer.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from recinfer.distributed.planner.constants import kernel_bw_lookup
-from recinfer.distributed.planner.estimates import (
+from recinfer.distributed.planner.inference import row_alignment
+from recinfer.distributed.planner.model.estimates import (
     TYPE_CODES,
     FloatN,
     IntN,
@@ -17,10 +18,9 @@ from recinfer.distributed.planner.estimates import (
     storage_bytes,
     training_time,
 )
-from recinfer.distributed.planner.facts import facts_of_option
-from recinfer.distributed.planner.inference import row_alignment
-from recinfer.distributed.planner.space import KERNEL_CODES, SearchSpace, shard_arrays
-from recinfer.distributed.planner.topology import Perf, Storage, Topology
+from recinfer.distributed.planner.model.facts import facts_of_option
+from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
+from recinfer.distributed.planner.solve.space import KERNEL_CODES, SearchSpace, shard_arrays
 from recinfer.distributed.planner.types import ParameterConstraints, ShardEstimator, ShardingOption
 from recinfer.distributed.planner.utils import sharder_name
 from recinfer.distributed.types import CacheStatistics, ModuleSharder, PipelineType

@@ -11,8 +11,8 @@ import numpy as np
 from torch import nn
 
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
+from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.plan import Plan
-from recinfer.distributed.planner.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -24,7 +24,7 @@ from recinfer.distributed.planner.utils import bytes_to_gb, bytes_to_mb
 from recinfer.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
 if TYPE_CHECKING:
-    from recinfer.distributed.planner.search import SearchReport
+    from recinfer.distributed.planner.solve.search import SearchReport
 
 __all__ = ["EmbeddingStats", "NoopEmbeddingStats", "format_plan", "round_to_one_sigfig"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from recinfer.distributed.planner.facts import kjt_bytes, model_tables, sharded_modules
-from recinfer.distributed.planner.topology import Storage, Topology
+from recinfer.distributed.planner.model.facts import kjt_bytes, model_tables, sharded_modules
+from recinfer.distributed.planner.model.topology import Storage, Topology
 from recinfer.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,

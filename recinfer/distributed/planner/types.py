@@ -22,7 +22,7 @@ from recinfer.distributed.planner.interfaces import (
     Stats,
     StorageReservation,
 )
-from recinfer.distributed.planner.topology import (
+from recinfer.distributed.planner.model.topology import (
     BasicCommsBandwidths,
     CollectiveType,
     CustomTopologyData,

@@ -21,7 +21,7 @@ from recinfer.distributed.planner.constants import (
     UVM_CACHING_RATIO,
     kernel_bw_lookup,
 )
-from recinfer.distributed.planner.estimates import (
+from recinfer.distributed.planner.model.estimates import (
     CW,
     DP,
     GRID,
@@ -35,8 +35,8 @@ from recinfer.distributed.planner.estimates import (
     ShardArrays,
     row_shares,
 )
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.plan import column_unit
-from recinfer.distributed.planner.topology import Topology
 from recinfer.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import DataType

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recinfer.distributed.planner.calibration import Company
 from recinfer.distributed.planner.constants import (
     BATCHED_COPY_PERF_FACTOR,
     BIGINT_DTYPE,
@@ -24,7 +23,8 @@ from recinfer.distributed.planner.constants import (
     QUARTER_BLOCK_PENALTY,
     WEIGHTED_KERNEL_MULTIPLIER,
 )
-from recinfer.distributed.planner.topology import CollectiveType, Topology
+from recinfer.distributed.planner.model.hardware import Company
+from recinfer.distributed.planner.model.topology import CollectiveType, Topology
 from recinfer.distributed.types import PipelineType, ShardingType
 
 __all__ = [

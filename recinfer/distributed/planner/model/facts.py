@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from recinfer.distributed.planner.constants import BIGINT_DTYPE, kernel_bw_lookup
-from recinfer.distributed.planner.space import KERNEL_CODES, TableInfo
-from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.solve.space import KERNEL_CODES, TableInfo
 from recinfer.distributed.planner.types import ParameterConstraints, ShardingOption
 from recinfer.distributed.planner.utils import codec_bytes, sharder_name
 from recinfer.distributed.types import CacheParams, CommOp, ModuleSharder, ShardingType

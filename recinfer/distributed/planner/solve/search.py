@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from recinfer.distributed.planner.annealing import anneal
-from recinfer.distributed.planner.estimates import FloatN, IntN
-from recinfer.distributed.planner.exact import branch_and_bound, is_small
-from recinfer.distributed.planner.local_search import GOOD, LocalSearch
-from recinfer.distributed.planner.placing import Placement, Placer, packer, refresh
-from recinfer.distributed.planner.problem import FIXED, Bound, Problem, cheapest, first_of_least, lower_bound
+from recinfer.distributed.planner.model.estimates import FloatN, IntN
+from recinfer.distributed.planner.solve.annealing import anneal
+from recinfer.distributed.planner.solve.exact import branch_and_bound, is_small
+from recinfer.distributed.planner.solve.local_search import GOOD, LocalSearch
+from recinfer.distributed.planner.solve.placing import Placement, Placer, packer, refresh
+from recinfer.distributed.planner.solve.problem import FIXED, Bound, Problem, cheapest, first_of_least, lower_bound
 
 __all__ = ["SearchReport", "search"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.errors import ConfigError, NotFoundError
 
 __all__ = ["FEATURES_PER_CALL", "SECTOR_BYTES", "Company", "HardwareProfile", "LookupGrid"]

@@ -22,7 +22,7 @@ from recinfer.distributed.planner.constants import (
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from recinfer.distributed.planner.calibration import HardwareProfile
+    from recinfer.distributed.planner.model.hardware import HardwareProfile
 
 __all__ = [
     "BasicCommsBandwidths",
