@@ -158,9 +158,8 @@ def run_forward(num: int, world_size: int) -> dict[str, Any]:
 
 def rate_theirs(num: int, world_size: int, mode: str, tables: dict[str, Any]) -> dict[str, float]:
     """The busiest rank of TorchRec's plan by the estimator that both sides are rated with, and the bound."""
-    from recinfer.distributed.planner.model.estimates import TYPE_CODES
+    from recinfer.distributed.planner.model.estimates import KERNEL_CODES, TYPE_CODES
     from recinfer.distributed.planner.solve.problem import lower_bound
-    from recinfer.distributed.planner.solve.space import KERNEL_CODES
 
     space, problem = shared_space(num, world_size, mode)
     load = np.zeros(world_size)

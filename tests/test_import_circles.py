@@ -13,11 +13,6 @@ KNOWN = [
     "checkpoint.loading checkpoint.reader",
     "distributed.data_parallel distributed.model_parallel",
     "distributed.dist_data distributed.dist_kjt distributed.embedding_sharding",
-    "distributed.planner.interfaces distributed.planner.plan distributed.planner.solve.annealing"
-    " distributed.planner.solve.exact distributed.planner.solve.local_search distributed.planner.solve.placing"
-    " distributed.planner.solve.problem distributed.planner.solve.search distributed.planner.solve.space"
-    " distributed.planner.types",
-    "distributed.planner.model.hardware distributed.planner.model.topology",
     "distributed.table_blocks distributed.table_group",
     "inference.predictor inference.together",
     "quant.packing quant.rowwise quant.tbe",

@@ -18,6 +18,7 @@ from recinfer.distributed.planner import ParameterConstraints, Topology, create_
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.model.estimates import packed_row_bytes
 from recinfer.distributed.planner.model.hardware import Company, HardwareProfile, LookupGrid
+from recinfer.distributed.planner.model.topology import topology_of
 from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner, SortBy
 from recinfer.distributed.planner.perf_models import NoopPerfModel, NoopStorageModel
 from recinfer.distributed.planner.proposers import (
@@ -517,7 +518,7 @@ def test_hardware_profiles_round_trip_and_interpolate(tmp_path: Path) -> None:
     lookups = {"ids": one * 1e3, "bags": one * 1e3, "row_bytes": one * 64, "bits": one * 8, "features": one}
     ms = profile.lookup_ms(**lookups, rows=one * 1e8 / 64, vector_bytes=one * 64)
     assert ms[0] == pytest.approx(45e-3 + 0.001, rel=0.01)  # hardly any row is met twice
-    topology = profile.topology(2)
+    topology = topology_of(profile, 2)
     assert topology.hardware is profile and topology.ddr_mem_bw == 1e6
     with pytest.raises(ConfigError):
         LookupGrid((64.0,), (1e4, 1e3), (0.0, 1.0), (1.0, 1.0), (((1.0, 1.0), (1.0, 1.0)),))

@@ -13,27 +13,15 @@ from torch import nn
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.inference import inference_estimate
+from recinfer.distributed.planner.interfaces import Enumerator, ShardEstimator
+from recinfer.distributed.planner.model.constraints import ParameterConstraints
 from recinfer.distributed.planner.model.estimates import FloatN, IntN, ShardArrays
-from recinfer.distributed.planner.model.facts import model_tables
+from recinfer.distributed.planner.model.facts import TableInfo, model_tables
+from recinfer.distributed.planner.model.options import Shard, ShardingOption, partition_by_of
+from recinfer.distributed.planner.model.sharders import build_sharder_data_map, sharder_name
 from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
-from recinfer.distributed.planner.solve.space import (
-    Estimate,
-    SearchSpace,
-    TableInfo,
-    build_space,
-    option_label,
-    precision_unit,
-)
-from recinfer.distributed.planner.types import (
-    Enumerator,
-    ParameterConstraints,
-    Shard,
-    ShardEstimator,
-    ShardingOption,
-    partition_by_of,
-)
-from recinfer.distributed.planner.utils import build_sharder_data_map, sharder_name
+from recinfer.distributed.planner.solve.space import Estimate, SearchSpace, build_space, option_label, precision_unit
 from recinfer.distributed.types import ModuleSharder
 from recinfer.errors import ConfigError
 

@@ -10,37 +10,34 @@ import numpy as np
 from torch import nn
 
 from recinfer.distributed.planner.constants import BATCH_SIZE
+from recinfer.distributed.planner.model.constraints import ParameterConstraints, PlannerError
 from recinfer.distributed.planner.model.estimates import (
     FloatN,
     IntN,
     ShardArrays,
     inference_time,
     packed_row_bytes,
+    row_alignment,
     storage_bytes,
 )
+from recinfer.distributed.planner.model.facts import TableInfo
 from recinfer.distributed.planner.model.hardware import Company, HardwareProfile
-from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.model.topology import Topology, topology_of
 from recinfer.distributed.planner.outcome import build_plan, pin_tables
 from recinfer.distributed.planner.plan import Plan, TablePlan, embedding_tables
 from recinfer.distributed.planner.solve.explain import error_type, explain
 from recinfer.distributed.planner.solve.problem import make_problem
 from recinfer.distributed.planner.solve.search import search
-from recinfer.distributed.planner.solve.space import Estimate, TableInfo, build_space, precision_unit
-from recinfer.distributed.planner.types import ParameterConstraints, PlannerError
+from recinfer.distributed.planner.solve.space import Estimate, build_space, precision_unit
 from recinfer.distributed.planner.utils import gb_to_bytes
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-__all__ = ["inference_estimate", "inference_tables", "plan_inference", "row_alignment"]
+__all__ = ["inference_estimate", "inference_tables", "plan_inference"]
 
 _TYPES = ("table_wise", "row_wise", "column_wise")
 _KERNELS = {"cpu": ("quant",), "mtia": ("quant",), "cuda": ("quant", "quant_uvm", "quant_uvm_caching")}
 _PRECISIONS = (DataType.FP32, DataType.FP16, DataType.INT8, DataType.INT4, DataType.INT2)
-
-
-def row_alignment(compute_device: str) -> int:
-    """Bytes that packed rows are aligned to: 1 on CPU, 16 on a GPU."""
-    return 1 if compute_device == "cpu" else 16
 
 
 def inference_tables(
@@ -188,7 +185,7 @@ def plan_inference(
         if hardware is not None:
             if hardware.device != compute_device:
                 raise ConfigError(f"the hardware profile is of a {hardware.device}, the plan is for {compute_device!r}")
-            topology = hardware.topology(world_size, **sizes)
+            topology = topology_of(hardware, world_size, **sizes)
         else:
             topology = Topology(world_size, compute_device, **sizes)
     elif hardware is not None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
+from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
 from recinfer.distributed.planner.model.estimates import (
     DP,
     PERF_PARTS,
@@ -21,9 +22,8 @@ from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.distributed.planner.solve.placing import Placement
 from recinfer.distributed.planner.solve.problem import FREE, Problem
-from recinfer.distributed.planner.solve.search import SearchReport
+from recinfer.distributed.planner.solve.search_report import SearchReport
 from recinfer.distributed.planner.solve.space import SearchSpace, option_label, shard_arrays
-from recinfer.distributed.planner.types import PlannerError, PlannerErrorType
 from recinfer.errors import ConfigError
 
 __all__ = ["build_plan", "chosen_options", "pin_tables"]

@@ -34,7 +34,7 @@ from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 if TYPE_CHECKING:
     from torch import nn
 
-    from recinfer.distributed.planner.types import Topology
+    from recinfer.distributed.planner.model.topology import Topology
 
 __all__ = ["Plan", "PlanChange", "ShardRect", "TablePlan", "column_unit", "embedding_tables"]
 

@@ -14,17 +14,13 @@ from recinfer import env
 from recinfer.distributed.layout.edges import placement
 from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
+from recinfer.distributed.planner.interfaces import Enumerator, Stats, StorageReservation
+from recinfer.distributed.planner.model.constraints import ParameterConstraints
+from recinfer.distributed.planner.model.facts import TableInfo
+from recinfer.distributed.planner.model.options import ShardingOption
 from recinfer.distributed.planner.model.topology import Topology
-from recinfer.distributed.planner.solve.space import TableInfo
 from recinfer.distributed.planner.stats import EmbeddingStats
 from recinfer.distributed.planner.storage_reservations import HeuristicalStorageReservation
-from recinfer.distributed.planner.types import (
-    Enumerator,
-    ParameterConstraints,
-    ShardingOption,
-    Stats,
-    StorageReservation,
-)
 from recinfer.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,

@@ -8,21 +8,24 @@ import torch
 from torch import nn
 
 from recinfer.distributed.planner.constants import kernel_bw_lookup
-from recinfer.distributed.planner.inference import row_alignment
+from recinfer.distributed.planner.interfaces import ShardEstimator
+from recinfer.distributed.planner.model.constraints import ParameterConstraints
 from recinfer.distributed.planner.model.estimates import (
+    KERNEL_CODES,
     TYPE_CODES,
     FloatN,
     IntN,
     ShardArrays,
     inference_time,
+    row_alignment,
     storage_bytes,
     training_time,
 )
 from recinfer.distributed.planner.model.facts import facts_of_option
+from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.sharders import sharder_name
 from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
-from recinfer.distributed.planner.solve.space import KERNEL_CODES, SearchSpace, shard_arrays
-from recinfer.distributed.planner.types import ParameterConstraints, ShardEstimator, ShardingOption
-from recinfer.distributed.planner.utils import sharder_name
+from recinfer.distributed.planner.solve.space import SearchSpace, shard_arrays
 from recinfer.distributed.types import CacheStatistics, ModuleSharder, PipelineType
 from recinfer.errors import ConfigError
 

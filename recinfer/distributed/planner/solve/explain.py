@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
 from recinfer.distributed.planner.model.estimates import row_shares
+from recinfer.distributed.planner.model.facts import TableInfo
 from recinfer.distributed.planner.model.topology import CustomTopologyData, Topology
 from recinfer.distributed.planner.outcome import pin_tables
 from recinfer.distributed.planner.plan import TablePlan
 from recinfer.distributed.planner.solve.placing import Placer
 from recinfer.distributed.planner.solve.problem import Problem, describe_option, make_problem
 from recinfer.distributed.planner.solve.search import search
-from recinfer.distributed.planner.solve.space import Estimate, SearchSpace, TableInfo, build_space
-from recinfer.distributed.planner.types import PlannerError, PlannerErrorType
+from recinfer.distributed.planner.solve.space import Estimate, SearchSpace, build_space
 
 __all__ = ["error_type", "explain"]
 

@@ -6,48 +6,23 @@ Everything is deterministic: work is bounded by counts, and the clock only cuts 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from recinfer.distributed.planner.model.estimates import FloatN, IntN
 from recinfer.distributed.planner.solve.annealing import anneal
 from recinfer.distributed.planner.solve.exact import branch_and_bound, is_small
 from recinfer.distributed.planner.solve.local_search import GOOD, LocalSearch
-from recinfer.distributed.planner.solve.placing import Placement, Placer, packer, refresh
-from recinfer.distributed.planner.solve.problem import FIXED, Bound, Problem, cheapest, first_of_least, lower_bound
+from recinfer.distributed.planner.solve.placing import Placement, refresh
+from recinfer.distributed.planner.solve.problem import Bound, Problem, lower_bound
+from recinfer.distributed.planner.solve.search_report import SearchReport
+from recinfer.distributed.planner.solve.starts import Starts
 
-__all__ = ["SearchReport", "search"]
-
+__all__ = ["search"]
 
 _STARTS, _STARTS_BY_MEMORY = 3, 8
 _ANNEALED = 3  # of the annealed placements, searched around
 _FEW = 24  # tables
 _FULL = 0.85  # share of a rank's memory above which a table moves only if others make room
-
-
-@dataclass
-class SearchReport:
-    """How good the plan is, and what finding it took.
-
-    ``gap`` has two parts: what the search missed, and how far the bound lies below the optimum. Where ``proven`` is true
-    the search missed nothing, and all of the gap is the bound's.
-    """
-
-    max_perf: float  # ms on the busiest rank
-    lower_bound: float  # ms; no plan is below it
-    seconds: float = 0.0
-    num_proposals: int = 0
-    num_plans: int = 0
-    moves: int = 0
-    source: str = "search"
-    proven: bool = False  # the plan is optimal: it is at the bound, or all others were tried or ruled out
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def gap(self) -> float:
-        """max_perf / lower_bound: no plan is better by more than this; 1 is optimal."""
-        return self.max_perf / self.lower_bound if self.lower_bound > 0 else 1.0
 
 
 def search(
@@ -67,7 +42,7 @@ def search(
     report = SearchReport(float("inf"), bound.value)
     if not np.isfinite(bound.value):
         return None, report
-    found = _Starts(problem, bound, deadline, report)
+    found = Starts(problem, bound, deadline, report)
     found.around_memory_prices()
     found.near_bound()
     if not found.placed:
@@ -87,96 +62,7 @@ def search(
     return best, report
 
 
-class _Starts:
-    """Choices of an option a unit, each placed greedily: where the local search starts."""
-
-    def __init__(self, problem: Problem, bound: Bound, deadline: float, report: SearchReport) -> None:
-        self.problem, self.bound, self.deadline, self.report = problem, bound, deadline, report
-        self.placer, self.packer = Placer(problem), packer(problem)
-        self.placed: list[Placement] = []
-        self._seen: set[bytes] = set()
-
-    def late(self) -> bool:
-        return time.monotonic() > self.deadline
-
-    def consider(self, choice: IntN, cost: FloatN) -> bool:
-        """Place a choice that is new; whether it fits."""
-        key = choice.tobytes()
-        if key in self._seen:
-            return False
-        self._seen.add(key)
-        self.report.num_proposals += 1
-        placed = self.placer.greedy(choice, cost)
-        if placed is None:
-            packed = self.packer.greedy(choice, cost)
-            if packed is None:
-                return False
-            placed = refresh(self.problem, packed)
-        self.report.num_plans += 1
-        self.placed.append(placed)
-        return True
-
-    def around_memory_prices(self) -> None:
-        """Where memory binds: choices around the price at which the sums just fit."""
-        problem, prices = self.problem, self.bound.prices
-        if not any(prices):
-            return
-        for scale in (0.8, 0.95, 1.0, 1.03, 1.07, 1.1, 1.15, 1.25, 1.5, 2.0, 3.0):
-            cost, least = cheapest(problem, self.bound.value * 1.05, (prices[0] * scale, prices[1] * scale))
-            if np.isfinite(least).all() and (time.monotonic() < self.deadline or not self.placed):
-                self.consider(first_of_least(problem, cost, least), np.minimum(cost, problem.option_perf * 1e6))
-
-    def near_bound(self) -> None:
-        """Choices whose units are all below a multiple of the bound, a larger multiple each time."""
-        for factor in (1.0, 1.01, 1.03, 1.1, 1.3, 2.0, np.inf):
-            if self.late() and self.placed:
-                return
-            self._first_that_fits(self.bound.value * factor)
-            if self.placed and min(s.worst for s in self.placed) <= self.bound.value * GOOD:
-                return
-
-    def row_wise_and_packed(self) -> None:
-        """The k largest units cut over all ranks, the rest packed by size: the first k of 0, 1, 2 ... that fits.
-
-        Above 32, k grows by some percent: one table more or less of many is cut.
-        """
-        p = self.problem
-        size = np.where(p.possible, self.packer.problem.option_perf, np.inf)
-        everywhere = (p.mode == FIXED) & (np.diff(p.shard_ptr) == p.world_size)
-        least, cut = (
-            np.minimum.reduceat(np.where(allowed, size, np.inf), p.unit_ptr[:-1]) for allowed in (True, everywhere)
-        )
-        if not np.isfinite(least).all():
-            return
-        smallest = first_of_least(p, size, least)
-        cost = np.where(everywhere, size, np.inf)
-        rows = smallest.copy()
-        can = np.isfinite(cut)
-        if can.any():
-            rows[can] = first_of_least(p, cost, np.where(can, cut, -np.inf))
-        order = np.argsort(-least, kind="stable")
-        few = min(p.num_units, 32)
-        for k in [*range(few), *np.unique(np.geomspace(few, p.num_units, 48).astype(int))]:
-            choice = smallest.copy()
-            choice[order[:k]] = rows[order[:k]]
-            if self.consider(choice, size):
-                return
-
-    def _first_that_fits(self, limit: float) -> None:
-        problem = self.problem
-        for prices in _price_ladder(problem, self.bound):
-            cost, least = cheapest(problem, limit, prices)
-            if not np.isfinite(least).all():
-                return
-            choice = first_of_least(problem, cost, least)
-            known = choice.tobytes() in self._seen
-            if self.consider(choice, np.where(np.isfinite(cost), cost, problem.option_perf * 1e6)) or known:
-                return
-            if self.late():
-                return
-
-
-def _improved(found: _Starts, local: LocalSearch, *, memory_binds: bool) -> Placement | None:
+def _improved(found: Starts, local: LocalSearch, *, memory_binds: bool) -> Placement | None:
     """The best of the best starts, searched around; None without a start."""
     good = found.bound.value * GOOD
     # Where memory binds, what a start is worth shows only after its search: a balanced one may hold the wrong replicas.
@@ -198,7 +84,7 @@ def _improved(found: _Starts, local: LocalSearch, *, memory_binds: bool) -> Plac
     return best
 
 
-def _unlocked(found: _Starts, local: LocalSearch, best: Placement | None) -> Placement | None:
+def _unlocked(found: Starts, local: LocalSearch, best: Placement | None) -> Placement | None:
     """A placement no worse than ``best``, where no single move helps: annealed, or else shaken and searched again.
 
     Annealed are problems of few tables, and of full memory; those that are searched exactly after this are not.
@@ -218,15 +104,3 @@ def _fullest(problem: Problem, at: Placement) -> float:
     """Share of its memory that the fullest rank uses."""
     pairs = ((at.hbm, problem.hbm_cap), (at.ddr, problem.ddr_cap))
     return max(float((used / np.maximum(cap, 1.0)).max()) for used, cap in pairs)
-
-
-def _price_ladder(problem: Problem, bound: Bound) -> list[tuple[float, float]]:
-    """Prices of memory to try in turn when a choice does not fit: those of the bound, then dearer ones."""
-    perf = float(np.median(problem.option_perf))
-    unit_h = perf / max(float(np.median(problem.option_hbm)), 1.0)
-    unit_d = perf / max(float(np.median(problem.option_ddr)), 1.0)
-    ladder = [bound.prices]
-    for factor in np.logspace(-3, 5, 17):
-        h, d = float(factor) * unit_h, float(factor) * unit_d
-        ladder += [(bound.prices[0] + h, bound.prices[1]), (bound.prices[0] + h, bound.prices[1] + d)]
-    return ladder
