@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from recinfer.distributed.layout.edges import placement
 from recinfer.distributed.planner.model.options import ShardingOption
-from recinfer.distributed.planner.model.sharders import build_sharder_data_map, codec_bytes, sharder_name
+from recinfer.distributed.planner.model.sharders import build_sharder_data_map, sharder_name
 from recinfer.distributed.planner.model.topology import Storage
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "build_sharder_data_map",
     "bytes_to_gb",
     "bytes_to_mb",
-    "codec_bytes",
     "gb_to_bytes",
     "mb_to_bytes",
     "placement",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 __all__ = ["SearchReport"]
 
@@ -23,7 +23,6 @@ class SearchReport:
     moves: int = 0
     source: str = "search"
     proven: bool = False  # the plan is optimal: it is at the bound, or all others were tried or ruled out
-    notes: list[str] = field(default_factory=list)
 
     @property
     def gap(self) -> float:
