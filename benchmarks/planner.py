@@ -123,7 +123,7 @@ def shared_space(num: int, world_size: int, mode: str) -> tuple[Any, Any]:
     """
     from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
     from recinfer.distributed.planner.model.estimates import storage_bytes, training_time
-    from recinfer.distributed.planner.model.facts import model_tables
+    from recinfer.distributed.planner.model.tables import model_tables
     from recinfer.distributed.planner.solve.problem import make_problem
     from recinfer.distributed.planner.solve.space import build_space
     from recinfer.distributed.planner.storage_reservations import HeuristicalStorageReservation

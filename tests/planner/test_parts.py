@@ -14,7 +14,7 @@ import torch
 from recinfer.distributed.embedding import EmbeddingCollectionSharder
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recinfer.distributed.planner import ParameterConstraints, Topology, create_planner
+from recinfer.distributed.planner import ParameterConstraints, Topology, create_planner, plan_inference
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.model.estimates import packed_row_bytes
 from recinfer.distributed.planner.model.hardware import Company, HardwareProfile, LookupGrid
@@ -179,6 +179,17 @@ def test_offload_stats_read_the_miss_curve() -> None:
     assert perf is not None and perf.prefetch_compute == pytest.approx(0.417232506322307)
     with pytest.raises(ConfigError):
         EmbeddingOffloadStats(0.2, 10, torch.zeros(0), height=10)
+
+
+def test_plans_for_inference_count_the_misses_that_cache_statistics_expect() -> None:
+    def perf_ms(stats: EmbeddingOffloadStats | None) -> float:
+        cache = CacheParams(load_factor=0.1, stats=stats)
+        limit = ParameterConstraints(compute_kernels=["quant_uvm_caching"], cache_params=cache)
+        plan = plan_inference(collection([(1000, 64)]), world_size=1, compute_device="cuda", constraints={"t0": limit})
+        return float(plan.tables[0].estimates["perf_ms"])
+
+    stats = EmbeddingOffloadStats(0.2, 10_000, torch.tensor([100, 200, 300, 400]), height=1000)
+    assert perf_ms(stats) > perf_ms(None)
 
 
 # ----------------------------------------------------------------------------------------------- enumerator

@@ -23,8 +23,8 @@ from recinfer.distributed.planner.interfaces import (
     StorageReservation,
 )
 from recinfer.distributed.planner.model.constraints import ParameterConstraints, PlannerError, PlannerErrorType
-from recinfer.distributed.planner.model.facts import sharded_modules
 from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.tables import sharded_modules
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.outcome import build_plan, chosen_options, pin_tables
 from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner

@@ -35,7 +35,7 @@ from recinfer.distributed.planner.model.estimates import (
     ShardArrays,
     row_shares,
 )
-from recinfer.distributed.planner.model.facts import TableInfo
+from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.plan import column_unit
 
@@ -59,7 +59,7 @@ def column_pieces(cols: int, min_partition: int | None = None, unit: int = 4) ->
 class SearchSpace:
     """Options and shards of all tables, estimated. O options, S shards."""
 
-    tables: Sequence[TableInfo]
+    tables: Sequence[TableFacts]
     option_ptr: IntN  # [T+1] first option of each table
     option_table: IntN  # [O]
     option_type: IntN  # [O] sharding type code
@@ -88,11 +88,11 @@ class SearchSpace:
 
 
 def build_space(
-    tables: Sequence[TableInfo],
+    tables: Sequence[TableFacts],
     topology: Topology,
     estimate: Estimate,
     *,
-    column_unit_of: Callable[[TableInfo], int] | None = None,
+    column_unit_of: Callable[[TableFacts], int] | None = None,
 ) -> SearchSpace:
     """Enumerate and estimate every offered option of every table.
 
@@ -122,7 +122,7 @@ def build_space(
     return replace(space, perf=perf, total=total, hbm=hbm, ddr=ddr)
 
 
-def _no_options(table: TableInfo) -> None:
+def _no_options(table: TableFacts) -> None:
     c = table.constraints
     asked = f"sharding types {c.sharding_types}, kernels {c.compute_kernels}" if c is not None else "no constraints"
     raise PlannerError(
@@ -133,9 +133,9 @@ def _no_options(table: TableInfo) -> None:
 
 
 def _geometry(
-    tables: Sequence[TableInfo],
+    tables: Sequence[TableFacts],
     topology: Topology,
-    unit_of: Callable[[TableInfo], int],
+    unit_of: Callable[[TableFacts], int],
     option_table: IntN,
     option_type: IntN,
     on_host: npt.NDArray[np.bool_],
@@ -199,7 +199,7 @@ def shard_arrays(space: SearchSpace, topology: Topology) -> ShardArrays:
     """The inputs of the estimates, one entry a shard."""
     tables, o = space.tables, space.option_table
 
-    def column(get: Callable[[TableInfo], Any], dtype: Any = np.float64) -> npt.NDArray[Any]:
+    def column(get: Callable[[TableFacts], Any], dtype: Any = np.float64) -> npt.NDArray[Any]:
         return np.array([get(t) for t in tables], dtype)
 
     kernel = space.option_kernel
@@ -264,6 +264,6 @@ def option_label(space: SearchSpace, option: int) -> tuple[str, str]:
     return TYPE_NAMES[int(space.option_type[option])], KERNELS[int(space.option_kernel[option])]
 
 
-def precision_unit(table: TableInfo) -> int:
+def precision_unit(table: TableFacts) -> int:
     """Column unit of a table stored in its precision: whole bytes below 8 bits, and never less than TorchRec's 4."""
     return max(4, column_unit(table.precision))
