@@ -8,7 +8,7 @@
 80 GiB a rank, batch 512, synthetic tables that depend on nothing but their number. Each case runs in a process of its
 own, so that its peak memory is its own. Both planners' plans are rated with one estimator, ours (which agrees with
 TorchRec's option by option: ``python -m benchmarks.planner_parity``); the bound is ours too, and exact: no plan of these
-options is below it (recinfer.distributed.planner.problem.lower_bound). A gap of 1 proves a plan optimal.
+options is below it (recinfer.distributed.planner.solve.problem.lower_bound). A gap of 1 proves a plan optimal.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ def shared_space(num: int, world_size: int, mode: str) -> tuple[Any, Any]:
     ``train`` is forward and backward; ``forward`` is what TorchRec calls inference: the forward alone, no buffers.
     """
     from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
-    from recinfer.distributed.planner.estimates import storage_bytes, training_time
-    from recinfer.distributed.planner.facts import model_tables
-    from recinfer.distributed.planner.problem import make_problem
-    from recinfer.distributed.planner.space import build_space
+    from recinfer.distributed.planner.model.estimates import storage_bytes, training_time
+    from recinfer.distributed.planner.model.tables import model_tables
+    from recinfer.distributed.planner.solve.problem import make_problem
+    from recinfer.distributed.planner.solve.space import build_space
     from recinfer.distributed.planner.storage_reservations import HeuristicalStorageReservation
 
     module, sharders, topology, constraints = _setup(num, world_size, mode)
@@ -145,7 +145,7 @@ def shared_space(num: int, world_size: int, mode: str) -> tuple[Any, Any]:
 
 def run_forward(num: int, world_size: int) -> dict[str, Any]:
     """Our search over TorchRec's own options and estimates of inference."""
-    from recinfer.distributed.planner.search import search
+    from recinfer.distributed.planner.solve.search import search
 
     begin, begin_cpu = time.monotonic(), time.process_time()
     _, problem = shared_space(num, world_size, "forward")
@@ -158,9 +158,8 @@ def run_forward(num: int, world_size: int) -> dict[str, Any]:
 
 def rate_theirs(num: int, world_size: int, mode: str, tables: dict[str, Any]) -> dict[str, float]:
     """The busiest rank of TorchRec's plan by the estimator that both sides are rated with, and the bound."""
-    from recinfer.distributed.planner.estimates import TYPE_CODES
-    from recinfer.distributed.planner.problem import lower_bound
-    from recinfer.distributed.planner.space import KERNEL_CODES
+    from recinfer.distributed.planner.model.estimates import KERNEL_CODES, TYPE_CODES
+    from recinfer.distributed.planner.solve.problem import lower_bound
 
     space, problem = shared_space(num, world_size, mode)
     load = np.zeros(world_size)

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from recinfer.distributed.planner import ParameterConstraints, Topology
-from recinfer.distributed.planner.inference import inference_estimate, inference_tables
-from recinfer.distributed.planner.problem import FIXED, FREE, Problem, make_problem
-from recinfer.distributed.planner.search import search
-from recinfer.distributed.planner.space import build_space, precision_unit
+from recinfer.distributed.planner.inference import inference_estimate
+from recinfer.distributed.planner.model.tables import inference_tables
+from recinfer.distributed.planner.solve.problem import FIXED, FREE, Problem, make_problem
+from recinfer.distributed.planner.solve.search import search
+from recinfer.distributed.planner.solve.space import build_space, precision_unit
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 

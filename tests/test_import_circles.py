@@ -10,10 +10,6 @@ PACKAGE = ROOT / "recinfer"
 
 # The circles of today, modules without ``recinfer.``. The list only shrinks: whoever cuts a circle takes it off.
 KNOWN = [
-    "distributed.planner.annealing distributed.planner.exact distributed.planner.interfaces"
-    " distributed.planner.local_search distributed.planner.placing distributed.planner.plan"
-    " distributed.planner.problem distributed.planner.search distributed.planner.space distributed.planner.types",
-    "distributed.planner.calibration distributed.planner.topology",
     "distributed.table_blocks distributed.table_group",
 ]
 

@@ -15,7 +15,9 @@ PACKAGE = ROOT / "recinfer"
 # A module belongs to the longest prefix it matches. A layer may import itself and what ALLOWED names, nothing else.
 BASE = {"errors", "env", "files", "lazy", "lru", "streamable"}
 MODEL_CODE = BASE | {"sparse", "modules"}
-PLAN_CODE = MODEL_CODE | {"distributed.types", "distributed.embedding_types", "distributed.planner"}
+RECT = {"distributed.layout.rect"}  # plain numbers, for everything that knows where tables lie
+LAYOUT = RECT | {"distributed.layout", "distributed.types"}
+PLAN_CODE = MODEL_CODE | LAYOUT | {"distributed.embedding_types", "distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
 SERVED = RUNTIME | {"models", "data", "checkpoint", "archive", "inference"}
 SERVING = {"serving"} | {f"serving.{part}" for part in ("wire", "engine", "client", "shards", "server", "workers")}
@@ -35,8 +37,10 @@ ALLOWED: dict[str, set[str]] = {
     "types": MODEL_CODE,
     "distributed.types": MODEL_CODE,
     "distributed.embedding_types": MODEL_CODE | {"distributed.types"},
-    "distributed.planner": MODEL_CODE | {"distributed.types", "distributed.embedding_types"},
-    "quant": MODEL_CODE,
+    "distributed.layout.rect": {"errors"},
+    "distributed.layout": MODEL_CODE | RECT | {"distributed.types"},
+    "distributed.planner": MODEL_CODE | LAYOUT | {"distributed.embedding_types"},
+    "quant": MODEL_CODE | RECT,
     "optim": MODEL_CODE,
     "distributed": RUNTIME,
     "fx": RUNTIME,

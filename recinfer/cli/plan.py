@@ -51,7 +51,7 @@ def run(
     Needs no GPU and none of the weights: it looks at the shapes alone. The plan is data; `recinfer inspect` shows it.
     """
     from recinfer.distributed.planner import plan_inference
-    from recinfer.distributed.planner.calibration import HardwareProfile
+    from recinfer.distributed.planner.model.hardware import HardwareProfile
     from recinfer.distributed.planner.stats import format_plan
     from recinfer.modules.embedding_configs import DataType
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from recinfer.distributed.planner.calibration import FEATURES_PER_CALL, Company, HardwareProfile, LookupGrid
-from recinfer.distributed.planner.estimates import packed_row_bytes
-from recinfer.distributed.planner.inference import row_alignment
+from recinfer.distributed.planner.model.estimates import packed_row_bytes, row_alignment
+from recinfer.distributed.planner.model.hardware import FEATURES_PER_CALL, Company, HardwareProfile, LookupGrid
 from recinfer.distributed.timings import Call, Timings
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig

@@ -11,9 +11,9 @@ from torch import nn
 from recinfer import env
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.fused_params import names_optimizer
+from recinfer.distributed.layout.edges import placement
 from recinfer.distributed.planner.constants import MIN_CW_DIM
-from recinfer.distributed.planner.plan import placement
-from recinfer.distributed.planner.space import column_pieces
+from recinfer.distributed.planner.solve.space import column_pieces
 from recinfer.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,

@@ -16,8 +16,8 @@ from torch import nn
 
 from recinfer.distributed.embedding_types import BaseQuantEmbeddingSharder
 from recinfer.distributed.planner.inference import plan_inference
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.plan import embedding_tables
-from recinfer.distributed.planner.topology import Topology
 from recinfer.distributed.planner.types import ParameterConstraints
 from recinfer.distributed.quant_embedding import QuantEmbeddingCollectionSharder
 from recinfer.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder

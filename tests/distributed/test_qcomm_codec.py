@@ -21,7 +21,7 @@ from recinfer.distributed.fbgemm_qcomm_codec import (
     get_qcomm_codecs,
     get_qcomm_codecs_registry,
 )
-from recinfer.distributed.planner.facts import _comm_bytes
+from recinfer.distributed.planner.model.facts import _comm_bytes
 from recinfer.distributed.types import CommOp, NoOpQuantizedCommCodec, QuantizedCommCodec, QuantizedCommCodecs
 from recinfer.errors import ConfigError
 from tests.distributed.spawn import run_ranks

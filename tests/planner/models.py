@@ -10,7 +10,7 @@ import torch
 
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recinfer.distributed.planner import EmbeddingShardingPlanner, Plan, Topology
-from recinfer.distributed.planner.problem import Problem
+from recinfer.distributed.planner.solve.problem import Problem
 from recinfer.distributed.planner.stats import NoopEmbeddingStats
 from recinfer.modules.embedding_configs import EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection

@@ -16,9 +16,9 @@ from torch import nn
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recinfer.distributed.model_parallel import DistributedModelParallel
 from recinfer.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Plan, Topology
-from recinfer.distributed.planner.calibration import PROFILE_FORMAT, HardwareProfile
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.inference import plan_inference
+from recinfer.distributed.planner.model.hardware import PROFILE_FORMAT, HardwareProfile
 from recinfer.distributed.planner.proposers import DynamicProgrammingProposer, GreedyProposer
 from recinfer.distributed.planner.types import (
     CollectiveType,

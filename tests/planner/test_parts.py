@@ -14,10 +14,11 @@ import torch
 from recinfer.distributed.embedding import EmbeddingCollectionSharder
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from recinfer.distributed.planner import ParameterConstraints, Topology, create_planner
-from recinfer.distributed.planner.calibration import Company, HardwareProfile, LookupGrid
+from recinfer.distributed.planner import ParameterConstraints, Topology, create_planner, plan_inference
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
-from recinfer.distributed.planner.estimates import packed_row_bytes
+from recinfer.distributed.planner.model.estimates import packed_row_bytes
+from recinfer.distributed.planner.model.hardware import Company, HardwareProfile, LookupGrid
+from recinfer.distributed.planner.model.topology import topology_of
 from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner, SortBy
 from recinfer.distributed.planner.perf_models import NoopPerfModel, NoopStorageModel
 from recinfer.distributed.planner.proposers import (
@@ -178,6 +179,17 @@ def test_offload_stats_read_the_miss_curve() -> None:
     assert perf is not None and perf.prefetch_compute == pytest.approx(0.417232506322307)
     with pytest.raises(ConfigError):
         EmbeddingOffloadStats(0.2, 10, torch.zeros(0), height=10)
+
+
+def test_plans_for_inference_count_the_misses_that_cache_statistics_expect() -> None:
+    def perf_ms(stats: EmbeddingOffloadStats | None) -> float:
+        cache = CacheParams(load_factor=0.1, stats=stats)
+        limit = ParameterConstraints(compute_kernels=["quant_uvm_caching"], cache_params=cache)
+        plan = plan_inference(collection([(1000, 64)]), world_size=1, compute_device="cuda", constraints={"t0": limit})
+        return float(plan.tables[0].estimates["perf_ms"])
+
+    stats = EmbeddingOffloadStats(0.2, 10_000, torch.tensor([100, 200, 300, 400]), height=1000)
+    assert perf_ms(stats) > perf_ms(None)
 
 
 # ----------------------------------------------------------------------------------------------- enumerator
@@ -517,7 +529,7 @@ def test_hardware_profiles_round_trip_and_interpolate(tmp_path: Path) -> None:
     lookups = {"ids": one * 1e3, "bags": one * 1e3, "row_bytes": one * 64, "bits": one * 8, "features": one}
     ms = profile.lookup_ms(**lookups, rows=one * 1e8 / 64, vector_bytes=one * 64)
     assert ms[0] == pytest.approx(45e-3 + 0.001, rel=0.01)  # hardly any row is met twice
-    topology = profile.topology(2)
+    topology = topology_of(profile, 2)
     assert topology.hardware is profile and topology.ddr_mem_bw == 1e6
     with pytest.raises(ConfigError):
         LookupGrid((64.0,), (1e4, 1e3), (0.0, 1.0), (1.0, 1.0), (((1.0, 1.0), (1.0, 1.0)),))

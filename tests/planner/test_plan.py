@@ -68,13 +68,13 @@ def test_what_is_not_a_plan_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("shards", "message"),
     [
-        ([ShardRect(0, 0, 5, 0, 8)], "end at 5"),
-        ([ShardRect(0, 0, 5, 0, 8), ShardRect(1, 6, 10, 0, 8)], "must be adjacent"),
-        ([ShardRect(0, 0, 6, 0, 8), ShardRect(1, 5, 10, 0, 8)], "must be adjacent"),
-        ([ShardRect(0, 0, 10, 0, 4)], "columns end at 4"),
-        ([ShardRect(0, 0, 10, 0, 4), ShardRect(0, 0, 10, 5, 8)], "adjacent and not empty"),
+        ([ShardRect(0, 0, 5, 0, 8)], "no shard holds rows 5 to 10"),
+        ([ShardRect(0, 0, 5, 0, 8), ShardRect(1, 6, 10, 0, 8)], "begin at row 5"),
+        ([ShardRect(0, 0, 6, 0, 8), ShardRect(1, 5, 10, 0, 8)], "begin at row 6"),
+        ([ShardRect(0, 0, 10, 0, 4)], "no shard holds columns 4 to 8"),
+        ([ShardRect(0, 0, 10, 0, 4), ShardRect(0, 0, 10, 5, 8)], "begin at row 0, column 4"),
         ([], "no shards"),
-        ([ShardRect(-1, 0, 10, 0, 8)], "negative rank"),
+        ([ShardRect(-1, 0, 10, 0, 8)], "is on rank -1"),
     ],
 )
 def test_shards_must_tile_the_table(shards: list[ShardRect], message: str) -> None:
@@ -82,11 +82,24 @@ def test_shards_must_tile_the_table(shards: list[ShardRect], message: str) -> No
         entry(shards)
 
 
+def test_replicas_are_whole_and_one_a_rank() -> None:
+    entry([ShardRect(0, 0, 10, 0, 8), ShardRect(1, 0, 10, 0, 8)], "data_parallel")
+    for ranks, message in (((1, 1), "one a rank"), ((0, -1), "is on rank -1")):
+        with pytest.raises(ConfigError, match=message):
+            entry([ShardRect(rank, 0, 10, 0, 8) for rank in ranks], "data_parallel")
+
+
+def test_shards_are_of_their_table() -> None:
+    assert [s.table for s in entry([ShardRect(0, 0, 10, 0, 8)]).shards] == ["t"]
+    with pytest.raises(ConfigError, match=r"shards of other tables: \['u'\]"):
+        entry([ShardRect(0, 0, 10, 0, 8, "u")])
+
+
 def test_small_precisions_are_cut_at_whole_bytes() -> None:
     cut = [ShardRect(0, 0, 10, 0, 6), ShardRect(1, 0, 10, 6, 8)]
     entry(cut, "column_wise")
     for precision in (DataType.INT4, DataType.INT2):
-        with pytest.raises(ConfigError, match="multiples of 4"):
+        with pytest.raises(ConfigError, match="multiple of 4"):
             entry(cut, "column_wise", precision)
 
 

@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from recinfer.distributed.planner import ParameterConstraints, Plan, PlannerError, Topology, plan_inference
-from recinfer.distributed.planner.inference import inference_estimate, inference_tables
-from recinfer.distributed.planner.problem import lower_bound, make_problem
-from recinfer.distributed.planner.search import search
-from recinfer.distributed.planner.space import build_space
+from recinfer.distributed.planner.inference import inference_estimate
+from recinfer.distributed.planner.model.tables import inference_tables
+from recinfer.distributed.planner.solve.problem import lower_bound, make_problem
+from recinfer.distributed.planner.solve.search import search
+from recinfer.distributed.planner.solve.space import build_space
 from recinfer.modules.embedding_configs import DataType
 from tests.planner.models import assert_within_capacity, best_by_force, collection, model, sharders, train_planner
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from recinfer.distributed.planner import ParameterConstraints, PlannerError, Topology, plan_inference
-from recinfer.distributed.planner.estimates import IntN
-from recinfer.distributed.planner.inference import inference_estimate, inference_tables
-from recinfer.distributed.planner.local_search import LocalSearch
-from recinfer.distributed.planner.placing import Placer
-from recinfer.distributed.planner.problem import FIXED, Problem, make_problem
-from recinfer.distributed.planner.search import search
-from recinfer.distributed.planner.space import build_space, precision_unit
+from recinfer.distributed.planner.inference import inference_estimate
+from recinfer.distributed.planner.model.estimates import IntN
+from recinfer.distributed.planner.model.tables import inference_tables
+from recinfer.distributed.planner.solve.local_search import LocalSearch
+from recinfer.distributed.planner.solve.placing import Placer
+from recinfer.distributed.planner.solve.problem import FIXED, Problem, make_problem
+from recinfer.distributed.planner.solve.search import search
+from recinfer.distributed.planner.solve.space import build_space, precision_unit
 from recinfer.distributed.planner.stats import format_plan
 from recinfer.modules.embedding_configs import DataType
 from tests.planner.models import assert_within_capacity, collection, model, sharders, train_planner

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from recinfer.distributed.planner.inference import plan_inference
+from recinfer.distributed.planner.model.constraints import ParameterConstraints, PlannerError
+from recinfer.distributed.planner.model.sharders import sharder_name
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan
 from recinfer.distributed.planner.planners import EmbeddingShardingPlanner, create_planner
-from recinfer.distributed.planner.types import ParameterConstraints, PlannerError, Topology
-from recinfer.distributed.planner.utils import bytes_to_gb, sharder_name
+from recinfer.distributed.planner.utils import bytes_to_gb
 
 __all__ = [
     "EmbeddingShardingPlanner",

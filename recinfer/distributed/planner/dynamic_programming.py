@@ -7,9 +7,10 @@ from collections import OrderedDict
 
 import numpy as np
 
+from recinfer.distributed.planner.interfaces import Enumerator, Proposer
+from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.proposals import ByTable, by_table
-from recinfer.distributed.planner.topology import Topology
-from recinfer.distributed.planner.types import Enumerator, Proposer, ShardingOption
 from recinfer.errors import ConfigError
 
 __all__ = ["DynamicProgrammingProposer"]

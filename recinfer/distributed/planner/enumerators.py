@@ -12,28 +12,17 @@ from torch import nn
 
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.planner.constants import BATCH_SIZE
-from recinfer.distributed.planner.estimates import FloatN, IntN, ShardArrays
-from recinfer.distributed.planner.facts import model_tables
 from recinfer.distributed.planner.inference import inference_estimate
+from recinfer.distributed.planner.interfaces import Enumerator, ShardEstimator
+from recinfer.distributed.planner.model.constraints import ParameterConstraints
+from recinfer.distributed.planner.model.estimates import FloatN, IntN, ShardArrays
+from recinfer.distributed.planner.model.facts import TableFacts
+from recinfer.distributed.planner.model.options import Shard, ShardingOption, partition_by_of
+from recinfer.distributed.planner.model.sharders import build_sharder_data_map, sharder_name
+from recinfer.distributed.planner.model.tables import model_tables
+from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
-from recinfer.distributed.planner.space import (
-    Estimate,
-    SearchSpace,
-    TableInfo,
-    build_space,
-    option_label,
-    precision_unit,
-)
-from recinfer.distributed.planner.topology import Perf, Storage, Topology
-from recinfer.distributed.planner.types import (
-    Enumerator,
-    ParameterConstraints,
-    Shard,
-    ShardEstimator,
-    ShardingOption,
-    partition_by_of,
-)
-from recinfer.distributed.planner.utils import build_sharder_data_map, sharder_name
+from recinfer.distributed.planner.solve.space import Estimate, SearchSpace, build_space, option_label, precision_unit
 from recinfer.distributed.types import ModuleSharder
 from recinfer.errors import ConfigError
 
@@ -70,10 +59,10 @@ class EmbeddingEnumerator(Enumerator):
             self._given = [estimator] if isinstance(estimator, ShardEstimator) else list(estimator)
         self._sharder_map: dict[str, ModuleSharder[nn.Module]] = {}
         self._last: list[ShardingOption] | None = None
-        self._tables: list[TableInfo] | None = None
+        self._tables: list[TableFacts] | None = None
 
     @property
-    def last_tables(self) -> list[TableInfo] | None:
+    def last_tables(self) -> list[TableFacts] | None:
         """(ours) The tables of the last :meth:`space` or :meth:`enumerate`."""
         return self._tables
 
@@ -101,7 +90,7 @@ class EmbeddingEnumerator(Enumerator):
             return None
         return build_space(tables, self._topology, estimate, column_unit_of=precision_unit)
 
-    def estimate_of(self, tables: Sequence[TableInfo], topology: Topology) -> Estimate | None:
+    def estimate_of(self, tables: Sequence[TableFacts], topology: Topology) -> Estimate | None:
         """The estimate function over arrays, for a topology; None when the estimators only know objects."""
         if self._given is None:
             if all(k.startswith("quant") for t in tables for _, k in t.offers):

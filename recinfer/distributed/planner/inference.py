@@ -9,141 +9,32 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from recinfer.distributed.planner.calibration import Company, HardwareProfile
 from recinfer.distributed.planner.constants import BATCH_SIZE
-from recinfer.distributed.planner.estimates import (
+from recinfer.distributed.planner.model.constraints import ParameterConstraints, PlannerError
+from recinfer.distributed.planner.model.estimates import (
     FloatN,
     IntN,
     ShardArrays,
     inference_time,
     packed_row_bytes,
+    row_alignment,
     storage_bytes,
 )
-from recinfer.distributed.planner.explain import error_type, explain
+from recinfer.distributed.planner.model.facts import TableFacts
+from recinfer.distributed.planner.model.hardware import Company, HardwareProfile
+from recinfer.distributed.planner.model.tables import inference_tables
+from recinfer.distributed.planner.model.topology import Topology, topology_of
 from recinfer.distributed.planner.outcome import build_plan, pin_tables
-from recinfer.distributed.planner.plan import Plan, TablePlan, embedding_tables
-from recinfer.distributed.planner.problem import make_problem
-from recinfer.distributed.planner.search import search
-from recinfer.distributed.planner.space import Estimate, TableInfo, build_space, precision_unit
-from recinfer.distributed.planner.topology import Topology
-from recinfer.distributed.planner.types import ParameterConstraints, PlannerError
+from recinfer.distributed.planner.plan import Plan, TablePlan
+from recinfer.distributed.planner.solve.explain import error_type, explain
+from recinfer.distributed.planner.solve.problem import make_problem
+from recinfer.distributed.planner.solve.search import search
+from recinfer.distributed.planner.solve.space import Estimate, build_space, precision_unit
 from recinfer.distributed.planner.utils import gb_to_bytes
 from recinfer.errors import ConfigError
-from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from recinfer.modules.embedding_configs import DataType
 
-__all__ = ["inference_estimate", "inference_tables", "plan_inference", "row_alignment"]
-
-_TYPES = ("table_wise", "row_wise", "column_wise")
-_KERNELS = {"cpu": ("quant",), "mtia": ("quant",), "cuda": ("quant", "quant_uvm", "quant_uvm_caching")}
-_PRECISIONS = (DataType.FP32, DataType.FP16, DataType.INT8, DataType.INT4, DataType.INT2)
-
-
-def row_alignment(compute_device: str) -> int:
-    """Bytes that packed rows are aligned to: 1 on CPU, 16 on a GPU."""
-    return 1 if compute_device == "cpu" else 16
-
-
-def inference_tables(
-    model: nn.Module,
-    *,
-    compute_device: str,
-    precision: DataType,
-    per_table_precision: Mapping[str, DataType] | None = None,
-    batch_size: int = BATCH_SIZE,
-    constraints: Mapping[str, ParameterConstraints] | None = None,
-) -> list[TableInfo]:
-    """The tables of ``model`` with what quantized inference may do with each.
-
-    Raises:
-        ConfigError: no embedding collection, a precision that inference does not know, constraints for another kind of
-            device, or a name of a table (in ``constraints`` or ``per_table_precision``) that the model does not have.
-    """
-    chosen, limits = dict(per_table_precision or {}), dict(constraints or {})
-    tables = []
-    for path, module, configs, pooled in embedding_tables(model):
-        for config in configs:
-            kind = chosen.get(config.name, precision)
-            if kind not in _PRECISIONS:
-                raise ConfigError(f"table {config.name!r}: precision {kind}; expected one of {[str(p) for p in _PRECISIONS]}")  # fmt: skip
-            limit = limits.get(config.name)
-            if limit is not None and limit.device_group not in (None, compute_device):
-                raise ConfigError(
-                    f"table {config.name!r}: device_group {limit.device_group!r} in a plan for {compute_device!r}; "
-                    "plan_inference puts every table on one kind of device, so leave device_group out or plan for it"
-                )
-            weighted = _is_weighted(module) or (limit is not None and limit.is_weighted)
-            tables.append(_table(path, module, config, pooled, weighted, kind, compute_device, batch_size, limit))
-    if not tables:
-        raise ConfigError(
-            f"{type(model).__name__} has no embedding collection to plan: no module with embedding_bag_configs() or "
-            "embedding_configs()"
-        )
-    names = {t.name for t in tables}
-    unknown = sorted((set(chosen) | set(limits)) - names)
-    if unknown:
-        raise ConfigError(f"constraints name tables {unknown}; the model has {sorted(names)[:20]}")
-    return tables
-
-
-def _is_weighted(module: nn.Module) -> bool:
-    method = getattr(module, "is_weighted", None)
-    return bool(method()) if callable(method) else True  # a feature processor weighs its features
-
-
-def _table(
-    path: str,
-    module: nn.Module,
-    config: BaseEmbeddingConfig,
-    pooled: bool,
-    weighted: bool,
-    precision: DataType,
-    device: str,
-    batch_size: int,
-    limit: ParameterConstraints | None,
-) -> TableInfo:
-    c = limit or ParameterConstraints()
-    num = max(len(config.feature_names), len(c.pooling_factors or ()), 1)
-    offers = tuple(
-        (s, k)
-        for s in _TYPES
-        if not c.sharding_types or s in c.sharding_types
-        for k in _KERNELS[device]
-        if not c.compute_kernels or k in c.compute_kernels
-    )
-    output_bytes = 4.0 if c.output_dtype is None else c.output_dtype.bits / 8
-    return TableInfo(
-        module_path=path,
-        name=config.name,
-        rows=config.num_embeddings,
-        cols=config.embedding_dim,
-        element_bytes=precision.bits / 8,
-        precision=precision,
-        offers=offers,
-        input_lengths=spread_over_features(c.pooling_factors, num, 1.0),
-        num_poolings=spread_over_features(c.num_poolings, num, 1.0),
-        batch_sizes=tuple(int(b) for b in spread_over_features(c.batch_sizes, num, batch_size)),
-        pooled=pooled,
-        weighted=weighted,
-        output_bytes=output_bytes,
-        min_partition=c.min_partition,
-        cache_ratio=c.cache_params.load_factor if c.cache_params is not None else None,
-        colocate_with=c.colocate_with,
-        module=module,
-        feature_names=tuple(config.feature_names),
-        constraints=limit,
-    )
-
-
-def spread_over_features(given: list[float] | list[int] | None, num: int, default: float) -> tuple[float, ...]:
-    """One figure a feature: as given, or the only one given (or ``default``) for all of them."""
-    values = [float(x) for x in given or [default]]
-    if len(values) == num:
-        return tuple(values)
-    if len(values) == 1:
-        return tuple(values * num)
-    raise ConfigError(
-        f"{len(values)} figures (pooling factors, poolings or batch sizes) for {num} features; give one each"
-    )
+__all__ = ["inference_estimate", "plan_inference"]
 
 
 def plan_inference(
@@ -188,7 +79,7 @@ def plan_inference(
         if hardware is not None:
             if hardware.device != compute_device:
                 raise ConfigError(f"the hardware profile is of a {hardware.device}, the plan is for {compute_device!r}")
-            topology = hardware.topology(world_size, **sizes)
+            topology = topology_of(hardware, world_size, **sizes)
         else:
             topology = Topology(world_size, compute_device, **sizes)
     elif hardware is not None:
@@ -199,7 +90,7 @@ def plan_inference(
             f"{topology.world_size} ranks of {topology.compute_device!r}"
         )
 
-    def tables_at(kind: DataType) -> list[TableInfo]:
+    def tables_at(kind: DataType) -> list[TableFacts]:
         return inference_tables(
             model,
             compute_device=compute_device,
@@ -227,7 +118,7 @@ def plan_inference(
     return plan
 
 
-def inference_estimate(topology: Topology, tables: Sequence[TableInfo] = ()) -> Estimate:
+def inference_estimate(topology: Topology, tables: Sequence[TableFacts] = ()) -> Estimate:
     """The estimator of quantized inference on ``topology``, for :func:`build_space`.
 
     With measured figures a lookup costs more the more other tables pass through the caches; where they will be is not
@@ -245,7 +136,7 @@ def inference_estimate(topology: Topology, tables: Sequence[TableInfo] = ()) -> 
     return estimate
 
 
-def company_of_tables(tables: Sequence[TableInfo], topology: Topology) -> Company:
+def company_of_tables(tables: Sequence[TableFacts], topology: Topology) -> Company:
     """What an average rank looks up."""
     alignment = row_alignment(topology.compute_device)
     cols, bits = np.array([t.cols for t in tables]), np.array([t.precision.bits for t in tables])

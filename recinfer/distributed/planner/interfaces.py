@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from recinfer.distributed.planner.constants import BATCH_SIZE
-from recinfer.distributed.planner.topology import Topology
+from recinfer.distributed.planner.model.constraints import ParameterConstraints
+from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.solve.search_report import SearchReport
 from recinfer.distributed.types import ModuleSharder, ShardingPlan
-
-if TYPE_CHECKING:
-    from recinfer.distributed.planner.search import SearchReport
-    from recinfer.distributed.planner.types import ParameterConstraints, ShardingOption
 
 __all__ = [
     "Enumerator",

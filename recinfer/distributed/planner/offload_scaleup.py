@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import math
 
+from recinfer.distributed.planner.interfaces import Enumerator, Proposer
+from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.proposals import by_table, rating
-from recinfer.distributed.planner.topology import Topology
-from recinfer.distributed.planner.types import Enumerator, Proposer, ShardingOption
 from recinfer.distributed.planner.utils import LuusJaakolaSearch
 from recinfer.distributed.types import CacheParams
 

@@ -6,16 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recinfer.distributed.planner.calibration import Company
+from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
-from recinfer.distributed.planner.estimates import DP, PERF_PARTS, IntN, inference_time, packed_row_bytes, spread_of
-from recinfer.distributed.planner.placing import Placement
-from recinfer.distributed.planner.plan import Plan, ShardRect, TablePlan
-from recinfer.distributed.planner.problem import FREE, Problem
-from recinfer.distributed.planner.search import SearchReport
-from recinfer.distributed.planner.space import SearchSpace, option_label, shard_arrays
-from recinfer.distributed.planner.topology import Topology
-from recinfer.distributed.planner.types import PlannerError, PlannerErrorType
+from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
+from recinfer.distributed.planner.model.estimates import (
+    DP,
+    PERF_PARTS,
+    IntN,
+    inference_time,
+    packed_row_bytes,
+    spread_of,
+)
+from recinfer.distributed.planner.model.hardware import Company
+from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.plan import Plan, TablePlan
+from recinfer.distributed.planner.solve.placing import Placement
+from recinfer.distributed.planner.solve.problem import FREE, Problem
+from recinfer.distributed.planner.solve.search_report import SearchReport
+from recinfer.distributed.planner.solve.space import SearchSpace, option_label, shard_arrays
 from recinfer.errors import ConfigError
 
 __all__ = ["build_plan", "chosen_options", "pin_tables"]
@@ -82,7 +90,7 @@ def _entry(space: SearchSpace, option: int, ranks: IntN, keep_empty: bool) -> Ta
     s = space.shards_of(option)
     sharding_type, kernel = option_label(space, option)
     shards = tuple(
-        ShardRect(int(rank), int(r), int(r + h), int(c), int(c + w))
+        Rect(int(rank), int(r), int(r + h), int(c), int(c + w), table.name)
         for rank, (r, h, c, w) in zip(ranks, space.rect[s])
         if h > 0 or keep_empty
     )

@@ -8,16 +8,12 @@ from enum import Enum
 
 import numpy as np
 
-from recinfer.distributed.planner.placing import Placement, Placer
-from recinfer.distributed.planner.problem import FIXED, FREE, HOST, HOST_FREE, MULTI_HOST, Problem
-from recinfer.distributed.planner.topology import CustomTopologyData, Topology
-from recinfer.distributed.planner.types import (
-    PartitionByType,
-    Partitioner,
-    PlannerError,
-    PlannerErrorType,
-    ShardingOption,
-)
+from recinfer.distributed.planner.interfaces import Partitioner
+from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
+from recinfer.distributed.planner.model.options import PartitionByType, ShardingOption
+from recinfer.distributed.planner.model.topology import CustomTopologyData, Topology
+from recinfer.distributed.planner.solve.placing import Placement, Placer
+from recinfer.distributed.planner.solve.problem import FIXED, FREE, HOST, HOST_FREE, MULTI_HOST, Problem
 from recinfer.distributed.planner.utils import bytes_to_gb
 
 __all__ = ["GreedyPerfPartitioner", "MemoryBalancedPartitioner", "SortBy"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from recinfer.distributed.planner.topology import Topology
-from recinfer.distributed.planner.types import PerfModel, ShardingOption
+from recinfer.distributed.planner.interfaces import PerfModel
+from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.topology import Topology
 
 __all__ = ["NoopPerfModel", "NoopStorageModel"]
 

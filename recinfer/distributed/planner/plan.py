@@ -13,22 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recinfer.distributed.layout.edges import placement, sharding_spec
 from recinfer.distributed.planner.table_plan import (
     ShardRect,
     TablePlan,
     check_keys,
     column_unit,
-    placement,
     table_plan,
     value_of,
 )
 from recinfer.distributed.types import (
     EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
     ParameterSharding,
     ShardingPlan,
     ShardingType,
-    ShardMetadata,
 )
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
@@ -36,9 +34,9 @@ from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 if TYPE_CHECKING:
     from torch import nn
 
-    from recinfer.distributed.planner.types import Topology
+    from recinfer.distributed.planner.model.topology import Topology
 
-__all__ = ["Plan", "PlanChange", "ShardRect", "TablePlan", "column_unit", "embedding_tables", "placement"]
+__all__ = ["Plan", "PlanChange", "ShardRect", "TablePlan", "column_unit", "embedding_tables"]
 
 PLAN_FORMAT = "recinfer.plan/1"
 MAX_RANKS = 1 << 16  # an archive has a file for each, so a number out of nowhere would fill the disk and the memory
@@ -264,16 +262,8 @@ class Plan:
         for t in self.tables:
             spec = None
             if t.sharding_type != ShardingType.DATA_PARALLEL.value:
-                spec = EnumerableShardingSpec(
-                    [
-                        ShardMetadata(
-                            shard_offsets=[s.row_start, s.col_start],
-                            shard_sizes=[s.rows, s.cols],
-                            placement=placement(self.compute_device, s.rank, self.local_world_size),
-                        )
-                        for s in t.shards
-                    ]
-                )
+                places = [placement(self.compute_device, rank, self.local_world_size) for rank in t.ranks]
+                spec = sharding_spec(t.shards, places)
             modules.setdefault(t.module, EmbeddingModuleShardingPlan())[t.table] = ParameterSharding(
                 sharding_type=t.sharding_type,
                 compute_kernel=t.compute_kernel,

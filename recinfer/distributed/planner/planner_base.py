@@ -11,20 +11,16 @@ import torch
 from torch import nn
 
 from recinfer import env
+from recinfer.distributed.layout.edges import placement
 from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
-from recinfer.distributed.planner.plan import placement
-from recinfer.distributed.planner.space import TableInfo
+from recinfer.distributed.planner.interfaces import Enumerator, Stats, StorageReservation
+from recinfer.distributed.planner.model.constraints import ParameterConstraints
+from recinfer.distributed.planner.model.facts import TableFacts
+from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.stats import EmbeddingStats
 from recinfer.distributed.planner.storage_reservations import HeuristicalStorageReservation
-from recinfer.distributed.planner.topology import Topology
-from recinfer.distributed.planner.types import (
-    Enumerator,
-    ParameterConstraints,
-    ShardingOption,
-    Stats,
-    StorageReservation,
-)
 from recinfer.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
@@ -43,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Callbacks", "EmbeddingPlannerBase", "to_sharding_plan"]
 
 # All that is known of a table but the objects it comes from; constraints are told apart by themselves.
-_TABLE_FACTS = [f.name for f in fields(TableInfo) if f.name not in ("module", "tensor", "constraints", "sharder")]
+_TABLE_FACTS = [f.name for f in fields(TableFacts) if f.name not in ("module", "tensor", "constraints", "sharder")]
 
 Callbacks = list[Callable[[list[ShardingOption]], list[ShardingOption]]]
 

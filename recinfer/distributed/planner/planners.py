@@ -13,33 +13,32 @@ from torch import nn
 
 from recinfer import env
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator, option_object
-from recinfer.distributed.planner.explain import error_type, explain
-from recinfer.distributed.planner.facts import sharded_modules
+from recinfer.distributed.planner.interfaces import (
+    Enumerator,
+    Partitioner,
+    PerfModel,
+    PlanLoader,
+    Proposer,
+    Stats,
+    StorageReservation,
+)
+from recinfer.distributed.planner.model.constraints import ParameterConstraints, PlannerError, PlannerErrorType
+from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.tables import sharded_modules
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.outcome import build_plan, chosen_options, pin_tables
 from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner
 from recinfer.distributed.planner.perf_models import NoopPerfModel
 from recinfer.distributed.planner.plan import Plan, TablePlan
 from recinfer.distributed.planner.planner_base import Callbacks, EmbeddingPlannerBase, to_sharding_plan
-from recinfer.distributed.planner.problem import lower_bound, make_problem
 from recinfer.distributed.planner.proposers import GreedyProposer, UniformProposer
-from recinfer.distributed.planner.search import SearchReport, search
-from recinfer.distributed.planner.space import SearchSpace
+from recinfer.distributed.planner.solve.explain import error_type, explain
+from recinfer.distributed.planner.solve.problem import lower_bound, make_problem
+from recinfer.distributed.planner.solve.search import search
+from recinfer.distributed.planner.solve.search_report import SearchReport
+from recinfer.distributed.planner.solve.space import SearchSpace
 from recinfer.distributed.planner.stats import EmbeddingStats
 from recinfer.distributed.planner.storage_reservations import HeuristicalStorageReservation
-from recinfer.distributed.planner.topology import Topology
-from recinfer.distributed.planner.types import (
-    Enumerator,
-    ParameterConstraints,
-    Partitioner,
-    PerfModel,
-    PlanLoader,
-    PlannerError,
-    PlannerErrorType,
-    Proposer,
-    ShardingOption,
-    Stats,
-    StorageReservation,
-)
 from recinfer.distributed.types import (
     ModuleSharder,
     ShardingPlan,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-from recinfer.distributed.planner.topology import Topology
-from recinfer.distributed.planner.types import Proposer, ShardingOption
+from recinfer.distributed.planner.interfaces import Proposer
+from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.topology import Topology
 
 __all__ = ["ByTable", "PreparedProposer", "by_table", "rating"]
 

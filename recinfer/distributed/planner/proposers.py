@@ -8,10 +8,11 @@ import math
 from collections import OrderedDict
 
 from recinfer.distributed.planner.dynamic_programming import DynamicProgrammingProposer
+from recinfer.distributed.planner.interfaces import Enumerator, Proposer
+from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.offload_scaleup import EmbeddingOffloadScaleupProposer
 from recinfer.distributed.planner.proposals import ByTable, PreparedProposer, by_table, rating
-from recinfer.distributed.planner.topology import Topology
-from recinfer.distributed.planner.types import Enumerator, Proposer, ShardingOption
 
 __all__ = [
     "DynamicProgrammingProposer",

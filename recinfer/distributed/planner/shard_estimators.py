@@ -8,21 +8,24 @@ import torch
 from torch import nn
 
 from recinfer.distributed.planner.constants import kernel_bw_lookup
-from recinfer.distributed.planner.estimates import (
+from recinfer.distributed.planner.interfaces import ShardEstimator
+from recinfer.distributed.planner.model.constraints import ParameterConstraints
+from recinfer.distributed.planner.model.estimates import (
+    KERNEL_CODES,
     TYPE_CODES,
     FloatN,
     IntN,
     ShardArrays,
     inference_time,
+    row_alignment,
     storage_bytes,
     training_time,
 )
-from recinfer.distributed.planner.facts import facts_of_option
-from recinfer.distributed.planner.inference import row_alignment
-from recinfer.distributed.planner.space import KERNEL_CODES, SearchSpace, shard_arrays
-from recinfer.distributed.planner.topology import Perf, Storage, Topology
-from recinfer.distributed.planner.types import ParameterConstraints, ShardEstimator, ShardingOption
-from recinfer.distributed.planner.utils import sharder_name
+from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.sharders import sharder_name
+from recinfer.distributed.planner.model.tables import facts_of_option
+from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
+from recinfer.distributed.planner.solve.space import SearchSpace, shard_arrays
 from recinfer.distributed.types import CacheStatistics, ModuleSharder, PipelineType
 from recinfer.errors import ConfigError
 
@@ -37,15 +40,15 @@ def _arrays_of_options(
     constraints: dict[str, ParameterConstraints] | None,
     sharder_map: SharderMap | None,
 ) -> ShardArrays:
-    infos = []
+    facts = []
     for o in options:
         sharder = (sharder_map or {}).get(sharder_name(type(o.module[1])))
-        infos.append(facts_of_option(o, sharder, topology, constraints))
+        facts.append(facts_of_option(o, sharder, constraints))
     num = np.array([o.num_shards for o in options], np.int64)
     index = np.arange(len(options))
     rect = np.array([[s.offset[0], s.size[0], s.offset[1], s.size[1]] for o in options for s in o.shards], np.int64)
     space = SearchSpace(
-        infos,
+        facts,
         np.arange(len(options) + 1),
         index,
         np.array([TYPE_CODES[o.sharding_type] for o in options], np.int64),

@@ -5,26 +5,20 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import nn
 
 from recinfer.distributed.planner.constants import BIGINT_DTYPE
+from recinfer.distributed.planner.interfaces import Enumerator, Stats, StorageReservation
+from recinfer.distributed.planner.model.constraints import ParameterConstraints
+from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.plan import Plan
-from recinfer.distributed.planner.topology import Perf, Storage, Topology
-from recinfer.distributed.planner.types import (
-    Enumerator,
-    ParameterConstraints,
-    ShardingOption,
-    Stats,
-    StorageReservation,
-)
+from recinfer.distributed.planner.solve.search_report import SearchReport
 from recinfer.distributed.planner.utils import bytes_to_gb, bytes_to_mb
 from recinfer.distributed.types import ModuleSharder, ShardingPlan, ShardingType
-
-if TYPE_CHECKING:
-    from recinfer.distributed.planner.search import SearchReport
 
 __all__ = ["EmbeddingStats", "NoopEmbeddingStats", "format_plan", "round_to_one_sigfig"]
 

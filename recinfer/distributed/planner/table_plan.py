@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
-from recinfer.distributed.types import ParameterSharding, ShardingType, ShardMetadata
+from recinfer.distributed.layout.edges import rects_of
+from recinfer.distributed.layout.rect import Rect, tile
+from recinfer.distributed.types import ParameterSharding, ShardingType
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-__all__ = ["ShardRect", "TablePlan", "check_keys", "column_unit", "placement", "table_plan", "value_of"]
+__all__ = ["ShardRect", "TablePlan", "check_keys", "column_unit", "table_plan", "value_of"]
 
 _SHARDING_TYPES = frozenset(t.value for t in ShardingType)
 _KERNELS = frozenset(k.value for k in EmbeddingComputeKernel)
@@ -25,30 +27,7 @@ def column_unit(precision: DataType) -> int:
     return 4 if precision in (DataType.INT4, DataType.INT2) else 1
 
 
-def placement(compute_device: str, rank: int, local_world_size: int) -> str:
-    """TorchRec's placement text, ``rank:3/cuda:1``; all CPU ranks share one device."""
-    return f"rank:{rank}/cpu" if compute_device == "cpu" else f"rank:{rank}/{compute_device}:{rank % local_world_size}"
-
-
-@dataclass(frozen=True, order=True)
-class ShardRect:
-    """The rectangle ``[row_start, row_stop) x [col_start, col_stop)`` of a table on a rank."""
-
-    rank: int
-    row_start: int
-    row_stop: int
-    col_start: int
-    col_stop: int
-
-    @property
-    def rows(self) -> int:
-        """Height."""
-        return self.row_stop - self.row_start
-
-    @property
-    def cols(self) -> int:
-        """Width."""
-        return self.col_stop - self.col_start
+ShardRect = Rect  # its name among the planner's
 
 
 @dataclass(frozen=True)
@@ -61,7 +40,8 @@ class TablePlan:
         sharding_type, compute_kernel: values of ``ShardingType`` and ``EmbeddingComputeKernel``.
         precision: element type of the stored rows.
         num_embeddings, embedding_dim: rows and columns of the whole table.
-        shards: rectangles that cover it exactly once (data_parallel: the whole table on every rank).
+        shards: rectangles that cover it exactly once (data_parallel: the whole table on each rank that has it). Those that
+            name no table get the name of this one.
         estimates: figures of the planner (ms, bytes); not part of the hash.
 
     Raises:
@@ -75,7 +55,7 @@ class TablePlan:
     precision: DataType
     num_embeddings: int
     embedding_dim: int
-    shards: tuple[ShardRect, ...]
+    shards: tuple[Rect, ...]
     estimates: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -85,10 +65,18 @@ class TablePlan:
             self._fail(f"unknown compute kernel {self.compute_kernel!r}; expected one of {sorted(_KERNELS)}")
         if not self.shards:
             self._fail("has no shards; expected at least one")
-        if self.sharding_type == ShardingType.DATA_PARALLEL.value:
-            self._check_replicas()
-        else:
-            self._check_tiles()
+        if others := {rect.table for rect in self.shards} - {self.table}:
+            if others != {""}:
+                self._fail(f"has shards of other tables: {sorted(others)}")
+            object.__setattr__(self, "shards", tuple(replace(rect, table=self.table) for rect in self.shards))
+        tile(
+            self.name,
+            self.num_embeddings,
+            self.embedding_dim,
+            self.shards,
+            column_unit=column_unit(self.precision),
+            replicated=self.sharding_type == ShardingType.DATA_PARALLEL.value,
+        )
 
     def _fail(self, message: str) -> None:
         raise ConfigError(f"table {self.name!r} of the plan: {message}")
@@ -102,40 +90,6 @@ class TablePlan:
     def ranks(self) -> tuple[int, ...]:
         """The rank of each shard, in shard order."""
         return tuple(s.rank for s in self.shards)
-
-    def _check_replicas(self) -> None:
-        whole = (0, self.num_embeddings, 0, self.embedding_dim)
-        for s in self.shards:
-            if (s.row_start, s.row_stop, s.col_start, s.col_stop) != whole:
-                self._fail(f"data_parallel needs the whole table on each rank; got {s}")
-        if len(set(self.ranks)) != len(self.shards):
-            self._fail(f"data_parallel places a replica twice on one rank: {self.ranks}")
-
-    def _check_tiles(self) -> None:
-        unit = column_unit(self.precision)
-        by_columns: dict[tuple[int, int], list[ShardRect]] = {}
-        for s in self.shards:
-            if s.rank < 0:
-                self._fail(f"negative rank in {s}")
-            by_columns.setdefault((s.col_start, s.col_stop), []).append(s)
-        at = 0
-        for start, stop in sorted(by_columns):
-            if start != at or stop <= start:
-                self._fail(f"columns [{start}, {stop}) follow column {at}; pieces must be adjacent and not empty")
-            if start % unit or (stop % unit and stop != self.embedding_dim):
-                self._fail(f"columns [{start}, {stop}) of {self.precision} must be cut at multiples of {unit}")
-            at = stop
-            row = 0
-            for s in sorted(by_columns[start, stop], key=lambda s: s.row_start):
-                if s.row_start != row or s.row_stop < row:
-                    self._fail(
-                        f"rows [{s.row_start}, {s.row_stop}) on rank {s.rank} follow row {row}; must be adjacent"
-                    )
-                row = s.row_stop
-            if row != self.num_embeddings:
-                self._fail(f"rows of columns [{start}, {stop}) end at {row}; the table has {self.num_embeddings}")
-        if at != self.embedding_dim:
-            self._fail(f"columns end at {at}; the table has {self.embedding_dim}")
 
     def placement_data(self) -> dict[str, Any]:
         """What the hash covers, as plain data."""
@@ -171,7 +125,7 @@ class TablePlan:
             precision=DataType.parse(value_of(what, data, "precision", str)),
             num_embeddings=value_of(what, data, "num_embeddings", int),
             embedding_dim=value_of(what, data, "embedding_dim", int),
-            shards=tuple(ShardRect(*row) for row in rows),
+            shards=tuple(Rect(*row, data["table"]) for row in rows),
             estimates=value_of(what, data, "estimates", dict, {}),
         )
 
@@ -181,23 +135,8 @@ def table_plan(
 ) -> TablePlan:
     """The checked rectangles of one table from TorchRec's ParameterSharding; raises ConfigError."""
     rows, cols = config.num_embeddings, config.embedding_dim
-    pieces = getattr(sharding.sharding_spec, "shards", None)
-    if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
-        ranks = sharding.ranks or list(range(world_size))
-        shards = tuple(ShardRect(rank, 0, rows, 0, cols) for rank in ranks)
-    elif pieces is None:
-        raise ConfigError(f"table {config.name!r} ({sharding.sharding_type}) has no sharding_spec.shards")
-    else:
-        shards = tuple(_rect(piece, i, sharding.ranks) for i, piece in enumerate(pieces))
-    return TablePlan(path, config.name, sharding.sharding_type, sharding.compute_kernel, precision, rows, cols, shards)
-
-
-def _rect(piece: ShardMetadata, index: int, ranks: list[int] | None) -> ShardRect:
-    (row, col), (rows, cols) = piece.shard_offsets, piece.shard_sizes
-    rank = piece.placement.rank() if piece.placement is not None else (ranks or [])[index]
-    if rank is None:
-        raise ConfigError(f"shard {index} names no rank: placement {piece.placement}; expected rank:<n>/<device>")
-    return ShardRect(rank, row, row + rows, col, col + cols)
+    rects = tuple(rects_of(config.name, rows, cols, sharding, world_size))
+    return TablePlan(path, config.name, sharding.sharding_type, sharding.compute_kernel, precision, rows, cols, rects)
 
 
 def check_keys(what: str, data: dict[str, Any], needed: set[str], known: set[str]) -> None:

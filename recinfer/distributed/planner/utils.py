@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from recinfer.distributed.embedding_types import BaseEmbeddingSharder, BaseQuantEmbeddingSharder
-from recinfer.distributed.planner.plan import placement
-from recinfer.distributed.planner.types import (
-    SharderData,
-    SharderDataMap,
-    ShardingOption,
-    Storage,
-    StorageUsageType,
-)
-from recinfer.distributed.types import CommOp, ModuleSharder
+from recinfer.distributed.layout.edges import placement
+from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.sharders import build_sharder_data_map, sharder_name
+from recinfer.distributed.planner.model.topology import Storage
 
 __all__ = [
     "BinarySearchPredicate",
@@ -24,7 +17,6 @@ __all__ = [
     "build_sharder_data_map",
     "bytes_to_gb",
     "bytes_to_mb",
-    "codec_bytes",
     "gb_to_bytes",
     "mb_to_bytes",
     "placement",
@@ -33,42 +25,6 @@ __all__ = [
     "sharder_name",
     "storage_repr_in_gb",
 ]
-
-
-def sharder_name(t: type[Any]) -> str:
-    """``module.Class`` of a type."""
-    return f"{t.__module__}.{t.__name__}"
-
-
-def codec_bytes(codec: Any) -> float | None:
-    """Bytes of an element that a communication codec sends; None without a codec, or for one that changes nothing."""
-    dtype = getattr(codec, "quantized_dtype", None)
-    dtype = dtype() if callable(dtype) else dtype  # the no-op codec has it as a method
-    return None if dtype is None else float(dtype.itemsize)
-
-
-def build_sharder_data_map(sharder_map: Mapping[str, ModuleSharder[Any]]) -> SharderDataMap:
-    """What TorchRec 1.8's estimators read of sharders: ``sharder_name(module_type)`` -> :class:`SharderData`."""
-    return {name: _sharder_data(sharder) for name, sharder in sharder_map.items()}
-
-
-def _sharder_data(sharder: ModuleSharder[Any]) -> SharderData:
-    registry = sharder.qcomm_codecs_registry or {}
-    sizes = {}
-    for op in CommOp:
-        codecs = registry.get(op.name)
-        forward, backward = (
-            codec_bytes(getattr(codecs, "forward", None)),
-            codec_bytes(getattr(codecs, "backward", None)),
-        )
-        if forward is not None and backward is not None:
-            sizes[op.name] = (forward, backward)
-    kind = StorageUsageType.DEFAULT
-    if isinstance(sharder, BaseQuantEmbeddingSharder):
-        kind = StorageUsageType.BASE_QUANT
-    elif isinstance(sharder, BaseEmbeddingSharder):
-        kind = StorageUsageType.BASE
-    return SharderData(dict(getattr(sharder, "fused_params", None) or {}), sizes, kind)
 
 
 def bytes_to_gb(num_bytes: float) -> float:

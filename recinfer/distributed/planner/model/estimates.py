@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recinfer.distributed.planner.calibration import Company
 from recinfer.distributed.planner.constants import (
     BATCHED_COPY_PERF_FACTOR,
     BIGINT_DTYPE,
@@ -24,7 +23,9 @@ from recinfer.distributed.planner.constants import (
     QUARTER_BLOCK_PENALTY,
     WEIGHTED_KERNEL_MULTIPLIER,
 )
-from recinfer.distributed.planner.topology import CollectiveType, Topology
+from recinfer.distributed.planner.model.hardware import Company
+from recinfer.distributed.planner.model.links import CollectiveType
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.types import PipelineType, ShardingType
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "ShardArrays",
     "inference_time",
     "packed_row_bytes",
+    "row_alignment",
     "row_shares",
     "storage_bytes",
     "training_time",
@@ -52,6 +54,8 @@ TYPE_CODES = {
     ShardingType.GRID_SHARD.value: GRID,
 }
 TYPE_NAMES = tuple(TYPE_CODES)
+KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "quant", "quant_uvm", "quant_uvm_caching")
+KERNEL_CODES = {name: code for code, name in enumerate(KERNELS)}
 
 _MIN_LOOKUP_DIM = 32  # a warp reads at least this many columns
 _INTRA_LINE = {"cpu": 64, "cuda": 32, "mtia": 32}  # bytes that one access to the memory brings
@@ -94,6 +98,11 @@ class ShardArrays:
     def take(self, index: Any) -> ShardArrays:
         """The entries at ``index``."""
         return ShardArrays(**{name: value[index] for name, value in self.__dict__.items()})
+
+
+def row_alignment(compute_device: str) -> int:
+    """Bytes that packed rows are aligned to: 1 on CPU, 16 on a GPU."""
+    return 1 if compute_device == "cpu" else 16
 
 
 def packed_row_bytes(cols: Any, bits: Any, alignment: int = 1) -> IntN:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from recinfer.distributed.planner.estimates import DP, GRID, RW, TWCW, TWRW, TYPE_NAMES, FloatN, IntN
-from recinfer.distributed.planner.space import KERNELS, SearchSpace
-from recinfer.distributed.planner.topology import Topology
-from recinfer.distributed.planner.types import PlannerError, PlannerErrorType
+from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
+from recinfer.distributed.planner.model.estimates import DP, GRID, KERNELS, RW, TWCW, TWRW, TYPE_NAMES, FloatN, IntN
+from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.solve.space import SearchSpace
 
 __all__ = ["Bound", "Problem", "lower_bound", "make_problem"]
 

@@ -6,25 +6,25 @@ a *unit*: one table, or several that must share ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import nn
 
 from recinfer.distributed.planner.constants import (
     MIN_CW_DIM,
     UVM_CACHING_RATIO,
     kernel_bw_lookup,
 )
-from recinfer.distributed.planner.estimates import (
+from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
+from recinfer.distributed.planner.model.estimates import (
     CW,
     DP,
     GRID,
+    KERNEL_CODES,
+    KERNELS,
     RW,
     TWCW,
     TWRW,
@@ -35,89 +35,16 @@ from recinfer.distributed.planner.estimates import (
     ShardArrays,
     row_shares,
 )
+from recinfer.distributed.planner.model.facts import TableFacts
+from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.plan import column_unit
-from recinfer.distributed.planner.topology import Topology
-from recinfer.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
-from recinfer.errors import ConfigError
-from recinfer.modules.embedding_configs import DataType
 
-__all__ = ["SearchSpace", "TableInfo", "build_space", "column_pieces"]
+__all__ = ["SearchSpace", "build_space", "column_pieces"]
 
-KERNELS = ("dense", "fused", "fused_uvm", "fused_uvm_caching", "quant", "quant_uvm", "quant_uvm_caching")
-KERNEL_CODES = {name: code for code, name in enumerate(KERNELS)}
 _CACHED = [KERNEL_CODES[name] for name in ("fused_uvm_caching", "quant_uvm_caching")]
 _ON_HOST = [*_CACHED, KERNEL_CODES["fused_uvm"], KERNEL_CODES["quant_uvm"]]
 
 Estimate = Callable[[ShardArrays], tuple[FloatN, IntN, IntN]]
-
-
-@dataclass(frozen=True, eq=False)
-class TableInfo:
-    """All the planner knows of one table; raises ConfigError for figures that no table has."""
-
-    module_path: str
-    name: str
-    rows: int
-    cols: int
-    element_bytes: float
-    precision: DataType
-    offers: tuple[tuple[str, str], ...]  # (sharding type, kernel), in the order they are enumerated
-    input_lengths: tuple[float, ...] = (1.0,)
-    num_poolings: tuple[float, ...] = (1.0,)
-    batch_sizes: tuple[int, ...] = (512,)
-    pooled: bool = True
-    weighted: bool = False
-    output_bytes: float = 4.0
-    comm_bytes: tuple[float, float, float, float] = (4.0, 4.0, 4.0, 4.0)  # fwd/bwd all-to-all, fwd/bwd reduce-scatter
-    min_partition: int | None = None
-    cache_ratio: float | None = None
-    misses: float = 0.0
-    prefetch: bool = False
-    optimizer_full: float = 0.0
-    optimizer_row_bytes: float = 0.0
-    colocate_with: str | None = None
-    module: nn.Module | None = None
-    tensor: torch.Tensor | None = None
-    feature_names: tuple[str, ...] = ()
-    constraints: ParameterConstraints | None = None
-    sharder: Any = None
-
-    def __post_init__(self) -> None:
-        figures = (
-            ("pooling_factors", self.input_lengths, "0 or more", lambda x: 0 <= x < math.inf),
-            ("num_poolings", self.num_poolings, "0 or more", lambda x: 0 <= x < math.inf),
-            ("batch_sizes", self.batch_sizes, "1 or more", lambda x: x >= 1),
-            ("min_partition", self._given(self.min_partition), "1 or more columns", lambda x: x >= 1),
-            ("load_factor of the cache", self._given(self.cache_ratio), "0 to 1", lambda x: 0 <= x <= 1),
-        )
-        for name, values, expected, holds in figures:
-            for value in values:
-                if not holds(value):
-                    raise ConfigError(f"table {self.name!r}: {name} is {value}; expected {expected}")
-
-    @staticmethod
-    def _given(value: float | None) -> tuple[float, ...]:
-        return () if value is None else (value,)
-
-    @property
-    def fqn(self) -> str:
-        """``path.table``."""
-        return f"{self.module_path}.{self.name}"
-
-    @property
-    def batch_inputs(self) -> float:
-        """Ids of one batch."""
-        return float(sum(n * p * b for n, p, b in zip(self.input_lengths, self.num_poolings, self.batch_sizes)))
-
-    @property
-    def batch_outputs(self) -> float:
-        """Vectors of one batch, if pooled."""
-        return float(sum(p * b for p, b in zip(self.num_poolings, self.batch_sizes)))
-
-    @property
-    def filled_outputs(self) -> float:
-        """Vectors of one batch that are not of empty bags, as TorchRec's training model counts them."""
-        return float(sum(min(n, 1) * p * b for n, p, b in zip(self.input_lengths, self.num_poolings, self.batch_sizes)))
 
 
 def column_pieces(cols: int, min_partition: int | None = None, unit: int = 4) -> int:
@@ -132,7 +59,7 @@ def column_pieces(cols: int, min_partition: int | None = None, unit: int = 4) ->
 class SearchSpace:
     """Options and shards of all tables, estimated. O options, S shards."""
 
-    tables: Sequence[TableInfo]
+    tables: Sequence[TableFacts]
     option_ptr: IntN  # [T+1] first option of each table
     option_table: IntN  # [O]
     option_type: IntN  # [O] sharding type code
@@ -161,11 +88,11 @@ class SearchSpace:
 
 
 def build_space(
-    tables: Sequence[TableInfo],
+    tables: Sequence[TableFacts],
     topology: Topology,
     estimate: Estimate,
     *,
-    column_unit_of: Callable[[TableInfo], int] | None = None,
+    column_unit_of: Callable[[TableFacts], int] | None = None,
 ) -> SearchSpace:
     """Enumerate and estimate every offered option of every table.
 
@@ -195,7 +122,7 @@ def build_space(
     return replace(space, perf=perf, total=total, hbm=hbm, ddr=ddr)
 
 
-def _no_options(table: TableInfo) -> None:
+def _no_options(table: TableFacts) -> None:
     c = table.constraints
     asked = f"sharding types {c.sharding_types}, kernels {c.compute_kernels}" if c is not None else "no constraints"
     raise PlannerError(
@@ -206,9 +133,9 @@ def _no_options(table: TableInfo) -> None:
 
 
 def _geometry(
-    tables: Sequence[TableInfo],
+    tables: Sequence[TableFacts],
     topology: Topology,
-    unit_of: Callable[[TableInfo], int],
+    unit_of: Callable[[TableFacts], int],
     option_table: IntN,
     option_type: IntN,
     on_host: npt.NDArray[np.bool_],
@@ -272,7 +199,7 @@ def shard_arrays(space: SearchSpace, topology: Topology) -> ShardArrays:
     """The inputs of the estimates, one entry a shard."""
     tables, o = space.tables, space.option_table
 
-    def column(get: Callable[[TableInfo], Any], dtype: Any = np.float64) -> npt.NDArray[Any]:
+    def column(get: Callable[[TableFacts], Any], dtype: Any = np.float64) -> npt.NDArray[Any]:
         return np.array([get(t) for t in tables], dtype)
 
     kernel = space.option_kernel
@@ -337,6 +264,6 @@ def option_label(space: SearchSpace, option: int) -> tuple[str, str]:
     return TYPE_NAMES[int(space.option_type[option])], KERNELS[int(space.option_kernel[option])]
 
 
-def precision_unit(table: TableInfo) -> int:
+def precision_unit(table: TableFacts) -> int:
     """Column unit of a table stored in its precision: whole bytes below 8 bits, and never less than TorchRec's 4."""
     return max(4, column_unit(table.precision))

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recinfer.distributed.planner.estimates import FloatN, IntN
-from recinfer.distributed.planner.placing import Placement, Placer, refresh
-from recinfer.distributed.planner.problem import FIXED, FREE, HOST, Problem
+from recinfer.distributed.planner.model.estimates import FloatN, IntN
+from recinfer.distributed.planner.solve.placing import Placement, Placer, refresh
+from recinfer.distributed.planner.solve.problem import FIXED, FREE, HOST, Problem
 
 __all__ = ["GOOD", "LocalSearch"]
 

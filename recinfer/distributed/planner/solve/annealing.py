@@ -15,9 +15,9 @@ from math import comb
 
 import numpy as np
 
-from recinfer.distributed.planner.estimates import FloatN, IntN
-from recinfer.distributed.planner.placing import Placement, Placer
-from recinfer.distributed.planner.problem import FIXED, FREE, HOST, HOST_FREE, Problem
+from recinfer.distributed.planner.model.estimates import FloatN, IntN
+from recinfer.distributed.planner.solve.placing import Placement, Placer
+from recinfer.distributed.planner.solve.problem import FIXED, FREE, HOST, HOST_FREE, Problem
 
 __all__ = ["anneal"]
 

@@ -6,8 +6,8 @@ from itertools import combinations_with_replacement, product
 
 import numpy as np
 
-from recinfer.distributed.planner.placing import Placement, Placer
-from recinfer.distributed.planner.problem import FIXED, FREE, Problem
+from recinfer.distributed.planner.solve.placing import Placement, Placer
+from recinfer.distributed.planner.solve.problem import FIXED, FREE, Problem
 
 __all__ = ["MAX_UNITS", "branch_and_bound", "is_small"]
 

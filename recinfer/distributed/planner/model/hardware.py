@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recinfer.distributed.planner.topology import Topology
 from recinfer.errors import ConfigError, NotFoundError
 
 __all__ = ["FEATURES_PER_CALL", "SECTOR_BYTES", "Company", "HardwareProfile", "LookupGrid"]
@@ -272,21 +271,6 @@ class HardwareProfile:
         sizes, a_bag, a_byte = np.array(self.write_ns, float).T
         at, known = np.log(np.maximum(call_bytes, 1.0)), np.log(sizes)
         return np.interp(at, known, a_bag) + np.interp(at, known, a_byte) * vector_bytes
-
-    def topology(self, world_size: int, **sizes: Any) -> Topology:
-        """A topology of ``world_size`` ranks of this machine: its bandwidths, and these figures for lookups.
-
-        Args:
-            sizes: further arguments of :class:`Topology` (``hbm_cap``, ``ddr_cap``, ``local_world_size`` ...).
-        """
-        measured = {
-            "ddr_mem_bw": self.memory_bytes_per_ms,
-            "hbm_mem_bw": self.device_memory_bytes_per_ms,
-            "hbm_to_ddr_mem_bw": self.host_to_device_bytes_per_ms,
-            "intra_host_bw": self.device_to_device_bytes_per_ms,
-        }
-        given: dict[str, Any] = {name: value for name, value in measured.items() if value > 0 and name not in sizes}
-        return Topology(world_size, self.device, hardware=self, **given, **sizes)
 
     # ------------------------------------------------------------------ JSON
 

@@ -1,12 +1,10 @@
-"""The hardware a plan is made for: ranks, hosts, capacities (bytes) and bandwidths (bytes per millisecond)."""
+"""The hardware that a plan is made for: ranks, hosts, capacities (bytes) and bandwidths (bytes per millisecond)."""
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from recinfer.distributed.planner.constants import (
     BWD_COMPUTE_MULTIPLIER,
@@ -19,20 +17,17 @@ from recinfer.distributed.planner.constants import (
     INTRA_NODE_BANDWIDTH,
     WEIGHTED_FEATURE_BWD_COMPUTE_MULTIPLIER,
 )
+from recinfer.distributed.planner.model.hardware import HardwareProfile
+from recinfer.distributed.planner.model.links import BasicCommsBandwidths, CollectiveType, GeneralizedCommsBandwidth
 from recinfer.errors import ConfigError
 
-if TYPE_CHECKING:
-    from recinfer.distributed.planner.calibration import HardwareProfile
-
 __all__ = [
-    "BasicCommsBandwidths",
-    "CollectiveType",
     "CustomTopologyData",
     "DeviceHardware",
-    "GeneralizedCommsBandwidth",
     "Perf",
     "Storage",
     "Topology",
+    "topology_of",
 ]
 
 
@@ -107,63 +102,6 @@ class DeviceHardware:
     rank: int
     storage: Storage
     perf: Perf
-
-
-class CollectiveType(Enum):
-    """Kinds of collective."""
-
-    ALL_TO_ALL = "all_to_all"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_GATHER = "all_gather"
-    ALL_REDUCE = "all_reduce"
-
-
-class GeneralizedCommsBandwidth(abc.ABC):
-    """Bandwidth of a collective as a function of the group; derive from it to model a real network.
-
-    A class that defines :meth:`get_bw` alone is enough: the two figures below come from it then.
-    """
-
-    @abc.abstractmethod
-    def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
-        """Bytes per millisecond of the collective over ``world_size`` ranks, ``local_world_size`` a host."""
-
-    @property
-    def intra_host_bw(self) -> float:
-        """Bytes per millisecond within a host; 0 when not known apart."""
-        return 0.0
-
-    @property
-    def inter_host_bw(self) -> float:
-        """Bytes per millisecond between hosts; 0 when not known apart."""
-        return 0.0
-
-
-class BasicCommsBandwidths(GeneralizedCommsBandwidth):
-    """Two figures: the slower one as soon as the group spans hosts."""
-
-    def __init__(
-        self, inter_host_bw: float = CROSS_NODE_BANDWIDTH, intra_host_bw: float = INTRA_NODE_BANDWIDTH
-    ) -> None:
-        self._inter_host_bw = inter_host_bw
-        self._intra_host_bw = intra_host_bw
-
-    def __str__(self) -> str:
-        return f"inter_host_bw={self._inter_host_bw} intra_host_bw={self._intra_host_bw}"
-
-    @property
-    def inter_host_bw(self) -> float:
-        """Between hosts."""
-        return self._inter_host_bw
-
-    @property
-    def intra_host_bw(self) -> float:
-        """Within a host."""
-        return self._intra_host_bw
-
-    def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
-        """The slower link that the group needs."""
-        return self._inter_host_bw if world_size > local_world_size else self._intra_host_bw
 
 
 class CustomTopologyData:
@@ -397,3 +335,19 @@ class Topology:
         lines += [f"\tdevice {d.rank} {d.storage}" for d in self._devices]
         lines += [f"local_world_size={self._local_world_size}", str(self._comms)]
         return " \n".join(lines) + "\n"
+
+
+def topology_of(profile: HardwareProfile, world_size: int, **sizes: Any) -> Topology:
+    """A topology of ``world_size`` ranks of a measured machine: its bandwidths, and its figures for lookups.
+
+    Args:
+        sizes: further arguments of :class:`Topology` (``hbm_cap``, ``ddr_cap``, ``local_world_size`` ...).
+    """
+    measured = {
+        "ddr_mem_bw": profile.memory_bytes_per_ms,
+        "hbm_mem_bw": profile.device_memory_bytes_per_ms,
+        "hbm_to_ddr_mem_bw": profile.host_to_device_bytes_per_ms,
+        "intra_host_bw": profile.device_to_device_bytes_per_ms,
+    }
+    given = {name: value for name, value in measured.items() if value > 0}
+    return Topology(world_size, profile.device, hardware=profile, **(given | sizes))

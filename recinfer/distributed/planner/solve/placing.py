@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recinfer.distributed.planner.estimates import FloatN, IntN
-from recinfer.distributed.planner.problem import FIXED, FREE, HOST, HOST_FREE, Problem
+from recinfer.distributed.planner.model.estimates import FloatN, IntN
+from recinfer.distributed.planner.solve.problem import FIXED, FREE, HOST, HOST_FREE, Problem
 
 __all__ = ["Placement", "Placer", "packer", "refresh"]
 

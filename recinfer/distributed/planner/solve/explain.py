@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recinfer.distributed.planner.estimates import row_shares
+from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
+from recinfer.distributed.planner.model.estimates import row_shares
+from recinfer.distributed.planner.model.facts import TableFacts
+from recinfer.distributed.planner.model.topology import CustomTopologyData, Topology
 from recinfer.distributed.planner.outcome import pin_tables
-from recinfer.distributed.planner.placing import Placer
 from recinfer.distributed.planner.plan import TablePlan
-from recinfer.distributed.planner.problem import Problem, describe_option, make_problem
-from recinfer.distributed.planner.search import search
-from recinfer.distributed.planner.space import Estimate, SearchSpace, TableInfo, build_space
-from recinfer.distributed.planner.topology import CustomTopologyData, Topology
-from recinfer.distributed.planner.types import PlannerError, PlannerErrorType
+from recinfer.distributed.planner.solve.placing import Placer
+from recinfer.distributed.planner.solve.problem import Problem, describe_option, make_problem
+from recinfer.distributed.planner.solve.search import search
+from recinfer.distributed.planner.solve.space import Estimate, SearchSpace, build_space
 
 __all__ = ["error_type", "explain"]
 
@@ -43,7 +44,7 @@ def explain(
     estimator: Callable[[Topology], Estimate],
     *,
     pinned: Sequence[TablePlan] = (),
-    smaller_tables: Sequence[TableInfo] | None = None,
+    smaller_tables: Sequence[TableFacts] | None = None,
 ) -> str:
     """The message of the error, two lines. What it advises was planned, with the pins: it is enough.
 
@@ -170,7 +171,7 @@ class _Trial:
     estimator: Callable[[Topology], Estimate]
     pinned: Sequence[TablePlan]
 
-    def fits(self, tables: Sequence[TableInfo], topology: Topology) -> bool:
+    def fits(self, tables: Sequence[TableFacts], topology: Topology) -> bool:
         """Whether a plan of ``tables`` on ``topology`` is found."""
         return self.space_fits(build_space(tables, topology, self.estimator(topology)), topology)
 
@@ -184,7 +185,7 @@ class _Trial:
 
 
 def _what_helps(
-    trial: _Trial, space: SearchSpace, smaller_tables: Sequence[TableInfo] | None, memory: int
+    trial: _Trial, space: SearchSpace, smaller_tables: Sequence[TableFacts] | None, memory: int
 ) -> list[str]:
     helps, topology = [], trial.topology
     if (cap := _capacity(trial, space, memory)) is not None:
@@ -276,7 +277,7 @@ def _ranks(trial: _Trial, space: SearchSpace) -> int | None:
     return high * step
 
 
-def _with_host_memory(tables: Sequence[TableInfo], topology: Topology) -> list[TableInfo] | None:
+def _with_host_memory(tables: Sequence[TableFacts], topology: Topology) -> list[TableFacts] | None:
     """The tables, each also offered in host memory; None when nothing is added."""
     if topology.compute_device != "cuda":
         return None
@@ -287,7 +288,7 @@ def _with_host_memory(tables: Sequence[TableInfo], topology: Topology) -> list[T
     return wider if any(len(w.offers) > len(t.offers) for w, t in zip(wider, tables)) else None
 
 
-def _with_row_wise(tables: Sequence[TableInfo]) -> list[TableInfo] | None:
+def _with_row_wise(tables: Sequence[TableFacts]) -> list[TableFacts] | None:
     """The tables, each also offered row-wise with its kernels; None when nothing is added."""
     wider = []
     for t in tables:

@@ -1,0 +1,67 @@
+"""Rectangles from TorchRec's ParameterSharding and back: the one place that reads torch's shard metadata, and makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed._shard.metadata import ShardMetadata
+
+from recinfer.distributed.layout.rect import Rect
+from recinfer.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardingType
+from recinfer.errors import ConfigError
+
+__all__ = ["placement", "rects_of", "sharding_spec"]
+
+
+def placement(compute_device: str, rank: int, local_world_size: int) -> str:
+    """TorchRec's placement text, ``rank:3/cuda:1``; all CPU ranks share one device."""
+    return f"rank:{rank}/cpu" if compute_device == "cpu" else f"rank:{rank}/{compute_device}:{rank % local_world_size}"
+
+
+def sharding_spec(rects: Sequence[Rect], placements: Sequence[str]) -> EnumerableShardingSpec:
+    """Rectangles with their placements as torch lists them."""
+    return EnumerableShardingSpec(
+        [
+            ShardMetadata(
+                shard_offsets=[rect.row_start, rect.col_start], shard_sizes=[rect.rows, rect.cols], placement=place
+            )
+            for rect, place in zip(rects, placements)
+        ]
+    )
+
+
+def rects_of(table: str, rows: int, cols: int, sharding: ParameterSharding, world_size: int) -> list[Rect]:
+    """The rectangles of a table in the plan's order, as they are given: whether they tile it nobody has checked.
+
+    Args:
+        table: its name.
+        rows, cols: its size.
+        sharding: its plan; of data_parallel the ranks alone are read.
+        world_size: ranks, for a data_parallel table that names none.
+
+    Raises:
+        ConfigError: no shards, or one that names no rank.
+    """
+    if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
+        return [Rect(rank, 0, rows, 0, cols, table) for rank in sharding.ranks or range(world_size)]
+    shards = getattr(sharding.sharding_spec, "shards", None)
+    if not shards:
+        raise ConfigError(
+            f"table {table!r}: a {sharding.sharding_type} plan needs a sharding_spec that lists its shards"
+        )
+    rects = []
+    for i, shard in enumerate(shards):
+        (row, col), (height, width) = shard.shard_offsets, shard.shard_sizes
+        rects.append(Rect(_rank_of(table, i, shard, sharding.ranks), row, row + height, col, col + width, table))
+    return rects
+
+
+def _rank_of(table: str, index: int, shard: ShardMetadata, ranks: Sequence[int] | None) -> int:
+    rank = None if shard.placement is None else shard.placement.rank()
+    if rank is None and ranks is not None and index < len(ranks):
+        return ranks[index]
+    if rank is None:
+        raise ConfigError(
+            f"table {table!r}: shard {index} names no rank; expected a placement rank:<n>/<device>, or its rank in ranks"
+        )
+    return rank

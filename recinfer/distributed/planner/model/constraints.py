@@ -1,0 +1,91 @@
+"""What the user says of a table before it is planned, and the error that says why nothing could be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from recinfer.distributed.types import BoundsCheckMode, CacheParams, DataType, KeyValueParams
+from recinfer.errors import RecinferError
+
+__all__ = ["ParameterConstraints", "PlannerError", "PlannerErrorType"]
+
+
+@dataclass
+class ParameterConstraints:
+    """What the user knows or wants of one table.
+
+    Args:
+        sharding_types: offer only these.
+        compute_kernels: offer only these.
+        min_partition: narrowest column piece.
+        pooling_factors: mean ids a bag, one a feature (default 1).
+        num_poolings: bags a sample, one a feature (default 1).
+        batch_sizes: batch of each feature when it differs from the planner's.
+        is_weighted: features carry a weight an id.
+        cache_params, enforce_hbm, stochastic_rounding, bounds_check_mode: passed on to the kernel.
+        feature_names: the table's features, when the module does not say.
+        output_dtype: element type of the looked-up vectors.
+        device_group: kind of device the table must live on, for mixed plans.
+        key_value_params, use_virtual_table: accepted for compatibility.
+        colocate_with: tables with the same value share all their ranks (ours). Such a table is placed whole.
+    """
+
+    sharding_types: list[str] | None = None
+    compute_kernels: list[str] | None = None
+    min_partition: int | None = None
+    pooling_factors: list[float] = field(default_factory=lambda: [1.0])
+    num_poolings: list[float] | None = None
+    batch_sizes: list[int] | None = None
+    is_weighted: bool = False
+    cache_params: CacheParams | None = None
+    enforce_hbm: bool | None = None
+    stochastic_rounding: bool | None = None
+    bounds_check_mode: BoundsCheckMode | None = None
+    feature_names: list[str] | None = None
+    output_dtype: DataType | None = None
+    device_group: str | None = None
+    key_value_params: KeyValueParams | None = None
+    use_virtual_table: bool = False
+    colocate_with: str | None = None
+
+    def __hash__(self) -> int:
+        lists = (self.sharding_types, self.compute_kernels, self.pooling_factors, self.num_poolings, self.batch_sizes)
+        return hash(
+            (
+                *(tuple(x) if x is not None else None for x in lists),
+                self.min_partition,
+                self.is_weighted,
+                self.cache_params,
+                self.enforce_hbm,
+                self.stochastic_rounding,
+                self.bounds_check_mode,
+                tuple(self.feature_names or ()),
+                self.output_dtype,
+                self.device_group,
+                self.colocate_with,
+            )
+        )
+
+
+class PlannerErrorType(Enum):
+    """Why no plan came out."""
+
+    INSUFFICIENT_STORAGE = "insufficient_storage"
+    STRICT_CONSTRAINTS = "strict_constraints"
+    PARTITION = "partition"
+    OTHER = "other"
+    PLANNER_INPUT_CONTEXT_MISMATCH = "planner_input_context_mismatch"
+    PLAN_LOADING_FAILED = "plan_loading_failed"
+    INVALID_RANK_ASSIGNMENT = "invalid_rank_assignment"
+    INPUT_VALIDATION = "input_validation"
+    MISSING_MODULE_IN_PLAN = "missing_module_in_plan"
+    INVALID_COMPUTE_KERNEL = "invalid_compute_kernel"
+
+
+class PlannerError(RecinferError, ValueError):
+    """No plan; ``error_type`` says why in one word, the message says what binds and what would help."""
+
+    def __init__(self, message: str, error_type: PlannerErrorType = PlannerErrorType.OTHER) -> None:
+        super().__init__(message)
+        self.error_type = error_type

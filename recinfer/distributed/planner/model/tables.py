@@ -1,0 +1,224 @@
+"""Reads models: their embedding tables, as sharders and as quantized inference take them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from recinfer.distributed.planner.constants import BATCH_SIZE, kernel_bw_lookup
+from recinfer.distributed.planner.model.constraints import ParameterConstraints
+from recinfer.distributed.planner.model.estimates import KERNEL_CODES
+from recinfer.distributed.planner.model.facts import TableFacts, per_feature, table_facts
+from recinfer.distributed.planner.model.options import ShardingOption
+from recinfer.distributed.planner.model.sharders import sharder_name
+from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.plan import embedding_tables
+from recinfer.distributed.types import ModuleSharder, ShardingType
+from recinfer.errors import ConfigError
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
+
+__all__ = ["facts_of_option", "inference_tables", "model_tables", "sharded_modules"]
+
+_GUARDED_FOR_PROCESSORS = frozenset({"row_wise", "table_row_wise", "grid_shard"})
+_INFERENCE_TYPES = ("table_wise", "row_wise", "column_wise")
+_INFERENCE_KERNELS = {"cpu": ("quant",), "mtia": ("quant",), "cuda": ("quant", "quant_uvm", "quant_uvm_caching")}
+_PRECISIONS = (DataType.FP32, DataType.FP16, DataType.INT8, DataType.INT4, DataType.INT2)
+
+
+def sharded_modules(
+    module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+) -> Iterator[tuple[str, nn.Module, ModuleSharder[Any]]]:
+    """(path, module, sharder) of every module that a sharder takes, outermost first, not looking inside it."""
+    exact = {sharder_name(s.module_type): s for s in sharders}
+    stack: list[tuple[str, nn.Module]] = [("", module)]
+    while stack:
+        path, child = stack.pop()
+        sharder = exact.get(sharder_name(type(child)))
+        if sharder is None:
+            sharder = next((s for s in sharders if isinstance(child, s.module_type)), None)
+        if sharder is not None:
+            yield path, child, sharder
+            continue
+        prefix = f"{path}." if path else ""
+        stack.extend(reversed([(prefix + name, inner) for name, inner in child.named_children()]))
+
+
+def model_tables(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[Any]],
+    topology: Topology,
+    batch_size: int,
+    constraints: Mapping[str, ParameterConstraints] | None,
+) -> list[TableFacts]:
+    """Every table that ``sharders`` can shard; raises ConfigError for figures that no table has."""
+    limits = constraints or {}
+    tables = []
+    for path, child, sharder in sharded_modules(module, sharders):
+        configs = _configs(child)
+        for name, tensor in sharder.shardable_parameters(child).items():
+            limit, config = limits.get(name), configs.get(name)
+            if limit is not None and limit.device_group not in (None, topology.compute_device):
+                continue
+            c = limit or ParameterConstraints()
+            features = c.feature_names or (config.feature_names if config is not None else [])
+            facts = table_facts(
+                path,
+                name,
+                child,
+                config=config,
+                tensor=tensor,
+                sharder=sharder,
+                offers=_offers(child, sharder, topology, limit),
+                limit=limit,
+                features=features,
+                figures=per_feature(name, c, len(features), batch_size),
+                pooled=ShardingOption.module_pooled(child, name),
+                weighted=_is_weighted(child, c),
+            )
+            tables.append(facts)
+    return tables
+
+
+def facts_of_option(
+    option: ShardingOption, sharder: ModuleSharder[Any] | None, constraints: Mapping[str, ParameterConstraints] | None
+) -> TableFacts:
+    """The facts behind one option object, for estimators that are called with objects; what it says goes first."""
+    c = (constraints or {}).get(option.name) or ParameterConstraints()
+    num = len(option.input_lengths)
+
+    def spread(given: Sequence[float]) -> list[float]:
+        return [float(x) for x in (given if len(given) == num else [given[0]] * num)]
+
+    poolings = spread(option.num_poolings or c.num_poolings or [1.0])
+    batches = spread(c.batch_sizes or [option.batch_size])
+    return table_facts(
+        option.path,
+        option.name,
+        option.module[1],
+        config=_configs(option.module[1]).get(option.name),
+        tensor=option.tensor,
+        sharder=sharder,
+        offers=((option.sharding_type, option.compute_kernel),),
+        limit=replace(
+            c,
+            cache_params=option.cache_params or c.cache_params,
+            output_dtype=option.output_dtype or c.output_dtype,
+        ),
+        features=option.feature_names or (),
+        figures=(tuple(float(x) for x in option.input_lengths), tuple(poolings), tuple(int(b) for b in batches)),
+        pooled=option.is_pooled,
+        weighted=_is_weighted(option.module[1], c),
+    )
+
+
+def inference_tables(
+    model: nn.Module,
+    *,
+    compute_device: str,
+    precision: DataType,
+    per_table_precision: Mapping[str, DataType] | None = None,
+    batch_size: int = BATCH_SIZE,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+) -> list[TableFacts]:
+    """The tables of ``model`` with what quantized inference may do with each.
+
+    Raises:
+        ConfigError: no embedding collection, a precision that inference does not know, constraints for another kind of
+            device, or a name of a table (in ``constraints`` or ``per_table_precision``) that the model does not have.
+    """
+    chosen, limits = dict(per_table_precision or {}), dict(constraints or {})
+    tables = []
+    for path, module, configs, pooled in embedding_tables(model):
+        for config in configs:
+            kind = chosen.get(config.name, precision)
+            if kind not in _PRECISIONS:
+                raise ConfigError(f"table {config.name!r}: precision {kind}; expected one of {[str(p) for p in _PRECISIONS]}")  # fmt: skip
+            limit = limits.get(config.name)
+            if limit is not None and limit.device_group not in (None, compute_device):
+                raise ConfigError(
+                    f"table {config.name!r}: device_group {limit.device_group!r} in a plan for {compute_device!r}; "
+                    "plan_inference puts every table on one kind of device, so leave device_group out or plan for it"
+                )
+            c, method = limit or ParameterConstraints(), getattr(module, "is_weighted", None)
+            facts = table_facts(
+                path,
+                config.name,
+                module,
+                config=config,
+                precision=kind,
+                offers=_inference_offers(compute_device, c),
+                limit=limit,
+                features=config.feature_names,
+                figures=per_feature(config.name, c, len(config.feature_names), batch_size),
+                pooled=pooled,
+                weighted=c.is_weighted or not callable(method) or bool(method()),
+            )
+            tables.append(facts)
+    if not tables:
+        raise ConfigError(
+            f"{type(model).__name__} has no embedding collection to plan: no module with embedding_bag_configs() or "
+            "embedding_configs()"
+        )
+    names = {t.name for t in tables}
+    unknown = sorted((set(chosen) | set(limits)) - names)
+    if unknown:
+        raise ConfigError(f"constraints name tables {unknown}; the model has {sorted(names)[:20]}")
+    return tables
+
+
+def _configs(module: nn.Module) -> dict[str, BaseEmbeddingConfig]:
+    """Table configs by name; of the collection inside when ``module`` is a feature-processed one."""
+    for holder in (module, getattr(module, "_embedding_bag_collection", None)):
+        for method in ("embedding_bag_configs", "embedding_configs"):
+            get = getattr(holder, method, None)
+            if callable(get):
+                return {c.name: c for c in get()}
+    return {}
+
+
+def _offers(
+    module: nn.Module, sharder: ModuleSharder[Any], topology: Topology, limit: ParameterConstraints | None
+) -> tuple[tuple[str, str], ...]:
+    device = topology.compute_device
+    asked_types = limit.sharding_types if limit is not None else None
+    asked_kernels = limit.compute_kernels if limit is not None else None
+    processed = _has_processor(module)
+    offers = []
+    for kind in sharder.sharding_types(device):
+        if asked_types is not None and kind not in asked_types:
+            continue
+        # A grid has many shards; it is offered on request only, as in TorchRec.
+        if asked_types is None and kind == ShardingType.GRID_SHARD.value:
+            continue
+        if processed and kind in _GUARDED_FOR_PROCESSORS:
+            continue
+        for kernel in sharder.compute_kernels(kind, device):
+            if asked_kernels is not None and kernel not in asked_kernels:
+                continue
+            if kernel in KERNEL_CODES and kernel_bw_lookup(device, kernel, 1.0, 1.0, 1.0) is not None:
+                offers.append((kind, kernel))
+    return tuple(offers)
+
+
+def _inference_offers(compute_device: str, c: ParameterConstraints) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (kind, kernel)
+        for kind in _INFERENCE_TYPES
+        if not c.sharding_types or kind in c.sharding_types
+        for kernel in _INFERENCE_KERNELS[compute_device]
+        if not c.compute_kernels or kernel in c.compute_kernels
+    )
+
+
+def _has_processor(module: nn.Module) -> bool:
+    return hasattr(module, "_feature_processors")
+
+
+def _is_weighted(module: nn.Module, c: ParameterConstraints) -> bool:
+    method = getattr(module, "is_weighted", None)
+    if callable(method) and not _has_processor(module):
+        return bool(method())
+    return c.is_weighted
