@@ -60,7 +60,7 @@ class _Memo(dict[int, Any]):
             if self._device is None or isinstance(known, _SHARED):
                 self[key] = known
             else:
-                self._move(known, self._device)
+                self._move(cast("Tensor", known), self._device)
         return super().get(key, default)
 
     def _move(self, tensor: Tensor, device: torch.device) -> Tensor:
