@@ -125,7 +125,9 @@ class TablePlan:
             precision=DataType.parse(value_of(what, data, "precision", str)),
             num_embeddings=value_of(what, data, "num_embeddings", int),
             embedding_dim=value_of(what, data, "embedding_dim", int),
-            shards=tuple(Rect(*row, table=data["table"]) for row in rows),
+            shards=tuple(
+                Rect(rank, top, bottom, left, right, data["table"]) for rank, top, bottom, left, right in rows
+            ),
             estimates=value_of(what, data, "estimates", dict, {}),
         )
 
