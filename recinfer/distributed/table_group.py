@@ -38,8 +38,6 @@ except ImportError as error:
 __all__ = ["TableGroup", "TableShape"]
 
 _WEIGHTS = (torch.float32, torch.float16)
-# Row-wise Adagrad of at least so many ids, in rows of at most so many columns, is faster by adding to rows.
-_MANY_IDS, _NARROW = 2048, 64
 _CHUNK = 1 << 16  # elements of the rows that are stepped together
 _KERNELS = {OptimType.SGD: "sgd", OptimType.ADAGRAD: "adagrad", OptimType.ROWWISE_ADAGRAD: "rowwise_adagrad"}
 _OUTSIDE = "out of bounds"  # in the operators' message
@@ -258,10 +256,7 @@ class TableGroup(nn.Module):
         if not call.indices.numel():
             return
         if self.settings.has_cpu_kernel:
-            if self._adds_rows_faster(call):
-                self._update_rowwise_adagrad(call)
-            else:
-                self._update_by_kernel(call)
+            self._update_by_kernel(call)
         else:
             self._update_by_formula(call)
 
@@ -293,27 +288,6 @@ class TableGroup(nn.Module):
         op = getattr(ops, f"split_embedding_backward_codegen_{name}_cpu")
         dims, bags = (self._dim_offsets, max(self.feature_dims)), (POOLING[self.pooling], call.per_sample_weights)
         op(call.grad_output, *tables, *dims, *ids, *bags, rounding, *state)
-
-    def _adds_rows_faster(self, call: LookupGradient) -> bool:
-        """Whether :meth:`_update_rowwise_adagrad` beats the kernel, which has threads and suits wide rows and repeated ids."""
-        num_ids = call.indices.numel()
-        return (
-            self.settings.optimizer is OptimType.ROWWISE_ADAGRAD
-            and self.weights.dtype is torch.float32
-            and _MANY_IDS <= num_ids <= self._row_starts[-1]
-            and max(self.feature_dims) <= _NARROW
-            and torch.get_num_threads() == 1
-        )
-
-    def _update_rowwise_adagrad(self, call: LookupGradient) -> None:
-        """What the kernel computes; rows are read and written once, by adding to them."""
-        rate, eps, all_sums = float(self.param_group["lr"]), self.settings.eps, self._states["momentum1"]
-        for block, rows, grad in self._row_gradients(call):
-            sums = all_sums[block.rows]
-            total = sums.index_select(0, rows).add_(grad.square().mean(dim=1))
-            sums.index_copy_(0, rows, total)
-            factors = total.sqrt_().add_(eps).reciprocal_().mul_(-rate)
-            block.matrix(self.weights).index_add_(0, rows, grad.mul_(factors.unsqueeze(1)))
 
     def _update_by_formula(self, call: LookupGradient) -> None:
         update = UPDATES[self.settings.optimizer.value]

@@ -466,11 +466,11 @@ def test_momentum_of_an_optimizer_class_is_refused() -> None:
 
 @pytest.mark.parametrize("pooling", [SUM, MEAN, NONE])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_many_ids_are_stepped_as_the_kernel_steps_them(pooling: PoolingType, weighted: bool) -> None:
+def test_many_ids_are_stepped_by_the_formula_as_by_the_kernel(pooling: PoolingType, weighted: bool) -> None:
     shapes = (TableShape("a", 3000, 8, 2), TableShape("b", 1, 8), TableShape("c", 2000, 8 if pooling is NONE else 5))
     settings = FusedSettings.from_params({"optimizer": "ROWWISE_ADAGRAD", "learning_rate": 0.1, "eps": 1e-4})
-    lean, kernel = TableGroup(shapes, pooling, settings), TableGroup(shapes, pooling, settings)
-    kernel.weights.copy_(lean.weights.uniform_(-1, 1))
+    formula, kernel = TableGroup(shapes, pooling, settings), TableGroup(shapes, pooling, settings)
+    kernel.weights.copy_(formula.weights.uniform_(-1, 1))
     generator = torch.Generator().manual_seed(0)
     rows = [3000, 3000, 1, 2000]
     for _ in range(2):
@@ -480,11 +480,10 @@ def test_many_ids_are_stepped_as_the_kernel_steps_them(pooling: PoolingType, wei
         ids = torch.cat([torch.randint(0, r, (n,), generator=generator) for r, n in zip(rows, counts)])
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         weights = torch.rand(ids.numel(), generator=generator) if weighted and pooling is SUM else None
-        width = 8 if pooling is NONE else sum(lean.feature_dims)
+        width = 8 if pooling is NONE else sum(formula.feature_dims)
         gradient = torch.randn(ids.numel() if pooling is NONE else 900, width, generator=generator)
         of_call = LookupGradient(ids, offsets, weights, gradient)
-        assert lean._adds_rows_faster(of_call) == (torch.get_num_threads() == 1)
-        lean._update_rowwise_adagrad(of_call)
+        formula._update_by_formula(of_call)
         kernel._update_by_kernel(of_call)
-    torch.testing.assert_close(lean.weights, kernel.weights)
-    torch.testing.assert_close(lean._states["momentum1"], kernel._states["momentum1"])
+    torch.testing.assert_close(formula.weights, kernel.weights)
+    torch.testing.assert_close(formula._states["momentum1"], kernel._states["momentum1"])
