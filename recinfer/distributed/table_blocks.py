@@ -1,19 +1,17 @@
-"""What a group of tables is made of: their shapes, blocks of neighbours of one width, and sums of rows by FBGEMM's lookup."""
+"""What a group of tables is made of: their shapes, spans of neighbours of one width, and sums of rows by FBGEMM's lookup."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from recinfer.modules.embedding_configs import PoolingType
 
-if TYPE_CHECKING:
-    from recinfer.distributed.table_group import TableGroup
-
-__all__ = ["OUTPUT", "POOLING", "Block", "TableShape", "rows_of", "sums_of"]
+__all__ = ["OUTPUT", "POOLING", "Span", "TableShape", "rows_of", "spans_of", "sums_of"]
 
 # FBGEMM's numbers for how bags are pooled and for the element type of the output.
 POOLING = {PoolingType.SUM: 0, PoolingType.MEAN: 1, PoolingType.NONE: 2}
@@ -36,25 +34,42 @@ class TableShape:
     num_features: int = 1
 
 
-class Block:
-    """Neighbouring tables of one dim: their rows are one matrix, their features' columns lie next to each other."""
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Neighbouring tables of one dim: their rows are one matrix, their features' columns lie next to each other.
 
-    def __init__(self, group: TableGroup, tables: range, first_feature: int, first_column: int) -> None:
-        shapes = [group.shapes[t] for t in tables]
-        self.tables = tables
-        self.dim = shapes[0].dim
-        self.num_features = sum(s.num_features for s in shapes)
-        self.features = slice(first_feature, first_feature + self.num_features)
-        self.columns = slice(first_column, first_column + self.num_features * self.dim)
-        self.elements = slice(group._starts[tables[0]], group._starts[tables[-1] + 1])
-        self.rows = slice(group._row_starts[tables[0]], group._row_starts[tables[-1] + 1])
-        first = group._row_starts[tables[0]]
-        starts = [group._row_starts[t] - first for t in tables for _ in range(group.shapes[t].num_features)]
-        self.row_starts = torch.tensor(starts)
+    Attributes:
+        features, columns: of the input and of the output.
+        elements, rows: where its numbers and its rows lie among those of all tables.
+        row_starts: int64 ``[features]``, the first row of each feature's table in the matrix.
+    """
+
+    dim: int
+    features: slice
+    columns: slice
+    elements: slice
+    rows: slice
+    row_starts: Tensor
 
     def matrix(self, flat: Tensor) -> Tensor:
-        """The block's rows of a flat tensor of all rows: a view ``[rows, dim]``."""
+        """The span's rows of a flat tensor of all rows: a view ``[rows, dim]``."""
         return flat[self.elements].view(-1, self.dim)
+
+
+def spans_of(shapes: Sequence[TableShape], starts: Sequence[int], row_starts: Sequence[int]) -> list[Span]:
+    """The spans of tables, whose numbers and rows begin at ``starts`` and ``row_starts``; the last of each is the end."""
+    spans: list[Span] = []
+    feature = column = 0
+    for dim, members in groupby(range(len(shapes)), key=lambda t: shapes[t].dim):
+        tables = list(members)
+        first, stop = tables[0], tables[-1] + 1
+        of_feature = [row_starts[t] - row_starts[first] for t in tables for _ in range(shapes[t].num_features)]
+        features = slice(feature, feature + len(of_feature))
+        columns = slice(column, column + len(of_feature) * dim)
+        elements, rows = slice(starts[first], starts[stop]), slice(row_starts[first], row_starts[stop])
+        spans.append(Span(dim, features, columns, elements, rows, torch.tensor(of_feature)))
+        feature, column = features.stop, columns.stop
+    return spans
 
 
 def rows_of(table: Tensor, rows: Tensor) -> Tensor:
