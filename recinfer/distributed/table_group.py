@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from recinfer.distributed.embedding_types import OptimType
 from recinfer.distributed.fused_params import FusedSettings
 from recinfer.distributed.replicas import LookupGradient, Replicas
-from recinfer.distributed.table_blocks import OUTPUT, POOLING, Span, TableShape, rows_of, spans_of, sums_of
+from recinfer.distributed.table_spans import OUTPUT, POOLING, Span, TableShape, rows_of, spans_of, sums_of
 from recinfer.distributed.types import BoundsCheckMode
 from recinfer.distributed.variable_batch import padded_offsets, rank_major
 from recinfer.errors import ConfigError, InputError, UnavailableError
