@@ -8,11 +8,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recinfer"
 
-# The circles of today, modules without ``recinfer.``. The list only shrinks: whoever cuts a circle takes it off.
-KNOWN = [
-    "distributed.table_blocks distributed.table_group",
-]
-
 
 def modules() -> dict[str, Path]:
     """Dotted name -> file of every module, a package's ``__init__`` under the package's name."""
@@ -76,12 +71,8 @@ def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
 
 
 def test_imports_have_no_circles() -> None:
-    known = {frozenset(f"recinfer.{name}" for name in circle.split()) for circle in KNOWN}
-    found = circles(imports())
-    new = [sorted(circle) for circle in found - known]
-    gone = [sorted(circle) for circle in known - found]
-    assert not new, f"modules that import each other: {new}"
-    assert not gone, f"not circles any more; take them off KNOWN: {gone}"
+    found = [sorted(circle) for circle in circles(imports())]
+    assert not found, f"modules that import each other: {found}"
 
 
 def test_circles_are_found() -> None:

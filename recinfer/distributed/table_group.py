@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from recinfer.distributed.embedding_types import OptimType
 from recinfer.distributed.fused_params import FusedSettings
 from recinfer.distributed.replicas import LookupGradient, Replicas
-from recinfer.distributed.table_blocks import OUTPUT, POOLING, Block, TableShape, rows_of, sums_of
+from recinfer.distributed.table_spans import OUTPUT, POOLING, Span, TableShape, rows_of, spans_of, sums_of
 from recinfer.distributed.types import BoundsCheckMode
 from recinfer.distributed.variable_batch import padded_offsets, rank_major
 from recinfer.errors import ConfigError, InputError, UnavailableError
@@ -115,12 +115,7 @@ class TableGroup(nn.Module):
         self._dim_offsets = tensor([0, *accumulate(self.feature_dims)], torch.int32)
         self._rows_per_feature = tensor([shapes[t].rows for t in of_feature])
         self._warnings = torch.zeros(1, dtype=torch.int64)
-        self._blocks: list[Block] = []
-        feature = column = 0
-        for _, members in groupby(range(len(shapes)), key=lambda t: shapes[t].dim):
-            block = Block(self, range((tables := list(members))[0], tables[-1] + 1), feature, column)
-            self._blocks.append(block)
-            feature, column = block.features.stop, block.columns.stop
+        self._spans = spans_of(shapes, self._starts, self._row_starts)
 
     # ------------------------------------------------------------------------------------------------- tables
 
@@ -293,51 +288,51 @@ class TableGroup(nn.Module):
         update = UPDATES[self.settings.optimizer.value]
         hyper = self.settings.hyper(float(self.param_group["lr"]))
         count = int(self.steps) if self.steps is not None else 0
-        for block, rows, grad in self._row_gradients(call):
+        for span, rows, grad in self._row_gradients(call):
             tables = {
-                name: self._states[name][block.rows] if rowwise else block.matrix(self._states[name])
+                name: self._states[name][span.rows] if rowwise else span.matrix(self._states[name])
                 for name, rowwise in update.states.items()
             }
             touched = {name: rows_of(table, rows) for name, table in tables.items()}
-            weights = block.matrix(self.weights)
+            weights = span.matrix(self.weights)
             new = update.step(rows_of(weights, rows), grad, touched, hyper, count)
             weights.index_copy_(0, rows, new.to(weights.dtype))
             for name, table in tables.items():
                 table.index_copy_(0, rows, touched[name])
 
-    def _row_gradients(self, call: LookupGradient) -> Iterator[tuple[Block, Tensor, Tensor]]:
-        """Blocks with touched rows (int64 ``[R]``, each once) and their gradients (float32 ``[R, dim]``), in chunks."""
+    def _row_gradients(self, call: LookupGradient) -> Iterator[tuple[Span, Tensor, Tensor]]:
+        """Spans with touched rows (int64 ``[R]``, each once) and their gradients (float32 ``[R, dim]``), in chunks."""
         num_bags = (call.offsets.numel() - 1) // len(self.feature_dims)
-        for block in self._blocks:
-            lengths = call.offsets[block.features.start * num_bags : block.features.stop * num_bags + 1].diff()
-            first = int(call.offsets[block.features.start * num_bags])
-            count = int(call.offsets[block.features.stop * num_bags]) - first
+        for span in self._spans:
+            lengths = call.offsets[span.features.start * num_bags : span.features.stop * num_bags + 1].diff()
+            first = int(call.offsets[span.features.start * num_bags])
+            count = int(call.offsets[span.features.stop * num_bags]) - first
             if not count:
                 continue
             ids = slice(first, first + count)
-            starts = block.row_starts.repeat_interleave(num_bags).repeat_interleave(lengths, output_size=count)
+            starts = span.row_starts.repeat_interleave(num_bags).repeat_interleave(lengths, output_size=count)
             rows, order = torch.sort(call.indices[ids] + starts, stable=True)
             rows, counts = torch.unique_consecutive(rows, return_counts=True)
             bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-            gradients, source, scales = self._sources(block, call, ids, lengths, order)
+            gradients, source, scales = self._sources(span, call, ids, lengths, order)
             # Chunks whose temporaries stay in the cache: fresh pages cost several times what is computed in them.
-            size = max(1, _CHUNK // block.dim)
+            size = max(1, _CHUNK // span.dim)
             for start in range(0, rows.numel(), size):
                 ends = bounds[start : start + size + 1]
                 part = slice(int(ends[0]), int(ends[-1]))
                 grad = sums_of(gradients, source[part], ends - ends[0], None if scales is None else scales[part])
-                yield block, rows[start : start + size], grad
+                yield span, rows[start : start + size], grad
 
     def _sources(
-        self, block: Block, call: LookupGradient, ids: slice, lengths: Tensor, order: Tensor
+        self, span: Span, call: LookupGradient, ids: slice, lengths: Tensor, order: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """A matrix of gradients; for each id, in ``order``, its row there; and what that row counts for."""
         scales = None if call.per_sample_weights is None else call.per_sample_weights[ids]
         if self.pooling is PoolingType.NONE:
             return call.grad_output[ids], order, None
-        # The gradient of bag b of feature f is row b * F + f of the block's columns.
-        gradients = call.grad_output[:, block.columns].contiguous().view(-1, block.dim)
-        bags = torch.arange(gradients.shape[0]).view(-1, block.num_features).t().reshape(-1)
+        # The gradient of bag b of feature f is row b * F + f of the span's columns.
+        gradients = call.grad_output[:, span.columns].contiguous().view(-1, span.dim)
+        bags = torch.arange(gradients.shape[0]).view(-1, span.row_starts.numel()).t().reshape(-1)
         if self.pooling is PoolingType.MEAN:
             shares = lengths.float().reciprocal().repeat_interleave(lengths, output_size=order.numel())
             scales = shares if scales is None else shares * scales

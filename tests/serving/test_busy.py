@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from recinfer.errors import UnavailableError
-from recinfer.serving.shards import server as shard_server
+from recinfer.serving.server import shard_server
 from recinfer.serving.shards.busy import BusyShare, thread_seconds
 from recinfer.serving.shards.fan_out import waited_for
 from recinfer.serving.shards.fan_out_request import begin_fan_out

@@ -28,6 +28,7 @@ from recinfer.serving.shards.fan_out import FanOut
 from recinfer.serving.shards.fan_out_request import FanOutRequest
 from recinfer.serving.shards.replica import Replica
 from recinfer.serving.shards.tables import ShardTables
+from recinfer.serving.shards.transport import rankers_thread
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
@@ -478,8 +479,8 @@ def test_what_is_left_for_the_end_of_a_turn_comes_after_all_that_has_come(tmp_pa
             seen.put("first")
 
         def both() -> None:  # so that both are of one turn
-            fan_out._thread.call(first)
-            fan_out._thread.call(seen.put, "second")
+            rankers_thread().call(first)
+            rankers_thread().call(seen.put, "second")
 
-        fan_out._thread.call(both)
+        rankers_thread().call(both)
         assert [seen.get(timeout=60) for _ in range(3)] == ["first", "second", "end"]
