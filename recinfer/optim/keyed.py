@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.optim import Optimizer
 
 from recinfer.errors import CheckpointError, ConfigError
-from recinfer.optim.local_tensors import local_tensors
+from recinfer.optim.keyed_state import check_names, checked_copies, saved
 
 __all__ = ["CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper"]
 
@@ -81,7 +79,7 @@ class KeyedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """State by parameter name; with :meth:`save_param_groups` also the groups, their parameters as sorted names."""
-        result: dict[str, Any] = {"state": {name: _saved(values) for name, values in self._state_by_name().items()}}
+        result: dict[str, Any] = {"state": {name: saved(values) for name, values in self._state_by_name().items()}}
         if self.defaults["_save_param_groups"]:
             names = {id(param): name for name, param in self.params.items()}
             result["param_groups"] = [
@@ -106,7 +104,7 @@ class KeyedOptimizer(Optimizer):
         for part in wanted:
             if part not in given:
                 raise CheckpointError(f"optimizer state: got the keys {sorted(given)}; expected {part!r}")
-        _check_names("parameters", own, given["state"])
+        check_names("parameters", own, given["state"])
         copies = [copy for name, values in own.items() for copy in self._plan(name, values, given["state"][name])]
         groups = self._matched_groups(given["param_groups"]) if "param_groups" in wanted else []
         for copy in copies:
@@ -122,21 +120,21 @@ class KeyedOptimizer(Optimizer):
     def _plan(self, name: str, own: Any, given: Any) -> Iterable[Callable[[], Any]]:
         """Checked copies of ``given`` into ``own``, to be run when everything has been checked."""
         optional = [key for key in own if key not in given and self._optional_state(str(key))]
-        _check_names(f"state of {name}", {k: None for k in own if k not in optional}, given)
+        check_names(f"state of {name}", {k: None for k in own if k not in optional}, given)
         for key in own:
             if key in given:
-                yield from _copies(f"{name}: {key}", own, key, given[key])
+                yield from checked_copies(f"{name}: {key}", own, key, given[key])
 
     def _matched_groups(self, given: Collection[Mapping[str, Any]]) -> list[tuple[Any, Mapping[str, Any]]]:
         names = {id(param): name for name, param in self.params.items()}
         by_params = {"/".join(sorted(group["params"])): group for group in given}
         pairs = []
         own = {"/".join(sorted(names[id(p)] for p in group["params"])): group for group in self.param_groups}
-        _check_names("param_groups", own, by_params)
+        check_names("param_groups", own, by_params)
         if len(given) != len(self.param_groups):
             raise CheckpointError(f"optimizer: got {len(given)} param_groups; expected {len(self.param_groups)}")
         for key, group in own.items():
-            _check_names(f"param_group {key}", group, by_params[key])
+            check_names(f"param_group {key}", group, by_params[key])
             pairs.append((group, by_params[key]))
         return pairs
 
@@ -207,42 +205,6 @@ class KeyedOptimizer(Optimizer):
             settings = ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
             lines.append(f"  group {number}: {len(group['params'])} parameters, {settings}")
         return "\n".join([*lines, ")"])
-
-
-def _check_names(what: str, own: Iterable[Any], given: Iterable[Any]) -> None:
-    missing, unexpected = [k for k in own if k not in given], [k for k in given if k not in own]
-    if missing or unexpected:
-        raise CheckpointError(f"optimizer {what}: missing {missing}, unexpected {unexpected}; load what matches")
-
-
-def _saved(value: Any) -> Any:
-    """``value``, with the state dicts of objects that have one in their place."""
-    if isinstance(value, dict):
-        return {key: _saved(inner) for key, inner in value.items()}
-    return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
-
-
-def _copies(what: str, owner: Any, key: Any, given: Any) -> Iterable[Callable[[], Any]]:
-    own = owner[key]
-    if isinstance(own, dict):
-        if not isinstance(given, Mapping):
-            raise CheckpointError(f"optimizer state of {what}: got {type(given).__name__}; expected a dictionary")
-        _check_names(f"state of {what}", own, given)
-        for inner in own:
-            yield from _copies(f"{what}.{inner}", own, inner, given[inner])
-    elif callable(getattr(own, "load_state_dict", None)):
-        yield partial(own.load_state_dict, given)
-    elif isinstance(own, Tensor | ShardedTensor) and isinstance(given, Tensor | ShardedTensor):
-        targets, sources = local_tensors(own), local_tensors(given)
-        if [t.shape for t in targets] != [s.shape for s in sources]:
-            raise CheckpointError(
-                f"optimizer state of {what}: got local shapes {[tuple(s.shape) for s in sources]}; expected "
-                f"{[tuple(t.shape) for t in targets]}"
-            )
-        for target, source in zip(targets, sources):
-            yield partial(target.copy_, source)
-    else:
-        yield partial(owner.__setitem__, key, deepcopy(given))
 
 
 class CombinedOptimizer(KeyedOptimizer):
