@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from recinfer.distributed.layout.edges import placement, sharding_spec
+from recinfer.distributed.layout.rect import TilingError
 from recinfer.distributed.planner.model.tables import embedding_tables
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.plan.table_plan import (
@@ -65,7 +66,7 @@ class Plan:
         local_world_size: ranks a host; 0 means all on one host.
 
     Raises:
-        ConfigError: a table twice, or a rank outside the world.
+        ConfigError: a table twice; TilingError, one of them, for a rank outside the world.
     """
 
     world_size: int
@@ -90,7 +91,7 @@ class Plan:
         for t in self.tables:
             outside = sorted({r for r in t.ranks if r >= self.world_size})
             if outside:
-                raise ConfigError(f"table {t.name!r} is placed on ranks {outside}, outside {self.world_size} ranks")
+                raise TilingError(f"table {t.name!r} is placed on ranks {outside}, outside {self.world_size} ranks")
 
     # ------------------------------------------------------------------ JSON
 

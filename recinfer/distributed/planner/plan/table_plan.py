@@ -45,7 +45,7 @@ class TablePlan:
         estimates: figures of the planner (ms, bytes); not part of the hash.
 
     Raises:
-        ConfigError: unknown names, or rectangles that do not tile the table.
+        ConfigError: unknown names; TilingError, one of them, for rectangles that do not tile the table.
     """
 
     module: str
@@ -63,8 +63,6 @@ class TablePlan:
             self._fail(f"unknown sharding type {self.sharding_type!r}; expected one of {sorted(_SHARDING_TYPES)}")
         if self.compute_kernel not in _KERNELS:
             self._fail(f"unknown compute kernel {self.compute_kernel!r}; expected one of {sorted(_KERNELS)}")
-        if not self.shards:
-            self._fail("has no shards; expected at least one")
         if others := {rect.table for rect in self.shards} - {self.table}:
             if others != {""}:
                 self._fail(f"has shards of other tables: {sorted(others)}")
