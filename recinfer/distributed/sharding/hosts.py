@@ -15,7 +15,7 @@ from recinfer.distributed.comm import get_local_size, intra_and_cross_node_pg
 from recinfer.distributed.dist_outputs import PooledEmbeddingsAllToAll, PooledEmbeddingsReduceScatter
 from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
 from recinfer.distributed.sharding.combine import Block, ColumnPlan
-from recinfer.distributed.sharding.layout import ShardLayout, pieces_of
+from recinfer.distributed.sharding.layout import ShardLayout, tiling_of
 from recinfer.distributed.sharding.pooled import PooledContext, ShardPooledDist, keep_in_graph
 from recinfer.distributed.types import Awaitable, QuantizedCommCodecs
 
@@ -27,14 +27,10 @@ def summed_inside_hosts(info: EmbeddingShardingInfo, world_size: int) -> bool:
     local_size = get_local_size(world_size)
     if not 1 < local_size < world_size or world_size % local_size:
         return False
-    ranks: dict[int, list[int]] = {}
-    for piece in pieces_of(0, info, world_size):
-        ranks.setdefault(piece.col_start, []).append(piece.rank)
+    columns = [sorted(rect.rank for rect in strip.rects) for strip in tiling_of(info, world_size).strips]
     return all(
-        len(column) == local_size and sorted(column) == list(range(min(column), min(column) + local_size))
-        and min(column) % local_size == 0
-        for column in ranks.values()
-    )  # fmt: skip
+        ranks == list(range(ranks[0], ranks[0] + local_size)) and ranks[0] % local_size == 0 for ranks in columns
+    )
 
 
 class HostPooledDist(ShardPooledDist):
