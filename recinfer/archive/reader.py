@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recinfer.archive.layout import RankLayout, pieces_by_rank, read_rank_layout
+from recinfer.archive.layout import RankFile, read_rank_file, rects_by_rank
 from recinfer.archive.manifest import FileInfo, Manifest, shard_path
 from recinfer.archive.manifest_rules import read_manifest
 from recinfer.archive.mapping import MappedShards, map_shards
@@ -29,7 +29,7 @@ class Archive:
         root: its folder.
         manifest: what is inside.
         plan: where each rectangle is.
-        layouts: the checked shard files, one a rank; those of the ranks it was opened for.
+        rank_files: the checked shard files, one a rank; those of the ranks it was opened for.
         manifest_sha256: of manifest.json, which lists the hashes of all else: what deltas name as their base.
         replaced: files that deltas have replaced, by path; the manifest is then the one after them.
     """
@@ -37,7 +37,7 @@ class Archive:
     root: Path
     manifest: Manifest
     plan: Plan
-    layouts: tuple[RankLayout, ...]
+    rank_files: tuple[RankFile, ...]
     manifest_sha256: str = ""
     replaced: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -62,14 +62,14 @@ class Archive:
         Raises:
             InputError: a rank that the archive does not have.
         """
-        here = {layout.rank: layout for layout in self.layouts}
+        here = {file.rank: file for file in self.rank_files}
         chosen = sorted(here if ranks is None else set(ranks))
         if any(rank not in here for rank in chosen):
             raise InputError(
                 f"ranks {chosen}; the archive has ranks 0 to {self.manifest.world_size - 1}, open are {list(here)}"
             )
-        layouts = [here[rank] for rank in chosen]
-        return map_shards(self.root, layouts, preload=preload, lock=lock, copy=copy, edit=edit)
+        files = [here[rank] for rank in chosen]
+        return map_shards(self.root, files, preload=preload, lock=lock, copy=copy, edit=edit)
 
     def read(self, path: str) -> bytes:
         """The bytes of a listed file, their SHA-256 checked.
@@ -138,7 +138,7 @@ def open_archive(
             )
     plan = _read_plan(root, manifest)
     digest = hashlib.sha256(text).hexdigest()
-    archive = Archive(root, manifest, plan, tuple(_read_layouts(root, manifest, plan, chosen)), digest)
+    archive = Archive(root, manifest, plan, tuple(_read_rank_files(root, manifest, plan, chosen)), digest)
     if check_hashes:
         for file in wanted:
             archive.check_hash(file)
@@ -210,12 +210,12 @@ def _compare_plan(plan: Plan, manifest: Manifest) -> None:
         raise ArchiveError(f"the manifest has {len(listed)} tables; plan.json has {len(planned)}", rule="P3")
 
 
-def _read_layouts(root: Path, manifest: Manifest, plan: Plan, ranks: Iterable[int]) -> list[RankLayout]:
+def _read_rank_files(root: Path, manifest: Manifest, plan: Plan, ranks: Iterable[int]) -> list[RankFile]:
     sizes = {file.path: file.bytes for file in manifest.files}
-    layouts = []
-    pieces_of = pieces_by_rank(plan)
+    rank_files = []
+    rects = rects_by_rank(plan)
     for rank in ranks:
-        path, pieces = shard_path(rank), pieces_of[rank]
+        path = shard_path(rank)
         with open_inside(root, path) as file:
-            layouts.append(read_rank_layout(file, sizes[path], pieces, rank, manifest.plan_hash))
-    return layouts
+            rank_files.append(read_rank_file(file, sizes[path], rects[rank], rank, manifest.plan_hash))
+    return rank_files
