@@ -41,7 +41,7 @@ from recinfer.distributed.embeddingbag import (
     replace_placement_with_meta_device,
 )
 from recinfer.distributed.grouped_position_weighted import GroupedPositionWeightedModule
-from recinfer.distributed.sharding.combine import Block, ColumnPlan, JoinGroups, combine_blocks
+from recinfer.distributed.sharding.combine import ColumnPlan, JoinGroups, Sum, combine_sums
 from recinfer.distributed.sharding.dedup import deduplicated
 from recinfer.distributed.sharding.features import ShardFeaturesDist, join_keys
 from recinfer.distributed.sharding.layout import ShardLayout
@@ -250,18 +250,18 @@ class TestBucketize:
 class TestCombine:
     def test_sums_columns_and_divisors(self) -> None:
         received = torch.arange(12.0).view(2, 6)
-        plan = ColumnPlan([1, 2, 1, 2], [Block((1, 3), 0), Block((2,)), Block((0,))])
+        plan = ColumnPlan([1, 2, 1, 2], [Sum((1, 3), 0), Sum((2,)), Sum((0,))])
         got = plan(received, [torch.tensor([1.0, 0.5])])
         assert got.tolist() == [[1 + 4, 2 + 5, 3, 0], [(7 + 10) / 2, (8 + 11) / 2, 9, 6]]
 
     def test_neighbours_are_one_run(self) -> None:
-        plan = ColumnPlan([1, 2, 1, 2], [Block((0, 2)), Block((1, 3))])
+        plan = ColumnPlan([1, 2, 1, 2], [Sum((0, 2)), Sum((1, 3))])
         assert plan(torch.arange(6.0).view(1, 6)).tolist() == [[3, 5, 7]]
         assert len(plan._runs) == 1
 
     def test_pieces_of_their_own_batch_sizes(self) -> None:
         pieces = [torch.ones(2, 1), torch.ones(3, 1), torch.ones(3, 1)]
-        got = combine_blocks(pieces, [[Block((1, 2), 0)], [Block((0,))]], [torch.full((3,), 0.25)])
+        got = combine_sums(pieces, [[Sum((1, 2), 0)], [Sum((0,))]], [torch.full((3,), 0.25)])
         assert [g.tolist() for g in got] == [[[0.5]] * 3, [[1.0]] * 2]
 
     def test_groups_join_in_module_order(self) -> None:
