@@ -38,7 +38,7 @@ __all__ = [
     "inference_time",
     "packed_row_bytes",
     "row_alignment",
-    "row_shares",
+    "row_weights",
     "storage_bytes",
     "training_time",
 ]
@@ -120,11 +120,11 @@ def packed_row_bytes(cols: Any, bits: Any, alignment: int = 1) -> IntN:
     return -(-size // alignment) * alignment
 
 
-def row_shares(topology: Topology, on_host: bool) -> FloatN | None:
-    """Share of a row-wise table that each rank gets [W], in proportion to its memory; None where all have as much."""
+def row_weights(topology: Topology, on_host: bool) -> list[int] | None:
+    """The memory of each rank, in proportion to which row-wise tables are cut; None where all have as much."""
     in_ddr = on_host or topology.compute_device == "cpu"
-    caps = np.array([d.storage.ddr if in_ddr else d.storage.hbm for d in topology.devices], float)
-    return None if (caps == caps[0]).all() else caps / caps.sum()
+    caps = [d.storage.ddr if in_ddr else d.storage.hbm for d in topology.devices]
+    return None if len(set(caps)) == 1 else caps
 
 
 def spread_of(a: ShardArrays, topology: Topology) -> FloatN:
@@ -132,7 +132,7 @@ def spread_of(a: ShardArrays, topology: Topology) -> FloatN:
     by_host = (a.kind == TWRW) | (a.kind == GRID)
     spread = np.where(a.kind == RW, topology.world_size, np.where(by_host, topology.local_world_size, 1)).astype(float)
     for on_host in (False, True):
-        if row_shares(topology, on_host) is not None:
+        if row_weights(topology, on_host) is not None:
             pieces = (a.kind == RW) & (np.asarray(a.on_host) == on_host)
             spread = np.where(pieces, a.table_rows / np.maximum(a.rows, 1), spread)
     return spread

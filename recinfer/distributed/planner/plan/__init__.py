@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from recinfer.distributed.planner.model.tables import embedding_tables
 from recinfer.distributed.planner.plan.plan import MAX_RANKS, Plan, PlanChange
-from recinfer.distributed.planner.plan.table_plan import ShardRect, TablePlan, column_unit
+from recinfer.distributed.planner.plan.table_plan import ShardRect, TablePlan
 
-__all__ = ["MAX_RANKS", "Plan", "PlanChange", "ShardRect", "TablePlan", "column_unit", "embedding_tables"]
+__all__ = ["MAX_RANKS", "Plan", "PlanChange", "ShardRect", "TablePlan", "embedding_tables"]

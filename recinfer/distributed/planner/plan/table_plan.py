@@ -7,24 +7,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
+from recinfer.distributed.layout.cuts import column_unit
 from recinfer.distributed.layout.edges import rects_of
 from recinfer.distributed.layout.rect import Rect, tile
 from recinfer.distributed.types import ParameterSharding, ShardingType
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-__all__ = ["ShardRect", "TablePlan", "check_keys", "column_unit", "table_plan", "value_of"]
+__all__ = ["ShardRect", "TablePlan", "check_keys", "table_plan", "value_of"]
 
 _SHARDING_TYPES = frozenset(t.value for t in ShardingType)
 _KERNELS = frozenset(k.value for k in EmbeddingComputeKernel)
 _KINDS = {int: "a whole number", str: "text", list: "a list", dict: "an object"}
 
 T = TypeVar("T")
-
-
-def column_unit(precision: DataType) -> int:
-    """Columns that a column-wise piece must start and end on: 4 for INT4 and INT2 (whole bytes), else 1."""
-    return 4 if precision in (DataType.INT4, DataType.INT2) else 1
 
 
 ShardRect = Rect  # its name among the planner's

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
-from recinfer.distributed.planner.model.estimates import Estimate, row_shares
+from recinfer.distributed.planner.model.estimates import Estimate, row_weights
 from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.topology import CustomTopologyData, Topology
 from recinfer.distributed.planner.plan.table_plan import TablePlan
@@ -236,7 +236,7 @@ def _capacity(trial: _Trial, space: SearchSpace, memory: int) -> float | None:
             return trial.space_fits(space, other)
         return space.shard_option.size <= _MAX_SHARDS and trial.fits(space.tables, other)  # pieces are cut anew
 
-    unequal = any(row_shares(topology, on_host) is not None for on_host in (False, True))
+    unequal = any(row_weights(topology, on_host) is not None for on_host in (False, True))
     sizes = (space.hbm, space.ddr)[memory]
     low, high = float(max(min(caps[memory]), 1)), float(max(max(caps[memory]), int(sizes.max()), 1024))
     for _ in range(12):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from recinfer.distributed.layout.cuts import column_width, even_rows, heights_in_proportion
 from recinfer.distributed.planner.constants import (
     MIN_CW_DIM,
     UVM_CACHING_RATIO,
@@ -34,22 +35,15 @@ from recinfer.distributed.planner.model.estimates import (
     FloatN,
     IntN,
     ShardArrays,
-    row_shares,
+    row_weights,
 )
 from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.topology import Topology
 
-__all__ = ["SearchSpace", "build_space", "column_pieces"]
+__all__ = ["SearchSpace", "build_space"]
 
 _CACHED = [KERNEL_CODES[name] for name in ("fused_uvm_caching", "quant_uvm_caching")]
 _ON_HOST = [*_CACHED, KERNEL_CODES["fused_uvm"], KERNEL_CODES["quant_uvm"]]
-
-
-def column_pieces(cols: int, min_partition: int | None = None) -> int:
-    """Width of the column pieces of a table: the smallest divisor of ``cols`` that is a multiple of 4, as TorchRec's and
-    as whole bytes of INT2 need it, and at least ``min_partition`` (default 128); ``cols`` when there is none."""
-    first = -(-(min_partition or MIN_CW_DIM) // 4) * 4
-    return next((width for width in range(first, cols, 4) if cols % width == 0), cols)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,19 +154,16 @@ def _geometry(
     shard_ptr = np.concatenate([[0], np.cumsum(count)]).astype(np.int64)
     shard_option = np.repeat(np.arange(option_table.size), count)
     index = np.arange(shard_ptr[-1]) - shard_ptr[shard_option]
-    s_rows, s_down = rows[shard_option], down[shard_option]
-    block = -(-s_rows // s_down)
+    s_down = down[shard_option]
     i_down = np.where(option_type[shard_option] == DP, 0, index % s_down)
     i_across = np.where(option_type[shard_option] == DP, 0, index // s_down)
-    start = np.minimum(i_down * block, s_rows)
-    height = np.minimum(block, s_rows - start)
+    start, height = even_rows(rows[shard_option], s_down, i_down)
     for host in (False, True):
-        if (shares := row_shares(topology, host)) is not None:
-            pieces = np.flatnonzero((option_type == RW)[shard_option] & (on_host[shard_option] == host))
-            edges = np.concatenate([[0.0], np.cumsum(shares)])
-            edges[-1] = 1.0
-            first, last = (np.floor(s_rows[pieces] * edges[index[pieces] + i]).astype(np.int64) for i in (0, 1))
-            start[pieces], height[pieces] = first, last - first
+        if (weights := row_weights(topology, host)) is not None:
+            for option in np.flatnonzero((option_type == RW) & (on_host == host)):
+                pieces = slice(shard_ptr[option], shard_ptr[option + 1])
+                height[pieces] = heights_in_proportion(int(rows[option]), weights)
+                start[pieces] = np.cumsum(height[pieces]) - height[pieces]
     rect = np.stack([start, height, i_across * width[shard_option], width[shard_option]], axis=1)
     uniform = (option_type == RW) | (option_type == DP)
     fixed = np.where(uniform[shard_option], index, -1)
@@ -180,10 +171,10 @@ def _geometry(
 
 
 def _piece_width(cols: int, min_partition: int | None, alone: bool, ranks: int) -> int:
-    width = column_pieces(cols, min_partition)
+    width = column_width(cols, min_partition or MIN_CW_DIM)
     # Asked for column pieces and nothing else: give pieces even to a narrow table, down to 32 columns.
     if alone and min_partition is None and width == cols:
-        width = column_pieces(cols, max(32, -(-cols // ranks)))
+        width = column_width(cols, max(32, -(-cols // ranks)))
     return width
 
 
