@@ -17,11 +17,11 @@ from recinfer.quant.rows import row_bytes
 __all__ = [
     "PHASE",
     "SHARD_FORMAT",
-    "Piece",
-    "RankLayout",
-    "layout_rank",
-    "pieces_by_rank",
-    "read_rank_layout",
+    "RankFile",
+    "StoredRect",
+    "rank_file",
+    "read_rank_file",
+    "rects_by_rank",
     "tensor_spans",
 ]
 
@@ -34,7 +34,7 @@ _PAD = re.compile(r"__pad__/[0-9]{1,9}\Z")
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredRect:
     """One shard of one table in a rank's file; ``start`` is the file offset of its first byte."""
 
     table: TablePlan
@@ -54,12 +54,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class RankLayout:
-    """One rank's file: its header (with the 8 bytes before it), its pieces in file order, its size."""
+class RankFile:
+    """One rank's file: its header (with the 8 bytes before it), its rectangles in file order, its size."""
 
     rank: int
     header: bytes
-    pieces: tuple[Piece, ...]
+    rects: tuple[StoredRect, ...]
     bytes: int
 
     @property
@@ -68,24 +68,24 @@ class RankLayout:
         return shard_path(self.rank)
 
 
-def pieces_by_rank(plan: Plan) -> list[list[Piece]]:
+def rects_by_rank(plan: Plan) -> list[list[StoredRect]]:
     """For every rank its shards that have rows, in plan order, columns before rows."""
-    pieces: list[list[Piece]] = [[] for _ in range(plan.world_size)]
+    rects: list[list[StoredRect]] = [[] for _ in range(plan.world_size)]
     for table in plan.tables:
         for rect in sorted(table.shards, key=lambda r: (r.col_start, r.row_start)):
             if rect.rows:
-                pieces[rect.rank].append(Piece(table, rect, row_bytes(rect.cols, table.precision)))
-    return pieces
+                rects[rect.rank].append(StoredRect(table, rect, row_bytes(rect.cols, table.precision)))
+    return rects
 
 
-def layout_rank(pieces: Iterable[Piece], rank: int, plan_hash: str) -> RankLayout:
-    """Lay out one rank's file: pieces in order, padding tensors between them so that each has its phase (rule S6)."""
+def rank_file(rects: Iterable[StoredRect], rank: int, plan_hash: str) -> RankFile:
+    """Lay out one rank's file: rectangles in order, padding tensors between them so that each has its phase (rule S6)."""
     entries: dict[str, Any] = {
         "__metadata__": {"format": SHARD_FORMAT, "rank": str(rank), "plan_hash": plan_hash},
     }
     at = 0  # from the start of the data, which itself is at a multiple of PHASE
-    placed: list[tuple[Piece, int]] = []
-    for piece in pieces:
+    placed: list[tuple[StoredRect, int]] = []
+    for piece in rects:
         gap = (piece.rect.row_start * piece.row_bytes - at) % PHASE
         if gap:
             entries[f"__pad__/{len(placed)}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [at, at + gap]}
@@ -97,17 +97,17 @@ def layout_rank(pieces: Iterable[Piece], rank: int, plan_hash: str) -> RankLayou
     text = json.dumps(entries, separators=(",", ":")).encode()
     length = len(text) + (-(8 + len(text))) % PHASE
     header = length.to_bytes(8, "little") + text.ljust(length)
-    final = tuple(Piece(p.table, p.rect, p.row_bytes, len(header) + start) for p, start in placed)
-    return RankLayout(rank, header, final, len(header) + at)
+    final = tuple(StoredRect(p.table, p.rect, p.row_bytes, len(header) + start) for p, start in placed)
+    return RankFile(rank, header, final, len(header) + at)
 
 
-def read_rank_layout(file: BinaryIO, size: int, expected: Iterable[Piece], rank: int, plan_hash: str) -> RankLayout:
+def read_rank_file(file: BinaryIO, size: int, expected: Iterable[StoredRect], rank: int, plan_hash: str) -> RankFile:
     """Read and check a rank's header against the plan.
 
     Args:
         file: the shard file, at its start.
         size: bytes in the file.
-        expected: this rank's of :func:`pieces_by_rank`.
+        expected: this rank's of :func:`rects_by_rank`.
 
     Raises:
         ArchiveError: rules J1, J2 and S1 to S6.
@@ -141,11 +141,11 @@ def read_rank_layout(file: BinaryIO, size: int, expected: Iterable[Piece], rank:
                 f"{piece.rect.row_start * piece.row_bytes % PHASE} modulo {PHASE}",
                 rule="S6",
             )
-        placed.append(Piece(piece.table, piece.rect, piece.row_bytes, start))
+        placed.append(StoredRect(piece.table, piece.rect, piece.row_bytes, start))
     extra = [key for key in spans if not _PAD.match(key)]
     if extra:
         raise ArchiveError(f"{what}: tensors {[k[:80] for k in extra[:3]]} are not in the plan", rule="S4")
-    return RankLayout(rank, prefix + text, tuple(placed), size)
+    return RankFile(rank, prefix + text, tuple(placed), size)
 
 
 def _check_metadata(metadata: Any, plan_hash: str, rank: int, what: str) -> None:

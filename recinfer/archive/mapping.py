@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recinfer.archive.layout import Piece, RankLayout
+from recinfer.archive.layout import RankFile, StoredRect
 from recinfer.archive.paths import open_inside
 from recinfer.distributed.quant_layout import PackedShard
 from recinfer.errors import ArchiveError, UnavailableError
@@ -59,24 +59,24 @@ class MappedShards:
 @dataclass(frozen=True)
 class _Placed:
     path: str
-    piece: Piece
+    piece: StoredRect
     offset: int  # in the buffer
 
 
 def map_shards(
     root: Path,
-    layouts: Sequence[RankLayout],
+    files: Sequence[RankFile],
     *,
     preload: bool = False,
     lock: bool = False,
     copy: bool = False,
     edit: Callable[[MappedShards], None] | None = None,
 ) -> MappedShards:
-    """Bring the shards of ``layouts`` into one buffer.
+    """Bring the shards of ``files`` into one buffer.
 
     Args:
         root: the archive's folder.
-        layouts: checked layouts of the ranks wanted.
+        files: checked files of the ranks wanted.
         preload: read all pages now instead of at their first use.
         lock: keep all pages in memory (mlock), which also reads them now.
         copy: read into ordinary memory instead of mapping (what happens anyway where mapping is impossible).
@@ -87,7 +87,7 @@ def map_shards(
         ArchiveError: a file is not there any more (F3) or shorter than its header says (F4).
         UnavailableError: there is no memory for the copy, or the limit on locked memory is too low.
     """
-    placed, size = _place(layouts)
+    placed, size = _place(files)
     total = sum(p.piece.bytes for p in placed)
     mapped = None if copy or not _can_map() else _map(root, placed, size, preload, private=edit is not None)
     buffer, copied = (_copy(root, placed, size), total) if mapped is None else mapped
@@ -109,26 +109,26 @@ def map_shards(
     return result
 
 
-def _place(layouts: Sequence[RankLayout]) -> tuple[list[_Placed], int]:
+def _place(files: Sequence[RankFile]) -> tuple[list[_Placed], int]:
     """Buffer offsets: each (table, columns) in a region that begins on a page, its pieces at their rows' place in it.
 
     Regions follow the order of their first pieces in the files, so that neighbouring file pages stay neighbours and
     the kernel keeps few mappings.
     """
-    regions: dict[tuple[str, str, int, int], list[tuple[str, Piece]]] = {}
-    for layout in layouts:
-        for piece in layout.pieces:
+    regions: dict[tuple[str, str, int, int], list[tuple[str, StoredRect]]] = {}
+    for file in files:
+        for piece in file.rects:
             rect = piece.rect
             key = (piece.table.module, piece.table.table, rect.col_start, rect.col_stop)
             parts = regions.setdefault(key, [])
             # A replicated table (data_parallel) is on every rank; one copy is enough on this host.
             if all(other.rect.row_start != rect.row_start for _, other in parts[-1:]):
-                parts.append((layout.path, piece))
+                parts.append((file.path, piece))
     placed, at = [], 0
     for parts in regions.values():
         parts.sort(key=lambda part: part[1].rect.row_start)
         end = at
-        previous: Piece | None = None
+        previous: StoredRect | None = None
         base = 0
         for path, piece in parts:
             in_table = piece.rect.row_start * piece.row_bytes

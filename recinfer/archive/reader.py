@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from recinfer.archive.layout import RankLayout, pieces_by_rank, read_rank_layout
+from recinfer.archive.layout import RankFile, read_rank_file, rects_by_rank
 from recinfer.archive.manifest import FileInfo, Manifest, shard_path
 from recinfer.archive.manifest_rules import read_manifest
 from recinfer.archive.mapping import MappedShards, map_shards
 from recinfer.archive.paths import file_sha256, open_inside, read_inside
 from recinfer.archive.strict_json import MAX_JSON_BYTES, loads
+from recinfer.distributed.layout.rect import TilingError
 from recinfer.distributed.planner.plan import Plan
 from recinfer.errors import ArchiveError, InputError
 
@@ -29,7 +29,7 @@ class Archive:
         root: its folder.
         manifest: what is inside.
         plan: where each rectangle is.
-        layouts: the checked shard files, one a rank; those of the ranks it was opened for.
+        rank_files: the checked shard files, one a rank; those of the ranks it was opened for.
         manifest_sha256: of manifest.json, which lists the hashes of all else: what deltas name as their base.
         replaced: files that deltas have replaced, by path; the manifest is then the one after them.
     """
@@ -37,7 +37,7 @@ class Archive:
     root: Path
     manifest: Manifest
     plan: Plan
-    layouts: tuple[RankLayout, ...]
+    rank_files: tuple[RankFile, ...]
     manifest_sha256: str = ""
     replaced: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -62,14 +62,14 @@ class Archive:
         Raises:
             InputError: a rank that the archive does not have.
         """
-        here = {layout.rank: layout for layout in self.layouts}
+        here = {file.rank: file for file in self.rank_files}
         chosen = sorted(here if ranks is None else set(ranks))
         if any(rank not in here for rank in chosen):
             raise InputError(
                 f"ranks {chosen}; the archive has ranks 0 to {self.manifest.world_size - 1}, open are {list(here)}"
             )
-        layouts = [here[rank] for rank in chosen]
-        return map_shards(self.root, layouts, preload=preload, lock=lock, copy=copy, edit=edit)
+        files = [here[rank] for rank in chosen]
+        return map_shards(self.root, files, preload=preload, lock=lock, copy=copy, edit=edit)
 
     def read(self, path: str) -> bytes:
         """The bytes of a listed file, their SHA-256 checked.
@@ -138,7 +138,7 @@ def open_archive(
             )
     plan = _read_plan(root, manifest)
     digest = hashlib.sha256(text).hexdigest()
-    archive = Archive(root, manifest, plan, tuple(_read_layouts(root, manifest, plan, chosen)), digest)
+    archive = Archive(root, manifest, plan, tuple(_read_rank_files(root, manifest, plan, chosen)), digest)
     if check_hashes:
         for file in wanted:
             archive.check_hash(file)
@@ -174,46 +174,17 @@ def _read_checked(root: Path, file: FileInfo) -> bytes:
 def _read_plan(root: Path, manifest: Manifest) -> Plan:
     listed = next(file for file in manifest.files if file.path == "plan.json")
     data = _read_checked(root, listed)
-    _check_cover(loads(data, "plan.json"))
+    loads(data, "plan.json")  # J1 and J2: the plan's own reader is not as strict
     try:
         plan = Plan.from_json(data)
+    except TilingError as error:
+        raise ArchiveError(f"plan.json: {error}", rule="P4") from None
     except Exception as error:  # whatever a hostile plan provokes in its parser, it is no plan
         raise ArchiveError(f"plan.json: {error}", rule="P1") from None
     if plan.hash != manifest.plan_hash:
         raise ArchiveError(f"plan.json has hash {plan.hash}; plan_hash is {manifest.plan_hash[:80]}", rule="P2")
     _compare_plan(plan, manifest)
     return plan
-
-
-def _check_cover(plan: dict[str, Any]) -> None:
-    """Raise ArchiveError (P4) unless each table's shards cover it exactly once. What is no plan at all is P1's."""
-    tables = plan.get("tables")
-    for table in tables if isinstance(tables, list) else ():
-        shards = table.get("shards") if isinstance(table, dict) else None
-        if not isinstance(shards, list) or table.get("sharding_type") == "data_parallel":
-            continue  # replicas, each the whole table: the plan checks them itself
-        size = plan.get("world_size"), table.get("num_embeddings"), table.get("embedding_dim")
-        numbers = [*size, *(n for shard in shards if isinstance(shard, list) for n in shard)]
-        if any(type(n) is not int for n in numbers) or any(not isinstance(s, list) or len(s) != 5 for s in shards):
-            continue
-        if not _covers(shards, numbers[0], numbers[1], numbers[2]):
-            name = str(table.get("table"))[:80]
-            raise ArchiveError(f"plan.json: shards of table {name!r} do not cover it exactly once", rule="P4")
-
-
-def _covers(shards: list[list[int]], world_size: int, rows: int, dim: int) -> bool:
-    """Whether rectangles tile rows x dim: their areas add up to it, and corners cancel but for the four outer ones."""
-    area = 0
-    corners: set[tuple[int, int]] = set()
-    for rank, row_start, row_stop, col_start, col_stop in shards:
-        if not (0 <= rank < world_size and 0 <= row_start <= row_stop <= rows and 0 <= col_start < col_stop <= dim):
-            return False
-        if row_start == row_stop:
-            continue  # a rank left without rows
-        area += (row_stop - row_start) * (col_stop - col_start)
-        for corner in (row_start, col_start), (row_start, col_stop), (row_stop, col_start), (row_stop, col_stop):
-            corners ^= {corner}
-    return area == rows * dim and corners == {(0, 0), (0, dim), (rows, 0), (rows, dim)}
 
 
 def _compare_plan(plan: Plan, manifest: Manifest) -> None:
@@ -239,12 +210,12 @@ def _compare_plan(plan: Plan, manifest: Manifest) -> None:
         raise ArchiveError(f"the manifest has {len(listed)} tables; plan.json has {len(planned)}", rule="P3")
 
 
-def _read_layouts(root: Path, manifest: Manifest, plan: Plan, ranks: Iterable[int]) -> list[RankLayout]:
+def _read_rank_files(root: Path, manifest: Manifest, plan: Plan, ranks: Iterable[int]) -> list[RankFile]:
     sizes = {file.path: file.bytes for file in manifest.files}
-    layouts = []
-    pieces_of = pieces_by_rank(plan)
+    rank_files = []
+    rects = rects_by_rank(plan)
     for rank in ranks:
-        path, pieces = shard_path(rank), pieces_of[rank]
+        path = shard_path(rank)
         with open_inside(root, path) as file:
-            layouts.append(read_rank_layout(file, sizes[path], pieces, rank, manifest.plan_hash))
-    return layouts
+            rank_files.append(read_rank_file(file, sizes[path], rects[rank], rank, manifest.plan_hash))
+    return rank_files

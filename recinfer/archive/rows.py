@@ -10,7 +10,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from recinfer.archive.layout import Piece
+from recinfer.archive.layout import StoredRect
 from recinfer.archive.paths import open_inside
 from recinfer.archive.reader import Archive
 from recinfer.distributed.planner.plan import TablePlan
@@ -31,13 +31,13 @@ class RowReader:
         self._archive = archive
         self._stack = ExitStack()
         self._files: dict[str, BinaryIO] = {}
-        self._pieces: dict[tuple[str, str], dict[tuple[int, int], list[tuple[str, Piece]]]] = {}
-        for layout in archive.layouts:
-            for piece in layout.pieces:
+        self._pieces: dict[tuple[str, str], dict[tuple[int, int], list[tuple[str, StoredRect]]]] = {}
+        for file in archive.rank_files:
+            for piece in file.rects:
                 columns = self._pieces.setdefault((piece.table.module, piece.table.table), {})
                 parts = columns.setdefault((piece.rect.col_start, piece.rect.col_stop), [])
                 if all(other.rect.row_start != piece.rect.row_start for _, other in parts):
-                    parts.append((layout.path, piece))
+                    parts.append((file.path, piece))
 
     def __enter__(self) -> RowReader:
         return self
@@ -62,7 +62,7 @@ class RowReader:
             raise ArchiveError(str(error), rule="S5") from None
 
     def _read_columns(
-        self, pieces: list[tuple[str, Piece]], cols: int, table: TablePlan, start: int, stop: int
+        self, pieces: list[tuple[str, StoredRect]], cols: int, table: TablePlan, start: int, stop: int
     ) -> Tensor:
         width = row_bytes(cols, table.precision)
         out = torch.empty((stop - start, width), dtype=torch.uint8)

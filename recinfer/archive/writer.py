@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from recinfer.archive.layout import Piece, layout_rank, pieces_by_rank
+from recinfer.archive.layout import StoredRect, rank_file, rects_by_rank
 from recinfer.archive.manifest import FileInfo
 from recinfer.archive.paths import check_path, file_sha256
 from recinfer.distributed.planner.plan import Plan, TablePlan
@@ -139,16 +139,16 @@ class ShardWriter:
     def __init__(self, folder: ArchiveFolder, plan: Plan) -> None:
         self._folder = folder
         plan_hash = plan.hash
-        layouts = [layout_rank(pieces, rank, plan_hash) for rank, pieces in enumerate(pieces_by_rank(plan))]
-        _check_space(folder.root, sum(layout.bytes for layout in layouts))
+        rank_files = [rank_file(rects, rank, plan_hash) for rank, rects in enumerate(rects_by_rank(plan))]
+        _check_space(folder.root, sum(each.bytes for each in rank_files))
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="recinfer-hash")
         self._files: dict[str, _HashedFile] = {}
-        self._pieces: dict[tuple[str, str], list[tuple[_HashedFile, Piece]]] = {}
-        for layout in layouts:
-            file = _HashedFile(folder.path(layout.path), layout.bytes, self._hasher)
-            self._files[layout.path] = file
-            file.write_at(0, layout.header)
-            for piece in layout.pieces:
+        self._pieces: dict[tuple[str, str], list[tuple[_HashedFile, StoredRect]]] = {}
+        for each in rank_files:
+            file = _HashedFile(folder.path(each.path), each.bytes, self._hasher)
+            self._files[each.path] = file
+            file.write_at(0, each.header)
+            for piece in each.rects:
                 self._pieces.setdefault((piece.table.module, piece.table.table), []).append((file, piece))
 
     def write_rows(self, table: TablePlan, first_row: int, packed_RP: Tensor) -> None:

@@ -106,17 +106,18 @@ class InferPooledSharding(EmbeddingSharding[PooledContext, KJTList, list[Tensor]
         lookup = InferGroupedPooledEmbeddingsLookup(
             layout.groups_per_rank, layout.world_size, fused_params, device or self._device
         )
-        for of_rank, pieces in zip(lookup.lookups, layout.pieces_per_rank):
-            for piece, (table, rows) in zip(pieces, of_rank.pieces):
-                info = layout.infos[piece.table]
+        infos = {info.embedding_config.name: info for info in layout.infos}
+        for of_rank, rects in zip(lookup.lookups, layout.rects_per_rank):
+            for rect, (table, rows) in zip(rects, of_rank.pieces):
+                info = infos[rect.table]
                 if info.param.is_meta:
                     continue
-                packed = info.param[piece.row_start : piece.row_stop]
-                if piece.cols != info.embedding_config.embedding_dim:
+                packed = info.param[rect.row_start : rect.row_stop]
+                if rect.cols != info.embedding_config.embedding_dim:
                     packed = slice_packed_columns(
-                        packed, info.embedding_config.embedding_dim, table.data_type, piece.col_start, piece.col_stop
+                        packed, info.embedding_config.embedding_dim, table.data_type, rect.col_start, rect.col_stop
                     )
-                need = row_bytes(piece.cols, table.data_type)
+                need = row_bytes(rect.cols, table.data_type)
                 rows[:, :need].copy_(packed[:, :need])
         return lookup
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from recinfer import env
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.fused_params import names_optimizer
-from recinfer.distributed.layout.edges import placement
+from recinfer.distributed.layout.cuts import column_width, even_rows, grid, heights_in_proportion
+from recinfer.distributed.layout.edges import placement, sharding_spec
+from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner.constants import MIN_CW_DIM
-from recinfer.distributed.planner.solve.space import column_pieces
 from recinfer.distributed.types import (
     EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
     ModuleSharder,
     ParameterSharding,
     ShardingType,
-    ShardMetadata,
 )
 from recinfer.distributed.utils import has_optimizer_in_backward
 from recinfer.errors import ConfigError
@@ -44,7 +44,6 @@ __all__ = [
 
 # (parameter, ranks a host, ranks, device type, sharder) -> sharding of the parameter
 ParameterShardingGenerator = Callable[[Any, int, int, str, ModuleSharder[nn.Module]], ParameterSharding]
-Rects = list[tuple[list[int], list[int]]]  # (size, offset)
 
 _Kernel = EmbeddingComputeKernel
 _QUANTIZED = tuple(k.value for k in (_Kernel.QUANT, _Kernel.QUANT_UVM, _Kernel.QUANT_UVM_CACHING))
@@ -95,47 +94,25 @@ def calculate_shard_sizes_and_offsets(
     """
     rows, cols = tensor.shape
     kind = ShardingType(sharding_type)
+    heights, widths = [rows], [cols]
     if kind == ShardingType.DATA_PARALLEL:
         return [[rows, cols]] * world_size, [[0, 0]] * world_size
-    if kind == ShardingType.TABLE_WISE:
-        return [[rows, cols]], [[0, 0]]
-    if kind == ShardingType.ROW_WISE:
-        if device_memory_sizes is not None:
-            return _split(_in_proportion(rows, device_memory_sizes), cols)
-        return _split(_evenly(rows, world_size), cols)
-    if kind == ShardingType.TABLE_ROW_WISE:
-        return _split(_evenly(rows, local_world_size), cols)
-    width = column_pieces(cols, col_wise_shard_dim or MIN_CW_DIM)
-    starts = range(0, cols, width)
-    if kind in (ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE):
-        return [[rows, width] for _ in starts], [[0, c] for c in starts]
-    heights = _evenly(rows, local_world_size)
-    sizes, offsets = _split(heights, width)
-    return [s for _ in starts for s in sizes], [[r, c] for c in starts for r, _ in offsets]
+    if kind == ShardingType.ROW_WISE and device_memory_sizes is not None:
+        heights = heights_in_proportion(rows, device_memory_sizes)
+    elif kind == ShardingType.ROW_WISE:
+        heights = _evenly(rows, world_size)
+    elif kind in (ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD):
+        heights = _evenly(rows, local_world_size)
+    if kind in (ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE, ShardingType.GRID_SHARD):
+        width = column_width(cols, col_wise_shard_dim or MIN_CW_DIM)
+        widths = [width] * (cols // width)
+    rects = grid(heights, widths, [0] * (len(heights) * len(widths)))
+    return [[r.rows, r.cols] for r in rects], [[r.row_start, r.col_start] for r in rects]
 
 
 def _evenly(rows: int, parts: int) -> list[int]:
-    block = -(-rows // parts)
-    return [max(min(block, rows - i * block), 0) for i in range(parts)]
-
-
-def _in_proportion(rows: int, weights: list[int]) -> list[int]:
-    total, heights, done = sum(weights), [], 0
-    if total <= 0:
-        raise ConfigError(f"device_memory_sizes {weights} sum to {total}; expected more than 0")
-    for i, weight in enumerate(weights):
-        height = rows - done if i == len(weights) - 1 else rows * weight // total
-        heights.append(height)
-        done += height
+    heights: list[int] = even_rows(rows, parts, np.arange(parts))[1].tolist()
     return heights
-
-
-def _split(heights: list[int], cols: int) -> tuple[list[list[int]], list[list[int]]]:
-    offsets, at = [], 0
-    for height in heights:
-        offsets.append([at, 0])
-        at += height
-    return [[h, cols] for h in heights], offsets
 
 
 def _kernel(param: Any, sharder: ModuleSharder[nn.Module], kind: ShardingType, device: str, asked: str | None) -> str:
@@ -160,8 +137,7 @@ def _kernel(param: Any, sharder: ModuleSharder[nn.Module], kind: ShardingType, d
 
 def _sharding(
     param: Any,
-    rects: Rects,
-    ranks: list[int],
+    rects: list[Rect],
     kind: ShardingType,
     local_size: int,
     device_type: str,
@@ -179,14 +155,8 @@ def _sharding(
     spec = None
     if kind != ShardingType.DATA_PARALLEL:
         kinds = devices or [device_type] * len(rects)
-        spec = EnumerableShardingSpec(
-            [
-                ShardMetadata(
-                    shard_offsets=offset, shard_sizes=size, placement=placement(kinds[i], ranks[i], local_size)
-                )
-                for i, (size, offset) in enumerate(rects)
-            ]
-        )
+        spec = sharding_spec(rects, [placement(kinds[i], rect.rank, local_size) for i, rect in enumerate(rects)])
+    ranks = [rect.rank for rect in rects]
     return ParameterSharding(sharding_type=kind.value, compute_kernel=kernel, ranks=ranks, sharding_spec=spec)
 
 
@@ -205,11 +175,9 @@ def data_parallel(compute_kernel: str | None = None) -> ParameterShardingGenerat
     """
 
     def generate(param: Any, local_size: int, world_size: int, device_type: str, sharder: Any) -> ParameterSharding:
-        rects = [([*param.shape], [0, 0])] * world_size
-        ranks = list(range(world_size))
-        return _sharding(
-            param, rects, ranks, ShardingType.DATA_PARALLEL, local_size, device_type, sharder, compute_kernel
-        )
+        rows, cols = param.shape
+        rects = [Rect(rank, 0, rows, 0, cols) for rank in range(world_size)]
+        return _sharding(param, rects, ShardingType.DATA_PARALLEL, local_size, device_type, sharder, compute_kernel)
 
     return generate
 
@@ -219,11 +187,10 @@ def table_wise(rank: int, device: str | None = None, compute_kernel: str | None 
 
     def generate(param: Any, local_size: int, world_size: int, device_type: str, sharder: Any) -> ParameterSharding:
         _check_ranks([rank], world_size)
-        rects = [([*param.shape], [0, 0])]
+        rows, cols = param.shape
+        rects = grid([rows], [cols], [rank])
         kinds = [device] if device is not None else None
-        return _sharding(
-            param, rects, [rank], ShardingType.TABLE_WISE, local_size, device_type, sharder, compute_kernel, kinds
-        )
+        return _sharding(param, rects, ShardingType.TABLE_WISE, local_size, device_type, sharder, compute_kernel, kinds)
 
     return generate
 
@@ -248,12 +215,8 @@ def row_wise(
             devices = [kinds] * len(heights) if isinstance(kinds, str) else list(kinds)
             if len(devices) != len(heights):
                 raise ConfigError(f"row_wise has {len(heights)} sizes and {len(devices)} device kinds; give one each")
-        sizes, offsets = _split(list(heights), cols)
-        ranks = [i % world_size for i in range(len(heights))]
-        rects = list(zip(sizes, offsets))
-        return _sharding(
-            param, rects, ranks, ShardingType.ROW_WISE, local_size, device_type, sharder, compute_kernel, devices
-        )
+        rects = grid(heights, [cols], [i % world_size for i in range(len(heights))])
+        return _sharding(param, rects, ShardingType.ROW_WISE, local_size, device_type, sharder, compute_kernel, devices)
 
     return generate
 
@@ -282,14 +245,10 @@ def column_wise(
                     f"column_wise: {cols} columns do not divide over {len(places)} ranks; give size_per_rank"
                 )
             widths = [cols // len(places)] * len(places)
-        rects, at = [], 0
-        for width in widths:
-            rects.append(([rows, width], [0, at]))
-            at += width
+        rects = grid([rows], widths, places)
         return _sharding(
             param,
             rects,
-            places,
             ShardingType.COLUMN_WISE,
             local_size,
             device_type,
@@ -307,9 +266,9 @@ def table_row_wise(host_index: int) -> ParameterShardingGenerator:
     def generate(param: Any, local_size: int, world_size: int, device_type: str, sharder: Any) -> ParameterSharding:
         ranks = list(range(host_index * local_size, (host_index + 1) * local_size))
         _check_ranks(ranks, world_size)
-        sizes, offsets = _split(_evenly(param.shape[0], local_size), param.shape[1])
-        rects = list(zip(sizes, offsets))
-        return _sharding(param, rects, ranks, ShardingType.TABLE_ROW_WISE, local_size, device_type, sharder)
+        rows, cols = param.shape
+        rects = grid(_evenly(rows, local_size), [cols], ranks)
+        return _sharding(param, rects, ShardingType.TABLE_ROW_WISE, local_size, device_type, sharder)
 
     return generate
 
@@ -322,14 +281,10 @@ def grid_shard(host_indexes: list[int]) -> ParameterShardingGenerator:
         if cols % len(host_indexes):
             raise ConfigError(f"grid_shard: {cols} columns do not divide over {len(host_indexes)} hosts")
         width = cols // len(host_indexes)
-        rects: Rects = []
-        ranks: list[int] = []
-        for piece, host in enumerate(host_indexes):
-            sizes, offsets = _split(_evenly(rows, local_size), width)
-            rects += [(size, [row, piece * width]) for size, (row, _) in zip(sizes, offsets)]
-            ranks += range(host * local_size, (host + 1) * local_size)
+        ranks = [rank for host in host_indexes for rank in range(host * local_size, (host + 1) * local_size)]
         _check_ranks(ranks, world_size)
-        return _sharding(param, rects, ranks, ShardingType.GRID_SHARD, local_size, device_type, sharder)
+        rects = grid(_evenly(rows, local_size), [width] * len(host_indexes), ranks)
+        return _sharding(param, rects, ShardingType.GRID_SHARD, local_size, device_type, sharder)
 
     return generate
 

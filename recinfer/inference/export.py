@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from recinfer.archive.check import ANSWERS, REQUESTS, Answer, Request, odd_rows, pack_answers, pack_requests
 from recinfer.archive.cut import Leaf, find_leaves
 from recinfer.archive.dense import ExportedDense
-from recinfer.archive.layout import layout_rank, pieces_by_rank
+from recinfer.archive.layout import rank_file, rects_by_rank
 from recinfer.archive.manifest import (
     CheckInfo,
     Manifest,
@@ -207,8 +207,8 @@ def _answer(
     program: nn.Module | None,
 ) -> tuple[Manifest, Predictor]:
     """Let the archive answer its requests, compare with the float model, write the answers; the final manifest."""
-    layouts = tuple(layout_rank(pieces, rank, plan.hash) for rank, pieces in enumerate(pieces_by_rank(plan)))
-    predictor = Predictor(Archive(folder.root, manifest, plan, layouts))
+    rank_files = tuple(rank_file(rects, rank, plan.hash) for rank, rects in enumerate(rects_by_rank(plan)))
+    predictor = Predictor(Archive(folder.root, manifest, plan, rank_files))
     answers = [predictor.replay(request) for request in requests]
     _refuse_odd_outputs(manifest, answers, program)
     errors = compare_with_float(predictor, rows, requests, answers, position_weights)

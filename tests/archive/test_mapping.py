@@ -217,6 +217,6 @@ def test_two_processes_share_the_pages(tmp_path: Path) -> None:
 
 
 def test_phases(small: tuple[nn.Module, Archive]) -> None:
-    for layout in small[1].layouts:
-        for piece in layout.pieces:
+    for file in small[1].rank_files:
+        for piece in file.rects:
             assert (piece.start - piece.rect.row_start * piece.row_bytes) % PHASE == 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from recinfer.distributed.planner.plan import column_unit
+from recinfer.distributed.layout.cuts import column_unit
 from recinfer.distributed.quant_buffers import place_shards
 from recinfer.distributed.quant_embedding import QuantEmbeddingCollectionSharder, ShardedQuantEmbeddingCollection
 from recinfer.distributed.quant_embeddingbag import (

@@ -41,7 +41,7 @@ from recinfer.distributed.embeddingbag import (
     replace_placement_with_meta_device,
 )
 from recinfer.distributed.grouped_position_weighted import GroupedPositionWeightedModule
-from recinfer.distributed.sharding.combine import Block, ColumnPlan, JoinGroups, combine_blocks
+from recinfer.distributed.sharding.combine import ColumnPlan, JoinGroups, Sum, combine_sums
 from recinfer.distributed.sharding.dedup import deduplicated
 from recinfer.distributed.sharding.features import ShardFeaturesDist, join_keys
 from recinfer.distributed.sharding.layout import ShardLayout
@@ -105,7 +105,7 @@ class TestLayout:
     def test_slots_go_rank_by_rank(self) -> None:
         layout = self.layout()
         assert layout.slots_per_rank == [3, 4]
-        assert [(s.piece.rank, s.feature) for s in layout.slots] == [
+        assert [(s.rect.rank, s.feature) for s in layout.slots] == [
             (0, "a"), (0, "b"), (0, "a"), (1, "a"), (1, "b"), (1, "a"), (1, "c"),
         ]  # fmt: skip
         assert layout.widths_per_rank() == [[4, 4, 4], [4, 4, 4, 4]]
@@ -136,18 +136,16 @@ class TestLayout:
     @pytest.mark.parametrize(
         ("rects", "message"),
         [
-            ([(0, 0, 5, 4, 0)], "do not tile"),
-            ([(0, 0, 10, 2, 0)], "do not tile"),
-            ([(0, 0, 4, 4, 0), (5, 0, 5, 4, 1)], "do not tile"),
+            ([(0, 0, 5, 4, 0)], "no shard holds rows 5 to 10"),
+            ([(0, 0, 10, 2, 0)], "no shard holds columns 2 to 4"),
+            ([(0, 0, 4, 4, 0), (5, 0, 5, 4, 1)], "expected the next to begin at row 4"),
+            ([(0, 0, 10, 2, 0), (0, 2, 5, 2, 1)], r"'t', shard t\[0:5, 2:4\]@1: no shard holds rows 5 to 10"),
             (
-                [(0, 0, 10, 2, 0), (0, 2, 5, 2, 1)],
-                r"'t': shard \[0:5, 2:4\]@1 ends at row 5, column 4; expected row 10",
+                [(0, 0, 10, 4, 0), (0, 4, 5, 2, 1)],
+                r"shard t\[0:5, 4:6\]@1: expected a part of its 10 rows and 4 columns",
             ),
-            ([(0, 0, 10, 4, 0), (0, 4, 5, 2, 1)], r"shard \[0:5, 4:6\]@1 ends at row 5, column 6; .*after 4"),
-            ([(0, 0, 10, 4, 0), (0, 4, 10, 2, 1)], r"shard \[0:10, 4:6\]@1 ends at row 10, column 6; .*after 4"),
-            ([(0, 0, 10, 4, 0), (3, 7, 2, 2, 1)], r"shard \[3:5, 7:9\]@1 begins at row 3, column 7; expected 0, 4"),
-            ([(0, 0, 10, 4, 0), (10, 0, 2, 4, 1)], r"shard \[10:12, 0:4\]@1 ends at row 12"),
-            ([(0, 0, 10, 4, 2)], "is on rank 2; the world has 2"),
+            ([(0, 0, 10, 4, 0), (10, 0, 2, 4, 1)], r"shard t\[10:12, 0:4\]@1: expected a part of its 10 rows"),
+            ([(0, 0, 10, 4, 2)], "is on rank 2; expected a rank of at least 0 and below 2"),
         ],
     )
     def test_what_does_not_tile_is_refused(self, rects: list[tuple[int, int, int, int, int]], message: str) -> None:
@@ -157,10 +155,10 @@ class TestLayout:
     @pytest.mark.parametrize(
         ("rects", "message"),
         [
-            ([(0, 0, 10, 4, 0), (0, 2, 10, 2, 1)], r"shard \[0:10, 2:4\]@1 begins at row 0, column 2; expected 0, 4"),
-            ([(0, 0, 10, 4, 0), (0, 2, 5, 2, 1)], r"shard \[0:5, 2:4\]@1 begins at row 0, column 2"),
-            ([(0, 0, 10, 4, 0), (0, 0, 10, 4, 1)], r"shard \[0:10, 0:4\]@1 begins at row 0, column 0; expected 10, 0"),
-            ([(0, 0, 6, 4, 0), (5, 0, 5, 4, 1)], r"shard \[5:10, 0:4\]@1 begins at row 5, column 0; expected 6, 0"),
+            ([(0, 0, 10, 4, 0), (0, 2, 10, 2, 1)], r"shard t\[0:10, 2:4\]@1: expected .* row 0, column 4"),
+            ([(0, 0, 10, 4, 0), (0, 2, 5, 2, 1)], r"shard t\[0:5, 2:4\]@1: expected .* row 0, column 4"),
+            ([(0, 0, 10, 4, 0), (0, 0, 10, 4, 1)], r"shard t\[0:10, 0:4\]@1: expected .* row 10, column 0"),
+            ([(0, 0, 6, 4, 0), (5, 0, 5, 4, 1)], r"shard t\[5:10, 0:4\]@1: expected .* row 6, column 0"),
         ],
     )
     def test_overlaps_are_refused(self, rects: list[tuple[int, int, int, int, int]], message: str) -> None:
@@ -252,18 +250,18 @@ class TestBucketize:
 class TestCombine:
     def test_sums_columns_and_divisors(self) -> None:
         received = torch.arange(12.0).view(2, 6)
-        plan = ColumnPlan([1, 2, 1, 2], [Block((1, 3), 0), Block((2,)), Block((0,))])
+        plan = ColumnPlan([1, 2, 1, 2], [Sum((1, 3), 0), Sum((2,)), Sum((0,))])
         got = plan(received, [torch.tensor([1.0, 0.5])])
         assert got.tolist() == [[1 + 4, 2 + 5, 3, 0], [(7 + 10) / 2, (8 + 11) / 2, 9, 6]]
 
     def test_neighbours_are_one_run(self) -> None:
-        plan = ColumnPlan([1, 2, 1, 2], [Block((0, 2)), Block((1, 3))])
+        plan = ColumnPlan([1, 2, 1, 2], [Sum((0, 2)), Sum((1, 3))])
         assert plan(torch.arange(6.0).view(1, 6)).tolist() == [[3, 5, 7]]
         assert len(plan._runs) == 1
 
     def test_pieces_of_their_own_batch_sizes(self) -> None:
         pieces = [torch.ones(2, 1), torch.ones(3, 1), torch.ones(3, 1)]
-        got = combine_blocks(pieces, [[Block((1, 2), 0)], [Block((0,))]], [torch.full((3,), 0.25)])
+        got = combine_sums(pieces, [[Sum((1, 2), 0)], [Sum((0,))]], [torch.full((3,), 0.25)])
         assert [g.tolist() for g in got] == [[[0.5]] * 3, [[1.0]] * 2]
 
     def test_groups_join_in_module_order(self) -> None:

@@ -275,6 +275,23 @@ def _(root: Path) -> None:
     edit_plan(root, lambda p: p["tables"][0].update(shards=[]), rehash=False)
 
 
+@breaks("P4", "each cell once, but no strips")
+def _(root: Path) -> None:
+    cut = [[0, 0, 600, 0, 8], [0, 0, 600, 8, 16], [0, 600, 1201, 0, 4], [0, 600, 1201, 4, 16]]
+    edit_plan(root, lambda p: p["tables"][1].update(shards=cut), rehash=False)
+
+
+@breaks("P4", "replicas that are parts")
+def _(root: Path) -> None:
+    edit_plan(root, lambda p: p["tables"][1].update(sharding_type="data_parallel"), rehash=False)
+
+
+@breaks("P4", "columns cut inside a byte")
+def _(root: Path) -> None:
+    cut = [[0, 0, 1201, 0, 6], [0, 0, 1201, 6, 16]]
+    edit_plan(root, lambda p: p["tables"][1].update(shards=cut, precision="INT4"), rehash=False)
+
+
 @breaks("P1", "shard of four numbers")
 def _(root: Path) -> None:
     edit_plan(root, lambda p: p["tables"][0]["shards"][0].pop(), rehash=False)

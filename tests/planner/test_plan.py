@@ -73,7 +73,7 @@ def test_what_is_not_a_plan_is_refused(text: str) -> None:
         ([ShardRect(0, 0, 6, 0, 8), ShardRect(1, 5, 10, 0, 8)], "begin at row 6"),
         ([ShardRect(0, 0, 10, 0, 4)], "no shard holds columns 4 to 8"),
         ([ShardRect(0, 0, 10, 0, 4), ShardRect(0, 0, 10, 5, 8)], "begin at row 0, column 4"),
-        ([], "no shards"),
+        ([], "no shard holds columns 0 to 8"),
         ([ShardRect(-1, 0, 10, 0, 8)], "is on rank -1"),
     ],
 )

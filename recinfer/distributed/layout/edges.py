@@ -1,4 +1,4 @@
-"""Rectangles from TorchRec's ParameterSharding and back: the one place that reads torch's shard metadata, and makes it."""
+"""Rectangles from a plan's ParameterSharding, and torch's shard metadata from rectangles."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ from recinfer.distributed.embedding_types import (
     ShardedEmbeddingModule,
     ShrdCtx,
 )
+from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.sharding.combine import JoinGroups
 from recinfer.distributed.sharding.hosts import summed_inside_hosts
 from recinfer.distributed.sharding.infos import by_sharding_type
-from recinfer.distributed.sharding.layout import Piece, global_metadata
 from recinfer.distributed.sharding.state import TableState
 from recinfer.distributed.sharding.tables import HOST_TYPES, ROW_TYPES, TableSharding
 from recinfer.distributed.types import (
@@ -121,24 +121,23 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, ShrdC
 
     def _place_tables(self) -> None:
         """``<tables>.<table>`` in the module tree, over the rows that the lookups own."""
-        local: dict[int, list[tuple[Piece, nn.Parameter]]] = {}
+        local: dict[str, list[tuple[Rect, nn.Parameter]]] = {}
         for group, lookup in zip(self._groups, self._lookups):
             parameters: Any = lookup.named_parameters_by_table()  # type: ignore[operator]
-            for piece, (_, parameter) in zip(group.local_pieces(), parameters):
-                local.setdefault(id(group.layout.infos[piece.table]), []).append((piece, parameter))
-        states: dict[int, TableState] = {}
-        for group in self._groups:
-            for info, pieces in zip(group.layout.infos, group.layout.pieces):
-                mine = local.get(id(info), [])
-                metadata = None if group.replicated else global_metadata(info, pieces)
-                states[id(info)] = TableState(
-                    [piece for piece, _ in mine],
-                    [p for _, p in mine] or [_held_elsewhere(info, self._device)],
-                    metadata,
-                    self._env.process_group,
-                    self._env.state_mesh,
-                )
-        tables = nn.ModuleDict({info.embedding_config.name: states[id(info)] for info in self._infos})
+            for rect, (_, parameter) in zip(group.local_rects(), parameters):
+                local.setdefault(rect.table, []).append((rect, parameter))
+        tilings = {name: tiling for group in self._groups for name, tiling in group.layout.tilings.items()}
+        tables = nn.ModuleDict()
+        for info in self._infos:
+            name = info.embedding_config.name
+            mine = local.get(name, [])
+            tables[name] = TableState(
+                [rect for rect, _ in mine],
+                [p for _, p in mine] or [_held_elsewhere(info, self._device)],
+                tilings[name],
+                self._env.process_group,
+                self._env.state_mesh,
+            )
         self.add_module(self.tables_attribute, tables)
 
     def _fused_optimizers(self) -> list[tuple[str, KeyedOptimizer]]:

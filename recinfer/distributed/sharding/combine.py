@@ -13,11 +13,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "ColumnPlan", "JoinGroups", "combine_blocks"]
+__all__ = ["ColumnPlan", "JoinGroups", "Sum", "combine_sums"]
 
 
 @dataclass(frozen=True)
-class Block:
+class Sum:
     """One column piece of one output: the source pieces that add up to it.
 
     Attributes:
@@ -34,18 +34,18 @@ class ColumnPlan:
 
     Args:
         widths: columns of each received piece, side by side.
-        blocks: the output's column pieces from left to right; every received piece is in exactly one.
+        sums: the output's column pieces from left to right; every received piece is in exactly one.
     """
 
-    def __init__(self, widths: Sequence[int], blocks: Sequence[Block]) -> None:
+    def __init__(self, widths: Sequence[int], sums: Sequence[Sum]) -> None:
         starts = [0, *accumulate(widths)]
-        runs: list[list[list[int]]] = []  # of each run of blocks: [start, stop] of every summand
+        runs: list[list[list[int]]] = []  # of each run of sums: [start, stop] of every summand
         self._divisors: list[int | None] = []
-        for block in blocks:
-            spans = [[starts[i], starts[i + 1]] for i in block.sources]
+        for each in sums:
+            spans = [[starts[i], starts[i + 1]] for i in each.sources]
             if (
                 runs
-                and self._divisors[-1] == block.divisor
+                and self._divisors[-1] == each.divisor
                 and len(runs[-1]) == len(spans)
                 and all(last[1] == span[0] for last, span in zip(runs[-1], spans))
             ):
@@ -53,7 +53,7 @@ class ColumnPlan:
                     last[1] = span[1]
             else:
                 runs.append(spans)
-                self._divisors.append(block.divisor)
+                self._divisors.append(each.divisor)
         ordered = sorted(tuple(span) for run in runs for span in run)
         place = {span: i for i, span in enumerate(ordered)}
         self._sizes = [stop - start for start, stop in ordered]
@@ -99,15 +99,15 @@ class JoinGroups:
         return torch.cat([outputs_BD[group][:, start:stop] for group, start, stop in self._runs], dim=1)
 
 
-def combine_blocks(
-    pieces: Sequence[Tensor], outputs: Sequence[Sequence[Block]], divisors: Sequence[Tensor]
+def combine_sums(
+    pieces: Sequence[Tensor], outputs: Sequence[Sequence[Sum]], divisors: Sequence[Tensor]
 ) -> list[Tensor]:
     """The same for pieces of different batch sizes: one tensor ``[B of the feature, D]`` an output."""
     result = []
-    for blocks in outputs:
+    for sums in outputs:
         columns = []
-        for block in blocks:
-            total = reduce(torch.add, [pieces[i] for i in block.sources])
-            columns.append(total if block.divisor is None else total * divisors[block.divisor].unsqueeze(1))
+        for each in sums:
+            total = reduce(torch.add, [pieces[i] for i in each.sources])
+            columns.append(total if each.divisor is None else total * divisors[each.divisor].unsqueeze(1))
         result.append(columns[0] if len(columns) == 1 else torch.cat(columns, dim=1))
     return result

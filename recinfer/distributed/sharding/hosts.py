@@ -14,8 +14,8 @@ from torch import Tensor
 from recinfer.distributed.comm import get_local_size, intra_and_cross_node_pg
 from recinfer.distributed.dist_outputs import PooledEmbeddingsAllToAll, PooledEmbeddingsReduceScatter
 from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
-from recinfer.distributed.sharding.combine import Block, ColumnPlan
-from recinfer.distributed.sharding.layout import ShardLayout, pieces_of
+from recinfer.distributed.sharding.combine import ColumnPlan, Sum
+from recinfer.distributed.sharding.layout import ShardLayout, tiling_of
 from recinfer.distributed.sharding.pooled import PooledContext, ShardPooledDist, keep_in_graph
 from recinfer.distributed.types import Awaitable, QuantizedCommCodecs
 
@@ -27,14 +27,10 @@ def summed_inside_hosts(info: EmbeddingShardingInfo, world_size: int) -> bool:
     local_size = get_local_size(world_size)
     if not 1 < local_size < world_size or world_size % local_size:
         return False
-    ranks: dict[int, list[int]] = {}
-    for piece in pieces_of(0, info, world_size):
-        ranks.setdefault(piece.col_start, []).append(piece.rank)
+    columns = [sorted(rect.rank for rect in strip.rects) for strip in tiling_of(info, world_size).strips]
     return all(
-        len(column) == local_size and sorted(column) == list(range(min(column), min(column) + local_size))
-        and min(column) % local_size == 0
-        for column in ranks.values()
-    )  # fmt: skip
+        ranks == list(range(ranks[0], ranks[0] + local_size)) and ranks[0] % local_size == 0 for ranks in columns
+    )
 
 
 class HostPooledDist(ShardPooledDist):
@@ -67,7 +63,7 @@ class HostPooledDist(ShardPooledDist):
         self._reduce = PooledEmbeddingsReduceScatter(intra, codecs=inside)
         starts = [0, *accumulate(layout.slots_per_rank)]
         widths: list[int] = []
-        place: dict[int, int] = {}  # slot of a host's first rank -> column block that comes from the host
+        place: dict[int, int] = {}  # slot of a host's first rank -> column of sums that comes from the host
         per_host = []
         for first in range(0, layout.world_size, self._local_size):
             slots = range(starts[first], starts[first + 1])
@@ -75,12 +71,12 @@ class HostPooledDist(ShardPooledDist):
             per_host.append(sum(layout.widths[slot] for slot in slots))
             widths += [layout.widths[slot] for slot in slots]
         self._between = PooledEmbeddingsAllToAll(cross, per_host, device, codecs=between)
-        blocks = [
-            Block((next(place[slot] for slot in block.sources if slot in place),), block.divisor)
-            for blocks in self._outputs
-            for block in blocks
+        sums = [
+            Sum((next(place[slot] for slot in each.sources if slot in place),), each.divisor)
+            for sums in self._outputs
+            for each in sums
         ]
-        self._from_hosts = ColumnPlan(widths, blocks)
+        self._from_hosts = ColumnPlan(widths, sums)
 
     def forward(self, local_embs: Tensor, sharding_ctx: PooledContext | None = None) -> Awaitable[Tensor]:
         """As :meth:`ShardPooledDist.forward`."""

@@ -22,11 +22,13 @@ from recinfer.distributed.embedding_types import (
     GroupedEmbeddingConfig,
     ShardedEmbeddingTable,
 )
+from recinfer.distributed.layout.edges import rects_of
+from recinfer.distributed.layout.rect import Rect, Strip, tile
 from recinfer.distributed.types import ShardingType
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import PoolingType, data_type_to_dtype
 
-__all__ = ["Piece", "ShardLayout", "Slot", "check_kind", "global_metadata", "later", "pieces_of"]
+__all__ = ["ShardLayout", "Slot", "Tiling", "check_kind", "later", "tiling_of"]
 
 
 def later(weight: torch.Tensor) -> None:
@@ -34,111 +36,53 @@ def later(weight: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Rows ``row_start:row_stop``, columns ``col_start:col_stop`` of table number ``table``, on ``rank``."""
+class Tiling:
+    """Where one table lies.
 
-    table: int
-    rank: int
-    row_start: int
-    row_stop: int
-    col_start: int
-    col_stop: int
-    metadata: ShardMetadata | None = None  # None: a replica, which is no shard
+    Attributes:
+        rects: its rectangles, empty ones left out, in the plan's order.
+        strips: the same from left to right, each strip from top to bottom.
+        shards: torch's names for the rectangles; there are none for a replica, which is no shard.
+        metadata: what a ShardedTensor of the table says of all its shards; None for a replica.
+    """
+
+    rects: list[Rect]
+    strips: tuple[Strip, ...]
+    shards: dict[Rect, ShardMetadata]
+    metadata: ShardedTensorMetadata | None
 
     @property
-    def rows(self) -> int:
-        """Height."""
-        return self.row_stop - self.row_start
-
-    @property
-    def cols(self) -> int:
-        """Width."""
-        return self.col_stop - self.col_start
+    def cuts_rows(self) -> bool:
+        """Whether a rectangle has not all rows."""
+        return any(len(strip.rects) > 1 for strip in self.strips)
 
 
 @dataclass(frozen=True)
 class Slot:
     """One feature read from one rectangle."""
 
-    piece: Piece
+    rect: Rect
     feature: str
     name: str  # of the output: feature, or feature@table
 
 
-def pieces_of(table: int, info: EmbeddingShardingInfo, world_size: int) -> list[Piece]:
-    """The rectangles of a table, empty ones left out, in the plan's order.
+def tiling_of(info: EmbeddingShardingInfo, world_size: int) -> Tiling:
+    """The rectangles of a table that is no replica.
 
     Raises:
         ConfigError: the plan has no shards, names a rank outside the world, or its shards do not tile the table.
     """
-    config, sharding = info.embedding_config, info.param_sharding
-    shards = getattr(sharding.sharding_spec, "shards", None)
-    if not shards:
-        raise ConfigError(
-            f"table {config.name!r}: a {sharding.sharding_type} plan needs a sharding_spec that lists its shards"
-        )
-    pieces = []
-    for i, shard in enumerate(shards):
-        rank = _rank_of(shard, i, sharding.ranks)
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"table {config.name!r}: shard {i} is on rank {rank}; the world has {world_size} ranks")
-        (row, col), (rows, cols) = shard.shard_offsets, shard.shard_sizes
-        if rows and cols:
-            pieces.append(Piece(table, rank, row, row + rows, col, col + cols, shard))
-    _check_tiling(config.name, config.num_embeddings, config.embedding_dim, pieces)
-    return pieces
-
-
-def _whole(table: int, info: EmbeddingShardingInfo) -> Piece:
     config = info.embedding_config
-    return Piece(table, 0, 0, config.num_embeddings, 0, config.embedding_dim)
-
-
-def _rank_of(shard: ShardMetadata, index: int, ranks: Sequence[int] | None) -> int:
-    rank = shard.placement.rank() if shard.placement is not None else None
-    if rank is not None:
-        return rank
-    assert ranks is not None
-    return ranks[index]
-
-
-def _check_tiling(name: str, rows: int, cols: int, pieces: list[Piece]) -> None:
-    """Column pieces side by side, each cut into rows from top to bottom: what every sharding type makes."""
-    columns: dict[tuple[int, int], list[Piece]] = {}
-    for piece in pieces:
-        columns.setdefault((piece.col_start, piece.col_stop), []).append(piece)
-    wrong, col = "", 0
-    for start, stop in sorted(columns):
-        row = 0
-        for piece in sorted(columns[start, stop], key=lambda p: p.row_start):
-            if (piece.row_start, start) != (row, col):
-                wrong = f"shard {_rect(piece)} begins at row {piece.row_start}, column {start}; expected {row}, {col}"
-                break
-            row = piece.row_stop
-        if not wrong and (row != rows or stop > cols):
-            wrong = (
-                f"shard {_rect(piece)} ends at row {row}, column {stop}; expected row {rows}, no column after {cols}"
-            )
-        if wrong:
-            break
-        col = stop
-    if not wrong and col != cols:
-        wrong = f"no shard holds columns {col} to {cols}"
-    if wrong:
-        got = "; ".join(_rect(piece) for piece in pieces)
-        raise ConfigError(f"table {name!r}: {wrong}. The shards {got} do not tile its {rows} x {cols}")
-
-
-def _rect(piece: Piece) -> str:
-    return f"[{piece.row_start}:{piece.row_stop}, {piece.col_start}:{piece.col_stop}]@{piece.rank}"
-
-
-def global_metadata(info: EmbeddingShardingInfo, pieces: Sequence[Piece]) -> ShardedTensorMetadata:
-    """What a ShardedTensor of the table says of all its shards."""
-    config = info.embedding_config
-    return ShardedTensorMetadata(
-        shards_metadata=[p.metadata for p in pieces if p.metadata is not None],
-        size=torch.Size([config.num_embeddings, config.embedding_dim]),
+    rows, cols = config.num_embeddings, config.embedding_dim
+    given = rects_of(config.name, rows, cols, info.param_sharding, world_size)
+    shards = getattr(info.param_sharding.sharding_spec, "shards", [])
+    # Shards without columns are passed over too: they hold as little as those without rows.
+    held = [(rect, shard) for rect, shard in zip(given, shards) if rect.rows and rect.cols]
+    rects = [rect for rect, _ in held]
+    strips = tile(config.name, rows, cols, rects, world_size=world_size)
+    metadata = ShardedTensorMetadata(
+        shards_metadata=[shard for _, shard in held],
+        size=torch.Size([rows, cols]),
         tensor_properties=TensorProperties(
             dtype=data_type_to_dtype(config.data_type),
             layout=torch.strided,
@@ -147,6 +91,13 @@ def global_metadata(info: EmbeddingShardingInfo, pieces: Sequence[Piece]) -> Sha
             pin_memory=False,
         ),
     )
+    return Tiling(rects, strips, dict(held), metadata)
+
+
+def _replica(info: EmbeddingShardingInfo) -> Tiling:
+    config = info.embedding_config
+    rect = Rect(0, 0, config.num_embeddings, 0, config.embedding_dim, config.name)
+    return Tiling([rect], (Strip(0, config.embedding_dim, (rect,)),), {}, None)
 
 
 class ShardLayout:
@@ -161,7 +112,8 @@ class ShardLayout:
 
     Attributes:
         groups_per_rank: what each rank looks up, kernel group by kernel group.
-        pieces_per_rank: the rectangles of each rank, in the order of its groups.
+        tilings: where each table lies, by name, in module order.
+        rects_per_rank: the rectangles of each rank, in the order of its groups.
         slots: all ranks' slots, rank after rank.
         slots_per_rank: how many are on each rank.
         features: the distinct features that are read.
@@ -184,22 +136,21 @@ class ShardLayout:
     ) -> None:
         self.infos = list(infos)
         self.world_size = 1 if replicated else world_size
-        if replicated:
-            self.pieces = [[_whole(i, info)] for i, info in enumerate(self.infos)]
-        else:
-            self.pieces = [pieces_of(i, info, world_size) for i, info in enumerate(self.infos)]
+        self.tilings = {
+            info.embedding_config.name: _replica(info) if replicated else tiling_of(info, world_size)
+            for info in self.infos
+        }
         self.is_weighted = is_weighted
         self.pooled = pooled
-        by_id: dict[int, Piece] = {}
+        by_id: dict[int, Rect] = {}
         per_rank: list[list[ShardedEmbeddingTable]] = [[] for _ in range(self.world_size)]
-        for info, pieces in zip(self.infos, self.pieces):
-            metadata = None if replicated else global_metadata(info, pieces)
-            for piece in pieces:
-                table = self._table(info, piece, metadata)
-                per_rank[piece.rank].append(table)
-                by_id[id(table)] = piece
+        for info, tiling in zip(self.infos, self.tilings.values()):
+            for rect in tiling.rects:
+                table = self._table(info, rect, tiling)
+                per_rank[rect.rank].append(table)
+                by_id[id(table)] = rect
         self.groups_per_rank: list[list[GroupedEmbeddingConfig]] = group_tables(per_rank)
-        self.pieces_per_rank = [
+        self.rects_per_rank = [
             [by_id[id(table)] for group in groups for table in group.embedding_tables]
             for groups in self.groups_per_rank
         ]
@@ -222,12 +173,10 @@ class ShardLayout:
         self.mean: list[int] = []
         self._place_outputs()
 
-    def _table(
-        self, info: EmbeddingShardingInfo, piece: Piece, metadata: ShardedTensorMetadata | None
-    ) -> ShardedEmbeddingTable:
+    def _table(self, info: EmbeddingShardingInfo, rect: Rect, tiling: Tiling) -> ShardedEmbeddingTable:
         config = info.embedding_config
         pooling = getattr(config, "pooling", PoolingType.NONE) if self.pooled else PoolingType.NONE
-        if self._divided_later(piece.table):
+        if self._divided_later(info):
             pooling = PoolingType.SUM
         return ShardedEmbeddingTable(
             num_embeddings=config.num_embeddings,
@@ -244,23 +193,24 @@ class ShardLayout:
             has_feature_processor=False,
             embedding_names=info.names(),
             compute_kernel=EmbeddingComputeKernel(info.param_sharding.compute_kernel),
-            local_rows=piece.rows,
-            local_cols=piece.cols,
-            local_metadata=piece.metadata,
-            global_metadata=metadata,
+            local_rows=rect.rows,
+            local_cols=rect.cols,
+            local_metadata=tiling.shards.get(rect),
+            global_metadata=tiling.metadata,
             fused_params=info.fused_params,
         )
 
     def _cut_slots(self) -> list[tuple[int, int] | None]:
+        strips = {rect: strip for tiling in self.tilings.values() for strip in tiling.strips for rect in strip.rects}
         known: dict[tuple[str, tuple[int, ...]], int] = {}
         result: list[tuple[int, int] | None] = []
         for slot in self.slots:
-            edges = self.row_edges(slot.piece)
-            if len(edges) == 2:
+            strip = strips[slot.rect]
+            if len(strip.rects) == 1:
                 result.append(None)
             else:
-                cut = known.setdefault((slot.feature, edges), len(known))
-                result.append((cut, edges.index(slot.piece.row_start)))
+                cut = known.setdefault((slot.feature, strip.edges), len(known))
+                result.append((cut, strip.rects.index(slot.rect)))
         self.cuts = list(known)
         return result
 
@@ -269,36 +219,29 @@ class ShardLayout:
         """The most row pieces that a column has; 0 when nothing is cut."""
         return max((len(edges) - 1 for _, edges in self.cuts), default=0)
 
-    def _divided_later(self, table: int) -> bool:
+    def _divided_later(self, info: EmbeddingShardingInfo) -> bool:
         """Whether sums of a MEAN table are divided by the bag's length after the exchange, not by the kernel.
 
         A row piece cannot see the whole bag; and the backward of FBGEMM's CPU kernel forgets to divide weighted bags.
         """
-        config = self.infos[table].embedding_config
-        cut = any(p.rows != config.num_embeddings for p in self.pieces[table])
-        return self.pooled and getattr(config, "pooling", None) is PoolingType.MEAN and (cut or self.is_weighted)
+        config = info.embedding_config
+        mean = self.pooled and getattr(config, "pooling", None) is PoolingType.MEAN
+        return mean and (self.is_weighted or self.tilings[config.name].cuts_rows)
 
     def _place_outputs(self) -> None:
-        spots: dict[tuple[int, str], list[int]] = {}
-        for i, slot in enumerate(self.slots):
-            spots.setdefault((slot.piece.table, slot.feature), []).append(i)
-        for table, info in enumerate(self.infos):
+        spots = {(slot.rect, slot.feature): i for i, slot in enumerate(self.slots)}
+        for info, tiling in zip(self.infos, self.tilings.values()):
             config = info.embedding_config
             for feature, name in zip(config.feature_names, info.names()):
-                columns: dict[int, list[int]] = {}
-                for i in spots[table, feature]:
-                    columns.setdefault(self.slots[i].piece.col_start, []).append(i)
-                if self._divided_later(table):
+                if self._divided_later(info):
                     self.mean.append(len(self.outputs))
                 self.outputs.append((name, config.embedding_dim, feature))
-                self.sums.append(
-                    [sorted(columns[start], key=lambda i: self.slots[i].piece.row_start) for start in sorted(columns)]
-                )
+                self.sums.append([[spots[rect, feature] for rect in strip.rects] for strip in tiling.strips])
 
     @property
     def widths(self) -> list[int]:
         """Columns of each slot."""
-        return [slot.piece.cols for slot in self.slots]
+        return [slot.rect.cols for slot in self.slots]
 
     def widths_per_rank(self) -> list[list[int]]:
         """Columns of the slots of each rank."""
@@ -307,11 +250,6 @@ class ShardLayout:
             result.append(widths[at : at + count])
             at += count
         return result
-
-    def row_edges(self, piece: Piece) -> tuple[int, ...]:
-        """Where the rows of the piece's column are cut, from 0 to the table's rows: ``(0, rows)`` when they are not."""
-        column = [p for p in self.pieces[piece.table] if p.col_start == piece.col_start]
-        return (0, *sorted(p.row_stop for p in column))
 
 
 def check_kind(infos: Sequence[EmbeddingShardingInfo], kind: ShardingType) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recinfer.distributed.dist_outputs import PooledEmbeddingsAllToAll, VariableBatchPooledEmbeddingsAllToAll
 from recinfer.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext
-from recinfer.distributed.sharding.combine import Block, ColumnPlan, combine_blocks
+from recinfer.distributed.sharding.combine import ColumnPlan, Sum, combine_sums
 from recinfer.distributed.sharding.layout import ShardLayout
 from recinfer.distributed.sharding.weights import WeightRoute, send_weights
 from recinfer.distributed.types import Awaitable, NoWait, QuantizedCommCodecs
@@ -107,9 +107,9 @@ class ShardPooledDist(BaseEmbeddingDist[PooledContext, Tensor, Tensor]):
         )
         place = {output: n for n, output in enumerate(layout.mean)}
         self._outputs = [
-            [Block(tuple(slots), place.get(i)) for slots in columns] for i, columns in enumerate(layout.sums)
+            [Sum(tuple(slots), place.get(i)) for slots in columns] for i, columns in enumerate(layout.sums)
         ]
-        self._columns = ColumnPlan(layout.widths, [block for blocks in self._outputs for block in blocks])
+        self._columns = ColumnPlan(layout.widths, [each for sums in self._outputs for each in sums])
 
     def forward(self, local_embs: Tensor, sharding_ctx: PooledContext | None = None) -> Awaitable[Tensor]:
         """Start the exchange.
@@ -142,7 +142,7 @@ class ShardPooledDist(BaseEmbeddingDist[PooledContext, Tensor, Tensor]):
 
         def combine(received: Tensor) -> Tensor:
             parts = [p.view(-1, w) for p, w in zip(received.split(sizes), self._layout.widths)]
-            outputs = combine_blocks(parts, self._outputs, ctx.divisors)
+            outputs = combine_sums(parts, self._outputs, ctx.divisors)
             return spread(outputs, ctx.inverse_indices)
 
         if self._variable is None:

@@ -9,16 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from recinfer.distributed.global_tensors import global_tensor
-from recinfer.distributed.sharding.layout import Piece
+from recinfer.distributed.layout.rect import Rect
+from recinfer.distributed.sharding.layout import Tiling
 from recinfer.optim.local_tensors import local_pieces
 
 __all__ = ["TableState"]
-
-Rect = tuple[int, int, int, int]  # row start, row stop, column start, column stop
 
 
 class TableState(nn.Module):
@@ -31,51 +29,47 @@ class TableState(nn.Module):
     replica.
 
     Args:
-        pieces: the local rectangles.
+        rects: the local rectangles.
         parameters: their rows, in the same order, views on what the kernel reads; an empty one where there are none.
-        metadata: all ranks' rectangles; None for a replica.
+        tiling: all ranks' rectangles.
         pg: the ranks.
         mesh: the same ranks, where the entry shall be a DTensor.
     """
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        rects: Sequence[Rect],
         parameters: Sequence[nn.Parameter],
-        metadata: ShardedTensorMetadata | None,
+        tiling: Tiling,
         pg: dist.ProcessGroup | None,
         mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        self._pieces = tuple(pieces)
-        self._metadata = metadata
+        self._rects = tuple(rects)
+        self._tiling = tiling
         self._pg = pg
         self._mesh = mesh
         for i, parameter in enumerate(parameters):
             self.register_parameter("weight" if i == 0 else f"weight_{i}", parameter)
 
-    def shards(self) -> list[tuple[Piece, Tensor]]:
+    def shards(self) -> list[tuple[Rect, Tensor]]:
         """Each local rectangle with its rows, without autograd."""
-        return [(piece, parameter.detach()) for piece, parameter in zip(self._pieces, self.parameters())]
+        return [(rect, parameter.detach()) for rect, parameter in zip(self._rects, self.parameters())]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self._metadata is None or self._pg is None:
+        if self._tiling.metadata is None or self._pg is None:
             # A replica; or a world of one without a process group, where a ShardedTensor cannot be.
             destination[prefix + "weight"] = self._whole(keep_vars)
             return
-        local = [(rows, piece.metadata) for piece, rows in self.shards() if piece.metadata is not None]
-        destination[prefix + "weight"] = global_tensor(local, self._metadata, self._pg, self._mesh)
+        local = [(rows, self._tiling.shards[rect]) for rect, rows in self.shards()]
+        destination[prefix + "weight"] = global_tensor(local, self._tiling.metadata, self._pg, self._mesh)
 
     def _whole(self, keep_vars: bool) -> Tensor:
         parameters = list(self.parameters())
         if len(parameters) == 1:
             return parameters[0] if keep_vars else parameters[0].detach()
-        columns: dict[int, list[tuple[int, Tensor]]] = {}
-        for piece, rows in self.shards():
-            columns.setdefault(piece.col_start, []).append((piece.row_start, rows))
-        return torch.cat(
-            [torch.cat([r for _, r in sorted(columns[c], key=lambda p: p[0])]) for c in sorted(columns)], 1
-        )
+        rows = dict(self.shards())
+        return torch.cat([torch.cat([rows[rect] for rect in strip.rects]) for strip in self._tiling.strips], 1)
 
     @torch.no_grad()
     def _load_from_state_dict(
@@ -95,35 +89,37 @@ class TableState(nn.Module):
         if key not in state_dict:
             missing_keys.append(key)
             return
-        sources = _rectangles(state_dict[key])
-        for piece, rows in self.shards():
-            wanted = (piece.row_start, piece.row_stop, piece.col_start, piece.col_stop)
-            if _copy_overlaps(rows, wanted, sources) != rows.numel():
-                got = "; ".join(f"[{a}:{b}, {c}:{d}]" for (a, b, c, d), _ in sources) or "nothing"
+        for rect, rows in self.shards():
+            given = _given(state_dict[key], rect)
+            if _copy_overlaps(rows, rect, given) != rows.numel():
+                got = "; ".join(source.text for source, _ in given) or "nothing"
                 error_msgs.append(
-                    f"{key}: this rank holds [{wanted[0]}:{wanted[1]}, {wanted[2]}:{wanted[3]}] but the state given to it "
-                    f"has {got}; give the state of the same sharding or the whole table, or load a checkpoint, which "
-                    "reshards"
+                    f"{key}: this rank holds {rect.text} but the state given to it has {got}; give the state of the same "
+                    "sharding or the whole table, or load a checkpoint, which reshards"
                 )
 
 
-def _rectangles(value: Tensor | ShardedTensor) -> list[tuple[Rect, Tensor]]:
-    """The parts of a state entry that are on this rank, with their places in the table."""
-    return [(_rect(offsets, rows.shape), rows) for rows, offsets in local_pieces(value)]
-
-
-def _rect(offset: Sequence[int], shape: Sequence[int]) -> Rect:
-    return (offset[0], offset[0] + shape[0], offset[1], offset[1] + shape[1])
+def _given(value: Tensor | ShardedTensor, wanted: Rect) -> list[tuple[Rect, Tensor]]:
+    """The parts of a state entry that are on this rank, as rectangles of the table of ``wanted``."""
+    return [
+        (Rect(wanted.rank, row, row + rows.shape[0], col, col + rows.shape[1], wanted.table), rows)
+        for rows, (row, col) in local_pieces(value)
+    ]
 
 
 def _copy_overlaps(target: Tensor, wanted: Rect, sources: Sequence[tuple[Rect, Tensor]]) -> int:
     """Copy what ``sources`` have of ``wanted``; gives the number of elements copied."""
     copied = 0
-    for (top, bottom, left, right), rows in sources:
-        r0, r1 = max(top, wanted[0]), min(bottom, wanted[1])
-        c0, c1 = max(left, wanted[2]), min(right, wanted[3])
-        if r0 < r1 and c0 < c1:
-            part = rows[r0 - top : r1 - top, c0 - left : c1 - left]
-            target[r0 - wanted[0] : r1 - wanted[0], c0 - wanted[2] : c1 - wanted[2]].copy_(part)
-            copied += part.numel()
+    for source, rows in sources:
+        if both := wanted.overlap(source):
+            _part(target, wanted, both).copy_(_part(rows, source, both))
+            copied += both.rows * both.cols
     return copied
+
+
+def _part(rows: Tensor, of: Rect, part: Rect) -> Tensor:
+    """The rows of ``part``, which lies in ``of``, whose rows these are."""
+    return rows[
+        part.row_start - of.row_start : part.row_stop - of.row_start,
+        part.col_start - of.col_start : part.col_stop - of.col_start,
+    ]

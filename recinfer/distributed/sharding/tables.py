@@ -27,9 +27,10 @@ from recinfer.distributed.embedding_types import (
     GroupedEmbeddingConfig,
     ShardedEmbeddingTable,
 )
+from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.sharding.features import ShardFeaturesDist
 from recinfer.distributed.sharding.hosts import HostPooledDist, summed_inside_hosts
-from recinfer.distributed.sharding.layout import Piece, ShardLayout, check_kind
+from recinfer.distributed.sharding.layout import ShardLayout, check_kind
 from recinfer.distributed.sharding.pooled import PooledContext, ShardPooledDist
 from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext, ShardSequenceDist
 from recinfer.distributed.sharding.values import fill, new_seed
@@ -120,9 +121,9 @@ class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):
     def create_context(self, features: KeyedJaggedTensor) -> EmbeddingShardingContext:
         """The context of one forward on ``features``."""
 
-    def local_pieces(self) -> list[Piece]:
+    def local_rects(self) -> list[Rect]:
         """This rank's rectangles, in the order of :meth:`embedding_tables`."""
-        return self.layout.pieces_per_rank[self._rank]
+        return self.layout.rects_per_rank[self._rank]
 
     def fill(self, lookup: Any) -> None:
         """Give the rows of ``lookup``, one of :meth:`create_lookup`, their first values.
@@ -131,8 +132,10 @@ class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):
         of rank 0: all ranks call this together.
         """
         seed = new_seed()
-        for piece, (_, parameter) in zip(self.local_pieces(), lookup.named_parameters_by_table()):
-            fill(parameter.detach(), self.layout.infos[piece.table], piece, seed)
+        numbers = {name: number for number, name in enumerate(self.layout.tilings)}
+        for rect, (_, parameter) in zip(self.local_rects(), lookup.named_parameters_by_table()):
+            number = numbers[rect.table]
+            fill(parameter.detach(), self.layout.infos[number], rect, seed + (number << 32))
             if self.replicated and self._env.process_group is not None and not parameter.is_meta:
                 source = dist.get_global_rank(self._env.process_group, 0)
                 dist.broadcast(parameter.detach(), source, group=self._env.process_group)
@@ -165,7 +168,7 @@ class TableSharding(EmbeddingSharding[Any, KeyedJaggedTensor, Tensor, Any]):
 
     def embedding_shard_metadata(self) -> list[ShardMetadata | None]:
         """The rectangle of each name of :meth:`embedding_names_per_rank`, rank after rank; None for replicas."""
-        return [slot.piece.metadata for slot in self.layout.slots]
+        return [self.layout.tilings[slot.rect.table].shards.get(slot.rect) for slot in self.layout.slots]
 
     def feature_names(self) -> list[str]:
         """The distinct features."""
@@ -248,9 +251,8 @@ class PooledSharding(TableSharding):
         Raises:
             ConfigError: naming the table.
         """
-        for info, pieces in zip(self.layout.infos, self.layout.pieces):
-            config = info.embedding_config
-            cut = any(piece.rows != config.num_embeddings for piece in pieces)
+        for info, tiling in zip(self.layout.infos, self.layout.tilings.values()):
+            config, cut = info.embedding_config, tiling.cuts_rows
             if cut or (config.pooling is PoolingType.MEAN and not self.layout.is_weighted):
                 why = "is cut by rows: no rank sees a whole bag of it" if cut else "is a MEAN table without weights"
                 raise ConfigError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
-from recinfer.distributed.sharding.layout import Piece
+from recinfer.distributed.layout.rect import Rect
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 
 __all__ = ["fill", "new_seed"]
@@ -26,36 +26,36 @@ def new_seed() -> int:
 
 
 @torch.no_grad()
-def fill(weight: Tensor, info: EmbeddingShardingInfo, piece: Piece, seed: int) -> None:
+def fill(weight: Tensor, info: EmbeddingShardingInfo, rect: Rect, seed: int) -> None:
     """Give a rectangle its first values.
 
     Args:
-        weight: ``[piece.rows, piece.cols]``, written.
+        weight: ``[rect.rows, rect.cols]``, written.
         info: the table; its ``param`` holds the values ``[rows, columns]``, or is on the meta device.
-        piece: which rectangle.
-        seed: of the values that are drawn.
+        rect: which rectangle.
+        seed: of the values that are drawn; another for each table.
     """
     if weight.is_meta:
         return
     if not info.param.is_meta:
-        weight.copy_(info.param[piece.row_start : piece.row_stop, piece.col_start : piece.col_stop])
+        weight.copy_(info.param[rect.row_start : rect.row_stop, rect.col_start : rect.col_stop])
     elif info.embedding_config.init_fn is not None:
         info.embedding_config.init_fn(weight)
     else:
-        _draw(weight, info.embedding_config, piece, seed)
+        _draw(weight, info.embedding_config, rect, seed)
 
 
-def _draw(weight: Tensor, config: BaseEmbeddingConfig, piece: Piece, seed: int) -> None:
+def _draw(weight: Tensor, config: BaseEmbeddingConfig, rect: Rect, seed: int) -> None:
     low, high = config.get_weight_init_min(), config.get_weight_init_max()
     height = max(1, _BLOCK_ELEMENTS // config.embedding_dim)
     generator = torch.Generator()
-    first = piece.row_start - piece.row_start % height
-    for start in range(first, piece.row_stop, height):
-        number = (seed + (piece.table << 32) + start // height + 1) * _MIX
+    first = rect.row_start - rect.row_start % height
+    for start in range(first, rect.row_stop, height):
+        number = (seed + start // height + 1) * _MIX
         generator.manual_seed((number ^ (number >> 31)) % (1 << 63))
         rows = min(height, config.num_embeddings - start)
         block = torch.empty(rows, config.embedding_dim).uniform_(low, high, generator=generator)
-        top, bottom = max(start, piece.row_start), min(start + rows, piece.row_stop)
-        weight[top - piece.row_start : bottom - piece.row_start].copy_(
-            block[top - start : bottom - start, piece.col_start : piece.col_stop]
+        top, bottom = max(start, rect.row_start), min(start + rows, rect.row_stop)
+        weight[top - rect.row_start : bottom - rect.row_start].copy_(
+            block[top - start : bottom - start, rect.col_start : rect.col_stop]
         )

@@ -8,6 +8,7 @@ Legend: N shards.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from recinfer.distributed.planner.constants import (
     QUARTER_BLOCK_PENALTY,
     WEIGHTED_KERNEL_MULTIPLIER,
 )
+from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.hardware import Company
 from recinfer.distributed.planner.model.links import CollectiveType
 from recinfer.distributed.planner.model.topology import Topology
@@ -30,11 +32,13 @@ from recinfer.distributed.types import PipelineType, ShardingType
 
 __all__ = [
     "PERF_PARTS",
+    "Estimate",
     "ShardArrays",
+    "inference_estimate",
     "inference_time",
     "packed_row_bytes",
     "row_alignment",
-    "row_shares",
+    "row_weights",
     "storage_bytes",
     "training_time",
 ]
@@ -100,6 +104,10 @@ class ShardArrays:
         return ShardArrays(**{name: value[index] for name, value in self.__dict__.items()})
 
 
+# Milliseconds by part [N, 6], bytes of device memory [N] and of host memory [N] of every shard.
+Estimate = Callable[[ShardArrays], tuple[FloatN, IntN, IntN]]
+
+
 def row_alignment(compute_device: str) -> int:
     """Bytes that packed rows are aligned to: 1 on CPU, 16 on a GPU."""
     return 1 if compute_device == "cpu" else 16
@@ -112,11 +120,11 @@ def packed_row_bytes(cols: Any, bits: Any, alignment: int = 1) -> IntN:
     return -(-size // alignment) * alignment
 
 
-def row_shares(topology: Topology, on_host: bool) -> FloatN | None:
-    """Share of a row-wise table that each rank gets [W], in proportion to its memory; None where all have as much."""
+def row_weights(topology: Topology, on_host: bool) -> list[int] | None:
+    """The memory of each rank, in proportion to which row-wise tables are cut; None where all have as much."""
     in_ddr = on_host or topology.compute_device == "cpu"
-    caps = np.array([d.storage.ddr if in_ddr else d.storage.hbm for d in topology.devices], float)
-    return None if (caps == caps[0]).all() else caps / caps.sum()
+    caps = [d.storage.ddr if in_ddr else d.storage.hbm for d in topology.devices]
+    return None if len(set(caps)) == 1 else caps
 
 
 def spread_of(a: ShardArrays, topology: Topology) -> FloatN:
@@ -124,7 +132,7 @@ def spread_of(a: ShardArrays, topology: Topology) -> FloatN:
     by_host = (a.kind == TWRW) | (a.kind == GRID)
     spread = np.where(a.kind == RW, topology.world_size, np.where(by_host, topology.local_world_size, 1)).astype(float)
     for on_host in (False, True):
-        if row_shares(topology, on_host) is not None:
+        if row_weights(topology, on_host) is not None:
             pieces = (a.kind == RW) & (np.asarray(a.on_host) == on_host)
             spread = np.where(pieces, a.table_rows / np.maximum(a.rows, 1), spread)
     return spread
@@ -282,3 +290,35 @@ def _in_flight(
     if pipeline is PipelineType.TRAIN_PREFETCH_SPARSE_DIST:
         copies = np.where(cached, 10, 3)  # the prefetch of a cached table keeps seven more buffers of the input's size
     return copies * inputs + (outputs if at_peak else 0.0)
+
+
+def inference_estimate(topology: Topology, tables: Sequence[TableFacts] = ()) -> Estimate:
+    """The estimator of quantized inference on ``topology``.
+
+    With measured figures a lookup costs more the more other tables pass through the caches; where they will be is not
+    known yet, so every shard is taken to share its rank with an equal part of ``tables``.
+    """
+    alignment = row_alignment(topology.compute_device)
+    company = _company_of(tables, topology) if tables and topology.hardware is not None else None
+
+    def estimate(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
+        perf = inference_time(arrays, topology, alignment, company)
+        perf[np.asarray(arrays.rows) == 0] = 0.0  # an empty piece is not even looked at
+        hbm, ddr = storage_bytes(arrays, topology, is_inference=True, alignment=alignment)
+        return perf, hbm, ddr
+
+    return estimate
+
+
+def _company_of(tables: Sequence[TableFacts], topology: Topology) -> Company:
+    """What an average rank looks up."""
+    alignment = row_alignment(topology.compute_device)
+    cols, bits = np.array([t.cols for t in tables]), np.array([t.precision.bits for t in tables])
+    written = [(t.batch_outputs if t.pooled else t.batch_inputs) * t.cols * t.output_bytes for t in tables]
+    return Company.of(
+        rows=np.array([t.rows for t in tables], float),
+        ids=np.array([t.batch_inputs for t in tables], float),
+        row_bytes=packed_row_bytes(cols, bits, alignment).astype(float),
+        output_bytes=np.array(written, float),
+        share=1 / topology.world_size,
+    )

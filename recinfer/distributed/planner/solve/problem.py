@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
-from recinfer.distributed.planner.model.estimates import DP, GRID, KERNELS, RW, TWCW, TWRW, TYPE_NAMES, FloatN, IntN
+from recinfer.distributed.planner.model.estimates import DP, GRID, RW, TWCW, TWRW, TYPE_NAMES, FloatN, IntN
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.solve.space import SearchSpace
 
-__all__ = ["Bound", "Problem", "lower_bound", "make_problem"]
+__all__ = ["Bound", "Problem", "lower_bound", "make_problem", "problem_of"]
 
 # How the shards of an option may be placed.
 FREE, FIXED, HOST, HOST_FREE, MULTI_HOST = range(5)
@@ -76,19 +76,19 @@ def make_problem(space: SearchSpace, topology: Topology, pinned: dict[int, tuple
         PlannerError: co-located tables with no option in common.
     """
     mode = np.array([_MODE.get(k, FREE) for k in range(len(TYPE_NAMES))], np.int64)[space.option_type]
-    groups: dict[str, list[int]] = {}
+    mates: dict[str, list[int]] = {}
     for t, table in enumerate(space.tables):
         if table.colocate_with is not None:
-            groups.setdefault(table.colocate_with, []).append(t)
-    together = {t: members for members in groups.values() if len(members) > 1 for t in members}
+            mates.setdefault(table.colocate_with, []).append(t)
+    together = {t: members for members in mates.values() if len(members) > 1 for t in members}
     if not together and not pinned:
         shard_ptr, fixed = space.shard_ptr, space.fixed_rank
         arrays = (space.total, space.hbm.astype(float), space.ddr.astype(float))
-        return _finish(space.option_ptr, mode, shard_ptr, arrays, fixed, topology, None)
-    return _grouped(space, topology, mode, together, pinned or {})
+        return problem_of(space.option_ptr, mode, shard_ptr, arrays, fixed, topology)
+    return _of_units(space, topology, mode, together, pinned or {})
 
 
-def _grouped(
+def _of_units(
     space: SearchSpace,
     topology: Topology,
     mode: IntN,
@@ -118,7 +118,7 @@ def _grouped(
         unit_ptr.append(len(members))
     shard_ptr = np.concatenate([[0], np.cumsum([p[0].size for p in parts])]).astype(np.int64)
     perf, hbm, ddr, fixed_rank = (np.concatenate([p[i] for p in parts]) for i in range(4))
-    return _finish(
+    return problem_of(
         np.array(unit_ptr), np.array(modes), shard_ptr, (perf, hbm, ddr), fixed_rank, topology, tuple(members)
     )
 
@@ -148,15 +148,21 @@ def _common_options(space: SearchSpace, tables: list[int]) -> list[tuple[int, ..
     return [tuple(other[key] for other in keyed) for key in common]
 
 
-def _finish(
+def problem_of(
     unit_ptr: IntN,
     mode: IntN,
     shard_ptr: IntN,
     arrays: tuple[FloatN, FloatN, FloatN],
     fixed: IntN,
     topology: Topology,
-    members: tuple[tuple[int, ...], ...] | None,
+    members: tuple[tuple[int, ...], ...] | None = None,
 ) -> Problem:
+    """The problem with its sums.
+
+    Args:
+        arrays: load, bytes of device memory and of host memory of each shard.
+        members: options of the search space behind each option, where they are others.
+    """
     perf, hbm, ddr = arrays
     starts = shard_ptr[:-1]
     hbm_cap = np.array([d.storage.hbm for d in topology.devices], float)
@@ -287,8 +293,3 @@ def first_of_least(problem: Problem, cost: FloatN, least: FloatN) -> IntN:
     units = problem.option_unit[hits]
     first = np.concatenate([[True], units[1:] != units[:-1]])
     return hits[first]
-
-
-def describe_option(space: SearchSpace, option: int) -> str:
-    """``row_wise/fused``, for messages."""
-    return f"{TYPE_NAMES[int(space.option_type[option])]}/{KERNELS[int(space.option_kernel[option])]}"

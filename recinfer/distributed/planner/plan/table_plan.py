@@ -7,24 +7,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
+from recinfer.distributed.layout.cuts import column_unit
 from recinfer.distributed.layout.edges import rects_of
 from recinfer.distributed.layout.rect import Rect, tile
 from recinfer.distributed.types import ParameterSharding, ShardingType
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-__all__ = ["ShardRect", "TablePlan", "check_keys", "column_unit", "table_plan", "value_of"]
+__all__ = ["ShardRect", "TablePlan", "check_keys", "table_plan", "value_of"]
 
 _SHARDING_TYPES = frozenset(t.value for t in ShardingType)
 _KERNELS = frozenset(k.value for k in EmbeddingComputeKernel)
 _KINDS = {int: "a whole number", str: "text", list: "a list", dict: "an object"}
 
 T = TypeVar("T")
-
-
-def column_unit(precision: DataType) -> int:
-    """Columns that a column-wise piece must start and end on: 4 for INT4 and INT2 (whole bytes), else 1."""
-    return 4 if precision in (DataType.INT4, DataType.INT2) else 1
 
 
 ShardRect = Rect  # its name among the planner's
@@ -45,7 +41,7 @@ class TablePlan:
         estimates: figures of the planner (ms, bytes); not part of the hash.
 
     Raises:
-        ConfigError: unknown names, or rectangles that do not tile the table.
+        ConfigError: unknown names; TilingError, one of them, for rectangles that do not tile the table.
     """
 
     module: str
@@ -63,8 +59,6 @@ class TablePlan:
             self._fail(f"unknown sharding type {self.sharding_type!r}; expected one of {sorted(_SHARDING_TYPES)}")
         if self.compute_kernel not in _KERNELS:
             self._fail(f"unknown compute kernel {self.compute_kernel!r}; expected one of {sorted(_KERNELS)}")
-        if not self.shards:
-            self._fail("has no shards; expected at least one")
         if others := {rect.table for rect in self.shards} - {self.table}:
             if others != {""}:
                 self._fail(f"has shards of other tables: {sorted(others)}")
