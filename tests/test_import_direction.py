@@ -17,7 +17,9 @@ BASE = {"errors", "env", "files", "lazy", "lru", "streamable"}
 MODEL_CODE = BASE | {"sparse", "modules"}
 RECT = {"distributed.layout.rect"}  # plain numbers, for everything that knows where tables lie
 LAYOUT = RECT | {"distributed.layout", "distributed.types"}
-PLAN_CODE = MODEL_CODE | LAYOUT | {"distributed.embedding_types", "distributed.planner"}
+BELOW_PLANNING = MODEL_CODE | LAYOUT | {"distributed.embedding_types", "distributed.planner.constants"}
+PLANNER = {f"distributed.planner.{part}" for part in ("constants", "model", "plan", "solve")}
+PLAN_CODE = BELOW_PLANNING | PLANNER | {"distributed.planner"}
 RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
 SERVED = RUNTIME | {"models", "data", "checkpoint", "archive", "inference"}
 SERVING = {"serving"} | {f"serving.{part}" for part in ("wire", "engine", "client", "shards", "server", "workers")}
@@ -39,7 +41,11 @@ ALLOWED: dict[str, set[str]] = {
     "distributed.embedding_types": MODEL_CODE | {"distributed.types"},
     "distributed.layout.rect": {"errors"},
     "distributed.layout": MODEL_CODE | RECT | {"distributed.types"},
-    "distributed.planner": MODEL_CODE | LAYOUT | {"distributed.embedding_types"},
+    "distributed.planner.constants": set(),
+    "distributed.planner.model": BELOW_PLANNING,
+    "distributed.planner.plan": BELOW_PLANNING | {"distributed.planner.model"},
+    "distributed.planner.solve": BELOW_PLANNING | {"distributed.planner.model", "distributed.planner.plan"},
+    "distributed.planner": BELOW_PLANNING | PLANNER,
     "quant": MODEL_CODE | RECT,
     "optim": MODEL_CODE,
     "distributed": RUNTIME,

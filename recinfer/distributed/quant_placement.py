@@ -195,7 +195,7 @@ def table_plans(
     configs: Sequence[BaseEmbeddingConfig], params: Mapping[str, ParameterSharding], env: ShardingEnv
 ) -> list[TablePlan]:
     """The checked rectangles of every table of a module."""
-    from recinfer.distributed.planner.plan import table_plan
+    from recinfer.distributed.planner.plan.table_plan import table_plan
 
     missing = [c.name for c in configs if c.name not in params]
     if missing:

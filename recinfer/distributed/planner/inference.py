@@ -24,9 +24,10 @@ from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.hardware import Company, HardwareProfile
 from recinfer.distributed.planner.model.tables import inference_tables
 from recinfer.distributed.planner.model.topology import Topology, topology_of
-from recinfer.distributed.planner.outcome import build_plan, pin_tables
-from recinfer.distributed.planner.plan import Plan, TablePlan
+from recinfer.distributed.planner.plan.plan import Plan
+from recinfer.distributed.planner.plan.table_plan import TablePlan
 from recinfer.distributed.planner.solve.explain import error_type, explain
+from recinfer.distributed.planner.solve.outcome import build_plan, pin_tables
 from recinfer.distributed.planner.solve.problem import make_problem
 from recinfer.distributed.planner.solve.search import search
 from recinfer.distributed.planner.solve.space import Estimate, build_space, precision_unit

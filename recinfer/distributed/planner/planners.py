@@ -26,13 +26,14 @@ from recinfer.distributed.planner.model.constraints import ParameterConstraints,
 from recinfer.distributed.planner.model.options import ShardingOption
 from recinfer.distributed.planner.model.tables import sharded_modules
 from recinfer.distributed.planner.model.topology import Topology
-from recinfer.distributed.planner.outcome import build_plan, chosen_options, pin_tables
 from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner
 from recinfer.distributed.planner.perf_models import NoopPerfModel
-from recinfer.distributed.planner.plan import Plan, TablePlan
+from recinfer.distributed.planner.plan.plan import Plan
+from recinfer.distributed.planner.plan.table_plan import TablePlan
 from recinfer.distributed.planner.planner_base import Callbacks, EmbeddingPlannerBase, to_sharding_plan
 from recinfer.distributed.planner.proposers import GreedyProposer, UniformProposer
 from recinfer.distributed.planner.solve.explain import error_type, explain
+from recinfer.distributed.planner.solve.outcome import build_plan, chosen_options, pin_tables
 from recinfer.distributed.planner.solve.problem import lower_bound, make_problem
 from recinfer.distributed.planner.solve.search import search
 from recinfer.distributed.planner.solve.search_report import SearchReport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recinfer.distributed.planner.plan import Plan
+from recinfer.distributed.planner.plan.plan import Plan
 from recinfer.distributed.planner.utils import bytes_to_gb
 from recinfer.errors import ConfigError, UnavailableError
 

@@ -15,7 +15,7 @@ from recinfer.distributed.planner.interfaces import Enumerator, Stats, StorageRe
 from recinfer.distributed.planner.model.constraints import ParameterConstraints
 from recinfer.distributed.planner.model.options import ShardingOption
 from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
-from recinfer.distributed.planner.plan import Plan
+from recinfer.distributed.planner.plan.plan import Plan
 from recinfer.distributed.planner.solve.search_report import SearchReport
 from recinfer.distributed.planner.utils import bytes_to_gb, bytes_to_mb
 from recinfer.distributed.types import ModuleSharder, ShardingPlan, ShardingType

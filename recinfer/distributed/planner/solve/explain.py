@@ -12,8 +12,8 @@ from recinfer.distributed.planner.model.constraints import PlannerError, Planner
 from recinfer.distributed.planner.model.estimates import row_shares
 from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.topology import CustomTopologyData, Topology
-from recinfer.distributed.planner.outcome import pin_tables
-from recinfer.distributed.planner.plan import TablePlan
+from recinfer.distributed.planner.plan.table_plan import TablePlan
+from recinfer.distributed.planner.solve.outcome import pin_tables
 from recinfer.distributed.planner.solve.placing import Placer
 from recinfer.distributed.planner.solve.problem import Problem, describe_option, make_problem
 from recinfer.distributed.planner.solve.search import search

@@ -37,7 +37,7 @@ from recinfer.distributed.planner.model.estimates import (
 )
 from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.topology import Topology
-from recinfer.distributed.planner.plan import column_unit
+from recinfer.distributed.planner.plan.table_plan import column_unit
 
 __all__ = ["SearchSpace", "build_space", "column_pieces"]
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from recinfer.distributed.layout.edges import placement, sharding_spec
-from recinfer.distributed.planner.table_plan import (
-    ShardRect,
+from recinfer.distributed.planner.model.tables import embedding_tables
+from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.plan.table_plan import (
     TablePlan,
     check_keys,
-    column_unit,
     table_plan,
     value_of,
 )
@@ -29,36 +30,12 @@ from recinfer.distributed.types import (
     ShardingType,
 )
 from recinfer.errors import ConfigError, NotFoundError
-from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from recinfer.modules.embedding_configs import DataType
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from recinfer.distributed.planner.model.topology import Topology
-
-__all__ = ["Plan", "PlanChange", "ShardRect", "TablePlan", "column_unit", "embedding_tables"]
+__all__ = ["MAX_RANKS", "Plan", "PlanChange"]
 
 PLAN_FORMAT = "recinfer.plan/1"
 MAX_RANKS = 1 << 16  # an archive has a file for each, so a number out of nowhere would fill the disk and the memory
-
-
-def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[BaseEmbeddingConfig], bool]]:
-    """Embedding collections of ``model``, outermost first: (module path, module, table configs, pooled).
-
-    A collection is any module with ``embedding_bag_configs()`` (pooled) or ``embedding_configs()``; its children are
-    not searched. The path of the model itself is ``""``.
-    """
-    stack: list[tuple[str, nn.Module]] = [("", model)]
-    while stack:
-        path, module = stack.pop()
-        for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
-            configs = getattr(module, method, None)
-            if callable(configs):
-                yield path, module, list(configs()), pooled
-                break
-        else:
-            prefix = f"{path}." if path else ""
-            stack.extend(reversed([(prefix + name, child) for name, child in module.named_children()]))
 
 
 @dataclass(frozen=True)

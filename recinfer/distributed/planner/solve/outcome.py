@@ -19,7 +19,8 @@ from recinfer.distributed.planner.model.estimates import (
 )
 from recinfer.distributed.planner.model.hardware import Company
 from recinfer.distributed.planner.model.topology import Topology
-from recinfer.distributed.planner.plan import Plan, TablePlan
+from recinfer.distributed.planner.plan.plan import Plan
+from recinfer.distributed.planner.plan.table_plan import TablePlan
 from recinfer.distributed.planner.solve.placing import Placement
 from recinfer.distributed.planner.solve.problem import FREE, Problem
 from recinfer.distributed.planner.solve.search_report import SearchReport

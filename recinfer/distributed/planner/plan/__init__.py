@@ -1,0 +1,9 @@
+"""A plan as plain data: which rank holds which rectangle of which table, its JSON, and its hash."""
+
+from __future__ import annotations
+
+from recinfer.distributed.planner.model.tables import embedding_tables
+from recinfer.distributed.planner.plan.plan import MAX_RANKS, Plan, PlanChange
+from recinfer.distributed.planner.plan.table_plan import ShardRect, TablePlan, column_unit
+
+__all__ = ["MAX_RANKS", "Plan", "PlanChange", "ShardRect", "TablePlan", "column_unit", "embedding_tables"]
