@@ -22,7 +22,7 @@ from recinfer.distributed.planner.inference import inference_estimate
 from recinfer.distributed.planner.model.tables import inference_tables
 from recinfer.distributed.planner.solve.problem import FIXED, FREE, Problem, make_problem
 from recinfer.distributed.planner.solve.search import search
-from recinfer.distributed.planner.solve.space import build_space, precision_unit
+from recinfer.distributed.planner.solve.space import build_space
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
 
@@ -45,7 +45,7 @@ def problem_of(seed: int, num_tables: int, world_size: int, ddr_cap: int) -> Pro
     facts = inference_tables(module, compute_device="cpu", precision=DataType.INT8, constraints=limits)
     topology = Topology(world_size, "cpu", ddr_cap=ddr_cap)
     estimate = inference_estimate(topology, facts)
-    return make_problem(build_space(facts, topology, estimate, column_unit_of=precision_unit), topology)
+    return make_problem(build_space(facts, topology, estimate), topology)
 
 
 def full_problem(seed: int, share: float, num_tables: int, world_size: int) -> Problem:

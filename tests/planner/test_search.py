@@ -15,7 +15,7 @@ from recinfer.distributed.planner.solve.local_search import LocalSearch
 from recinfer.distributed.planner.solve.placing import Placer
 from recinfer.distributed.planner.solve.problem import FIXED, Problem, make_problem
 from recinfer.distributed.planner.solve.search import search
-from recinfer.distributed.planner.solve.space import build_space, precision_unit
+from recinfer.distributed.planner.solve.space import build_space
 from recinfer.distributed.planner.stats import format_plan
 from recinfer.modules.embedding_configs import DataType
 from tests.planner.models import assert_within_capacity, collection, model, sharders, train_planner
@@ -34,7 +34,7 @@ def random_problem(seed: int, num_tables: int, world_size: int, ddr_cap: int = R
     module = collection(list(zip(rows, dims)))
     tables = inference_tables(module, compute_device="cpu", precision=DataType.INT8, constraints=limits)
     estimate = inference_estimate(topology, tables)
-    return make_problem(build_space(tables, topology, estimate, column_unit_of=precision_unit), topology)
+    return make_problem(build_space(tables, topology, estimate), topology)
 
 
 def cut_and_packed(problem: Problem, num_cut: int) -> float:

@@ -22,7 +22,7 @@ from recinfer.distributed.planner.model.sharders import build_sharder_data_map, 
 from recinfer.distributed.planner.model.tables import model_tables
 from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
-from recinfer.distributed.planner.solve.space import Estimate, SearchSpace, build_space, option_label, precision_unit
+from recinfer.distributed.planner.solve.space import Estimate, SearchSpace, build_space, option_label
 from recinfer.distributed.types import ModuleSharder
 from recinfer.errors import ConfigError
 
@@ -88,7 +88,7 @@ class EmbeddingEnumerator(Enumerator):
         estimate = self.estimate_of(tables, self._topology) if tables else None
         if estimate is None:
             return None
-        return build_space(tables, self._topology, estimate, column_unit_of=precision_unit)
+        return build_space(tables, self._topology, estimate)
 
     def estimate_of(self, tables: Sequence[TableFacts], topology: Topology) -> Estimate | None:
         """The estimate function over arrays, for a topology; None when the estimators only know objects."""
@@ -119,7 +119,7 @@ class EmbeddingEnumerator(Enumerator):
             self._last = []
             return []
         if space is None:
-            space = build_space(self._tables, self._topology, _nothing, column_unit_of=precision_unit)
+            space = build_space(self._tables, self._topology, _nothing)
             options = [option_object(space, o, self._batch_size, estimated=False) for o in range(space.num_options)]
             self.populate_estimates(options)
         else:

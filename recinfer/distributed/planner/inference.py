@@ -30,7 +30,7 @@ from recinfer.distributed.planner.solve.explain import error_type, explain
 from recinfer.distributed.planner.solve.outcome import build_plan, pin_tables
 from recinfer.distributed.planner.solve.problem import make_problem
 from recinfer.distributed.planner.solve.search import search
-from recinfer.distributed.planner.solve.space import Estimate, build_space, precision_unit
+from recinfer.distributed.planner.solve.space import Estimate, build_space
 from recinfer.distributed.planner.utils import gb_to_bytes
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import DataType
@@ -102,7 +102,7 @@ def plan_inference(
         )
 
     tables = tables_at(precision)
-    space = build_space(tables, topology, inference_estimate(topology, tables), column_unit_of=precision_unit)
+    space = build_space(tables, topology, inference_estimate(topology, tables))
     pins = list(pinned.tables) if isinstance(pinned, Plan) else pinned or []
     problem = make_problem(space, topology, pin_tables(space, pins, topology))
     placement, report = search(problem, deadline=deadline)

@@ -37,7 +37,6 @@ from recinfer.distributed.planner.model.estimates import (
 )
 from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.topology import Topology
-from recinfer.distributed.planner.plan.table_plan import column_unit
 
 __all__ = ["SearchSpace", "build_space", "column_pieces"]
 
@@ -47,12 +46,11 @@ _ON_HOST = [*_CACHED, KERNEL_CODES["fused_uvm"], KERNEL_CODES["quant_uvm"]]
 Estimate = Callable[[ShardArrays], tuple[FloatN, IntN, IntN]]
 
 
-def column_pieces(cols: int, min_partition: int | None = None, unit: int = 4) -> int:
-    """Width of the column pieces of a table: the smallest divisor of ``cols`` that is a multiple of ``unit`` and at
-    least ``min_partition`` (default 128); ``cols`` when there is none."""
-    least = min_partition or MIN_CW_DIM
-    first = -(-least // unit) * unit
-    return next((width for width in range(first, cols, unit) if cols % width == 0), cols)
+def column_pieces(cols: int, min_partition: int | None = None) -> int:
+    """Width of the column pieces of a table: the smallest divisor of ``cols`` that is a multiple of 4, as TorchRec's and
+    as whole bytes of INT2 need it, and at least ``min_partition`` (default 128); ``cols`` when there is none."""
+    first = -(-(min_partition or MIN_CW_DIM) // 4) * 4
+    return next((width for width in range(first, cols, 4) if cols % width == 0), cols)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +89,6 @@ def build_space(
     tables: Sequence[TableFacts],
     topology: Topology,
     estimate: Estimate,
-    *,
-    column_unit_of: Callable[[TableFacts], int] | None = None,
 ) -> SearchSpace:
     """Enumerate and estimate every offered option of every table.
 
@@ -100,7 +96,6 @@ def build_space(
         tables: the tables.
         topology: ranks.
         estimate: fills in perf [S, 6], hbm [S], ddr [S].
-        column_unit_of: columns that a piece is a multiple of; default 4.
 
     Raises:
         PlannerError: a table with no option.
@@ -113,8 +108,7 @@ def build_space(
     option_table = np.repeat(np.arange(len(tables)), num)
     option_type = np.array([TYPE_CODES[s] for t in tables for s, _ in t.offers], np.int64)
     option_kernel = np.array([KERNEL_CODES[k] for t in tables for _, k in t.offers], np.int64)
-    unit_of = column_unit_of or (lambda t: 4)
-    geometry = _geometry(tables, topology, unit_of, option_table, option_type, np.isin(option_kernel, _ON_HOST))
+    geometry = _geometry(tables, topology, option_table, option_type, np.isin(option_kernel, _ON_HOST))
     space = SearchSpace(tables, option_ptr, option_table, option_type, option_kernel, *geometry)
     arrays = shard_arrays(space, topology)
     perf, hbm, ddr = estimate(arrays)
@@ -135,7 +129,6 @@ def _no_options(table: TableFacts) -> None:
 def _geometry(
     tables: Sequence[TableFacts],
     topology: Topology,
-    unit_of: Callable[[TableFacts], int],
     option_table: IntN,
     option_type: IntN,
     on_host: npt.NDArray[np.bool_],
@@ -147,12 +140,12 @@ def _geometry(
     world, local = topology.world_size, topology.local_world_size
     rows = np.array([t.rows for t in tables], np.int64)[option_table]
     cols = np.array([t.cols for t in tables], np.int64)[option_table]
-    # Widths depend on few distinct (cols, min_partition, unit, alone) tuples.
+    # Widths depend on few distinct (cols, min_partition, alone) tuples.
     memo: dict[tuple[Any, ...], int] = {}
     width_of_table = np.empty(len(tables), np.int64)
     for i, t in enumerate(tables):
         alone = {s for s, _ in t.offers} <= {"column_wise", "table_column_wise"}
-        key = (t.cols, t.min_partition, unit_of(t), alone)
+        key = (t.cols, t.min_partition, alone)
         if key not in memo:
             memo[key] = _piece_width(*key, ranks=world)
         width_of_table[i] = memo[key]
@@ -187,11 +180,11 @@ def _geometry(
     return shard_ptr, shard_option, rect, fixed
 
 
-def _piece_width(cols: int, min_partition: int | None, unit: int, alone: bool, ranks: int) -> int:
-    width = column_pieces(cols, min_partition, unit)
+def _piece_width(cols: int, min_partition: int | None, alone: bool, ranks: int) -> int:
+    width = column_pieces(cols, min_partition)
     # Asked for column pieces and nothing else: give pieces even to a narrow table, down to 32 columns.
     if alone and min_partition is None and width == cols:
-        width = column_pieces(cols, max(32, -(-cols // ranks)), unit)
+        width = column_pieces(cols, max(32, -(-cols // ranks)))
     return width
 
 
@@ -262,8 +255,3 @@ def shard_arrays(space: SearchSpace, topology: Topology) -> ShardArrays:
 def option_label(space: SearchSpace, option: int) -> tuple[str, str]:
     """(sharding type, kernel) of an option."""
     return TYPE_NAMES[int(space.option_type[option])], KERNELS[int(space.option_kernel[option])]
-
-
-def precision_unit(table: TableFacts) -> int:
-    """Column unit of a table stored in its precision: whole bytes below 8 bits, and never less than TorchRec's 4."""
-    return max(4, column_unit(table.precision))
