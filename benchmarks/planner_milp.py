@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from recinfer.distributed.planner import ParameterConstraints, Topology
-from recinfer.distributed.planner.inference import inference_estimate
+from recinfer.distributed.planner.model.estimates import inference_estimate
 from recinfer.distributed.planner.model.tables import inference_tables
 from recinfer.distributed.planner.solve.problem import FIXED, FREE, Problem, make_problem
 from recinfer.distributed.planner.solve.search import search

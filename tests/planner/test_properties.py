@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from recinfer.distributed.planner import ParameterConstraints, Plan, PlannerError, Topology, plan_inference
-from recinfer.distributed.planner.inference import inference_estimate
+from recinfer.distributed.planner.model.estimates import inference_estimate
 from recinfer.distributed.planner.model.tables import inference_tables
 from recinfer.distributed.planner.solve.problem import lower_bound, make_problem
 from recinfer.distributed.planner.solve.search import search

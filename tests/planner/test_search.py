@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from recinfer.distributed.planner import ParameterConstraints, PlannerError, Topology, plan_inference
-from recinfer.distributed.planner.inference import inference_estimate
-from recinfer.distributed.planner.model.estimates import IntN
+from recinfer.distributed.planner.model.estimates import IntN, inference_estimate
 from recinfer.distributed.planner.model.tables import inference_tables
 from recinfer.distributed.planner.solve.local_search import LocalSearch
 from recinfer.distributed.planner.solve.placing import Placer

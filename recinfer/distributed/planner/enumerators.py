@@ -12,17 +12,16 @@ from torch import nn
 
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.planner.constants import BATCH_SIZE
-from recinfer.distributed.planner.inference import inference_estimate
 from recinfer.distributed.planner.interfaces import Enumerator, ShardEstimator
 from recinfer.distributed.planner.model.constraints import ParameterConstraints
-from recinfer.distributed.planner.model.estimates import FloatN, IntN, ShardArrays
+from recinfer.distributed.planner.model.estimates import Estimate, FloatN, IntN, ShardArrays, inference_estimate
 from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.options import Shard, ShardingOption, partition_by_of
 from recinfer.distributed.planner.model.sharders import build_sharder_data_map, sharder_name
 from recinfer.distributed.planner.model.tables import model_tables
 from recinfer.distributed.planner.model.topology import Perf, Storage, Topology
 from recinfer.distributed.planner.shard_estimators import EmbeddingPerfEstimator, EmbeddingStorageEstimator
-from recinfer.distributed.planner.solve.space import Estimate, SearchSpace, build_space, option_label
+from recinfer.distributed.planner.solve.space import SearchSpace, build_space, option_label
 from recinfer.distributed.types import ModuleSharder
 from recinfer.errors import ConfigError
 
@@ -92,19 +91,16 @@ class EmbeddingEnumerator(Enumerator):
 
     def estimate_of(self, tables: Sequence[TableFacts], topology: Topology) -> Estimate | None:
         """The estimate function over arrays, for a topology; None when the estimators only know objects."""
-        if self._given is None:
-            if all(k.startswith("quant") for t in tables for _, k in t.offers):
-                return inference_estimate(topology, tables)
-            perf, storage = EmbeddingPerfEstimator(topology), EmbeddingStorageEstimator(topology)
-        else:
-            perf, storage = EmbeddingPerfEstimator(topology), EmbeddingStorageEstimator(topology)
-            for given in self._given:  # by exact type: a subclass may have changed estimate()
-                if type(given) is EmbeddingPerfEstimator:
-                    perf = given
-                elif type(given) is EmbeddingStorageEstimator:
-                    storage = given
-                else:
-                    return None
+        if self._given is None and all(k.startswith("quant") for t in tables for _, k in t.offers):
+            return inference_estimate(topology, tables)
+        perf, storage = EmbeddingPerfEstimator(topology), EmbeddingStorageEstimator(topology)
+        for given in self._given or ():  # by exact type: a subclass may have changed estimate()
+            if type(given) is EmbeddingPerfEstimator:
+                perf = given
+            elif type(given) is EmbeddingStorageEstimator:
+                storage = given
+            else:
+                return None
 
         def both(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
             hbm, ddr = storage.estimate_arrays(arrays)

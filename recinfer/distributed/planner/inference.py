@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.model.constraints import ParameterConstraints, PlannerError
-from recinfer.distributed.planner.model.estimates import (
-    FloatN,
-    IntN,
-    ShardArrays,
-    inference_time,
-    packed_row_bytes,
-    row_alignment,
-    storage_bytes,
-)
+from recinfer.distributed.planner.model.estimates import inference_estimate
 from recinfer.distributed.planner.model.facts import TableFacts
-from recinfer.distributed.planner.model.hardware import Company, HardwareProfile
+from recinfer.distributed.planner.model.hardware import HardwareProfile
 from recinfer.distributed.planner.model.tables import inference_tables
 from recinfer.distributed.planner.model.topology import Topology, topology_of
 from recinfer.distributed.planner.plan.plan import Plan
@@ -30,12 +21,12 @@ from recinfer.distributed.planner.solve.explain import error_type, explain
 from recinfer.distributed.planner.solve.outcome import build_plan, pin_tables
 from recinfer.distributed.planner.solve.problem import make_problem
 from recinfer.distributed.planner.solve.search import search
-from recinfer.distributed.planner.solve.space import Estimate, build_space
+from recinfer.distributed.planner.solve.space import build_space
 from recinfer.distributed.planner.utils import gb_to_bytes
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import DataType
 
-__all__ = ["inference_estimate", "plan_inference"]
+__all__ = ["plan_inference"]
 
 
 def plan_inference(
@@ -72,8 +63,7 @@ def plan_inference(
         ConfigError: sizes or names that do not fit together.
         PlannerError: nothing fits; the message says what binds and what would help.
     """
-    begin = time.monotonic()
-    deadline = begin + timeout_seconds if timeout_seconds is not None else float("inf")
+    deadline = time.monotonic() + timeout_seconds if timeout_seconds is not None else float("inf")
     if topology is None:
         caps = {"hbm_cap": hbm_gb, "ddr_cap": ddr_gb}
         sizes: dict[str, Any] = {name: gb_to_bytes(gb) for name, gb in caps.items() if gb is not None}
@@ -109,43 +99,8 @@ def plan_inference(
     if placement is None:
         narrower = {DataType.FP32: DataType.FP16, DataType.FP16: DataType.INT8, DataType.INT8: DataType.INT4}
         smaller = tables_at(narrower.get(precision, DataType.INT2)) if precision != DataType.INT2 else None
-
-        def estimator(other: Topology) -> Estimate:
-            return inference_estimate(other, tables)
-
-        message = explain(space, problem, topology, estimator, pinned=pins, smaller_tables=smaller)
+        message = explain(
+            space, problem, topology, lambda t: inference_estimate(t, tables), pinned=pins, smaller_tables=smaller
+        )
         raise PlannerError(message, error_type(problem))
-    plan = build_plan(space, problem, placement, report, topology, batch_size=batch_size, keep_empty=False)
-    return plan
-
-
-def inference_estimate(topology: Topology, tables: Sequence[TableFacts] = ()) -> Estimate:
-    """The estimator of quantized inference on ``topology``, for :func:`build_space`.
-
-    With measured figures a lookup costs more the more other tables pass through the caches; where they will be is not
-    known yet, so every shard is taken to share its rank with an equal part of ``tables``.
-    """
-    alignment = row_alignment(topology.compute_device)
-    company = company_of_tables(tables, topology) if tables and topology.hardware is not None else None
-
-    def estimate(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
-        perf = inference_time(arrays, topology, alignment, company)
-        perf[np.asarray(arrays.rows) == 0] = 0.0  # an empty piece is not even looked at
-        hbm, ddr = storage_bytes(arrays, topology, is_inference=True, alignment=alignment)
-        return perf, hbm, ddr
-
-    return estimate
-
-
-def company_of_tables(tables: Sequence[TableFacts], topology: Topology) -> Company:
-    """What an average rank looks up."""
-    alignment = row_alignment(topology.compute_device)
-    cols, bits = np.array([t.cols for t in tables]), np.array([t.precision.bits for t in tables])
-    written = [(t.batch_outputs if t.pooled else t.batch_inputs) * t.cols * t.output_bytes for t in tables]
-    return Company.of(
-        rows=np.array([t.rows for t in tables], float),
-        ids=np.array([t.batch_inputs for t in tables], float),
-        row_bytes=packed_row_bytes(cols, bits, alignment).astype(float),
-        output_bytes=np.array(written, float),
-        share=1 / topology.world_size,
-    )
+    return build_plan(space, problem, placement, report, topology, batch_size=batch_size, keep_empty=False)

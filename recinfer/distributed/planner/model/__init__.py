@@ -1,1 +1,1 @@
-"""What a plan is made of: the hardware and its measured figures, what is known of each table, what a shard takes."""
+"""What there is to plan: the hardware and its measured figures, the tables, their options, and what a shard takes."""

@@ -8,6 +8,7 @@ Legend: N shards.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from recinfer.distributed.planner.constants import (
     QUARTER_BLOCK_PENALTY,
     WEIGHTED_KERNEL_MULTIPLIER,
 )
+from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.hardware import Company
 from recinfer.distributed.planner.model.links import CollectiveType
 from recinfer.distributed.planner.model.topology import Topology
@@ -30,7 +32,9 @@ from recinfer.distributed.types import PipelineType, ShardingType
 
 __all__ = [
     "PERF_PARTS",
+    "Estimate",
     "ShardArrays",
+    "inference_estimate",
     "inference_time",
     "packed_row_bytes",
     "row_alignment",
@@ -98,6 +102,10 @@ class ShardArrays:
     def take(self, index: Any) -> ShardArrays:
         """The entries at ``index``."""
         return ShardArrays(**{name: value[index] for name, value in self.__dict__.items()})
+
+
+# Milliseconds by part [N, 6], bytes of device memory [N] and of host memory [N] of every shard.
+Estimate = Callable[[ShardArrays], tuple[FloatN, IntN, IntN]]
 
 
 def row_alignment(compute_device: str) -> int:
@@ -282,3 +290,35 @@ def _in_flight(
     if pipeline is PipelineType.TRAIN_PREFETCH_SPARSE_DIST:
         copies = np.where(cached, 10, 3)  # the prefetch of a cached table keeps seven more buffers of the input's size
     return copies * inputs + (outputs if at_peak else 0.0)
+
+
+def inference_estimate(topology: Topology, tables: Sequence[TableFacts] = ()) -> Estimate:
+    """The estimator of quantized inference on ``topology``.
+
+    With measured figures a lookup costs more the more other tables pass through the caches; where they will be is not
+    known yet, so every shard is taken to share its rank with an equal part of ``tables``.
+    """
+    alignment = row_alignment(topology.compute_device)
+    company = _company_of(tables, topology) if tables and topology.hardware is not None else None
+
+    def estimate(arrays: ShardArrays) -> tuple[FloatN, IntN, IntN]:
+        perf = inference_time(arrays, topology, alignment, company)
+        perf[np.asarray(arrays.rows) == 0] = 0.0  # an empty piece is not even looked at
+        hbm, ddr = storage_bytes(arrays, topology, is_inference=True, alignment=alignment)
+        return perf, hbm, ddr
+
+    return estimate
+
+
+def _company_of(tables: Sequence[TableFacts], topology: Topology) -> Company:
+    """What an average rank looks up."""
+    alignment = row_alignment(topology.compute_device)
+    cols, bits = np.array([t.cols for t in tables]), np.array([t.precision.bits for t in tables])
+    written = [(t.batch_outputs if t.pooled else t.batch_inputs) * t.cols * t.output_bytes for t in tables]
+    return Company.of(
+        rows=np.array([t.rows for t in tables], float),
+        ids=np.array([t.batch_inputs for t in tables], float),
+        row_bytes=packed_row_bytes(cols, bits, alignment).astype(float),
+        output_bytes=np.array(written, float),
+        share=1 / topology.world_size,
+    )

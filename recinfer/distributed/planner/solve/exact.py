@@ -12,6 +12,7 @@ from recinfer.distributed.planner.solve.problem import FIXED, FREE, Problem
 __all__ = ["MAX_UNITS", "branch_and_bound", "is_small"]
 
 MAX_UNITS = 6
+_MAX_NODES = 40_000
 _MAX_PLACES = 400  # ways to place one option; options with more are left to the local search
 _Place = tuple[float, int, tuple[int, ...], tuple[tuple[int, float, float, float], ...]]
 
@@ -21,12 +22,10 @@ def is_small(problem: Problem) -> bool:
     return problem.num_units <= MAX_UNITS and all(int(mode) in (FREE, FIXED) for mode in problem.mode)
 
 
-def branch_and_bound(
-    problem: Problem, placer: Placer, best: Placement | None, max_nodes: int = 40_000
-) -> tuple[Placement | None, bool]:
+def branch_and_bound(problem: Problem, placer: Placer, best: Placement | None) -> tuple[Placement | None, bool]:
     """A placement no worse than ``best`` (None: none is known), and whether it is the optimum for certain.
 
-    It is, unless the tree has over ``max_nodes`` or an option has more ways to be placed than are tried.
+    It is, unless the tree has over ``_MAX_NODES`` or an option has more ways to be placed than are tried.
 
     Effort is counted in nodes, so that the same problem gives the same placement on every machine. Problems with more
     than ``MAX_UNITS`` units, or with options that must stay on a host, come back as they are.
@@ -56,7 +55,7 @@ def branch_and_bound(
             return
         for place in places[order[i]]:
             nodes += 1
-            if nodes > max_nodes or (total + place[0] + rest[i + 1]) / world >= limit:
+            if nodes > _MAX_NODES or (total + place[0] + rest[i + 1]) / world >= limit:
                 return  # places come cheapest first, so the others cost no less
             touched = place[3]
             if all(
@@ -71,7 +70,7 @@ def branch_and_bound(
                     load[r], hbm[r], ddr[r] = load[r] - p, hbm[r] - h, ddr[r] - d
 
     go(0, 0.0)
-    whole = whole and nodes <= max_nodes
+    whole = whole and nodes <= _MAX_NODES
     if not found:
         return best, whole
     at = placer.empty()

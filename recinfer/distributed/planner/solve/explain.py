@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
-from recinfer.distributed.planner.model.estimates import row_shares
+from recinfer.distributed.planner.model.estimates import Estimate, row_shares
 from recinfer.distributed.planner.model.facts import TableFacts
 from recinfer.distributed.planner.model.topology import CustomTopologyData, Topology
 from recinfer.distributed.planner.plan.table_plan import TablePlan
 from recinfer.distributed.planner.solve.outcome import pin_tables
 from recinfer.distributed.planner.solve.placing import Placer
-from recinfer.distributed.planner.solve.problem import Problem, describe_option, make_problem
+from recinfer.distributed.planner.solve.problem import Problem, make_problem
 from recinfer.distributed.planner.solve.search import search
-from recinfer.distributed.planner.solve.space import Estimate, SearchSpace, build_space
+from recinfer.distributed.planner.solve.space import SearchSpace, build_space, option_label
 
 __all__ = ["error_type", "explain"]
 
@@ -123,7 +123,7 @@ def _single_shard(space: SearchSpace, p: Problem, units: np.ndarray) -> tuple[st
     names = ", ".join(_unit_name(space, p, int(u)) for u in units[:5])
     text = (
         f"{len(units)} table(s) have no option whose pieces fit an empty rank ({names}). The closest: a "
-        f"{describe_option(space, p.space_options(option)[0])} piece of {_unit_name(space, p, unit)} needs "
+        f"{'/'.join(option_label(space, p.space_options(option)[0]))} piece of {_unit_name(space, p, unit)} needs "
         f"{_size(used[s][shard])} of {_MEMORIES[memory]}, rank {rank} has {_size(cap[rank])} after the reservation: "
         f"{int(excess)} bytes short."
     )

@@ -15,6 +15,7 @@ from recinfer.distributed.planner.model.estimates import (
     IntN,
     inference_time,
     packed_row_bytes,
+    row_alignment,
     spread_of,
 )
 from recinfer.distributed.planner.model.hardware import Company
@@ -133,7 +134,7 @@ def _predicted(space: SearchSpace, problem: Problem, placement: Placement, topol
     shards = np.concatenate([np.arange(space.shard_ptr[o], space.shard_ptr[o + 1]) for o, _ in chosen])
     ranks = np.concatenate([r for _, r in chosen])
     arrays = shard_arrays(space, topology).take(shards)
-    alignment = 1 if topology.compute_device == "cpu" else 16
+    alignment = row_alignment(topology.compute_device)
     found = []
     for rank in range(topology.world_size):
         mine = arrays.take((ranks == rank) & (arrays.rows > 0))

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recinfer.distributed.planner.model.constraints import PlannerError, PlannerErrorType
-from recinfer.distributed.planner.model.estimates import DP, GRID, KERNELS, RW, TWCW, TWRW, TYPE_NAMES, FloatN, IntN
+from recinfer.distributed.planner.model.estimates import DP, GRID, RW, TWCW, TWRW, TYPE_NAMES, FloatN, IntN
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.solve.space import SearchSpace
 
@@ -76,19 +76,19 @@ def make_problem(space: SearchSpace, topology: Topology, pinned: dict[int, tuple
         PlannerError: co-located tables with no option in common.
     """
     mode = np.array([_MODE.get(k, FREE) for k in range(len(TYPE_NAMES))], np.int64)[space.option_type]
-    groups: dict[str, list[int]] = {}
+    mates: dict[str, list[int]] = {}
     for t, table in enumerate(space.tables):
         if table.colocate_with is not None:
-            groups.setdefault(table.colocate_with, []).append(t)
-    together = {t: members for members in groups.values() if len(members) > 1 for t in members}
+            mates.setdefault(table.colocate_with, []).append(t)
+    together = {t: members for members in mates.values() if len(members) > 1 for t in members}
     if not together and not pinned:
         shard_ptr, fixed = space.shard_ptr, space.fixed_rank
         arrays = (space.total, space.hbm.astype(float), space.ddr.astype(float))
         return _finish(space.option_ptr, mode, shard_ptr, arrays, fixed, topology, None)
-    return _grouped(space, topology, mode, together, pinned or {})
+    return _of_units(space, topology, mode, together, pinned or {})
 
 
-def _grouped(
+def _of_units(
     space: SearchSpace,
     topology: Topology,
     mode: IntN,
@@ -287,8 +287,3 @@ def first_of_least(problem: Problem, cost: FloatN, least: FloatN) -> IntN:
     units = problem.option_unit[hits]
     first = np.concatenate([[True], units[1:] != units[:-1]])
     return hits[first]
-
-
-def describe_option(space: SearchSpace, option: int) -> str:
-    """``row_wise/fused``, for messages."""
-    return f"{TYPE_NAMES[int(space.option_type[option])]}/{KERNELS[int(space.option_kernel[option])]}"

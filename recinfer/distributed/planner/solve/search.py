@@ -13,7 +13,7 @@ from recinfer.distributed.planner.solve.annealing import anneal
 from recinfer.distributed.planner.solve.exact import branch_and_bound, is_small
 from recinfer.distributed.planner.solve.local_search import GOOD, LocalSearch
 from recinfer.distributed.planner.solve.placing import Placement, refresh
-from recinfer.distributed.planner.solve.problem import Bound, Problem, lower_bound
+from recinfer.distributed.planner.solve.problem import Problem, lower_bound
 from recinfer.distributed.planner.solve.search_report import SearchReport
 from recinfer.distributed.planner.solve.starts import Starts
 
@@ -29,7 +29,6 @@ def search(
     problem: Problem,
     *,
     deadline: float = float("inf"),
-    bound: Bound | None = None,
     max_moves: int = 20_000,
 ) -> tuple[Placement | None, SearchReport]:
     """The best placement found, or None when nothing fits; and the report.
@@ -38,7 +37,7 @@ def search(
         deadline: ``time.monotonic()`` value after which the best so far is returned.
     """
     begin = time.monotonic()
-    bound = bound or lower_bound(problem)
+    bound = lower_bound(problem)
     report = SearchReport(float("inf"), bound.value)
     if not np.isfinite(bound.value):
         return None, report

@@ -30,6 +30,7 @@ from recinfer.distributed.planner.model.estimates import (
     TWRW,
     TYPE_CODES,
     TYPE_NAMES,
+    Estimate,
     FloatN,
     IntN,
     ShardArrays,
@@ -42,8 +43,6 @@ __all__ = ["SearchSpace", "build_space", "column_pieces"]
 
 _CACHED = [KERNEL_CODES[name] for name in ("fused_uvm_caching", "quant_uvm_caching")]
 _ON_HOST = [*_CACHED, KERNEL_CODES["fused_uvm"], KERNEL_CODES["quant_uvm"]]
-
-Estimate = Callable[[ShardArrays], tuple[FloatN, IntN, IntN]]
 
 
 def column_pieces(cols: int, min_partition: int | None = None) -> int:
