@@ -13,7 +13,7 @@ from recinfer.distributed.planner.model.constraints import PlannerError, Planner
 from recinfer.distributed.planner.model.options import PartitionByType, ShardingOption
 from recinfer.distributed.planner.model.topology import CustomTopologyData, Topology
 from recinfer.distributed.planner.solve.placing import Placement, Placer
-from recinfer.distributed.planner.solve.problem import FIXED, FREE, HOST, HOST_FREE, MULTI_HOST, Problem
+from recinfer.distributed.planner.solve.problem import FIXED, FREE, HOST, HOST_FREE, MULTI_HOST, Problem, problem_of
 from recinfer.distributed.planner.utils import bytes_to_gb
 
 __all__ = ["GreedyPerfPartitioner", "MemoryBalancedPartitioner", "SortBy"]
@@ -42,10 +42,10 @@ def _mode(option: ShardingOption, local_world_size: int) -> int:
 
 def proposal_problem(proposal: list[ShardingOption], topology: Topology) -> tuple[Problem, list[list[int]]]:
     """The proposal as a problem with one option a unit, and the options of each unit (several when they depend)."""
-    groups: dict[str, list[int]] = defaultdict(list)
+    mates: dict[str, list[int]] = defaultdict(list)
     for i, option in enumerate(proposal):
-        groups[option.dependency if option.dependency is not None else f"#{i}"].append(i)
-    units = list(groups.values())
+        mates[option.dependency if option.dependency is not None else f"#{i}"].append(i)
+    units = list(mates.values())
     perf, hbm, ddr, fixed, modes, counts = [], [], [], [], [], []
     for members in units:
         first = proposal[members[0]]
@@ -69,26 +69,13 @@ def proposal_problem(proposal: list[ShardingOption], topology: Topology) -> tupl
             ddr.append(float(sum(s.storage.ddr for s in shards if s.storage)))
             fixed.append(i if mode == FIXED else -1)
     shard_ptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    p, h, d = np.array(perf, float), np.array(hbm), np.array(ddr)
-    starts = shard_ptr[:-1]
-    problem = Problem(
-        unit_ptr=np.arange(len(units) + 1),
-        option_unit=np.arange(len(units)),
-        mode=np.array(modes, np.int64),
-        shard_ptr=shard_ptr,
-        perf=p,
-        hbm=h,
-        ddr=d,
-        fixed_rank=np.array(fixed, np.int64),
-        option_perf=np.add.reduceat(p, starts),
-        option_max=np.maximum.reduceat(p, starts),
-        option_hbm=np.add.reduceat(h, starts),
-        option_ddr=np.add.reduceat(d, starts),
-        possible=np.ones(len(units), bool),
-        hbm_cap=np.array([x.storage.hbm for x in topology.devices], float),
-        ddr_cap=np.array([x.storage.ddr for x in topology.devices], float),
-        local_world_size=topology.local_world_size,
-        members=None,
+    problem = problem_of(
+        np.arange(len(units) + 1),
+        np.array(modes, np.int64),
+        shard_ptr,
+        (np.array(perf, float), np.array(hbm), np.array(ddr)),
+        np.array(fixed, np.int64),
+        topology,
     )
     return problem, units
 

@@ -42,7 +42,7 @@ class LocalSearch:
     ) -> None:
         self.problem, self.placer = problem, placer
         self.deadline, self.max_moves = deadline, max_moves
-        self.moves = self.tried = 0
+        self.moves = 0
         self.alternatives = self._prune() if alternatives is None else alternatives
         self.by_kind = self._kinds()
 
@@ -227,7 +227,6 @@ class LocalSearch:
         """One shard on the best rank."""
         p = self.problem
         row, option = self._pairs(units, _SINGLE)
-        self.tried += row.size
         if not row.size:
             return None
         shard = p.shard_ptr[option]
@@ -244,7 +243,6 @@ class LocalSearch:
         best = None
         for kind, size in ((_UNIFORM, p.world_size), (_HOST_ROWS, p.local_world_size)):
             row, option = self._pairs(units, kind)
-            self.tried += row.size
             if not row.size:
                 continue
             shard = p.shard_ptr[option][:, None] + np.arange(size)
@@ -270,7 +268,6 @@ class LocalSearch:
         for r, o in zip(row.tolist(), option.tolist()):
             trial = Placement(w.at.choice, w.at.ranks, w.perf[r], w.hbm[r], w.ddr[r])
             ranks = self.placer.find(trial, o)
-            self.tried += 4
             if ranks is None:
                 continue
             load = w.perf[r].copy()
@@ -380,7 +377,6 @@ class LocalSearch:
             option = old[unit]
             if random.random() < 0.25 and self.alternatives[unit].size > 1:
                 option = int(random.choice(self.alternatives[unit]))
-            self.tried += 1
             if not placer.put_any(at, unit, option, p.option_perf):
                 return False
         return True

@@ -16,7 +16,7 @@ from recinfer.distributed.planner.model.estimates import DP, GRID, RW, TWCW, TWR
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.solve.space import SearchSpace
 
-__all__ = ["Bound", "Problem", "lower_bound", "make_problem"]
+__all__ = ["Bound", "Problem", "lower_bound", "make_problem", "problem_of"]
 
 # How the shards of an option may be placed.
 FREE, FIXED, HOST, HOST_FREE, MULTI_HOST = range(5)
@@ -84,7 +84,7 @@ def make_problem(space: SearchSpace, topology: Topology, pinned: dict[int, tuple
     if not together and not pinned:
         shard_ptr, fixed = space.shard_ptr, space.fixed_rank
         arrays = (space.total, space.hbm.astype(float), space.ddr.astype(float))
-        return _finish(space.option_ptr, mode, shard_ptr, arrays, fixed, topology, None)
+        return problem_of(space.option_ptr, mode, shard_ptr, arrays, fixed, topology)
     return _of_units(space, topology, mode, together, pinned or {})
 
 
@@ -118,7 +118,7 @@ def _of_units(
         unit_ptr.append(len(members))
     shard_ptr = np.concatenate([[0], np.cumsum([p[0].size for p in parts])]).astype(np.int64)
     perf, hbm, ddr, fixed_rank = (np.concatenate([p[i] for p in parts]) for i in range(4))
-    return _finish(
+    return problem_of(
         np.array(unit_ptr), np.array(modes), shard_ptr, (perf, hbm, ddr), fixed_rank, topology, tuple(members)
     )
 
@@ -148,15 +148,21 @@ def _common_options(space: SearchSpace, tables: list[int]) -> list[tuple[int, ..
     return [tuple(other[key] for other in keyed) for key in common]
 
 
-def _finish(
+def problem_of(
     unit_ptr: IntN,
     mode: IntN,
     shard_ptr: IntN,
     arrays: tuple[FloatN, FloatN, FloatN],
     fixed: IntN,
     topology: Topology,
-    members: tuple[tuple[int, ...], ...] | None,
+    members: tuple[tuple[int, ...], ...] | None = None,
 ) -> Problem:
+    """The problem with its sums.
+
+    Args:
+        arrays: load, bytes of device memory and of host memory of each shard.
+        members: options of the search space behind each option, where they are others.
+    """
     perf, hbm, ddr = arrays
     starts = shard_ptr[:-1]
     hbm_cap = np.array([d.storage.hbm for d in topology.devices], float)

@@ -1,4 +1,4 @@
-"""What a search says of itself."""
+"""How good a plan is, and what finding it took: data that a search hands out."""
 
 from __future__ import annotations
 
