@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from recinfer import env
-from recinfer.distributed.layout.edges import placement
+from recinfer.distributed.layout.edges import placement, sharding_spec
 from recinfer.distributed.planner.constants import BATCH_SIZE
 from recinfer.distributed.planner.enumerators import EmbeddingEnumerator
 from recinfer.distributed.planner.interfaces import Enumerator, Stats, StorageReservation
@@ -23,13 +23,11 @@ from recinfer.distributed.planner.stats import EmbeddingStats
 from recinfer.distributed.planner.storage_reservations import HeuristicalStorageReservation
 from recinfer.distributed.types import (
     EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
     ModuleSharder,
     ParameterSharding,
     ShardingPlan,
     ShardingPlanner,
     ShardingType,
-    ShardMetadata,
 )
 from recinfer.errors import ConfigError
 
@@ -48,24 +46,16 @@ def to_sharding_plan(sharding_options: list[ShardingOption], topology: Topology)
     """TorchRec's plan of placed options."""
     plan: dict[str, Any] = {}
     for option in sharding_options:
-        shards = option.shards
+        rects = [shard.rect(option.name) for shard in option.shards]
         spec = None
         if option.sharding_type != ShardingType.DATA_PARALLEL.value:
-            spec = EnumerableShardingSpec(
-                [
-                    ShardMetadata(
-                        shard_offsets=list(s.offset),
-                        shard_sizes=list(s.size),
-                        placement=placement(topology.compute_device, s.rank or 0, topology.local_world_size),
-                    )
-                    for s in shards
-                ]
-            )
+            places = [placement(topology.compute_device, r.rank, topology.local_world_size) for r in rects]
+            spec = sharding_spec(rects, places)
         module_plan = plan.setdefault(option.path, EmbeddingModuleShardingPlan())
         module_plan[option.name] = ParameterSharding(
             sharding_type=option.sharding_type,
             compute_kernel=option.compute_kernel,
-            ranks=[s.rank or 0 for s in shards],
+            ranks=[r.rank for r in rects],
             sharding_spec=spec,
             cache_params=option.cache_params,
             enforce_hbm=option.enforce_hbm,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner.model.topology import Perf, Storage
 from recinfer.distributed.types import BoundsCheckMode, CacheParams, DataType, KeyValueParams, ShardingType
 from recinfer.errors import ConfigError
@@ -53,6 +54,11 @@ class Shard:
     storage: Storage | None = None
     perf: Perf | None = None
     rank: int | None = None
+
+    def rect(self, table: str) -> Rect:
+        """The same as plain numbers; on rank 0 if it is not placed."""
+        (row, col), (rows, cols) = self.offset, self.size
+        return Rect(self.rank or 0, row, row + rows, col, col + cols, table)
 
     def __hash__(self) -> int:
         return hash((tuple(self.size), tuple(self.offset), self.storage, self.perf, self.rank))
