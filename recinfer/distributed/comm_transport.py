@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recinfer.distributed.types import NoOpQuantizedCommCodec, QuantizedCommCodec
+from recinfer.group_device import has_nccl
 
 __all__ = ["Pending", "start_all_gather", "start_all_to_all", "start_reduce_scatter"]
 
@@ -102,7 +103,7 @@ class _Wire:
 
 def _is_nccl(pg: dist.ProcessGroup, tensor: Tensor) -> bool:
     """Whether NCCL moves ``tensor``; gloo may hold tensors of a GPU too."""
-    return tensor.is_cuda and "nccl" in dist.get_backend_config(pg)
+    return tensor.is_cuda and has_nccl(pg)
 
 
 def start_all_to_all(

@@ -26,6 +26,7 @@ from recinfer.distributed.model_tree import fused_optimizers, join, materialise,
 from recinfer.distributed.sharding_plan import get_default_sharders
 from recinfer.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
 from recinfer.errors import CheckpointError, ConfigError
+from recinfer.group_device import group_device
 from recinfer.optim.fused import FusedOptimizerModule
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
@@ -47,7 +48,8 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
     Args:
         module: the model; its tables may be on the meta device, where they cost no memory.
         env: this rank's place in the world; default: the default process group.
-        device: where this rank computes; default: ``cpu``, or ``cuda:<local rank>`` under an nccl group.
+        device: where this rank computes; default: ``cpu``, or ``cuda:<local rank>`` under an nccl group, unless
+            ``init_process_group(device_id=...)`` or ``torch.cuda.set_device`` named another GPU.
         plan: the sharding; default: ``EmbeddingShardingPlanner().collective_plan``, the same on every rank.
         sharders: one for every class of module to shard; default: all of recinfer's.
         init_data_parallel: wrap the replicated part now; else call :meth:`init_data_parallel` after, for instance when
@@ -281,10 +283,7 @@ def _default_env() -> ShardingEnv:
 
 
 def _default_device(env: ShardingEnv) -> torch.device:
-    # The config, not the backend: after a bare init_process_group() that is "undefined", which means gloo and nccl.
-    has_nccl = env.process_group is not None and "nccl" in dist.get_backend_config(env.process_group)
-    on_gpu = has_nccl and torch.cuda.is_available()
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return torch.device("cpu") if env.process_group is None else group_device(env.process_group)
 
 
 # --------------------------------------------------------------------------------------------------- walking the tree

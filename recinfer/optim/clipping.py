@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from recinfer.errors import ConfigError
+from recinfer.group_device import group_device
 from recinfer.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 __all__ = ["GradientClipping", "GradientClippingOptimizer"]
@@ -130,8 +131,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         for param in self.params.values():
             if isinstance(param, Tensor):
                 return param.device
-        on_gpu = "nccl" in dist.get_backend_config(pg) and torch.cuda.is_available()
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        return group_device(pg)
 
     @torch.no_grad()
     def clip_grad_norm_(self) -> Tensor:

@@ -38,7 +38,7 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     env: dict[str, str] | None = None,
-    backend: str = "gloo",
+    backend: str | None = "gloo",
     timeout: float = 300.0,
     **kwargs: Any,
 ) -> list[Any]:

@@ -14,7 +14,6 @@ from recinfer.distributed.model_parallel import (
     DataParallelWrapper,
     DefaultDataParallelWrapper,
     DistributedModelParallel,
-    _default_device,
     get_module,
     get_unwrapped_module,
 )
@@ -292,23 +291,3 @@ def dies(rank: int, world_size: int) -> None:
 def test_a_rank_that_breaks_ends_the_others() -> None:
     with pytest.raises(RankError, match="rank 1 breaks"):
         run_ranks(2, dies)
-
-
-def devices_of_a_bare_group(rank: int, world: int) -> list[str]:
-    """On GPUs a bare init_process_group() gives gloo and nccl, under the name "undefined"; nccl is played here."""
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "get_backend", lambda pg: "undefined")
-        patch.setattr(dist, "get_backend_config", lambda pg: "cpu:gloo,cuda:nccl")
-        patch.setattr(torch.cuda, "current_device", lambda: 3)
-        for has_gpu in (True, False):
-            patch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-            found.append(str(_default_device(env)))
-    found.append(str(_default_device(env)))
-    assert env.device_mesh is not None
-    return [*found, env.device_mesh.device_type]
-
-
-def test_a_group_of_several_backends_computes_on_its_gpu() -> None:
-    assert run_ranks(1, devices_of_a_bare_group) == [["cuda:3", "cpu", "cpu", "cpu"]]

@@ -171,12 +171,11 @@ class ShardingEnv:
     def device_mesh(self) -> DeviceMesh | None:
         """The ranks of the process group as a mesh; None without one."""
         if self._device_mesh is None and self.process_group is not None:
-            import torch.distributed as dist
             from torch.distributed.device_mesh import DeviceMesh
 
-            has_nccl = "nccl" in dist.get_backend_config(self.process_group)
-            kind = "cuda" if has_nccl and torch.cuda.is_available() else "cpu"
-            self._device_mesh = DeviceMesh.from_group(self.process_group, kind)
+            from recinfer.group_device import group_device
+
+            self._device_mesh = DeviceMesh.from_group(self.process_group, group_device(self.process_group).type)
         return self._device_mesh
 
     @property
