@@ -298,5 +298,5 @@ def test_it_is_ready_once_every_ranker_was_told_of_every_shard_server(store: Pat
     groups = len(spec.groups)
     for known, ready in (([], False), (shards[:1], False), (shards, True)):
         text = shards_text(spec.groups, addresses_by_group(groups, known, {}))
-        controller._written = {} if text is None else {control._process(ranker): text}
+        controller._written = {} if text is None else {ranker.process: text}
         assert controller.status()["ready"] is ready

@@ -90,22 +90,10 @@ class Controller:
             "rankers": self._targets(),
             "servers": [
                 {
-                    "name": member.name,
-                    "role": member.role,
+                    **member.shown(),
                     "ranks": [] if member.group is None else list(self.spec.groups[member.group]),
-                    "node": member.node,
-                    "host": member.host,
-                    "address": member.address,
-                    "metrics_port": member.metrics_port,
-                    "state": member.phase.value,
-                    "restarts": member.restarts,
-                    "version": member.version,
-                    "rate": round(member.rate, 1),
                     "load": round(requests_in(member, self._probes), 1),
                     "busy": None if member.group is None else round(busy_share(member, self._probes), 2),
-                    "memory": member.memory,
-                    "pid": member.pid,
-                    "why": member.why,
                 }
                 for member in members
             ],
@@ -182,7 +170,7 @@ class Controller:
             self._drain(now)
             for member in self._members.values():
                 if member.group is None and member.phase is Phase.serving:
-                    self._versions.follow(member.address, _process(member), member.version)
+                    self._versions.follow(member.address, member.process, member.version)
             self._whole = self._whole or self._is_ready()
             self._save()
 
@@ -199,7 +187,7 @@ class Controller:
         elif member.phase is Phase.draining:
             member.rate = probe.rate
         elif probe.serving:
-            self._misses.pop(_process(member), None)
+            self._misses.pop(member.process, None)
             member.rate, member.version = probe.rate, probe.version or member.version
             member.enter(Phase.serving, now)
         elif member.phase is Phase.serving and not probe.answers:
@@ -213,15 +201,15 @@ class Controller:
 
     def _missed(self, member: Member, most: int) -> bool:
         """Count a look that found nothing; whether that is enough."""
-        key = _process(member)
+        key = member.process
         self._misses[key] = self._misses.get(key, 0) + 1
         return self._misses[key] >= most
 
     def _lost(self, member: Member, why: str, nodes: set[str], now: float) -> None:
         """The process is gone, or of no use: end what is left of it, and have it start again."""
         self._engine.end(member)
-        self._misses.pop(_process(member), None)
-        self._written.pop(_process(member), None)
+        self._misses.pop(member.process, None)
+        self._written.pop(member.process, None)
         if member.phase is Phase.draining:
             self._engine.free(member)
             del self._members[member.name]
@@ -267,9 +255,9 @@ class Controller:
         self._text = shards_text(self.spec.groups, self._listed, self.spec.settings())
         text = self._text
         for member in self._members.values():
-            stale = member.group is None and member.pid and self._written.get(_process(member)) != text
+            stale = member.group is None and member.pid and self._written.get(member.process) != text
             if stale and text is not None and self._engine.write(member, text):
-                self._written[_process(member)] = text
+                self._written[member.process] = text
 
     def _place(self, nodes: list[Node], now: float) -> None:
         """A place and a process for each member that has none: all places first, so that a lack of room is seen early."""
@@ -289,7 +277,7 @@ class Controller:
             text = self._text if member.group is None else None
             self._engine.launch(member, arguments, self.spec.environment(), text)
             if text is not None:
-                self._written[_process(member)] = text
+                self._written[member.process] = text
             member.enter(Phase.starting, now, member.why if member.restarts else "")
 
     def _reserve(self, member: Member, nodes: list[Node]) -> list[Node]:
@@ -361,7 +349,7 @@ class Controller:
             return False
         listed = addresses_by_group(len(self.spec.groups), members, {})
         text = shards_text(self.spec.groups, listed, self.spec.settings())
-        return all(self._written.get(_process(member)) == text for member in members if member.group is None)
+        return all(self._written.get(member.process) == text for member in members if member.group is None)
 
     def _wait_for_the_end(self, members: list[Member]) -> None:
         end = time.monotonic() + _STOP_S
@@ -405,7 +393,3 @@ class Controller:
 
 def _kind_name(kind: Kind) -> str:
     return "ranker" if kind is None else f"shard-{kind}"
-
-
-def _process(member: Member) -> str:
-    return f"{member.name}/{member.life}"

@@ -79,11 +79,34 @@ class Member:
         """Where it listens; empty while it does not."""
         return join_address(self.host, self.port) if self.port else ""
 
+    @property
+    def process(self) -> str:
+        """A name of the process that it has now."""
+        return f"{self.name}/{self.life}"
+
     def enter(self, phase: Phase, now: float, why: str = "") -> None:
         """Go to another phase."""
         if phase is not self.phase:
             self.phase, self.since = phase, now
         self.why = why
+
+    def shown(self) -> dict[str, Any]:
+        """What ``recinfer deploy --status`` says of it by itself, as JSON."""
+        return {
+            "name": self.name,
+            "role": self.role,
+            "node": self.node,
+            "host": self.host,
+            "address": self.address,
+            "metrics_port": self.metrics_port,
+            "state": self.phase.value,
+            "restarts": self.restarts,
+            "version": self.version,
+            "rate": round(self.rate, 1),
+            "memory": self.memory,
+            "pid": self.pid,
+            "why": self.why,
+        }
 
     def kept(self) -> dict[str, Any]:
         """What another controller needs to go on with it, as JSON. Times are this process's own, and stay out."""
