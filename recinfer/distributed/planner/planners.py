@@ -24,8 +24,8 @@ from recinfer.distributed.planner.interfaces import (
 )
 from recinfer.distributed.planner.model.constraints import ParameterConstraints, PlannerError, PlannerErrorType
 from recinfer.distributed.planner.model.options import ShardingOption
-from recinfer.distributed.planner.model.tables import sharded_modules
 from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.model.walk import sharded_modules
 from recinfer.distributed.planner.partitioners import GreedyPerfPartitioner
 from recinfer.distributed.planner.perf_models import NoopPerfModel
 from recinfer.distributed.planner.plan.plan import Plan

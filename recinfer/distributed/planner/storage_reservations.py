@@ -11,8 +11,9 @@ from torch import nn
 from recinfer.distributed.planner.interfaces import StorageReservation
 from recinfer.distributed.planner.model.constraints import ParameterConstraints, PlannerError, PlannerErrorType
 from recinfer.distributed.planner.model.facts import kjt_bytes
-from recinfer.distributed.planner.model.tables import model_tables, sharded_modules
+from recinfer.distributed.planner.model.tables import model_tables
 from recinfer.distributed.planner.model.topology import Storage, Topology
+from recinfer.distributed.planner.model.walk import sharded_modules
 from recinfer.distributed.planner.utils import gb_to_bytes, storage_repr_in_gb
 from recinfer.distributed.types import ModuleSharder
 from recinfer.errors import ConfigError

@@ -1,8 +1,8 @@
-"""Reads models: their embedding tables, as sharders and as quantized inference take them."""
+"""Reads models: the facts of their tables, as sharders and as quantized inference take them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,55 +13,18 @@ from recinfer.distributed.planner.model.constraints import ParameterConstraints
 from recinfer.distributed.planner.model.estimates import KERNEL_CODES
 from recinfer.distributed.planner.model.facts import TableFacts, per_feature, table_facts
 from recinfer.distributed.planner.model.options import ShardingOption
-from recinfer.distributed.planner.model.sharders import sharder_name
 from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.model.walk import embedding_tables, sharded_modules
 from recinfer.distributed.types import ModuleSharder, ShardingType
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
-__all__ = ["embedding_tables", "facts_of_option", "inference_tables", "model_tables", "sharded_modules"]
+__all__ = ["facts_of_option", "inference_tables", "model_tables"]
 
 _GUARDED_FOR_PROCESSORS = frozenset({"row_wise", "table_row_wise", "grid_shard"})
 _INFERENCE_TYPES = ("table_wise", "row_wise", "column_wise")
 _INFERENCE_KERNELS = {"cpu": ("quant",), "mtia": ("quant",), "cuda": ("quant", "quant_uvm", "quant_uvm_caching")}
 _PRECISIONS = (DataType.FP32, DataType.FP16, DataType.INT8, DataType.INT4, DataType.INT2)
-
-
-def embedding_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[BaseEmbeddingConfig], bool]]:
-    """Embedding collections of ``model``, outermost first: (module path, module, table configs, pooled).
-
-    A collection is any module with ``embedding_bag_configs()`` (pooled) or ``embedding_configs()``; its children are
-    not searched. The path of the model itself is ``""``.
-    """
-    stack: list[tuple[str, nn.Module]] = [("", model)]
-    while stack:
-        path, module = stack.pop()
-        for method, pooled in (("embedding_bag_configs", True), ("embedding_configs", False)):
-            configs = getattr(module, method, None)
-            if callable(configs):
-                yield path, module, list(configs()), pooled
-                break
-        else:
-            prefix = f"{path}." if path else ""
-            stack.extend(reversed([(prefix + name, child) for name, child in module.named_children()]))
-
-
-def sharded_modules(
-    module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
-) -> Iterator[tuple[str, nn.Module, ModuleSharder[Any]]]:
-    """(path, module, sharder) of every module that a sharder takes, outermost first, not looking inside it."""
-    exact = {sharder_name(s.module_type): s for s in sharders}
-    stack: list[tuple[str, nn.Module]] = [("", module)]
-    while stack:
-        path, child = stack.pop()
-        sharder = exact.get(sharder_name(type(child)))
-        if sharder is None:
-            sharder = next((s for s in sharders if isinstance(child, s.module_type)), None)
-        if sharder is not None:
-            yield path, child, sharder
-            continue
-        prefix = f"{path}." if path else ""
-        stack.extend(reversed([(prefix + name, inner) for name, inner in child.named_children()]))
 
 
 def model_tables(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recinfer.distributed.planner.model.tables import embedding_tables
+from recinfer.distributed.planner.model.walk import embedding_tables
 from recinfer.distributed.planner.plan.plan import MAX_RANKS, Plan, PlanChange
 from recinfer.distributed.planner.plan.table_plan import ShardRect, TablePlan
 

@@ -10,14 +10,13 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from recinfer.distributed.layout.edges import placement, sharding_spec
 from recinfer.distributed.layout.rect import TilingError
-from recinfer.distributed.planner.model.tables import embedding_tables
-from recinfer.distributed.planner.model.topology import Topology
+from recinfer.distributed.planner.model.walk import embedding_tables
 from recinfer.distributed.planner.plan.table_plan import (
     TablePlan,
     check_keys,
@@ -32,6 +31,9 @@ from recinfer.distributed.types import (
 )
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.modules.embedding_configs import DataType
+
+if TYPE_CHECKING:
+    from recinfer.distributed.planner.model.topology import Topology
 
 __all__ = ["MAX_RANKS", "Plan", "PlanChange"]
 
