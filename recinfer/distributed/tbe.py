@@ -18,6 +18,7 @@ from recinfer.distributed.fused_params import FusedSettings, WeightDecayMode
 from recinfer.distributed.replicas import LookupGradient
 from recinfer.distributed.table_group import TableGroup, TableShape
 from recinfer.distributed.types import BoundsCheckMode
+from recinfer.distributed.variable_batch import padded_offsets
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.optim.row_updates import UPDATES
@@ -173,8 +174,7 @@ class ModuleTableGroup(TableGroup):
         self.tbe.set_learning_rate(float(self.param_group["lr"]))
         if self.replicas is not None or self.pooling is PoolingType.NONE:
             return super().forward(indices, offsets, per_sample_weights, batch_sizes)
-        sizes = None if batch_sizes is None else [list(of_feature) for of_feature in batch_sizes]
-        return self._run(indices, offsets, per_sample_weights, sizes)
+        return self._run(indices, offsets, per_sample_weights, _lists(batch_sizes))
 
     def _run(
         self,
@@ -227,12 +227,43 @@ class ModuleTableGroup(TableGroup):
         self.tbe.flush()
 
     def purge(self) -> None:
-        """Drop cached rows."""
+        """Drop cached rows, and the places where prefetched ones lay."""
+        self.drop_prefetched()
         self.tbe.reset_cache_states()
 
-    def prefetch(self, indices: Tensor, offsets: Tensor, forward_stream: Any = None) -> None:
-        """Bring the rows of ``indices`` into the cache."""
-        self.tbe.prefetch(indices, offsets, forward_stream)
+    def prefetch(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        forward_stream: Any = None,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Bring the rows of ``indices`` into the cache. Nothing for replicas: the update of each looks up again, with the
+        ids of all ranks, and the module's next lookup would take that for what was prefetched."""
+        if self.replicas is not None:
+            return
+        if batch_sizes is not None and self.pooling is PoolingType.NONE:  # as forward
+            offsets, batch_sizes = padded_offsets(offsets, batch_sizes), None
+        self.tbe.prefetch(indices, offsets, forward_stream, _lists(batch_sizes))
+
+    def drop_prefetched(self) -> None:
+        """Forget calls of :meth:`prefetch` that no lookup will follow: the module keeps a queue of them."""
+        for places in self.tbe.lxu_cache_locations_list:
+            if self.tbe.prefetch_pipeline:  # they are locked until their backward
+                torch.ops.fbgemm.lxu_cache_locking_counter_decrement(self.tbe.lxu_cache_locking_counter, places)
+        self.tbe.lxu_cache_locations_list.clear()
+        self.tbe.timesteps_prefetched.clear()
+
+    @property
+    def keeps_prefetched(self) -> bool:
+        """With the setting ``prefetch_pipeline`` the cache locks the rows of a batch until its backward."""
+        return self._location is not EmbeddingLocation.MANAGED_CACHING or bool(
+            self.settings.placement.get("prefetch_pipeline")
+        )
+
+
+def _lists(batch_sizes: Sequence[Sequence[int]] | None) -> list[list[int]] | None:
+    return None if batch_sizes is None else [list(of_feature) for of_feature in batch_sizes]
 
 
 def _placement(settings: FusedSettings) -> dict[str, Any]:

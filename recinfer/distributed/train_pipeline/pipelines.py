@@ -263,17 +263,24 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
         if training:
             self._optimizer.zero_grad()
         self._arrive(self._batches[0], self._memcpy_stream)
-        if len(self._batches) > 1:
-            self._start_sparse_data_dist(self._batches[1])
+        self._before_forward()
         if not self._exhausted:
             self._enqueue(dataloader_iter)
         losses, output = self._forward(self._batches[0])
-        if len(self._batches) > 1:
-            self._wait_sparse_data_dist()
+        self._before_update()
         if training:
             self._update(losses)
         self._batches.popleft()
         return output
+
+    def _before_forward(self) -> None:
+        """What coming batches begin while this one's forward runs."""
+        if len(self._batches) > 1:
+            self._start_sparse_data_dist(self._batches[1])
+
+    def _before_update(self) -> None:
+        """What coming batches begin while this one's backward runs."""
+        self._wait_sparse_data_dist()
 
     def _forget(self) -> None:
         """After the end: nothing of the last iterator is left; requests under way are awaited, since peers sent."""
