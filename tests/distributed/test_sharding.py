@@ -23,6 +23,7 @@ from recinfer.distributed.embedding_sharding import (
     KJTListSplitsAwaitable,
     ListOfKJTListAwaitable,
     ListOfKJTListSplitsAwaitable,
+    Sent,
     bucketize_kjt_before_all2all,
     group_tables,
 )
@@ -388,7 +389,7 @@ class TestAwaitables:
             stride_per_key_per_rank=[[1, 0], [1, 1]],
         )
         ctx = EmbeddingShardingContext()
-        ctx.sent(kjt)
+        ctx.sent(kjt, Sent())
         ctx.received(kjt)
         assert ctx.variable_batch_per_feature
         assert ctx.batch_size_per_feature_pre_a2a == [1, 2]
