@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recinfer.distributed.comm import get_local_size
 from recinfer.distributed.embedding_sharding import (
     EmbeddingShardingInfo,
     KJTListSplitsAwaitable,
@@ -38,6 +39,7 @@ from recinfer.distributed.types import (
     ShardingEnv,
     ShardingType,
     ShardMetadata,
+    rank_device,
 )
 from recinfer.modules.embedding_configs import data_type_to_dtype
 from recinfer.optim.fused import FusedOptimizerModule, mark_fused
@@ -77,7 +79,7 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Conte
         super().__init__(qcomm_codecs_registry)
         self._env = env
         self._device = torch.device(device) if device is not None else torch.device("cpu")
-        self._infos = [_placed_on(info, self._device) for info in infos]
+        self._infos = [_placed_on(info, self._device, env) for info in infos]
         self._groups = [
             self.sharding_class(members, env, self._device, qcomm_codecs_registry) for members in self._deal()
         ]
@@ -242,18 +244,24 @@ def _held_elsewhere(info: EmbeddingShardingInfo, device: torch.device) -> nn.Par
     return parameter
 
 
-def _placed_on(info: EmbeddingShardingInfo, device: torch.device) -> EmbeddingShardingInfo:
-    """``info`` with shards placed on this kind of device: a plan for GPUs runs on CPU, rank by rank the same."""
+def _placed_on(info: EmbeddingShardingInfo, device: torch.device, env: ShardingEnv) -> EmbeddingShardingInfo:
+    """``info`` with shards placed on this kind of device, those of this rank on ``device``: a plan for GPUs runs on CPU,
+    rank by rank the same, and one for CPU on GPUs."""
     sharding = info.param_sharding
     shards = getattr(sharding.sharding_spec, "shards", [])
     places = [shard.placement for shard in shards]
     if device.type == "meta" or all(p is None or p.device() is None or p.device().type == device.type for p in places):
         return info
+    local_size = get_local_size(env.world_size)
+
+    def place(rank: int) -> torch.device:
+        return device if rank == env.rank else rank_device(device.type, rank % local_size)
+
     moved = [
         ShardMetadata(
             shard_offsets=shard.shard_offsets,
             shard_sizes=shard.shard_sizes,
-            placement=f"rank:{shard.placement.rank()}/{device.type if device.type == 'cpu' else device}",
+            placement=f"rank:{shard.placement.rank()}/{place(shard.placement.rank())}",
         )
         for shard in shards
     ]
