@@ -31,7 +31,6 @@ try:
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
         ComputeDevice,
-        DenseTableBatchedEmbeddingBagsCodegen,
         SplitTableBatchedEmbeddingBagsCodegen,
     )
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode as FbgemmDecay
@@ -282,36 +281,40 @@ def _decay_mode(settings: FusedSettings) -> FbgemmDecay:
 
 
 class ModuleDenseTableGroup(DenseTableGroup):
-    """A dense group on a GPU: FBGEMM's dense module looks up, its gradient is cut into the tables'."""
-
-    _dense: Any
+    """A dense group on a GPU: FBGEMM's dense operator looks up, its gradient is cut into the tables'."""
 
     def _build(self, dtype: torch.dtype, device: torch.device | None) -> None:
         super()._build(dtype, device)
-        specs = [(max(s.rows, 1), s.dim) for s in self.shapes]
-        with torch.no_grad():
-            dense = DenseTableBatchedEmbeddingBagsCodegen(
-                specs,
-                feature_table_map=[t for t, s in enumerate(self.shapes) for _ in range(s.num_features)],
-                weights_precision=_SPARSE_TYPES[dtype],
-                pooling_mode=PoolingMode[self.pooling.name],
-                use_cpu=device is None or device.type == "cpu",
-            )
-        self.__dict__["_dense"] = dense  # not a submodule: its weight is ours
-        dense.weights.data = self.weights
+        for name in ("_weights_offsets", "_dim_offsets", "_hash_sizes", "_rows_per_feature", "_warnings"):
+            setattr(self, name, getattr(self, name).to(device))
 
     def _differentiable(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
         # GPU kernels read whatever an id points to, so it is checked before.
-        rows, warnings = self._rows_per_feature.to(indices.device), self._warnings.to(indices.device)
-        mode = self.settings.bounds_check_mode.value
-        if self.settings.bounds_check_mode is not BoundsCheckMode.NONE:
-            torch.ops.fbgemm.bounds_check_indices(rows, indices, offsets, mode, warnings)
+        mode = self.settings.bounds_check_mode
+        if mode is not BoundsCheckMode.NONE:
+            torch.ops.fbgemm.bounds_check_indices(self._rows_per_feature, indices, offsets, mode.value, self._warnings)
         return super()._differentiable(indices, offsets, per_sample_weights)
 
-    @torch.no_grad()
     def lookup(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """As :meth:`TableGroup.lookup`."""
-        out: Tensor = self._dense(indices, offsets, per_sample_weights)
+        return self._looked_up(self.weights, indices, offsets, per_sample_weights)
+
+    def _looked_up(self, rows: Tensor, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
+        """The vectors of ``indices`` out of ``rows``, the flat tensor or one like it."""
+        out: Tensor = torch.ops.fbgemm.dense_embedding_codegen_lookup_function(
+            dev_weights=rows,
+            weights_offsets=self._weights_offsets,
+            D_offsets=self._dim_offsets,
+            total_D=sum(self.feature_dims),
+            max_D=max(self.feature_dims),
+            hash_size_cumsum=self._hash_sizes,
+            total_hash_size_bits=self._hash_bits,
+            indices=indices,
+            offsets=offsets,
+            pooling_mode=PoolingMode[self.pooling.name].value,
+            indice_weights=per_sample_weights,
+            feature_requires_grad=None,
+        )
         return out
 
     def per_sample_weight_gradient(self, grad_output: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
@@ -323,6 +326,7 @@ class ModuleDenseTableGroup(DenseTableGroup):
         """The gradient ``[rows, dim]`` of every table."""
         weights = None if call.per_sample_weights is None else call.per_sample_weights.detach()
         with torch.enable_grad():
-            out = self._dense(call.indices, call.offsets, weights)
-        (flat,) = torch.autograd.grad(out, self._dense.weights, call.grad_output)
+            rows = self.weights.detach().requires_grad_()
+            out = self._looked_up(rows, call.indices, call.offsets, weights)
+        (flat,) = torch.autograd.grad(out, rows, call.grad_output)
         return [flat[b : b + s.rows * s.dim].view(s.rows, s.dim) for s, b in zip(self.shapes, self._starts)]
