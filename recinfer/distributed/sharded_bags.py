@@ -148,7 +148,7 @@ def create_embedding_bag_sharding(
         sharding_infos: the tables.
         env: the ranks.
         device: where rows and buffers lie.
-        permute_embeddings: accepted; outputs are always in module order.
+        permute_embeddings: does nothing (:mod:`recinfer.ignored`): outputs are always in module order.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
 
     Raises:
