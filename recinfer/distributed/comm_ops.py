@@ -127,7 +127,7 @@ def alltoall_pooled(
         a2a_pooled_embs_tensor: ``[B_global, D]``, rows of rank 0's examples first.
         batch_size_per_rank: examples of each rank.
         dim_sum_per_rank: columns that each rank's tables have together.
-        dim_sum_per_rank_tensor, cumsum_dim_sum_per_rank_tensor: accepted, not needed.
+        dim_sum_per_rank_tensor, cumsum_dim_sum_per_rank_tensor: do nothing (:mod:`recinfer.ignored`).
         group: the process group; the default one if None.
         codecs: shrink what travels, forward and backward.
 

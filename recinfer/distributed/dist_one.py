@@ -110,7 +110,7 @@ class EmbeddingsAllToOneReduce(nn.Module):
     Args:
         device: where to.
         world_size: number of devices that send.
-        cat_dim: accepted; a sum has none.
+        cat_dim: does nothing (:mod:`recinfer.ignored`): a sum has none.
     """
 
     def __init__(self, device: torch.device, world_size: int, cat_dim: int = 0) -> None:

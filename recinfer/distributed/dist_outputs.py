@@ -89,7 +89,7 @@ class PooledEmbeddingsAllToAll(_PooledAllToAll):
     Args:
         pg: the process group.
         dim_sum_per_rank: columns that each rank's tables have together.
-        device: accepted; buffers are where the input is.
+        device: does nothing (:mod:`recinfer.ignored`): buffers are where the input is.
         callbacks: applied to every output when it is there.
         codecs: shrink what travels, forward and backward.
     """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recinfer.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from recinfer.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo, ShardedCollectionContext
 from recinfer.distributed.embedding_types import BaseEmbeddingSharder, KJTList
 from recinfer.distributed.sharding.collection import ShardedCollection
 from recinfer.distributed.sharding.dedup import deduplicated
@@ -20,7 +20,6 @@ from recinfer.distributed.sharding.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
     Awaitable,
     LazyAwaitable,
-    Multistreamable,
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
@@ -57,7 +56,7 @@ def set_ec_index_dedup(val: bool) -> None:
 
 
 @dataclass
-class EmbeddingCollectionContext(Multistreamable):
+class EmbeddingCollectionContext(ShardedCollectionContext[SequenceShardingContext]):
     """What one forward carries between its steps.
 
     Args:
@@ -66,14 +65,12 @@ class EmbeddingCollectionContext(Multistreamable):
         reverse_indices: with index dedup, for each id, feature after feature, the place of its equal among those sent.
     """
 
-    sharding_contexts: list[SequenceShardingContext] = field(default_factory=list)
     input_features: list[KeyedJaggedTensor] = field(default_factory=list)
     reverse_indices: list[Tensor] = field(default_factory=list)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive until ``stream`` is done with them."""
-        for context in self.sharding_contexts:
-            context.record_stream(stream)
+        super().record_stream(stream)
         for features in self.input_features:
             features.record_stream(stream)  # type: ignore[arg-type]
         for tensor in self.reverse_indices:

@@ -133,9 +133,13 @@ class _GroupKernel(nn.Module):
         weights = features.weights_or_none() if self.config.is_weighted else None
         if weights is not None and weights.requires_grad and weight_gradient_factor != 1:
             weights = CommOpGradientScaling.apply(weights, weight_gradient_factor)
-        batch_sizes = features.stride_per_key_per_rank() if features.variable_stride_per_key() else None
-        out: Tensor = self.group(features.values(), features.offsets(), weights, batch_sizes)
+        out: Tensor = self.group(features.values(), features.offsets(), weights, _batch_sizes(features))
         return out if self._unnamed is None else self._unnamed(out)
+
+
+def _batch_sizes(features: KeyedJaggedTensor) -> list[list[int]] | None:
+    """Bags of each feature from each rank, where they differ."""
+    return features.stride_per_key_per_rank() if features.variable_stride_per_key() else None
 
 
 @torch.no_grad()
@@ -289,7 +293,12 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
         """Bring the rows of ``sparse_features`` into the caches."""
         for kernel, features in zip(self._kernels(), self._features(sparse_features)):
-            kernel.group.prefetch(features.values(), features.offsets(), forward_stream)
+            kernel.group.prefetch(features.values(), features.offsets(), forward_stream, _batch_sizes(features))
+
+    def drop_prefetched(self) -> None:
+        """Forget what was prefetched and not looked up."""
+        for kernel in self._kernels():
+            kernel.group.drop_prefetched()
 
     # ------------------------------------------------------------------------------------------------- training
 

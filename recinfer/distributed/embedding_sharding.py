@@ -49,6 +49,7 @@ C = TypeVar("C", bound=Multistreamable)
 F = TypeVar("F")
 T = TypeVar("T")
 W = TypeVar("W")
+EachContext = TypeVar("EachContext", bound="EmbeddingShardingContext | None")
 
 
 # --------------------------------------------------------------------------------------------------- infos and contexts
@@ -76,6 +77,23 @@ class EmbeddingShardingInfo:
 
 
 @dataclass
+class Sent:
+    """How the ids that were sent follow from the ids that came.
+
+    Attributes:
+        sizes: ids of each slot, in the order sent.
+        cut_sizes: ids of each cut feature; empty when nothing is cut.
+        bucket_sizes: ids of each (bucket, cut feature).
+        permute: ``[ids of the cut features]``: where each went among the bucketized ids.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    cut_sizes: list[int] = field(default_factory=list)
+    bucket_sizes: list[int] = field(default_factory=list)
+    permute: Tensor | None = None
+
+
+@dataclass
 class EmbeddingShardingContext(Multistreamable):
     """What one forward carries from the input exchange to the output exchange.
 
@@ -94,8 +112,8 @@ class EmbeddingShardingContext(Multistreamable):
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the tensors alive until ``stream`` is done with them."""
 
-    def sent(self, features: KeyedJaggedTensor) -> None:
-        """Note what goes out: ``features`` in the order sent."""
+    def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
+        """Note what goes out: ``features`` in the order sent, and how their ids follow from those that came."""
         self.variable_batch_per_feature = features.variable_stride_per_key()
         if self.variable_batch_per_feature:
             self.batch_size_per_feature_pre_a2a = features.stride_per_key()
@@ -114,6 +132,23 @@ class EmbeddingShardingContext(Multistreamable):
             self.batch_size_per_rank_per_feature = [list(sizes) for sizes in zip(*per_key)]
         elif not self.batch_size_per_rank:
             self.batch_size_per_rank = [features.stride()]
+
+
+@dataclass
+class ShardedCollectionContext(Multistreamable, Generic[EachContext]):
+    """What one forward of a sharded collection carries between its steps.
+
+    Args:
+        sharding_contexts: one a group of tables that share their exchanges.
+    """
+
+    sharding_contexts: list[EachContext] = field(default_factory=list)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive until ``stream`` is done with them."""
+        for context in self.sharding_contexts:
+            if context is not None:
+                context.record_stream(stream)
 
 
 # --------------------------------------------------------------------------------------------------- steps
@@ -230,7 +265,7 @@ class KJTListSplitsAwaitable(Awaitable[Awaitable[KJTList]], Generic[C]):
 
 
 def _contexts(ctx: Any) -> Iterable[Any]:
-    return getattr(ctx, "sharding_contexts", ())
+    return ctx.sharding_contexts if isinstance(ctx, ShardedCollectionContext) else ()
 
 
 def _sizes_known(awaitables: list[Awaitable[KeyedJaggedTensor]], ctx: Any) -> KJTListAwaitable:

@@ -334,6 +334,10 @@ class ShardedEmbeddingModule(
         not flushed are lost."""
         self._tell_caches("purge")
 
+    def drop_prefetched(self) -> None:
+        """Let every lookup that has a cache forget the batches that were prefetched and not looked up."""
+        self._tell_caches("drop_prefetched")
+
     def _tell_caches(self, what: str) -> None:
         for lookup in self._lookups:
             tell = getattr(lookup, what, None)

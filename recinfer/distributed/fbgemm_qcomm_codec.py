@@ -266,7 +266,7 @@ def get_qcomm_codecs_registry(
     Args:
         qcomms_config: what to send.
         comm_ops: the collectives; default: all.
-        device: accepted; codecs work on every device and backend.
+        device: does nothing (:mod:`recinfer.ignored`): codecs work on every device and backend.
 
     Returns:
         ``CommOp`` name -> codecs; None when everything is sent as it is.

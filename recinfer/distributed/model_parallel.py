@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from recinfer.distributed.comm import get_local_size
 from recinfer.distributed.copying import copied_to
 from recinfer.distributed.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
+from recinfer.distributed.embedding_types import ShardedEmbeddingModule
 from recinfer.distributed.model_tree import fused_optimizers, join, materialise, some_of
 from recinfer.distributed.sharding_plan import get_default_sharders
 from recinfer.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
@@ -175,8 +176,20 @@ class DistributedModelParallel(nn.Module, FusedOptimizerModule):
         """A copy on ``device`` with the same process groups; this one is left as it is.
 
         The copy is not wrapped for data parallelism: it serves as it is, and trains after :meth:`init_data_parallel`.
+
+        Raises:
+            ConfigError: between host and GPU, with tables that train: their kernels are of the device that they were
+                sharded for.
         """
         device = torch.device(device)
+        if (device.type == "cuda") != (self.device.type == "cuda"):
+            trained = [p for p, m in get_module(self).named_modules() if isinstance(m, ShardedEmbeddingModule)]
+            if trained:
+                raise ConfigError(
+                    f"copy to {device}: modules {trained} were sharded for {self.device}, and look up with its kernels; "
+                    f"build DistributedModelParallel(device=torch.device({device.type!r})) of the model, and load this "
+                    "one's state_dict() into it"
+                )
         other = copy.copy(self)
         other._modules = dict(self._modules)
         other._dmp_wrapped_module = copied_to(get_module(self), device)

@@ -15,13 +15,12 @@ from recinfer.distributed.embedding_types import (
     KJTList,
     ShardedEmbeddingModule,
 )
-from recinfer.distributed.sharded_bags import ShardedEmbeddingBagCollection
+from recinfer.distributed.sharded_bags import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
 from recinfer.distributed.sharding.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
     Awaitable,
     EmbeddingModuleShardingPlan,
     LazyAwaitable,
-    NullShardedModuleContext,
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
@@ -55,7 +54,7 @@ _TABLE = "embedding_bag"  # name of the one table inside; also that of its featu
 
 
 class ShardedEmbeddingBag(
-    ShardedEmbeddingModule[KeyedJaggedTensor, Tensor, Tensor, NullShardedModuleContext], FusedOptimizerModule
+    ShardedEmbeddingModule[KeyedJaggedTensor, Tensor, Tensor, EmbeddingBagCollectionContext], FusedOptimizerModule
 ):
     """An nn.EmbeddingBag whose rows or columns are cut over the ranks of a process group: a collection of one table.
 
@@ -111,15 +110,13 @@ class ShardedEmbeddingBag(
     def _state(self) -> nn.Module:
         return self._collection[0].get_submodule(f"embedding_bags.{_TABLE}")
 
-    def create_context(self) -> NullShardedModuleContext:
+    def create_context(self) -> EmbeddingBagCollectionContext:
         """State of one forward."""
-        ctx = NullShardedModuleContext()
-        ctx.inner = self._collection[0].create_context()  # type: ignore[attr-defined]
-        return ctx
+        return self._collection[0].create_context()
 
     def input_dist(
         self,
-        ctx: NullShardedModuleContext,
+        ctx: EmbeddingBagCollectionContext,
         input: Tensor,
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
@@ -130,7 +127,7 @@ class ShardedEmbeddingBag(
             InputError: ``offsets`` that do not go with ``input``; weights with mode mean.
         """
         features = self._features(input, offsets, per_sample_weights)
-        return _FirstOfTwo(self._collection[0].input_dist(ctx.inner, features))  # type: ignore[attr-defined]
+        return _FirstOfTwo(self._collection[0].input_dist(ctx, features))
 
     def _features(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> KeyedJaggedTensor:
         if (input.dim() == 1) == (offsets is None):
@@ -152,18 +149,21 @@ class ShardedEmbeddingBag(
         )
 
     def prefetch(
-        self, dist_input: KeyedJaggedTensor, forward_stream: Any = None, ctx: NullShardedModuleContext | None = None
+        self,
+        dist_input: KeyedJaggedTensor,
+        forward_stream: Any = None,
+        ctx: EmbeddingBagCollectionContext | None = None,
     ) -> None:
         """Let the lookup bring its rows into its cache, if it has one."""
         self._collection[0].prefetch(KJTList([dist_input]), forward_stream)
 
-    def compute(self, ctx: NullShardedModuleContext, dist_input: KeyedJaggedTensor) -> Tensor:
+    def compute(self, ctx: EmbeddingBagCollectionContext, dist_input: KeyedJaggedTensor) -> Tensor:
         """Look the local rectangles up."""
-        return self._collection[0].compute(ctx.inner, KJTList([dist_input]))[0]  # type: ignore[attr-defined]
+        return self._collection[0].compute(ctx, KJTList([dist_input]))[0]
 
-    def output_dist(self, ctx: NullShardedModuleContext, output: Tensor) -> LazyAwaitable[Tensor]:
+    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: Tensor) -> LazyAwaitable[Tensor]:
         """Start moving pooled vectors to the ranks of their examples."""
-        return EmbeddingAwaitable(self._collection[0].output_dist(ctx.inner, [output]))  # type: ignore[attr-defined]
+        return EmbeddingAwaitable(self._collection[0].output_dist(ctx, [output]))
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:

@@ -6,7 +6,7 @@ full bag, values that the given module holds are kept, and all tables but replic
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from recinfer.distributed.embedding_sharding import (
     EmbeddingSharding,
     EmbeddingShardingContext,
     EmbeddingShardingInfo,
+    ShardedCollectionContext,
 )
 from recinfer.distributed.embedding_types import (
     BaseEmbeddingSharder,
@@ -29,7 +30,6 @@ from recinfer.distributed.sharding.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
     Awaitable,
     LazyAwaitable,
-    Multistreamable,
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
@@ -91,20 +91,8 @@ class EmbeddingBagCollectionAwaitable(LazyAwaitable[KeyedTensor]):
 
 
 @dataclass
-class EmbeddingBagCollectionContext(Multistreamable):
-    """What one forward carries between its steps.
-
-    Args:
-        sharding_contexts: one a group of tables that share their exchanges.
-    """
-
-    sharding_contexts: list[EmbeddingShardingContext | None] = field(default_factory=list)
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the tensors alive until ``stream`` is done with them."""
-        for context in self.sharding_contexts:
-            if context is not None:
-                context.record_stream(stream)
+class EmbeddingBagCollectionContext(ShardedCollectionContext[EmbeddingShardingContext | None]):
+    """What one forward carries between its steps: a context for each group of tables that share their exchanges."""
 
 
 def create_sharding_infos_by_sharding(
@@ -160,7 +148,7 @@ def create_embedding_bag_sharding(
         sharding_infos: the tables.
         env: the ranks.
         device: where rows and buffers lie.
-        permute_embeddings: accepted; outputs are always in module order.
+        permute_embeddings: does nothing (:mod:`recinfer.ignored`): outputs are always in module order.
         qcomm_codecs_registry: ``CommOp`` name -> codecs.
 
     Raises:

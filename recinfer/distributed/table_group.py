@@ -347,8 +347,22 @@ class TableGroup(nn.Module):
     def purge(self) -> None:
         """Drop cached rows; there are none here."""
 
-    def prefetch(self, indices: Tensor, offsets: Tensor, forward_stream: Any = None) -> None:
-        """Bring rows into the cache; there is none here."""
+    def prefetch(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        forward_stream: Any = None,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Bring the rows of a coming :meth:`forward` into the cache; there is none here."""
+
+    def drop_prefetched(self) -> None:
+        """Forget calls of :meth:`prefetch` that no :meth:`forward` will follow."""
+
+    @property
+    def keeps_prefetched(self) -> bool:
+        """Whether rows may be prefetched before the backward of the lookup before; so they may without a cache."""
+        return True
 
 
 class _Lookup(torch.autograd.Function):

@@ -18,6 +18,7 @@ from recinfer.distributed.fused_params import FusedSettings, WeightDecayMode
 from recinfer.distributed.replicas import LookupGradient
 from recinfer.distributed.table_group import TableGroup, TableShape
 from recinfer.distributed.types import BoundsCheckMode
+from recinfer.distributed.variable_batch import padded_offsets
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.optim.row_updates import UPDATES
@@ -30,7 +31,6 @@ try:
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
         ComputeDevice,
-        DenseTableBatchedEmbeddingBagsCodegen,
         SplitTableBatchedEmbeddingBagsCodegen,
     )
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode as FbgemmDecay
@@ -173,8 +173,7 @@ class ModuleTableGroup(TableGroup):
         self.tbe.set_learning_rate(float(self.param_group["lr"]))
         if self.replicas is not None or self.pooling is PoolingType.NONE:
             return super().forward(indices, offsets, per_sample_weights, batch_sizes)
-        sizes = None if batch_sizes is None else [list(of_feature) for of_feature in batch_sizes]
-        return self._run(indices, offsets, per_sample_weights, sizes)
+        return self._run(indices, offsets, per_sample_weights, _lists(batch_sizes))
 
     def _run(
         self,
@@ -227,12 +226,43 @@ class ModuleTableGroup(TableGroup):
         self.tbe.flush()
 
     def purge(self) -> None:
-        """Drop cached rows."""
+        """Drop cached rows, and the places where prefetched ones lay."""
+        self.drop_prefetched()
         self.tbe.reset_cache_states()
 
-    def prefetch(self, indices: Tensor, offsets: Tensor, forward_stream: Any = None) -> None:
-        """Bring the rows of ``indices`` into the cache."""
-        self.tbe.prefetch(indices, offsets, forward_stream)
+    def prefetch(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        forward_stream: Any = None,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Bring the rows of ``indices`` into the cache. Nothing for replicas: the update of each looks up again, with the
+        ids of all ranks, and the module's next lookup would take that for what was prefetched."""
+        if self.replicas is not None:
+            return
+        if batch_sizes is not None and self.pooling is PoolingType.NONE:  # as forward
+            offsets, batch_sizes = padded_offsets(offsets, batch_sizes), None
+        self.tbe.prefetch(indices, offsets, forward_stream, _lists(batch_sizes))
+
+    def drop_prefetched(self) -> None:
+        """Forget calls of :meth:`prefetch` that no lookup will follow: the module keeps a queue of them."""
+        for places in self.tbe.lxu_cache_locations_list:
+            if self.tbe.prefetch_pipeline:  # they are locked until their backward
+                torch.ops.fbgemm.lxu_cache_locking_counter_decrement(self.tbe.lxu_cache_locking_counter, places)
+        self.tbe.lxu_cache_locations_list.clear()
+        self.tbe.timesteps_prefetched.clear()
+
+    @property
+    def keeps_prefetched(self) -> bool:
+        """With the setting ``prefetch_pipeline`` the cache locks the rows of a batch until its backward."""
+        return self._location is not EmbeddingLocation.MANAGED_CACHING or bool(
+            self.settings.placement.get("prefetch_pipeline")
+        )
+
+
+def _lists(batch_sizes: Sequence[Sequence[int]] | None) -> list[list[int]] | None:
+    return None if batch_sizes is None else [list(of_feature) for of_feature in batch_sizes]
 
 
 def _placement(settings: FusedSettings) -> dict[str, Any]:
@@ -251,36 +281,40 @@ def _decay_mode(settings: FusedSettings) -> FbgemmDecay:
 
 
 class ModuleDenseTableGroup(DenseTableGroup):
-    """A dense group on a GPU: FBGEMM's dense module looks up, its gradient is cut into the tables'."""
-
-    _dense: Any
+    """A dense group on a GPU: FBGEMM's dense operator looks up, its gradient is cut into the tables'."""
 
     def _build(self, dtype: torch.dtype, device: torch.device | None) -> None:
         super()._build(dtype, device)
-        specs = [(max(s.rows, 1), s.dim) for s in self.shapes]
-        with torch.no_grad():
-            dense = DenseTableBatchedEmbeddingBagsCodegen(
-                specs,
-                feature_table_map=[t for t, s in enumerate(self.shapes) for _ in range(s.num_features)],
-                weights_precision=_SPARSE_TYPES[dtype],
-                pooling_mode=PoolingMode[self.pooling.name],
-                use_cpu=device is None or device.type == "cpu",
-            )
-        self.__dict__["_dense"] = dense  # not a submodule: its weight is ours
-        dense.weights.data = self.weights
+        for name in ("_weights_offsets", "_dim_offsets", "_hash_sizes", "_rows_per_feature", "_warnings"):
+            setattr(self, name, getattr(self, name).to(device))
 
     def _differentiable(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
         # GPU kernels read whatever an id points to, so it is checked before.
-        rows, warnings = self._rows_per_feature.to(indices.device), self._warnings.to(indices.device)
-        mode = self.settings.bounds_check_mode.value
-        if self.settings.bounds_check_mode is not BoundsCheckMode.NONE:
-            torch.ops.fbgemm.bounds_check_indices(rows, indices, offsets, mode, warnings)
+        mode = self.settings.bounds_check_mode
+        if mode is not BoundsCheckMode.NONE:
+            torch.ops.fbgemm.bounds_check_indices(self._rows_per_feature, indices, offsets, mode.value, self._warnings)
         return super()._differentiable(indices, offsets, per_sample_weights)
 
-    @torch.no_grad()
     def lookup(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """As :meth:`TableGroup.lookup`."""
-        out: Tensor = self._dense(indices, offsets, per_sample_weights)
+        return self._looked_up(self.weights, indices, offsets, per_sample_weights)
+
+    def _looked_up(self, rows: Tensor, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None) -> Tensor:
+        """The vectors of ``indices`` out of ``rows``, the flat tensor or one like it."""
+        out: Tensor = torch.ops.fbgemm.dense_embedding_codegen_lookup_function(
+            dev_weights=rows,
+            weights_offsets=self._weights_offsets,
+            D_offsets=self._dim_offsets,
+            total_D=sum(self.feature_dims),
+            max_D=max(self.feature_dims),
+            hash_size_cumsum=self._hash_sizes,
+            total_hash_size_bits=self._hash_bits,
+            indices=indices,
+            offsets=offsets,
+            pooling_mode=PoolingMode[self.pooling.name].value,
+            indice_weights=per_sample_weights,
+            feature_requires_grad=None,
+        )
         return out
 
     def per_sample_weight_gradient(self, grad_output: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
@@ -292,6 +326,7 @@ class ModuleDenseTableGroup(DenseTableGroup):
         """The gradient ``[rows, dim]`` of every table."""
         weights = None if call.per_sample_weights is None else call.per_sample_weights.detach()
         with torch.enable_grad():
-            out = self._dense(call.indices, call.offsets, weights)
-        (flat,) = torch.autograd.grad(out, self._dense.weights, call.grad_output)
+            rows = self.weights.detach().requires_grad_()
+            out = self._looked_up(rows, call.indices, call.offsets, weights)
+        (flat,) = torch.autograd.grad(out, rows, call.grad_output)
         return [flat[b : b + s.rows * s.dim].view(s.rows, s.dim) for s, b in zip(self.shapes, self._starts)]

@@ -255,7 +255,7 @@ def shard_quant_model(
         model: from :func:`quantize_inference_model`, with weights or on meta.
         world_size: ranks.
         compute_device: ``"cpu"``: all ranks on this host; ``"cuda"``: rank r on ``cuda:r``.
-        sharding_device: accepted for compatibility. The sharded module always holds the weights that ``model`` holds.
+        sharding_device: does nothing (:mod:`recinfer.ignored`): the sharded module holds the weights that ``model`` holds.
         sharders: default: both quantized collections'.
         device_memory_size: bytes of device memory a rank.
         constraints: table -> what the planner may choose.

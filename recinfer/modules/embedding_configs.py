@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from recinfer.errors import ConfigError
+from recinfer.ignored import warn_ignored
 
 __all__ = [
     "DATA_TYPE_NUM_BITS",
@@ -130,7 +131,7 @@ class BaseEmbeddingConfig:
         data_type: element type of the float table.
         feature_names: the features that look rows up in this table (several share it).
         weight_init_max, weight_init_min: bounds of the uniform initial values; default ``±1/sqrt(num_embeddings)``.
-        num_embeddings_post_pruning: accepted for compatibility; pruning is not applied.
+        num_embeddings_post_pruning: does nothing (:mod:`recinfer.ignored`): tables are not pruned.
         init_fn: fills the weight in place instead of the uniform values.
         need_pos: the features carry positions (position-weighted processors).
         input_dim, total_num_buckets, use_virtual_table, virtual_table_eviction_policy, enable_embedding_update,
@@ -174,6 +175,8 @@ class BaseEmbeddingConfig:
                 "allocated, evicted or moved while it trains. Leave this out, and map ids to 0 ... "
                 f"{self.num_embeddings - 1} before the lookup (by a hash or a vocabulary)"
             )
+        of = "modules.embedding_configs.BaseEmbeddingConfig"
+        warn_ignored(of, "num_embeddings_post_pruning", self.num_embeddings_post_pruning, stacklevel=4)
 
     def get_weight_init_max(self) -> float:
         """Upper bound of the initial values."""

@@ -19,7 +19,7 @@ class KTRegroupAsDict(Opaque, nn.Module):
         groups: the keys of each group.
         keys: the name of each group.
         emb_dtype: cast the groups to this type.
-        multi_device: accepted for compatibility; the keyed tensors say where they are.
+        multi_device: does nothing (:mod:`recinfer.ignored`): the keyed tensors say where they are.
 
     Raises:
         ConfigError: as many groups as names.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recinfer.errors import ConfigError
+from recinfer.ignored import warn_ignored
 from recinfer.modules.embedding_configs import (
     BaseEmbeddingConfig,
     DataType,
@@ -59,8 +60,8 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
         device: ``"cpu"``, a CUDA device, or ``"meta"`` (planning).
         output_dtype: float32, float16 or bfloat16.
         table_name_to_quantized_weights: table -> (codes [R, bytes], scale and bias [R, 4 bytes] or None for floats).
-        register_tbes, quant_state_dict_split_scale_bias, cache_features_order: accepted for compatibility; TBEs can
-            always be had from :meth:`tbes`, orders of keys are always cached.
+        register_tbes, quant_state_dict_split_scale_bias, cache_features_order: do nothing (:mod:`recinfer.ignored`); TBEs
+            can always be had from :meth:`tbes`, orders of keys are always cached.
         row_alignment: default 1 on CPU, 16 on a GPU.
 
     ``forward(features: KeyedJaggedTensor) -> KeyedTensor``: keys in module order, values [B, sum of dims]. Tables never
@@ -82,6 +83,7 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
         row_alignment: int | None = None,
         cache_features_order: bool = False,
     ) -> None:
+        _warn_ignored("EmbeddingBagCollection", register_tbes, quant_state_dict_split_scale_bias)
         self.__dict__["_is_weighted"] = is_weighted  # the base builds the lookup, which asks
         super().__init__(tables, device, output_dtype, table_name_to_quantized_weights, row_alignment)
 
@@ -126,7 +128,7 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
         Args:
             module: the collection; ``module.qconfig``, where it has one (how TorchRec's users say it), is a
                 ``torch.ao.quantization.QConfig`` or TorchRec's QuantConfig.
-            use_precomputed_fake_quant: accepted for compatibility.
+            use_precomputed_fake_quant: does nothing (:mod:`recinfer.ignored`).
             data_type: precision of all tables; None: what the weight observer of ``module.qconfig`` and its
                 ``per_table_weight_dtype`` say, INT8 without them.
             per_table: table -> precision, where it differs.
@@ -137,6 +139,8 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
             InputError: a weight that is not finite, naming table and row.
             ConfigError: an unknown table, or a type that lookups do not have.
         """
+        of = "quant.embedding_modules.EmbeddingBagCollection.from_float"
+        warn_ignored(of, "use_precomputed_fake_quant", use_precomputed_fake_quant)
         configs = list(module.embedding_bag_configs())
         types = _data_types(module, configs, data_type, per_table)
         output_dtype = output_dtype or _qconfig_output(module)
@@ -167,6 +171,7 @@ class EmbeddingCollection(QuantizedCollection[EmbeddingConfig, SequenceLookup]):
         row_alignment: int | None = None,
         cache_features_order: bool = False,
     ) -> None:
+        _warn_ignored("EmbeddingCollection", register_tbes, quant_state_dict_split_scale_bias)
         self.__dict__["_need_indices"] = need_indices  # the base builds the lookup, which asks
         super().__init__(tables, device, output_dtype, table_name_to_quantized_weights, row_alignment)
 
@@ -216,6 +221,8 @@ class EmbeddingCollection(QuantizedCollection[EmbeddingConfig, SequenceLookup]):
         output_dtype: torch.dtype | None = None,
     ) -> EmbeddingCollection:
         """As :meth:`EmbeddingBagCollection.from_float`, for ``embeddings[name].weight``."""
+        of = "quant.embedding_modules.EmbeddingCollection.from_float"
+        warn_ignored(of, "use_precomputed_fake_quant", use_precomputed_fake_quant)
         configs = list(module.embedding_configs())
         types = _data_types(module, configs, data_type, per_table)
         output_dtype = output_dtype or _qconfig_output(module)
@@ -256,6 +263,12 @@ def _qconfig_output(module: Any) -> torch.dtype:
             "set activation=PlaceholderObserver.with_args(dtype=torch.float32)"
         )
     return dtype
+
+
+def _warn_ignored(name: str, register_tbes: bool, split_scale_bias: bool) -> None:
+    of = f"quant.embedding_modules.{name}"
+    warn_ignored(of, "register_tbes", register_tbes, stacklevel=4)
+    warn_ignored(of, "quant_state_dict_split_scale_bias", split_scale_bias, stacklevel=4)
 
 
 def _requantized(config: Any, data_type: DataType, kind: type[C]) -> C:

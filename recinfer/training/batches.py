@@ -44,6 +44,10 @@ class Batch(Pipelineable):
             self.labels.to(device, non_blocking=non_blocking),
         )
 
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory, from which a GPU copies while the host goes on."""
+        return Batch(self.dense_features.pin_memory(), self.sparse_features.pin_memory(), self.labels.pin_memory())
+
     def record_stream(self, stream: Any) -> None:
         """Keep the memory alive until ``stream`` is done with it."""
         for part in (self.dense_features, self.sparse_features, self.labels):

@@ -58,7 +58,7 @@ class CachedGroup(TableGroup):
         return super().lookup(*args)
 
     @torch.no_grad()
-    def prefetch(self, indices: Tensor, offsets: Tensor, forward_stream: Any = None) -> None:
+    def prefetch(self, *args: Any) -> None:
         if not self.holds_rows:
             self.weights.copy_(self.far)
         self.holds_rows = True

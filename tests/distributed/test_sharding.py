@@ -23,6 +23,7 @@ from recinfer.distributed.embedding_sharding import (
     KJTListSplitsAwaitable,
     ListOfKJTListAwaitable,
     ListOfKJTListSplitsAwaitable,
+    Sent,
     bucketize_kjt_before_all2all,
     group_tables,
 )
@@ -41,6 +42,7 @@ from recinfer.distributed.embeddingbag import (
     replace_placement_with_meta_device,
 )
 from recinfer.distributed.grouped_position_weighted import GroupedPositionWeightedModule
+from recinfer.distributed.sharding.collection import _placed_on
 from recinfer.distributed.sharding.combine import ColumnPlan, JoinGroups, Sum, combine_sums
 from recinfer.distributed.sharding.dedup import deduplicated
 from recinfer.distributed.sharding.features import ShardFeaturesDist, join_keys
@@ -364,6 +366,21 @@ class TestInfos:
         placed = one.param_sharding.sharding_spec.shards[0].placement
         assert (placed.rank(), placed.device()) == (1, torch.device("meta"))
 
+    @pytest.mark.parametrize("local_size", [2, 4])
+    def test_a_plan_for_cpu_on_gpus_gives_each_rank_a_gpu_of_its_host(
+        self, local_size: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Here is rank 3, on a device that its program chose."""
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
+        one = info("t", 8, 4, ["a"], plan("row_wise", [(2 * rank, 0, 2, 4, rank) for rank in range(4)]))
+        moved = _placed_on(one, torch.device("cuda:7"), ShardingEnv.from_local(4, 3))
+        spec = moved.param_sharding.sharding_spec
+        assert isinstance(spec, EnumerableShardingSpec)
+        places = [shard.placement for shard in spec.shards]
+        assert [place.rank() for place in places] == [0, 1, 2, 3]
+        here = [place.device() for place in places]
+        assert here == [torch.device("cuda", rank % local_size) for rank in range(3)] + [torch.device("cuda:7")]
+
 
 class TestAwaitables:
     def test_lists_of_lists(self) -> None:
@@ -388,7 +405,7 @@ class TestAwaitables:
             stride_per_key_per_rank=[[1, 0], [1, 1]],
         )
         ctx = EmbeddingShardingContext()
-        ctx.sent(kjt)
+        ctx.sent(kjt, Sent())
         ctx.received(kjt)
         assert ctx.variable_batch_per_feature
         assert ctx.batch_size_per_feature_pre_a2a == [1, 2]

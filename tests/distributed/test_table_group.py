@@ -210,6 +210,12 @@ def test_dense_groups_give_every_table_its_gradient(kind: type[DenseTableGroup],
     torch.testing.assert_close(group(c.ids, c.offsets, c.weights), plain(stepped, shapes, pooling, c))
 
 
+def test_a_dense_group_of_fbgemms_operator_is_built_where_it_is_asked_for() -> None:
+    """FBGEMM's dense module took memory on the current GPU, for its own first values beside the group's rows."""
+    group = ModuleDenseTableGroup(EVEN, SUM, FusedSettings(), device=torch.device("meta"))
+    assert {t.device.type for t in (group.weights, *group.tables, group._hash_sizes)} == {"meta"}
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "ADAGRAD", "ROWWISE_ADAGRAD"])
 def test_updates_are_those_of_fbgemms_module(optimizer: str) -> None:
     params = FusedSettings.from_params({"optimizer": optimizer, "learning_rate": 0.1})

@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
+from recinfer.distributed.train_pipeline.tracing import move_to
+from recinfer.streamable import Pipelineable
+from recinfer.training.batches import Batch
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_model_parallel import optimizer_of, sharded
 from tests.distributed.test_train_pipeline import CPU, PIPELINES, batches_of, drain
@@ -71,3 +75,28 @@ def test_an_error_of_the_loader_comes_out_and_no_batch_is_lost(kind: str, at: in
     for rank, (losses, seen) in enumerate(run_ranks(2, broken_loader, kind, at)):
         assert seen == ["a file went away"]
         assert losses == pytest.approx(expected[rank], rel=1e-6)
+
+
+class Moving:
+    """A batch that notes where it has been; no GPU is needed for that."""
+
+    def __init__(self, way: tuple[str, ...] = (), on_gpu: bool = False) -> None:
+        self.way, self.on_gpu = way, on_gpu
+
+    def to(self, device: torch.device, non_blocking: bool) -> Moving:
+        return Moving((*self.way, f"{device} {non_blocking}"))
+
+    def pin_memory(self) -> Moving:
+        if self.on_gpu:
+            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor'")
+        return Moving((*self.way, "pinned"))
+
+
+def test_batches_go_to_a_gpu_through_pinned_memory() -> None:
+    gpu = torch.device("cuda")
+    assert move_to(Moving(), gpu).way == ("pinned", "cuda True")
+    assert move_to(Moving(), gpu, non_blocking=False).way == ("cuda False",)
+    assert move_to(Moving(on_gpu=True), gpu).way == ("cuda True",)
+    assert move_to(Moving(), CPU).way == ()
+    batch = batches_of(0, 2, 1)[0]
+    assert isinstance(batch, Batch) and Batch.pin_memory is not Pipelineable.pin_memory

@@ -43,6 +43,7 @@ from recinfer.distributed.embedding_types import (
 from recinfer.distributed.embeddingbag import (
     EmbeddingAwaitable,
     EmbeddingBagCollectionAwaitable,
+    EmbeddingBagCollectionContext,
     EmbeddingBagCollectionSharder,
     EmbeddingBagSharder,
     ShardedEmbeddingBag,
@@ -241,7 +242,12 @@ def one_bag(rank: int, world_size: int) -> Any:
     found = sharded(ids, offsets)
     assert isinstance(found, EmbeddingAwaitable) and isinstance(found, LazyAwaitable)
     assert issubclass(EmbeddingBagCollectionAwaitable, LazyAwaitable)
-    return torch.allclose(found.wait(), expected)
+    context = sharded.create_context()
+    received = sharded.input_dist(context, ids, offsets).wait().wait()
+    # What its record_stream keeps alive is what the exchange noted.
+    assert isinstance(context, EmbeddingBagCollectionContext) and len(context.sharding_contexts) == 1
+    stepwise = sharded.output_dist(context, sharded.compute(context, received)).wait()
+    return torch.allclose(found.wait(), expected) and torch.equal(found.wait(), stepwise)
 
 
 def test_a_sharded_collection_and_a_sharded_bag_step_by_step() -> None:

@@ -39,7 +39,7 @@ class EmbeddingEnumerator(Enumerator):
         constraints: by table name.
         estimator: what fills in perf and storage; default the training estimators, or those of inference for modules
             that only quantized kernels serve.
-        use_exact_enumerate_order: accepted for compatibility; options always come in the order of the modules.
+        use_exact_enumerate_order: does nothing (:mod:`recinfer.ignored`); options always come in the order of the modules.
     """
 
     def __init__(

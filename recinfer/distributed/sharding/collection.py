@@ -5,20 +5,24 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo, KJTListSplitsAwaitable
+from recinfer.distributed.comm import get_local_size
+from recinfer.distributed.embedding_sharding import (
+    EmbeddingShardingInfo,
+    KJTListSplitsAwaitable,
+    ShardedCollectionContext,
+)
 from recinfer.distributed.embedding_types import (
     EmbeddingComputeKernel,
     FeatureShardingMixIn,
     KJTList,
     Out,
     ShardedEmbeddingModule,
-    ShrdCtx,
 )
 from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.sharding.combine import JoinGroups
@@ -35,15 +39,19 @@ from recinfer.distributed.types import (
     ShardingEnv,
     ShardingType,
     ShardMetadata,
+    rank_device,
 )
 from recinfer.modules.embedding_configs import data_type_to_dtype
 from recinfer.optim.fused import FusedOptimizerModule, mark_fused
 from recinfer.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["ShardedCollection"]
 
+Context = TypeVar("Context", bound=ShardedCollectionContext[Any])
 
-class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, ShrdCtx], FusedOptimizerModule):
+
+class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, Context], FusedOptimizerModule):
     """What the sharded EmbeddingBagCollection and EmbeddingCollection share.
 
     Tables are dealt into groups; each group has one input exchange, one lookup and one output exchange. Parameters and
@@ -71,7 +79,7 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, ShrdC
         super().__init__(qcomm_codecs_registry)
         self._env = env
         self._device = torch.device(device) if device is not None else torch.device("cpu")
-        self._infos = [_placed_on(info, self._device) for info in infos]
+        self._infos = [_placed_on(info, self._device, env) for info in infos]
         self._groups = [
             self.sharding_class(members, env, self._device, qcomm_codecs_registry) for members in self._deal()
         ]
@@ -195,7 +203,7 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, ShrdC
         for group, lookup in zip(self._groups, self._lookups):
             group.fill(lookup.module if isinstance(lookup, DistributedDataParallel) else lookup)
 
-    def _begin(self, ctx: Any, features: Any) -> KJTListSplitsAwaitable[Any]:
+    def _begin(self, ctx: Context, features: KeyedJaggedTensor) -> KJTListSplitsAwaitable[Any]:
         awaitables = []
         for group, input_dist in zip(self._groups, self._input_dists):
             context = group.create_context(features)
@@ -203,34 +211,28 @@ class ShardedCollection(ShardedEmbeddingModule[KJTList, list[Tensor], Out, ShrdC
             awaitables.append(input_dist(features, context))
         return KJTListSplitsAwaitable(awaitables, ctx)
 
-    def compute(self, ctx: ShrdCtx, dist_input: KJTList) -> list[Tensor]:
+    def compute(self, ctx: Context, dist_input: KJTList) -> list[Tensor]:
         """Look the local rectangles up: ``[vectors, local columns]`` a group of tables.
 
         A vector stands for an example of any rank where tables are pooled, else for an id that came here.
         """
         return [lookup(features) for lookup, features in zip(self._lookups, dist_input)]
 
-    def output_dist(self, ctx: ShrdCtx, output: list[Tensor]) -> LazyAwaitable[Out]:
+    def output_dist(self, ctx: Context, output: list[Tensor]) -> LazyAwaitable[Out]:
         """Start moving vectors to the ranks that asked for them."""
-        steps: Any = zip(self._output_dists, output, _contexts(ctx))
+        steps: Any = zip(self._output_dists, output, ctx.sharding_contexts)
         return self._outputs(ctx, [output_dist(vectors, context) for output_dist, vectors, context in steps])
 
-    def compute_and_output_dist(self, ctx: ShrdCtx, input: KJTList) -> LazyAwaitable[Out]:
+    def compute_and_output_dist(self, ctx: Context, input: KJTList) -> LazyAwaitable[Out]:
         """Both steps; a group's vectors are under way while the next one is looked up."""
-        steps: Any = zip(self._output_dists, self._lookups, input, _contexts(ctx))
+        steps: Any = zip(self._output_dists, self._lookups, input, ctx.sharding_contexts)
         return self._outputs(
             ctx, [output_dist(lookup(features), context) for output_dist, lookup, features, context in steps]
         )
 
     @abc.abstractmethod
-    def _outputs(self, ctx: ShrdCtx, awaitables: list[Awaitable[Any]]) -> LazyAwaitable[Out]:
+    def _outputs(self, ctx: Context, awaitables: list[Awaitable[Any]]) -> LazyAwaitable[Out]:
         """The module's outputs, from the vectors of each group on their way."""
-
-
-def _contexts(ctx: Any) -> list[Any]:
-    """What the groups' exchanges carry from the input to the output."""
-    contexts: list[Any] = ctx.sharding_contexts
-    return contexts
 
 
 def _held_elsewhere(info: EmbeddingShardingInfo, device: torch.device) -> nn.Parameter:
@@ -242,18 +244,24 @@ def _held_elsewhere(info: EmbeddingShardingInfo, device: torch.device) -> nn.Par
     return parameter
 
 
-def _placed_on(info: EmbeddingShardingInfo, device: torch.device) -> EmbeddingShardingInfo:
-    """``info`` with shards placed on this kind of device: a plan for GPUs runs on CPU, rank by rank the same."""
+def _placed_on(info: EmbeddingShardingInfo, device: torch.device, env: ShardingEnv) -> EmbeddingShardingInfo:
+    """``info`` with shards placed on this kind of device, those of this rank on ``device``: a plan for GPUs runs on CPU,
+    rank by rank the same, and one for CPU on GPUs."""
     sharding = info.param_sharding
     shards = getattr(sharding.sharding_spec, "shards", [])
     places = [shard.placement for shard in shards]
     if device.type == "meta" or all(p is None or p.device() is None or p.device().type == device.type for p in places):
         return info
+    local_size = get_local_size(env.world_size)
+
+    def place(rank: int) -> torch.device:
+        return device if rank == env.rank else rank_device(device.type, rank % local_size)
+
     moved = [
         ShardMetadata(
             shard_offsets=shard.shard_offsets,
             shard_sizes=shard.shard_sizes,
-            placement=f"rank:{shard.placement.rank()}/{device.type if device.type == 'cpu' else device}",
+            placement=f"rank:{shard.placement.rank()}/{place(shard.placement.rank())}",
         )
         for shard in shards
     ]

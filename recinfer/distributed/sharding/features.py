@@ -6,7 +6,6 @@ One permutation and one exchange serve all tables of a sharding; what goes where
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from recinfer.distributed.dist_kjt import KJTAllToAll
 from recinfer.distributed.embedding_sharding import (
     BaseSparseFeaturesDist,
     EmbeddingShardingContext,
+    Sent,
     bucketize_kjt_before_all2all,
 )
 from recinfer.distributed.sharding.layout import ShardLayout
@@ -24,24 +24,7 @@ from recinfer.errors import InputError
 from recinfer.sparse.checks import MissingKeyError, check_distinct_keys
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["Sent", "ShardFeaturesDist", "join_keys"]
-
-
-@dataclass
-class Sent:
-    """How the ids that were sent follow from the ids that came.
-
-    Attributes:
-        sizes: ids of each slot, in the order sent.
-        cut_sizes: ids of each cut feature; empty when nothing is cut.
-        bucket_sizes: ids of each (bucket, cut feature).
-        permute: ``[ids of the cut features]``: where each went among the bucketized ids.
-    """
-
-    sizes: list[int] = field(default_factory=list)
-    cut_sizes: list[int] = field(default_factory=list)
-    bucket_sizes: list[int] = field(default_factory=list)
-    permute: Tensor | None = None
+__all__ = ["ShardFeaturesDist", "join_keys"]
 
 
 def join_keys(parts: Sequence[KeyedJaggedTensor], order: Sequence[int]) -> KeyedJaggedTensor:
@@ -192,12 +175,7 @@ class ShardFeaturesDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
         """
         slots, sent = self._expand(self._weighted(sparse_features))
         if sharding_ctx is not None:
-            sharding_ctx.sent(slots)
-            if hasattr(sharding_ctx, "sent_ids"):
-                sharding_ctx.sent_ids = sent
-            weights = slots.weights_or_none()
-            if weights is not None and weights.requires_grad and self._dist is not None:
-                sharding_ctx.sent_weights = weights  # type: ignore[attr-defined]
+            sharding_ctx.sent(slots, sent)
         if self._dist is None:
             return NoWait(NoWait(slots))
         return self._dist(slots)

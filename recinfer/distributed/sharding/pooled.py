@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recinfer.distributed.dist_outputs import PooledEmbeddingsAllToAll, VariableBatchPooledEmbeddingsAllToAll
-from recinfer.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext
+from recinfer.distributed.dist_tensors import KJTAllToAllTensorsAwaitable
+from recinfer.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext, Sent
 from recinfer.distributed.sharding.combine import ColumnPlan, Sum, combine_sums
 from recinfer.distributed.sharding.layout import ShardLayout
 from recinfer.distributed.sharding.weights import WeightRoute, send_weights
@@ -53,10 +54,17 @@ class PooledContext(EmbeddingShardingContext):
                 features.inverse_indices(), [feature for _, _, feature in layout.outputs]
             )
 
+    def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
+        """Note what goes out, and the weights that get gradients back."""
+        super().sent(features, ids)
+        weights = features.weights_or_none()
+        if weights is not None and weights.requires_grad and self.pg is not None:
+            self.sent_weights = weights
+
     def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
         """Note what came in; weights with gradients are tied to those that were sent."""
         super().received(features, awaitable)
-        if self.pg is not None and self.pg.size() > 1 and hasattr(awaitable, "input_splits"):
+        if self.pg is not None and self.pg.size() > 1 and isinstance(awaitable, KJTAllToAllTensorsAwaitable):
             self.route = WeightRoute.of(awaitable, features.lengths(), self.pg)
         if self.sent_weights is not None:
             self.tie(features, self.sent_weights, features.weights())

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recinfer.distributed.comm_ops import alltoall_sequence
-from recinfer.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext
-from recinfer.distributed.sharding.features import Sent
+from recinfer.distributed.dist_tensors import KJTAllToAllTensorsAwaitable
+from recinfer.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext, Sent
 from recinfer.distributed.sharding.layout import ShardLayout
 from recinfer.distributed.sharding.pooled import keep_in_graph
 from recinfer.distributed.types import Awaitable, NoWait, QuantizedCommCodecs
@@ -53,12 +53,16 @@ class SequenceShardingContext(EmbeddingShardingContext):
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(stream)  # type: ignore[arg-type]
 
+    def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
+        """Note what goes out, and where its ids came from."""
+        super().sent(features, ids)
+        self.sent_ids = ids
+
     def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
         """Note what came in, and how many ids went where."""
         super().received(features, awaitable)
-        splits = getattr(awaitable, "input_splits", None)
-        if splits is not None:
-            self.input_splits, self.output_splits = splits["values"], awaitable.output_splits["values"]
+        if isinstance(awaitable, KJTAllToAllTensorsAwaitable):
+            self.input_splits, self.output_splits = awaitable.input_splits["values"], awaitable.output_splits["values"]
             self.sparse_features_recat = awaitable.recat
         self.lengths_after_input_dist = features.lengths()
         self.unbucketize_permute_tensor = self.sent_ids.permute

@@ -13,12 +13,8 @@ from recinfer.distributed.train_pipeline.forwards import (
     PrefetchPipelinedForward,
 )
 from recinfer.distributed.train_pipeline.loading import DataLoadingThread
-from recinfer.distributed.train_pipeline.pipelines import (
-    PrefetchTrainPipelineSparseDist,
-    TrainPipeline,
-    TrainPipelineBase,
-    TrainPipelineSparseDist,
-)
+from recinfer.distributed.train_pipeline.pipelines import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
+from recinfer.distributed.train_pipeline.prefetch import PrefetchTrainPipelineSparseDist
 from recinfer.distributed.train_pipeline.tracing import ArgInfo, Tracer
 
 __all__ = [

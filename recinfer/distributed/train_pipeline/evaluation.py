@@ -27,7 +27,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
     Args:
         model: takes a batch and returns (loss, output); a DistributedModelParallel.
-        optimizer: not used; it is TorchRec's argument.
+        optimizer: does nothing (:mod:`recinfer.ignored`).
         device: where the model is.
         apply_jit: compile the modules that are not sharded with torch.jit.script.
 

@@ -20,18 +20,13 @@ from torch.optim import Optimizer
 from recinfer.distributed.dist_kjt import KJTAllToAll, KJTSplitsAllToAllMeta
 from recinfer.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
 from recinfer.distributed.model_parallel import get_module
-from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext
-from recinfer.distributed.train_pipeline.forwards import (
-    BaseForward,
-    KJTAllToAllForward,
-    PipelinedForward,
-    PrefetchPipelinedForward,
-)
+from recinfer.distributed.train_pipeline.contexts import TrainPipelineContext
+from recinfer.distributed.train_pipeline.forwards import BaseForward, KJTAllToAllForward, PipelinedForward
 from recinfer.distributed.train_pipeline.tracing import build_args, find_sharded_calls, move_to
 from recinfer.distributed.types import ShardedModule
 from recinfer.errors import ConfigError
 
-__all__ = ["PrefetchTrainPipelineSparseDist", "TrainPipeline", "TrainPipelineBase", "TrainPipelineSparseDist"]
+__all__ = ["TrainPipeline", "TrainPipelineBase", "TrainPipelineSparseDist"]
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -268,17 +263,24 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
         if training:
             self._optimizer.zero_grad()
         self._arrive(self._batches[0], self._memcpy_stream)
-        if len(self._batches) > 1:
-            self._start_sparse_data_dist(self._batches[1])
+        self._before_forward()
         if not self._exhausted:
             self._enqueue(dataloader_iter)
         losses, output = self._forward(self._batches[0])
-        if len(self._batches) > 1:
-            self._wait_sparse_data_dist()
+        self._before_update()
         if training:
             self._update(losses)
         self._batches.popleft()
         return output
+
+    def _before_forward(self) -> None:
+        """What coming batches begin while this one's forward runs."""
+        if len(self._batches) > 1:
+            self._start_sparse_data_dist(self._batches[1])
+
+    def _before_update(self) -> None:
+        """What coming batches begin while this one's backward runs."""
+        self._wait_sparse_data_dist()
 
     def _forget(self) -> None:
         """After the end: nothing of the last iterator is left; requests under way are awaited, since peers sent."""
@@ -288,68 +290,6 @@ class TrainPipelineSparseDist(_Steps[In, Out]):
         self._context.input_dist_tensors_requests.clear()
         self._context.module_contexts.clear()
         self._exhausted = False
-
-
-class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
-    """Four stages: as :class:`TrainPipelineSparseDist`, and the rows of the next batch are brought into the caches.
-
-    Worth it for tables of the kernel ``fused_uvm_caching``; with none the extra stage does nothing.
-    """
-
-    _forward_type = PrefetchPipelinedForward
-    _depth = 3
-    _context: PrefetchTrainPipelineContext
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        device: torch.device,
-        execute_all_batches: bool = True,
-        apply_jit: bool = False,
-    ) -> None:
-        super().__init__(model, optimizer, device, execute_all_batches, apply_jit)
-        self._prefetch_stream = self._stream()
-
-    def _new_context(self) -> TrainPipelineContext:
-        return PrefetchTrainPipelineContext()
-
-    def _stage_stream(self) -> torch.cuda.Stream | None:
-        return self._prefetch_stream
-
-    def _prefetch(self) -> None:
-        """Wait for the ids of the coming batch and bring their rows in."""
-        context = self._context
-        forward_stream = torch.cuda.current_stream(self._device) if self._on_gpu else None
-        with torch.cuda.stream(self._prefetch_stream):
-            for module in self._pipelined:
-                name = module.forward.name  # type: ignore[attr-defined]
-                data = context.input_dist_tensors_requests.pop(name).wait()
-                module_context = context.module_contexts.pop(name)
-                if self._prefetch_stream is not None and self._data_dist_stream is not None:
-                    self._prefetch_stream.wait_stream(self._data_dist_stream)
-                    data.record_stream(self._prefetch_stream)
-                module.prefetch(dist_input=data, forward_stream=forward_stream, ctx=module_context)
-                context.module_input_post_prefetch[name] = data
-                context.module_contexts_post_prefetch[name] = module_context
-
-    def _fill(self, dataloader_iter: Iterator[In]) -> None:
-        super()._fill(dataloader_iter)
-        # Ids that arrived and are not prefetched: of a first batch, also where the loader raised after it.
-        if self._context.input_dist_tensors_requests:
-            self._prefetch()
-
-    def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """Train (or, in eval mode, run) one batch."""
-        output = super().progress(dataloader_iter)
-        if self._batches:
-            self._prefetch()  # after the update, so that the cache takes in rows as they now are
-        return output
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._context.module_input_post_prefetch.clear()
-        self._context.module_contexts_post_prefetch.clear()
 
 
 def _input_exchanges(module: ShardedModule) -> list[KJTAllToAll]:

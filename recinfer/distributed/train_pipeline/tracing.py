@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,7 +150,7 @@ _STEPS: Mapping[Any, tuple[str, bool]] = {getattr: ("attribute", False), operato
 
 
 def move_to(batch: Any, device: torch.device, *, non_blocking: bool = True) -> Any:
-    """``batch`` on ``device``: as it is if it is there or has no ``to``."""
+    """``batch`` on ``device``; it goes through page-locked memory to a GPU, where it can: else each copy would block."""
     if batch is None or device.type == "cpu":
         return batch
     move = getattr(batch, "to", None)
@@ -157,4 +158,8 @@ def move_to(batch: Any, device: torch.device, *, non_blocking: bool = True) -> A
         raise InputError(
             f"a batch of class {type(batch).__name__} has no to(device, non_blocking); a pipeline on {device} needs it"
         )
+    pin = getattr(batch, "pin_memory", None)
+    if device.type == "cuda" and non_blocking and pin is not None:
+        with suppress(RuntimeError):  # it is on a GPU already, or there is no more such memory
+            move = pin().to
     return move(device=device, non_blocking=non_blocking)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from recinfer.distributed.train_pipeline.evaluation import EvalPipelineSparseDist
-from recinfer.distributed.train_pipeline.pipelines import (
-    PrefetchTrainPipelineSparseDist,
-    TrainPipeline,
-    TrainPipelineBase,
-    TrainPipelineSparseDist,
-)
+from recinfer.distributed.train_pipeline.pipelines import TrainPipeline, TrainPipelineBase, TrainPipelineSparseDist
+from recinfer.distributed.train_pipeline.prefetch import PrefetchTrainPipelineSparseDist
 
 __all__ = [
     "EvalPipelineSparseDist",

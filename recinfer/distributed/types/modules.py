@@ -81,6 +81,9 @@ class ShardedModule(Opaque, abc.ABC, nn.Module, Generic[CompIn, DistOut, Out, Sh
     def prefetch(self, dist_input: CompIn, forward_stream: Any = None, ctx: ShrdCtx | None = None) -> None:
         """Bring the rows of a coming batch into the cache, where there is one."""
 
+    def drop_prefetched(self) -> None:
+        """Forget batches that were prefetched and will not be looked up; their rows may stay in the cache."""
+
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Names of the parameters that are sharded, not replicated."""
         for name, _ in self.named_parameters(prefix):

@@ -11,6 +11,7 @@ from torch.distributed._shard.sharding_spec import ShardingSpec
 from recinfer.distributed.types.cache import CacheParams
 from recinfer.distributed.types.enums import BoundsCheckMode
 from recinfer.errors import ConfigError
+from recinfer.ignored import warn_ignored
 from recinfer.modules.embedding_configs import DataType
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class KeyValueParams:
     """Settings of TorchRec's kernels that keep rows on SSD or in a key-value store.
 
     recinfer has no such kernel: the planner offers none, and a plan that names one is refused when it is applied. The
-    settings are kept with the plan, and nothing else reads them.
+    settings are kept with the plan, nothing else reads them, and making them warns (:mod:`recinfer.ignored`).
 
     Args:
         ssd_storage_directory ... load_ckpt_without_opt: of the store on SSD; sizes are in GB (l2) and MB (l1).
@@ -59,6 +60,9 @@ class KeyValueParams:
     ps_client_thread_num: int | None = None
     ps_max_key_per_request: int | None = None
     ps_max_local_index_length: int | None = None
+
+    def __post_init__(self) -> None:
+        warn_ignored("distributed.types.KeyValueParams", "*", True, stacklevel=4)
 
 
 @dataclass

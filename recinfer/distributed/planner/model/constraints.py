@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from recinfer.distributed.types import BoundsCheckMode, CacheParams, DataType, KeyValueParams
-from recinfer.errors import RecinferError
+from recinfer.errors import ConfigError, RecinferError
 
 __all__ = ["ParameterConstraints", "PlannerError", "PlannerErrorType"]
 
@@ -27,7 +27,8 @@ class ParameterConstraints:
         feature_names: the table's features, when the module does not say.
         output_dtype: element type of the looked-up vectors.
         device_group: kind of device the table must live on, for mixed plans.
-        key_value_params, use_virtual_table: accepted for compatibility.
+        key_value_params: does nothing (:mod:`recinfer.ignored`).
+        use_virtual_table: refused, as it is by the tables' configs.
         colocate_with: tables with the same value share all their ranks (ours). Such a table is placed whole.
     """
 
@@ -48,6 +49,13 @@ class ParameterConstraints:
     key_value_params: KeyValueParams | None = None
     use_virtual_table: bool = False
     colocate_with: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.use_virtual_table:
+            raise ConfigError(
+                "use_virtual_table=True: a table has all its rows from the start here, and none is allocated or evicted "
+                "while it trains. Leave this out, and map ids to rows before the lookup (by a hash or a vocabulary)"
+            )
 
     def __hash__(self) -> int:
         lists = (self.sharding_types, self.compute_kernels, self.pooling_factors, self.num_poolings, self.batch_sizes)

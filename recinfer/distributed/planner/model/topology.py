@@ -20,6 +20,7 @@ from recinfer.distributed.planner.constants import (
 from recinfer.distributed.planner.model.hardware import HardwareProfile
 from recinfer.distributed.planner.model.links import BasicCommsBandwidths, CollectiveType, GeneralizedCommsBandwidth
 from recinfer.errors import ConfigError
+from recinfer.ignored import warn_ignored
 
 __all__ = [
     "CustomTopologyData",
@@ -143,9 +144,9 @@ class Topology:
         compute_device: ``"cuda"``, ``"cpu"`` or ``"mtia"``.
         hbm_cap: bytes of device memory a rank (default 32 GiB; 0 on CPU). A list gives one figure a rank.
         ddr_cap: bytes of host memory a rank (default 128 GiB). A list gives one figure a rank.
-        ssd_cap: accepted for compatibility; no kernel here lives on disk.
+        ssd_cap, ssd_mem_bw, pod_size: do nothing (:mod:`recinfer.ignored`): no kernel here keeps rows on SSD, and links are
+            those inside a host and those between hosts.
         local_world_size: ranks a host; default all on one. A host has no more than there are: 8 in a world of 2 are 2.
-        pod_size: accepted for compatibility.
         hbm_mem_bw, ddr_mem_bw, hbm_to_ddr_mem_bw: memory bandwidths, bytes per millisecond.
         intra_host_bw, inter_host_bw: link bandwidths, bytes per millisecond.
         bwd_compute_multiplier: backward compute over forward compute.
@@ -180,6 +181,8 @@ class Topology:
         generalized_comms_bandwidths: GeneralizedCommsBandwidth | None = None,
         hardware: HardwareProfile | None = None,
     ) -> None:
+        for name, given in (("ssd_cap", ssd_cap), ("ssd_mem_bw", ssd_mem_bw), ("pod_size", pod_size)):
+            warn_ignored("distributed.planner.Topology", name, given)
         if compute_device not in ("cpu", "cuda", "mtia"):
             raise ConfigError(f"compute_device {compute_device!r}; expected cuda, cpu or mtia")
         if world_size < 1:

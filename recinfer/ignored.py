@@ -1,0 +1,207 @@
+"""Arguments of TorchRec's that do nothing here, and what happens to a program that gives one.
+
+What asks for something that recinfer does not do warns once, or is refused where the result would be another. For the
+rest nothing is lost: any value gives the same result. docs/coming-from-torchrec.md has the first two.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["IGNORED", "Ignored", "IgnoredArgumentWarning", "warn_ignored"]
+
+
+class IgnoredArgumentWarning(UserWarning):
+    """An argument was given that does nothing here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Parameters that do nothing.
+
+    Attributes:
+        of: functions and classes that take them, without ``recinfer.``.
+        parameters: their names; ``*`` for all of a class.
+        happens: what follows when one is given: a warning, a ConfigError, or nothing since nothing is lost.
+        why: what is here instead.
+    """
+
+    of: tuple[str, ...]
+    parameters: tuple[str, ...]
+    happens: Literal["warns", "refused", "nothing"]
+    why: str
+
+
+_BAGS = "quant.embedding_modules.EmbeddingBagCollection"
+_ROWS = "quant.embedding_modules.EmbeddingCollection"
+_TABLE = "modules.embedding_configs.BaseEmbeddingConfig"
+_ALL_ROWS = "a table has all its rows from the start: none is allocated, evicted or moved while it trains"
+_KNOWN = "precomputed by the caller in TorchRec; the other arguments say it"
+_FOR_READERS = "noted for who reads it"
+
+IGNORED = (
+    Ignored((_BAGS, _ROWS), ("register_tbes",), "warns", "TBE modules are no submodules; `tbes()` gives them"),
+    Ignored(
+        (_BAGS, _ROWS),
+        ("quant_state_dict_split_scale_bias",),
+        "warns",
+        "the state has packed rows, with scale and bias in them",
+    ),
+    Ignored(
+        (f"{_BAGS}.from_float", f"{_ROWS}.from_float"),
+        ("use_precomputed_fake_quant",),
+        "warns",
+        "rows are quantized from the float weights",
+    ),
+    Ignored((_TABLE,), ("num_embeddings_post_pruning",), "warns", "tables are not pruned: all rows are kept"),
+    Ignored(
+        ("distributed.types.KeyValueParams",),
+        ("*",),
+        "warns",
+        "no kernel here keeps rows on SSD or in a key-value store",
+    ),
+    Ignored(
+        ("distributed.planner.Topology",),
+        ("ssd_cap", "ssd_mem_bw"),
+        "warns",
+        "no kernel here keeps rows on SSD, so the planner places none there",
+    ),
+    Ignored(
+        ("distributed.planner.Topology",),
+        ("pod_size",),
+        "warns",
+        "the planner knows links inside a host and between hosts",
+    ),
+    Ignored(
+        (_TABLE,),
+        (
+            "input_dim",
+            "total_num_buckets",
+            "use_virtual_table",
+            "virtual_table_eviction_policy",
+            "enable_embedding_update",
+            "stash_weights",
+        ),
+        "refused",
+        _ALL_ROWS,
+    ),
+    Ignored(("distributed.planner.ParameterConstraints",), ("use_virtual_table",), "refused", _ALL_ROWS),
+    # ------------------------------------------------------------------------------- any value gives the same result
+    Ignored((_BAGS, _ROWS), ("cache_features_order",), "nothing", "orders of keys are always cached"),
+    Ignored(
+        ("quant.embedding_modules.quant_prep_enable_cache_features_order",),
+        ("module", "module_types"),
+        "nothing",
+        "orders of keys are always cached",
+    ),
+    Ignored(("modules.regroup.KTRegroupAsDict",), ("multi_device",), "nothing", "the keyed tensors say where they are"),
+    Ignored(
+        ("modules.embedding_modules.EmbeddingCollection",),
+        ("use_gather_select", "use_gather_select_per_sharding"),
+        "nothing",
+        "how TorchRec gathers its outputs; they are the same",
+    ),
+    Ignored(
+        ("inference.modules.shard_quant_model",),
+        ("sharding_device",),
+        "nothing",
+        "the sharded module holds the weights that the model holds",
+    ),
+    Ignored(
+        ("distributed.embeddingbag.create_embedding_bag_sharding",),
+        ("permute_embeddings",),
+        "nothing",
+        "outputs are always in the module's order",
+    ),
+    Ignored(
+        (
+            "distributed.embeddingbag.ShardedEmbeddingBagCollection",
+            "distributed.embedding.ShardedEmbeddingCollection",
+            "distributed.embeddingbag.EmbeddingBagCollectionSharder.shard",
+        ),
+        ("module_fqn",),
+        "nothing",
+        "a name for TorchRec's logs",
+    ),
+    Ignored(
+        ("distributed.fbgemm_qcomm_codec.get_qcomm_codecs_registry",),
+        ("device",),
+        "nothing",
+        "codecs work on every device",
+    ),
+    Ignored(
+        (
+            "distributed.dist_data.PooledEmbeddingsAllToAll",
+            "distributed.dist_data.VariableBatchPooledEmbeddingsAllToAll",
+        ),
+        ("device",),
+        "nothing",
+        "buffers are where the input is",
+    ),
+    Ignored(("distributed.dist_data.EmbeddingsAllToOneReduce",), ("cat_dim",), "nothing", "a sum has none"),
+    Ignored(("distributed.dist_data.KJTAllToAllTensorsAwaitable",), ("splits",), "nothing", _KNOWN),
+    Ignored(
+        ("distributed.comm_ops.alltoall_pooled", "distributed.comm_ops.All2AllPooledInfo"),
+        ("dim_sum_per_rank_tensor", "cumsum_dim_sum_per_rank_tensor"),
+        "nothing",
+        _KNOWN,
+    ),
+    Ignored(
+        ("distributed.comm_ops.All2AllVInfo",),
+        ("B_global", "B_local", "input_split_sizes", "output_split_sizes"),
+        "nothing",
+        _FOR_READERS,
+    ),
+    Ignored(("distributed.comm_ops.ReduceScatterVInfo",), ("equal_splits",), "nothing", _FOR_READERS),
+    Ignored(("distributed.embedding_sharding.KJTSplitsAllToAllMeta",), ("splits_cumsum",), "nothing", _KNOWN),
+    Ignored(
+        ("distributed.sharding.sequence_sharding.SequenceShardingContext",),
+        ("unbucketize_permute_tensor",),
+        "nothing",
+        _FOR_READERS,
+    ),
+    Ignored(
+        ("distributed.planner.types.SharderData",),
+        ("qcomm_dtype_sizes", "storage_usage_type"),
+        "nothing",
+        "for estimators of the user's own",
+    ),
+    Ignored(
+        ("distributed.planner.types.ShardingOption.module_pooled",),
+        ("sharding_option_name",),
+        "nothing",
+        "the module itself says whether it pools",
+    ),
+    Ignored(
+        ("distributed.planner.enumerators.EmbeddingEnumerator",),
+        ("use_exact_enumerate_order",),
+        "nothing",
+        "options always come in the order of the modules",
+    ),
+    Ignored(
+        ("distributed.embedding_lookup.InferGroupedLookupMixin.state_dict",),
+        ("keep_vars",),
+        "nothing",
+        "packed rows have no gradients",
+    ),
+    Ignored(("distributed.train_pipeline.EvalPipelineSparseDist",), ("optimizer",), "nothing", "nothing is trained"),
+    Ignored(
+        ("distributed.types.LazyAwaitable",), ("args", "kwargs"), "nothing", "for classes that have other bases too"
+    ),
+)
+_WHY = {(of, parameter): row.why for row in IGNORED for of in row.of for parameter in row.parameters}
+
+
+def warn_ignored(of: str, parameter: str, given: object, stacklevel: int = 3) -> None:
+    """Warn that ``parameter`` of ``of``, a row of :data:`IGNORED`, does nothing, if it is ``given`` (not None, False or 0).
+
+    The default filter of :mod:`warnings` prints one warning a place in the program.
+
+    Args:
+        stacklevel: as of :func:`warnings.warn`; 3 is the caller of who calls this.
+    """
+    if given:
+        what = of if parameter == "*" else f"{of}: {parameter}"
+        warnings.warn(f"{what} does nothing here: {_WHY[of, parameter]}", IgnoredArgumentWarning, stacklevel)
