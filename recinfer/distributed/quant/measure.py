@@ -16,9 +16,9 @@ from recinfer.distributed.quant.measure_machine import copies_per_ms, memory_per
 from recinfer.distributed.timings import Call, Timings
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
-from recinfer.quant.collection import SLACK_BYTES
+from recinfer.quant.buffers import SLACK_BYTES, Buffers, whole_table
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
-from recinfer.quant.lookup import ColumnPiece, PooledLookup
+from recinfer.quant.lookup import PooledLookup
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["calibrate", "random_module", "random_request"]
@@ -180,7 +180,8 @@ class _Measure:
     def __init__(self, device: str, sets: tuple[int, ...]) -> None:
         self.device, self.sets = device, sets
         self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-        self._buffer = torch.full((max(sets) + SLACK_BYTES,), _FILL, dtype=torch.uint8, device=device)
+        rows = torch.full((max(sets) + SLACK_BYTES,), _FILL, dtype=torch.uint8, device=device)
+        self._buffers = Buffers(rows, row_alignment=row_alignment(device))
         self._timings = Timings(self.synchronize, on_device=device != "cpu")
         self._mixed: list[tuple[_Mixed, Call]] = []
         self._first = _PRECISIONS[0]
@@ -301,9 +302,7 @@ class _Measure:
         """Features that each read ``bags`` bags of ``ids`` uniform ids, all from the first rows of the buffer."""
         features = [f"f{i}" for i in range(len(rows))]
         table = _config("t0", rows[0], dim, precision, features)
-        lookup = PooledLookup(
-            [table], {"t0": [ColumnPiece(0, dim, 0)]}, self._buffer, row_alignment=row_alignment(self.device)
-        )
+        lookup = PooledLookup([table], {"t0": [whole_table(table)]}, self._buffers)
 
         pooling = [ids] * len(rows)
         return lookup, lambda seed: random_request(rows, pooling, bags, self.device, seed)
