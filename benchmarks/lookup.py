@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from benchmarks import lookup_torchrec
 from benchmarks.measure import side_by_side
 from recinfer.distributed.planner.types import ParameterConstraints
 from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
-from recinfer.distributed.quant_layout import PackedShard
 from recinfer.inference.modules import shard_quant_model
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
@@ -91,9 +91,9 @@ def mapped(
     """The same shards as an archive holds them: every piece packed on its own, in one buffer."""
     order = {c.name: i for i, c in enumerate(module.embedding_bag_configs())}
     pieces, parts, at = [], [], 0
-    for shard in sorted(shards.shards, key=lambda s: (order[s.table], s.col_start, s.row_start)):
-        packed = shards._source.rows_of(shard)
-        pieces.append(PackedShard(**{**shard.__dict__, "offset": at}))
+    for shard in sorted(shards.shards, key=lambda s: (order[s.rect.table], s.rect.col_start, s.rect.row_start)):
+        packed = shards._packed.rows_of(shard)
+        pieces.append(replace(shard, offset=at))
         parts.append(packed.reshape(-1))
         at += packed.numel()
     buffer = torch.cat([*parts, torch.zeros(64, dtype=torch.uint8)])

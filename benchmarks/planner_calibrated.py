@@ -66,7 +66,7 @@ def calibrated(hardware_out: Path | None = None) -> list[dict[str, Any]]:
     """Calibrate and measure every rank of every case in turn, and compare; prints and returns the figures."""
     import torch
 
-    from recinfer.distributed.calibrate import calibrate
+    from recinfer.distributed.quant.measure import calibrate
     from recinfer.distributed.timings import Timings
 
     torch.set_num_threads(1)
@@ -125,7 +125,7 @@ def _plan(case: Case, **kwargs: Any) -> Any:
 
 
 def _call(case: Case, plan: Any, rank: int) -> Any:
-    from recinfer.distributed.calibrate import random_module, random_request
+    from recinfer.distributed.quant.measure import random_module, random_request
     from recinfer.modules.embedding_configs import DataType
 
     rows, dims, pooling = case.draw()

@@ -26,6 +26,7 @@ from recinfer.archive.reader import Archive
 from recinfer.archive.strict_json import MAX_JSON_BYTES, build, loads
 from recinfer.archive.writer import exists, partial_folder, put_at, remove_stale
 from recinfer.errors import ArchiveError, UnavailableError
+from recinfer.quant.buffers import Buffers
 from recinfer.quant.rows import row_bytes, slice_packed_columns
 
 __all__ = ["Delta", "DeltaInfo", "DeltaTable", "DeltaWriter", "delta_file", "patch_rows", "read_delta", "with_delta"]
@@ -259,16 +260,16 @@ def patch_rows(mapped: MappedShards, manifest: Manifest, delta: Delta) -> None:
     for entry, rows, packed in zip(delta.info.tables, delta.rows, delta.packed):
         table = tables[entry.module, entry.table]
         for shard in mapped.module_shards.get(entry.module, ()):  # none where other ranks have them
-            if shard.table != entry.table:
+            rect = shard.rect
+            if rect.table != entry.table:
                 continue
-            width = row_bytes(shard.cols, table.data_type)
-            target = mapped.buffer[shard.offset : shard.offset + shard.rows * width].view(shard.rows, width).numpy()
-            low, high = np.searchsorted(rows, [shard.row_start, shard.row_stop])
+            target = Buffers(mapped.buffer).rows(shard).numpy()
+            low, high = np.searchsorted(rows, [rect.row_start, rect.row_stop])
             for at in range(low, high, _BLOCK):
                 stop = min(high, at + _BLOCK)
                 whole = torch.from_numpy(packed[at:stop])
-                piece = slice_packed_columns(whole, table.dim, table.data_type, shard.col_start, shard.col_stop)
-                target[rows[at:stop] - shard.row_start] = piece.numpy()
+                piece = slice_packed_columns(whole, table.dim, table.data_type, rect.col_start, rect.col_stop)
+                target[rows[at:stop] - rect.row_start] = piece.numpy()
 
 
 # ---------------------------------------------------------------- writing

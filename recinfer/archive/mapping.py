@@ -20,13 +20,10 @@ from torch import Tensor
 
 from recinfer.archive.layout import RankFile, StoredRect
 from recinfer.archive.paths import open_inside
-from recinfer.distributed.quant_layout import PackedShard
 from recinfer.errors import ArchiveError, UnavailableError
+from recinfer.quant.buffers import SLACK_BYTES, Placed
 
-__all__ = ["SLACK_BYTES", "MappedShards", "map_shards"]
-
-SLACK_BYTES = 64
-"""Readable bytes behind the last row: vectorised kernels may read past it."""
+__all__ = ["MappedShards", "map_shards"]
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
@@ -46,18 +43,18 @@ class MappedShards:
     """
 
     buffer: Tensor
-    module_shards: dict[str, tuple[PackedShard, ...]]
+    module_shards: dict[str, tuple[Placed, ...]]
     mapped_bytes: int
     copied_bytes: int
 
     @property
-    def shards(self) -> tuple[PackedShard, ...]:
+    def shards(self) -> tuple[Placed, ...]:
         """The shards of all modules."""
         return tuple(shard for shards in self.module_shards.values() for shard in shards)
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _InFile:
     path: str
     piece: StoredRect
     offset: int  # in the buffer
@@ -91,12 +88,10 @@ def map_shards(
     total = sum(p.piece.bytes for p in placed)
     mapped = None if copy or not _can_map() else _map(root, placed, size, preload, private=edit is not None)
     buffer, copied = (_copy(root, placed, size), total) if mapped is None else mapped
-    shards: dict[str, list[PackedShard]] = {}
+    shards: dict[str, list[Placed]] = {}
     for p in placed:
-        table, rect = p.piece.table, p.piece.rect
-        shards.setdefault(table.module, []).append(
-            PackedShard(table.table, rect.row_start, rect.row_stop, rect.col_start, rect.col_stop, rect.rank, p.offset)
-        )
+        table = p.piece.table
+        shards.setdefault(table.module, []).append(Placed(p.piece.rect, table.precision, p.offset))
     result = MappedShards(buffer, {path: tuple(s) for path, s in shards.items()}, total - copied, copied)
     if edit is not None:
         edit(result)
@@ -109,7 +104,7 @@ def map_shards(
     return result
 
 
-def _place(files: Sequence[RankFile]) -> tuple[list[_Placed], int]:
+def _place(files: Sequence[RankFile]) -> tuple[list[_InFile], int]:
     """Buffer offsets: each (table, columns) in a region that begins on a page, its pieces at their rows' place in it.
 
     Regions follow the order of their first pieces in the files, so that neighbouring file pages stay neighbours and
@@ -135,7 +130,7 @@ def _place(files: Sequence[RankFile]) -> tuple[list[_Placed], int]:
             if previous is None or piece.rect.row_start != previous.rect.row_stop:
                 # Not the neighbour of the last one (its rank is not here): begin a page of its own, at its phase.
                 base = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE - in_table // mmap.PAGESIZE * mmap.PAGESIZE
-            placed.append(_Placed(path, piece, base + in_table))
+            placed.append(_InFile(path, piece, base + in_table))
             end = base + in_table + piece.bytes
             previous = piece
         at = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -159,7 +154,7 @@ def _read(root: Path, path: str, spans: Sequence[tuple[int, memoryview]]) -> Non
                 done += count
 
 
-def _copy(root: Path, placed: Sequence[_Placed], size: int) -> Tensor:
+def _copy(root: Path, placed: Sequence[_InFile], size: int) -> Tensor:
     try:
         buffer = torch.zeros(size, dtype=torch.uint8)
     except RuntimeError as error:
@@ -170,8 +165,8 @@ def _copy(root: Path, placed: Sequence[_Placed], size: int) -> Tensor:
     return buffer
 
 
-def _by_path(placed: Sequence[_Placed]) -> dict[str, list[_Placed]]:
-    result: dict[str, list[_Placed]] = {}
+def _by_path(placed: Sequence[_InFile]) -> dict[str, list[_InFile]]:
+    result: dict[str, list[_InFile]] = {}
     for p in placed:
         result.setdefault(p.path, []).append(p)
     return result
@@ -206,7 +201,7 @@ def _lock(buffer: Tensor) -> None:
 
 
 def _map(
-    root: Path, placed: Sequence[_Placed], size: int, preload: bool, *, private: bool
+    root: Path, placed: Sequence[_InFile], size: int, preload: bool, *, private: bool
 ) -> tuple[Tensor, int] | None:
     """The buffer of mapped pages and the bytes that were copied into it; None where the system does not do it.
 
@@ -223,7 +218,7 @@ def _map(
     holder.owner = reservation  # type: ignore[attr-defined]  # the mapping lives as long as the tensor does
     base = ctypes.addressof(holder)
     page = mmap.PAGESIZE
-    shared: dict[int, list[_Placed]] = {}  # pages that cannot be a file's page alone
+    shared: dict[int, list[_InFile]] = {}  # pages that cannot be a file's page alone
     libc = _libc()
     if private:  # without a reservation of swap: few pages will be written
         flags, prot = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
@@ -256,7 +251,7 @@ def _map(
     return torch.frombuffer(holder, dtype=torch.uint8), copied
 
 
-def _runs(parts: Sequence[_Placed], shared: dict[int, list[_Placed]], page: int) -> list[tuple[int, int, int]]:
+def _runs(parts: Sequence[_InFile], shared: dict[int, list[_InFile]], page: int) -> list[tuple[int, int, int]]:
     """(buffer offset, file offset, bytes) of page runs to map; pages with bytes of two pieces go to ``shared``.
 
     A piece's first page is its own only when it begins it; its last one when no other piece follows in it.
@@ -282,7 +277,7 @@ def _runs(parts: Sequence[_Placed], shared: dict[int, list[_Placed]], page: int)
     return runs
 
 
-def _is_last(p: _Placed) -> bool:
+def _is_last(p: _InFile) -> bool:
     return p.piece.rect.row_stop == p.piece.table.num_embeddings
 
 

@@ -29,7 +29,7 @@ def run(
 
     Run it where the model will be served, with nothing else running.
     """
-    from recinfer.distributed.calibrate import calibrate
+    from recinfer.distributed.quant.measure import calibrate
 
     output = Output(as_json)
     profile = calibrate(device.value, seconds_per_point=seconds_per_point, threads=threads, progress=output.note)

@@ -15,7 +15,7 @@ from recinfer.distributed.types import rank_device
 from recinfer.errors import InputError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["EmbeddingsAllToOne", "EmbeddingsAllToOneReduce", "KJTOneToAll", "SeqEmbeddingsAllToOne"]
+__all__ = ["EmbeddingsAllToOne", "EmbeddingsAllToOneReduce", "KJTOneToAll", "SeqEmbeddingsAllToOne", "sent_to"]
 
 
 class KJTOneToAll(nn.Module):
@@ -45,13 +45,17 @@ class KJTOneToAll(nn.Module):
         Raises:
             InputError: the keys are not as many as the splits say.
         """
-        parts = kjt.split(self._splits)
-        return KJTList(
-            [
-                part if device is None or part.device() == device else part.to(device, non_blocking=True)
-                for part, device in zip(parts, self._devices)
-            ]
-        )
+        return sent_to(kjt, self._splits, self._devices)
+
+
+def sent_to(kjt: KeyedJaggedTensor, splits: list[int], devices: Sequence[torch.device | None]) -> KJTList:
+    """The first ``splits[0]`` keys on the first device, and so on; None: where they are."""
+    return KJTList(
+        [
+            part if device is None or part.device() == device else part.to(device, non_blocking=True)
+            for part, device in zip(kjt.split(splits), devices)
+        ]
+    )
 
 
 class SeqEmbeddingsAllToOne(nn.Module):

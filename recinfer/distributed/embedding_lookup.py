@@ -33,7 +33,7 @@ from recinfer.distributed.fused_optimizer import (
     sharded_or_local,
 )
 from recinfer.distributed.fused_params import FusedSettings, names_optimizer
-from recinfer.distributed.infer_lookup import (
+from recinfer.distributed.quant.adapters import (
     InferGroupedEmbeddingsLookup,
     InferGroupedLookupMixin,
     InferGroupedPooledEmbeddingsLookup,

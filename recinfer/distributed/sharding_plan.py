@@ -59,8 +59,7 @@ def get_default_sharders() -> list[ModuleSharder[nn.Module]]:
     from recinfer.distributed.embedding import EmbeddingCollectionSharder
     from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from recinfer.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
-    from recinfer.distributed.quant_embedding import QuantEmbeddingCollectionSharder
-    from recinfer.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
+    from recinfer.distributed.quant.sharded import QuantEmbeddingBagCollectionSharder, QuantEmbeddingCollectionSharder
 
     return [
         EmbeddingBagCollectionSharder(),  # type: ignore[list-item]

@@ -20,7 +20,6 @@ from recinfer.quant._tables import pack as _pack
 from recinfer.quant._tables import pool as _pool
 from recinfer.quant.bags import BagPlaces
 from recinfer.quant.lookup import PooledLookup
-from recinfer.quant.rows import row_bytes
 from recinfer.quant.tbe import TableBatch
 
 __all__ = ["MAX_HEADS", "DirectOrder", "DirectPieces", "DirectTables"]
@@ -67,22 +66,21 @@ class DirectPieces:
 
     def __init__(self, batch: TableBatch, means: Sequence[bool]) -> None:
         self._buffer = batch.weights.numpy()
-        used = [batch.slots[i] for i in batch.feature_slots]
         self._pieces = np.array(
             [
                 (
-                    slot.offset,
-                    slot.rows,
-                    row_bytes(slot.dim, slot.data_type, batch.row_alignment),
-                    slot.dim,
-                    slot.data_type.bits,
+                    read.offset,
+                    read.rect.rows,
+                    read.row_bytes(batch.storage.row_alignment),
+                    read.rect.cols,
+                    read.data_type.bits,
                     mean,
                 )
-                for slot, mean in zip(used, means, strict=True)
+                for read, mean in zip(batch.reads, means, strict=True)
             ],
             np.int64,
         ).reshape(-1, 6)
-        self.widths = [slot.dim for slot in used]
+        self.widths = [read.rect.cols for read in batch.reads]
 
     def pool(self, steps: NDArray[np.int64], *bags: Any) -> Any:
         """See ``recinfer.quant._tables.pool``, whose arguments behind ``steps`` these are."""

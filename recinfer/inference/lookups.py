@@ -21,8 +21,7 @@ from recinfer.archive.manifest import Manifest, ModuleInfo
 from recinfer.archive.mapping import MappedShards
 from recinfer.archive.positions import PositionWeights, read_position_weights
 from recinfer.archive.reader import Archive
-from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
-from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
+from recinfer.distributed.quant.sharded import ShardedQuantEmbeddingBagCollection, ShardedQuantEmbeddingCollection
 from recinfer.inference.bags import Bags, merge_bags
 from recinfer.inference.direct import DirectTables
 from recinfer.modules.embedding_configs import PoolingType
@@ -293,10 +292,10 @@ def _direct(manifest: Manifest, part: _LocalPart) -> DirectTables | None:
     if not isinstance(lookup, PooledLookup) or part.info.is_weighted:
         return None
     batch = lookup.batch
-    if batch.weights.device.type != "cpu" or any(slot.memory != "near" for slot in batch.slots):
+    if batch.weights.device.type != "cpu" or batch.storage.managed is not None:
         return None
     means = {table.name for table in manifest.configs(part.info.path) if getattr(table, "pooling") is PoolingType.MEAN}  # noqa: B009
-    used = [batch.slots[i].name in means for i in batch.feature_slots]
+    used = [read.rect.table in means for read in batch.reads]
     return DirectTables(lookup, used, part.info.features, part.names, part.dims)
 
 

@@ -19,8 +19,7 @@ from recinfer.distributed.planner.inference import plan_inference
 from recinfer.distributed.planner.model.topology import Topology
 from recinfer.distributed.planner.plan import embedding_tables
 from recinfer.distributed.planner.types import ParameterConstraints
-from recinfer.distributed.quant_embedding import QuantEmbeddingCollectionSharder
-from recinfer.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
+from recinfer.distributed.quant.sharded import QuantEmbeddingBagCollectionSharder, QuantEmbeddingCollectionSharder
 from recinfer.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv, ShardingPlan
 from recinfer.errors import ConfigError
 from recinfer.modules import embedding_modules as float_modules

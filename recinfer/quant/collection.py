@@ -12,19 +12,16 @@ from torch import Tensor, nn
 
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, check_table_name
-from recinfer.quant.lookup import ColumnPiece
+from recinfer.quant.buffers import Buffers, Placed, allocate, whole_table
 from recinfer.quant.packing import pack_rows
 from recinfer.quant.rows import QPARAM_BYTES, row_bytes, unpack_rows
 from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
 from recinfer.sparse.opaque import Opaque
 
-__all__ = ["SLACK_BYTES", "PackedTable", "QuantizedCollection", "allocate_tables", "row_alignment_for"]
+__all__ = ["PackedTable", "QuantizedCollection"]
 
 C = TypeVar("C", bound=BaseEmbeddingConfig)
 L = TypeVar("L", bound=nn.Module)
-_TABLE_ALIGNMENT = 128  # bytes; as FBGEMM lays tables out, so that no two share a cache line
-SLACK_BYTES = 64
-"""Bytes after the last table: vectorised kernels may read past a row's end."""
 
 
 class PackedTable(nn.Module):
@@ -33,28 +30,6 @@ class PackedTable(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
-
-
-def row_alignment_for(device: torch.device) -> int:
-    """Row alignment FBGEMM needs: 1 on CPU (smaller and faster), 16 on a GPU."""
-    return 1 if device.type in ("cpu", "meta") else 16
-
-
-def allocate_tables(
-    configs: Sequence[BaseEmbeddingConfig], device: torch.device, row_alignment: int
-) -> tuple[Tensor, dict[str, int]]:
-    """One zeroed uint8 buffer for all tables, and the byte offset of each; rows are not initialised on meta."""
-    offsets: dict[str, int] = {}
-    size = 0
-    for config in configs:
-        width = row_bytes(config.embedding_dim, config.data_type, row_alignment)
-        # Less than a row between tables, so that the op can tell where each ends (TableBatch.knows_rows).
-        align = _TABLE_ALIGNMENT
-        while row_alignment == 1 and align > width:
-            align //= 2
-        offsets[config.name] = size
-        size += -(-config.num_embeddings * width // align) * align
-    return torch.zeros(size + SLACK_BYTES, dtype=torch.uint8, device=device), offsets
 
 
 def _unpacked_weights(name: str, quantized: tuple[Tensor, Tensor | None], data_type: DataType) -> Tensor:
@@ -77,8 +52,8 @@ class QuantizedCollection(Opaque, nn.Module, Generic[C, L]):
 
     _tables_attribute: str
     _lookup: L
-    _buffer: Tensor
-    _offsets: dict[str, int]
+    _storage: Buffers
+    _placed: dict[str, Placed]
 
     def __init__(
         self,
@@ -106,21 +81,15 @@ class QuantizedCollection(Opaque, nn.Module, Generic[C, L]):
 
     def _build(self, device: torch.device) -> None:
         self._device = device
-        self._row_alignment = self._requested_alignment or row_alignment_for(device)
-        buffer, offsets = allocate_tables(self._configs, device, self._row_alignment)
-        pieces = {c.name: (ColumnPiece(0, c.embedding_dim, offsets[c.name]),) for c in self._configs}
-        views = nn.ModuleDict()
-        for c in self._configs:
-            width = row_bytes(c.embedding_dim, c.data_type, self._row_alignment)
-            start = offsets[c.name]
-            views[c.name] = PackedTable(buffer[start : start + c.num_embeddings * width].view(-1, width))
+        buffers, placed = allocate([whole_table(c) for c in self._configs], device, self._requested_alignment)
+        views = nn.ModuleDict({table.rect.table: PackedTable(buffers.rows(table)) for table in placed})
         setattr(self, self._tables_attribute, views)
-        # Not a submodule: its buffers are views of what ``views`` holds already, and must not be saved or moved twice.
-        self.__dict__["_lookup"] = self._make_lookup(pieces, buffer)
-        self.__dict__["_buffer"] = buffer
-        self.__dict__["_offsets"] = offsets
+        # Not submodules: their buffers are views of what ``views`` holds already, and must not be saved or moved twice.
+        self.__dict__["_storage"] = buffers
+        self.__dict__["_placed"] = {table.rect.table: table for table in placed}
+        self.__dict__["_lookup"] = self._make_lookup({name: (table,) for name, table in self._placed.items()})
 
-    def _make_lookup(self, pieces: Mapping[str, Sequence[ColumnPiece]], buffer: Tensor) -> L:
+    def _make_lookup(self, pieces: Mapping[str, Sequence[Placed]]) -> L:
         raise AssertionError("each collection makes its own lookup")
 
     @property
@@ -129,19 +98,19 @@ class QuantizedCollection(Opaque, nn.Module, Generic[C, L]):
         return self._device
 
     @property
-    def buffer(self) -> Tensor:
-        """All tables' packed rows, uint8, 1-D."""
-        return self._buffer
+    def storage(self) -> Buffers:
+        """All tables' packed rows."""
+        return self._storage
 
     @property
-    def table_offsets(self) -> dict[str, int]:
-        """Byte offset of each table's first row in :attr:`buffer`."""
-        return self._offsets
+    def placed(self) -> dict[str, Placed]:
+        """Where each table lies in :attr:`storage`."""
+        return self._placed
 
     @property
     def row_alignment(self) -> int:
         """Packed rows are multiples of this many bytes."""
-        return self._row_alignment
+        return self._storage.row_alignment
 
     def output_dtype(self) -> torch.dtype:
         """Element type of the looked-up vectors."""
@@ -215,6 +184,5 @@ class QuantizedCollection(Opaque, nn.Module, Generic[C, L]):
         if target != self._device:
             moved = self.copy(target)
             self._modules = moved._modules
-            self.__dict__.update({k: moved.__dict__[k] for k in ("_lookup", "_buffer", "_offsets", "_device")})
-            self._row_alignment = moved._row_alignment
+            self.__dict__.update({k: moved.__dict__[k] for k in ("_lookup", "_storage", "_placed", "_device")})
         return self

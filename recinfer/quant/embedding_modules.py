@@ -23,8 +23,9 @@ from recinfer.modules.embedding_configs import (
     PoolingType,
     dtype_to_data_type,
 )
-from recinfer.quant.collection import PackedTable, QuantizedCollection, allocate_tables
-from recinfer.quant.lookup import ColumnPiece, PooledLookup, SequenceLookup
+from recinfer.quant.buffers import Placed
+from recinfer.quant.collection import PackedTable, QuantizedCollection
+from recinfer.quant.lookup import PooledLookup, SequenceLookup
 from recinfer.quant.tbe import OUTPUT_DTYPES, IntNBitTableBatchedEmbeddingBagsCodegen
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -32,7 +33,6 @@ __all__ = [
     "EmbeddingBagCollection",
     "EmbeddingCollection",
     "PackedTable",
-    "allocate_tables",
     "chosen_data_types",
     "quant_prep_enable_cache_features_order",
 ]
@@ -87,13 +87,12 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
         self.__dict__["_is_weighted"] = is_weighted  # the base builds the lookup, which asks
         super().__init__(tables, device, output_dtype, table_name_to_quantized_weights, row_alignment)
 
-    def _make_lookup(self, pieces: Mapping[str, Sequence[ColumnPiece]], buffer: Tensor) -> PooledLookup:
+    def _make_lookup(self, pieces: Mapping[str, Sequence[Placed]]) -> PooledLookup:
         return PooledLookup(
             self._configs,
             pieces,
-            buffer,
+            self._storage,
             is_weighted=self._is_weighted,
-            row_alignment=self._row_alignment,
             output_dtype=self._output_dtype,
         )
 
@@ -175,12 +174,11 @@ class EmbeddingCollection(QuantizedCollection[EmbeddingConfig, SequenceLookup]):
         self.__dict__["_need_indices"] = need_indices  # the base builds the lookup, which asks
         super().__init__(tables, device, output_dtype, table_name_to_quantized_weights, row_alignment)
 
-    def _make_lookup(self, pieces: Mapping[str, Sequence[ColumnPiece]], buffer: Tensor) -> SequenceLookup:
+    def _make_lookup(self, pieces: Mapping[str, Sequence[Placed]]) -> SequenceLookup:
         return SequenceLookup(
             self._configs,
             pieces,
-            buffer,
-            row_alignment=self._row_alignment,
+            self._storage,
             output_dtype=self._output_dtype,
             need_indices=self._need_indices,
         )
@@ -208,7 +206,7 @@ class EmbeddingCollection(QuantizedCollection[EmbeddingConfig, SequenceLookup]):
 
     def tbes(self) -> list[IntNBitTableBatchedEmbeddingBagsCodegen]:
         """FBGEMM's TBE modules over the same bytes, one per width."""
-        return [batch.fbgemm_module() for batch in self._lookup.batches]
+        return [call.batch.fbgemm_module() for call in self._lookup.tables.calls]
 
     @classmethod
     def from_float(

@@ -1,7 +1,7 @@
-"""Quantized collections as one op call each: pooled and unpooled lookups over packed tables in one buffer.
+"""Quantized collections as one op call each: pooled and unpooled lookups over packed tables in this process's memory.
 
-A table is cut into column pieces (one piece when it is not sharded by columns). Every (feature, piece) pair is a
-feature of the op, in the module's feature order, so the op writes its output already concatenated. Everything that
+A table may be cut into column pieces, never into rows. Every (feature, piece) pair is a feature of the op, in the
+module's feature order, so the op writes its output already concatenated. Everything that
 depends on the tables alone is computed when the module is built; forward only runs.
 
 Shape suffixes: F features, B batch, N ids, D output columns.
@@ -9,31 +9,23 @@ Shape suffixes: F features, B batch, N ids, D output columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from recinfer.distributed.layout.rect import tile
 from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.arranger import FeatureArranger
+from recinfer.quant.buffers import Buffers, Placed
 from recinfer.quant.rows import padded_dim
-from recinfer.quant.tbe import Memory, TableBatch, TableSlot
+from recinfer.quant.tbe import TableBatch
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-__all__ = ["ColumnPiece", "PooledLookup", "SequenceLookup", "embedding_names"]
-
-
-@dataclass(frozen=True)
-class ColumnPiece:
-    """Columns ``col_start:col_stop`` of all rows of a table, packed, from byte ``offset`` of the buffer of ``memory``."""
-
-    col_start: int
-    col_stop: int
-    offset: int
-    memory: Memory = "near"
+__all__ = ["PooledLookup", "SequenceLookup", "SequenceTables", "WidthCall", "embedding_names"]
 
 
 def embedding_names(configs: Sequence[BaseEmbeddingConfig]) -> list[str]:
@@ -49,19 +41,25 @@ def embedding_names(configs: Sequence[BaseEmbeddingConfig]) -> list[str]:
     ]
 
 
-def _checked_pieces(
-    config: BaseEmbeddingConfig, pieces: Mapping[str, Sequence[ColumnPiece]]
-) -> tuple[ColumnPiece, ...]:
-    if config.name not in pieces:
-        raise NotFoundError(f"no packed rows for table {config.name!r}; there are: {', '.join(sorted(pieces))}")
-    ordered = tuple(sorted(pieces[config.name], key=lambda piece: piece.col_start))
-    edges = [0, *(piece.col_stop for piece in ordered)]
-    if [piece.col_start for piece in ordered] != edges[:-1] or edges[-1] != config.embedding_dim:
-        spans = ", ".join(f"{p.col_start}:{p.col_stop}" for p in ordered)
-        raise ConfigError(
-            f"table {config.name!r}: column pieces {spans} do not cover 0:{config.embedding_dim} exactly once"
-        )
-    return ordered
+def _reads(
+    configs: Sequence[BaseEmbeddingConfig], pieces: Mapping[str, Sequence[Placed]]
+) -> list[list[tuple[str, Placed]]]:
+    """For every feature in module order what it reads from left to right, with its name.
+
+    Raises:
+        NotFoundError: a table has no pieces.
+        ConfigError: pieces that are not whole columns of their table, or do not cover them once.
+    """
+    reads = []
+    for config in configs:
+        if config.name not in pieces:
+            raise NotFoundError(f"no packed rows for table {config.name!r}; there are: {', '.join(sorted(pieces))}")
+        by_rect = {piece.rect: piece for piece in pieces[config.name]}
+        strips = tile(config.name, config.num_embeddings, config.embedding_dim, list(by_rect))
+        if any(len(strip.rects) > 1 for strip in strips):
+            raise ConfigError(f"table {config.name!r} is cut by rows; one lookup takes whole columns")
+        reads += [[(f, by_rect[strip.rects[0]]) for strip in strips] for f in config.feature_names]
+    return reads
 
 
 def _offsets(features: KeyedJaggedTensor) -> Tensor:
@@ -92,53 +90,27 @@ class PooledLookup(nn.Module):
     Args:
         configs: the tables in module order; ``data_type`` is the packed precision.
         pieces: table -> its column pieces, together covering the table's columns.
-        buffer: uint8, 1-D, holding every piece.
+        buffers: hold every piece.
         is_weighted: whether ids carry weights.
-        row_alignment: of the packed rows.
         output_dtype: float32, float16 or bfloat16.
-        managed: uint8, 1-D, holding the pieces that are not ``"near"``.
 
     ``forward(features) -> KeyedTensor``, keys in module order, values [B, sum of dims].
     """
 
-    _real_columns: Tensor | None
-
     def __init__(
         self,
         configs: Sequence[EmbeddingBagConfig],
-        pieces: Mapping[str, Sequence[ColumnPiece]],
-        buffer: Tensor,
+        pieces: Mapping[str, Sequence[Placed]],
+        buffers: Buffers,
         *,
         is_weighted: bool = False,
-        row_alignment: int = 1,
         output_dtype: torch.dtype = torch.float32,
-        managed: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.is_weighted = is_weighted
         self.names = embedding_names(configs)
         self.dims = [c.embedding_dim for c in configs for _ in c.feature_names]
-        slots: list[TableSlot] = []
-        feature_slots: list[int] = []
-        feature_names: list[str] = []
-        columns: list[int] = []  # of the op's output, those that are real
-        column = 0
-        for config in configs:
-            table_pieces = _checked_pieces(config, pieces)
-            first = len(slots)
-            slots += [
-                TableSlot(
-                    config.name, config.num_embeddings, p.col_stop - p.col_start, config.data_type, p.offset, p.memory
-                )
-                for p in table_pieces
-            ]
-            for feature in config.feature_names:
-                for k, piece in enumerate(table_pieces):
-                    feature_slots.append(first + k)
-                    feature_names.append(feature)
-                    width = piece.col_stop - piece.col_start
-                    columns += range(column, column + width)
-                    column += padded_dim(width, config.data_type)
+        reads = [read for of_feature in _reads(configs, pieces) for read in of_feature]
         poolings = {c.pooling for c in configs}
         if not poolings <= {PoolingType.SUM, PoolingType.MEAN}:
             raise ConfigError(f"pooled tables need SUM or MEAN pooling; got {sorted(p.value for p in poolings)}")
@@ -146,22 +118,12 @@ class PooledLookup(nn.Module):
         # scales its MEAN columns, which gives the same bits.
         mixed = len(poolings) > 1
         op_pooling = PoolingType.SUM if mixed else poolings.pop()
-        self.batch = TableBatch(
-            slots,
-            feature_slots,
-            op_pooling,
-            buffer,
-            row_alignment=row_alignment,
-            output_dtype=output_dtype,
-            managed=managed,
-        )
+        self.batch = TableBatch([piece for _, piece in reads], op_pooling, buffers, output_dtype=output_dtype)
         self._op_knows_rows = self.batch.knows_rows
         self._run = self.batch.forward  # past nn.Module's call machinery, which costs as much as the op's dispatch
-        rows = [slots[i].rows for i in feature_slots]
-        self.arranger = FeatureArranger(feature_names, rows)
-        real = None if len(columns) == column else torch.tensor(columns, device=buffer.device)
-        self.register_buffer("_real_columns", real, persistent=False)
-        self._mean_runs = _mean_runs(configs, pieces) if mixed else []
+        self.arranger = FeatureArranger([feature for feature, _ in reads], [piece.rect.rows for _, piece in reads])
+        means = {c.name for c in configs if c.pooling is PoolingType.MEAN}
+        self._mean_runs = _mean_runs(self.batch.reads, means) if mixed else []
         self._column_offsets = [0, *accumulate(self.dims)]
 
     def forward(self, features: KeyedJaggedTensor, *, check: bool = True) -> KeyedTensor:
@@ -192,9 +154,8 @@ class PooledLookup(nn.Module):
         out_BD = run(arranged.values(), offsets, weights)
         if self._mean_runs:
             self._scale_means(out_BD, offsets)
-        if self._real_columns is not None:
-            out_BD = out_BD.index_select(1, self._real_columns)
-        return KeyedTensor.from_parts_unchecked(self.names, self.dims, out_BD, self._column_offsets)
+        values_BD = self.batch.without_padding(out_BD)
+        return KeyedTensor.from_parts_unchecked(self.names, self.dims, values_BD, self._column_offsets)
 
     def _scale_means(self, out_BD: Tensor, offsets: Tensor) -> None:
         num_features = len(self.arranger.features)
@@ -205,28 +166,79 @@ class PooledLookup(nn.Module):
             run.view(-1, last - first, width).mul_(inverse_BF.unsqueeze(2))  # in float32, whatever the output is
 
 
-def _mean_runs(
-    configs: Sequence[EmbeddingBagConfig], pieces: Mapping[str, Sequence[ColumnPiece]]
-) -> list[tuple[int, int, int, int]]:
+def _mean_runs(reads: Sequence[Placed], means: Set[str]) -> list[tuple[int, int, int, int]]:
     """(first op feature, last + 1, first column, padded width) of neighbouring MEAN features of one width."""
     runs: list[tuple[int, int, int, int]] = []
-    feature = column = 0
-    for config in configs:
-        for _ in config.feature_names:
-            for piece in sorted(pieces[config.name], key=lambda p: p.col_start):
-                width = padded_dim(piece.col_stop - piece.col_start, config.data_type)
-                if config.pooling is PoolingType.MEAN:
-                    if runs and runs[-1][1] == feature and runs[-1][3] == width:
-                        runs[-1] = (runs[-1][0], feature + 1, runs[-1][2], width)
-                    else:
-                        runs.append((feature, feature + 1, column, width))
-                feature += 1
-                column += width
+    column = 0
+    for number, read in enumerate(reads):
+        width = padded_dim(read.rect.cols, read.data_type)
+        if read.rect.table in means:
+            if runs and runs[-1][1] == number and runs[-1][3] == width:
+                runs[-1] = (runs[-1][0], number + 1, runs[-1][2], width)
+            else:
+                runs.append((number, number + 1, column, width))
+        column += width
     return runs
 
 
+class WidthCall(NamedTuple):
+    """The op call of all unpooled reads of one padded width.
+
+    Attributes:
+        batch: the call.
+        reads: their numbers.
+        keys: the input's key that each takes; None: all keys in their order, so nothing needs to move.
+    """
+
+    batch: TableBatch
+    reads: list[int]
+    keys: list[int] | None
+
+
+class SequenceTables:
+    """Rows of single ids from packed tables: one op call a padded width, which is the op's restriction.
+
+    Args:
+        reads: what is read.
+        keys: for each read the number of the input's key whose ids it takes; None: the keys are the reads.
+        buffers, output_dtype: as of :class:`recinfer.quant.tbe.TableBatch`.
+    """
+
+    def __init__(
+        self,
+        reads: Sequence[Placed],
+        keys: Sequence[int] | None,
+        buffers: Buffers,
+        *,
+        output_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        taken = list(range(len(reads)) if keys is None else keys)
+        by_width: dict[int, list[int]] = {}
+        for number, read in enumerate(reads):
+            by_width.setdefault(padded_dim(read.rect.cols, read.data_type), []).append(number)
+        in_order = list(range(max(taken, default=-1) + 1))
+        self.widths = [read.rect.cols for read in reads]
+        self.calls = []
+        for numbers in by_width.values():
+            batch = TableBatch([reads[i] for i in numbers], PoolingType.NONE, buffers, output_dtype=output_dtype)
+            mine = [taken[i] for i in numbers]
+            self.calls.append(WidthCall(batch, numbers, None if mine == in_order else mine))
+        self.knows_rows = all(call.batch.knows_rows for call in self.calls)
+
+    def __call__(self, features: KeyedJaggedTensor, *, traced: bool = False) -> list[Tensor]:
+        """Of each read, ``[ids of its key, columns]``."""
+        found: dict[int, Tensor] = {}
+        for batch, reads, keys in self.calls:
+            part = features if keys is None else features.permute(keys)
+            run = batch.traced if traced else batch.forward
+            rows, edges = run(part.values(), part.offsets()), part.offset_per_key()
+            for place, number in enumerate(reads):
+                found[number] = rows[edges[place] : edges[place + 1], : self.widths[number]]
+        return [found[number] for number in range(len(self.widths))]
+
+
 class SequenceLookup(nn.Module):
-    """All unpooled tables of one device: one op call per padded width (the op's restriction).
+    """All unpooled tables of one device.
 
     Args: as :class:`PooledLookup`; ``forward(features) -> dict[str, JaggedTensor]`` in module order, values [N_f, dim].
     """
@@ -234,58 +246,23 @@ class SequenceLookup(nn.Module):
     def __init__(
         self,
         configs: Sequence[EmbeddingConfig],
-        pieces: Mapping[str, Sequence[ColumnPiece]],
-        buffer: Tensor,
+        pieces: Mapping[str, Sequence[Placed]],
+        buffers: Buffers,
         *,
-        row_alignment: int = 1,
         output_dtype: torch.dtype = torch.float32,
         need_indices: bool = False,
-        managed: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.need_indices = need_indices
         self.names = embedding_names(configs)
         self.dims = [c.embedding_dim for c in configs for _ in c.feature_names]
-        features = [f for c in configs for f in c.feature_names]
-        rows = [c.num_embeddings for c in configs for _ in c.feature_names]
-        self.arranger = FeatureArranger(features, rows)
-        groups: dict[int, tuple[list[TableSlot], list[int], list[int]]] = {}
-        # For every feature its (group, place in the group, real width) pieces, left to right.
-        self._parts: list[list[tuple[int, int, int]]] = []
-        feature_index = 0
-        for config in configs:
-            table_pieces = _checked_pieces(config, pieces)
-            for _ in config.feature_names:
-                parts = []
-                for piece in table_pieces:
-                    width = piece.col_stop - piece.col_start
-                    slots, feature_slots, members = groups.setdefault(padded_dim(width, config.data_type), ([], [], []))
-                    slot = TableSlot(
-                        config.name, config.num_embeddings, width, config.data_type, piece.offset, piece.memory
-                    )
-                    if slot not in slots:
-                        slots.append(slot)
-                    feature_slots.append(slots.index(slot))
-                    parts.append((list(groups).index(padded_dim(width, config.data_type)), len(members), width))
-                    members.append(feature_index)
-                self._parts.append(parts)
-                feature_index += 1
-        self.batches = [
-            TableBatch(
-                s,
-                fs,
-                PoolingType.NONE,
-                buffer,
-                row_alignment=row_alignment,
-                output_dtype=output_dtype,
-                managed=managed,
-            )
-            for s, fs, _ in groups.values()
-        ]
-        self._op_knows_rows = all(batch.knows_rows for batch in self.batches)
-        everything = list(range(len(features)))
-        # None: the group reads all features in their order, so nothing needs to move.
-        self._members = [None if members == everything else members for _, _, members in groups.values()]
+        self.arranger = FeatureArranger.of_tables(configs)
+        reads = _reads(configs, pieces)
+        keys = [number for number, of_feature in enumerate(reads) for _ in of_feature]
+        self._pieces = [len(of_feature) for of_feature in reads]
+        flat = [piece for of_feature in reads for _, piece in of_feature]
+        self.tables = SequenceTables(flat, keys, buffers, output_dtype=output_dtype)
+        self._op_knows_rows = self.tables.knows_rows
 
     def forward(self, features: KeyedJaggedTensor, *, check: bool = True) -> dict[str, JaggedTensor]:
         """Look up. Raises InputError as :meth:`PooledLookup.forward` does."""
@@ -301,20 +278,13 @@ class SequenceLookup(nn.Module):
             raise
 
     def _jagged(self, arranged: KeyedJaggedTensor, *, traced: bool = False) -> dict[str, JaggedTensor]:
-        outputs: list[tuple[Tensor, list[int]]] = []
-        for batch, members in zip(self.batches, self._members):
-            part = arranged if members is None else arranged.permute(members)
-            run = batch.traced if traced else batch.forward
-            outputs.append((run(part.values(), part.offsets()), part.offset_per_key()))
+        rows = iter(self.tables(arranged, traced=traced))
         lengths_FB = arranged.lengths().view(len(self.arranger.features), -1)
         starts_F = arranged.offset_per_key()
         result = {}
-        for i, (name, parts) in enumerate(zip(self.names, self._parts)):
-            columns = []
-            for group, place, width in parts:
-                values, starts = outputs[group]
-                columns.append(values[starts[place] : starts[place + 1], :width])
-            joined = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+        for i, (name, count) in enumerate(zip(self.names, self._pieces)):
+            columns = [next(rows) for _ in range(count)]
+            joined = columns[0] if count == 1 else torch.cat(columns, dim=1)
             ids = arranged.values()[starts_F[i] : starts_F[i + 1]] if self.need_indices else None
             result[name] = JaggedTensor(values=joined, lengths=lengths_FB[i], weights=ids)
         return result

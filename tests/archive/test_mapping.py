@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from recinfer.archive.layout import PHASE
-from recinfer.archive.mapping import SLACK_BYTES
 from recinfer.archive.reader import Archive, open_archive
 from recinfer.distributed.planner.plan import embedding_tables
 from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from recinfer.errors import ArchiveError, InputError
 from recinfer.modules.embedding_configs import DataType
+from recinfer.quant.buffers import SLACK_BYTES
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
 from recinfer.quant.packing import pack_rows
 from recinfer.quant.rows import row_bytes, slice_packed_columns
@@ -42,13 +42,15 @@ def test_every_piece_is_its_rectangle_of_the_quantized_table(tmp_path: Path, pre
     whole = {name: pack_rows(weight, precision) for name, weight in weights(model).items()}
     assert mapped.shards
     for shard in mapped.shards:
-        dim = model.ebc.embedding_bags[shard.table].embedding_dim
-        width = row_bytes(shard.col_stop - shard.col_start, precision)
-        stored = mapped.buffer[shard.offset : shard.offset + shard.rows * width].view(-1, width)
-        rows = whole[shard.table][shard.row_start : shard.row_stop]
-        assert torch.equal(stored, slice_packed_columns(rows, dim, precision, shard.col_start, shard.col_stop))
+        dim = model.ebc.embedding_bags[shard.rect.table].embedding_dim
+        width = row_bytes(shard.rect.col_stop - shard.rect.col_start, precision)
+        stored = mapped.buffer[shard.offset : shard.offset + shard.rect.rows * width].view(-1, width)
+        rows = whole[shard.rect.table][shard.rect.row_start : shard.rect.row_stop]
+        assert torch.equal(
+            stored, slice_packed_columns(rows, dim, precision, shard.rect.col_start, shard.rect.col_stop)
+        )
     assert mapped.mapped_bytes + mapped.copied_bytes == sum(
-        s.rows * row_bytes(s.cols, precision) for s in mapped.shards
+        s.rect.rows * row_bytes(s.rect.cols, precision) for s in mapped.shards
     )
 
 
@@ -69,11 +71,13 @@ def test_pieces_lie_behind_each_other_and_look_up_as_one_table(tmp_path: Path, k
     model, archive = make_archive(tmp_path, model=EbcOnly(), kinds=(kind,), ranks=4)
     mapped = archive.map_shards()
     for shard in mapped.shards:
-        width = row_bytes(shard.cols, DataType.INT8)
+        width = row_bytes(shard.rect.cols, DataType.INT8)
         first = next(
-            s for s in mapped.shards if (s.table, s.col_start, s.row_start) == (shard.table, shard.col_start, 0)
+            s
+            for s in mapped.shards
+            if (s.rect.table, s.rect.col_start, s.rect.row_start) == (shard.rect.table, shard.rect.col_start, 0)
         )
-        assert shard.offset == first.offset + shard.row_start * width
+        assert shard.offset == first.offset + shard.rect.row_start * width
         assert first.offset % mmap.PAGESIZE == 0
     configs = archive.manifest.configs("ebc")
     sharded = ShardedQuantEmbeddingBagCollection.from_packed(configs, mapped.shards, mapped.buffer, world_size=4)
@@ -109,7 +113,7 @@ def test_fallback_and_preload_give_the_same_bytes(small: tuple[nn.Module, Archiv
     assert copied.mapped_bytes == 0
     assert mapped.shards == copied.shards == loaded.shards
     for shard in mapped.shards:
-        span = slice(shard.offset, shard.offset + shard.rows * row_bytes(shard.cols, DataType.INT8))
+        span = slice(shard.offset, shard.offset + shard.rect.rows * row_bytes(shard.rect.cols, DataType.INT8))
         assert torch.equal(mapped.buffer[span], copied.buffer[span])
         assert torch.equal(mapped.buffer[span], loaded.buffer[span])
 
@@ -131,11 +135,11 @@ def test_larger_pages_fall_back_to_copying(small: tuple[nn.Module, Archive], mon
 def test_some_ranks_only(small: tuple[nn.Module, Archive], ranks: list[int]) -> None:
     archive = small[1]
     everything, some = archive.map_shards(), archive.map_shards(ranks)
-    assert {s.rank for s in some.shards} == set(ranks)
-    places = {(s.table, s.row_start, s.col_start): s for s in everything.shards}
+    assert {s.rect.rank for s in some.shards} == set(ranks)
+    places = {(s.rect.table, s.rect.row_start, s.rect.col_start): s for s in everything.shards}
     for shard in some.shards:
-        other = places[shard.table, shard.row_start, shard.col_start]
-        size = shard.rows * row_bytes(shard.cols, DataType.INT8)
+        other = places[shard.rect.table, shard.rect.row_start, shard.rect.col_start]
+        size = shard.rect.rows * row_bytes(shard.rect.cols, DataType.INT8)
         mine = some.buffer[shard.offset : shard.offset + size]
         assert torch.equal(mine, everything.buffer[other.offset : other.offset + size])
 
@@ -147,7 +151,7 @@ def test_unknown_ranks_are_refused(small: tuple[nn.Module, Archive]) -> None:
 
 def test_slack_is_readable(small: tuple[nn.Module, Archive]) -> None:
     mapped = small[1].map_shards()
-    last = max(s.offset + s.rows * row_bytes(s.cols, DataType.INT8) for s in mapped.shards)
+    last = max(s.offset + s.rect.rows * row_bytes(s.rect.cols, DataType.INT8) for s in mapped.shards)
     assert mapped.buffer.numel() >= last + SLACK_BYTES
     assert int(mapped.buffer[-SLACK_BYTES:].sum()) == 0
 

@@ -141,11 +141,13 @@ def test_compute_kernels_say_where_rows_are() -> None:
         info.param_sharding.compute_kernel = kernels[info.embedding_config.name]
     made = create_infer_embedding_bag_sharding("row_wise", tables, ShardingEnv.from_local(2, 0))
     lookup = made.create_lookup()
-    shards = [s for of_rank in lookup.lookups for group in of_rank._groups for s in group.shards]
-    assert {s.table for s in shards} == set("abcd")
+    shards = [s for of_rank in lookup.lookups for s in of_rank.rank.tables]
+    assert {s.rect.table for s in shards} == set("abcd")
     for shard in shards:
         location = embedding_location(shard.memory, torch.device("cuda"))
-        assert location.name == {"quant": "DEVICE", "quant_uvm": "MANAGED"}.get(kernels[shard.table], "MANAGED_CACHING")
+        assert location.name == {"quant": "DEVICE", "quant_uvm": "MANAGED"}.get(
+            kernels[shard.rect.table], "MANAGED_CACHING"
+        )
     for tbe, group in lookup.get_tbes_to_register().items():
         assert [name for name, *_ in tbe.embedding_specs] == [t.name for t in group.embedding_tables]
         assert {t.compute_kernel for t in group.embedding_tables} == {group.compute_kernel}

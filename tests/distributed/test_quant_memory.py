@@ -11,10 +11,11 @@ from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from recinfer.distributed.types import ParameterSharding, ShardingEnv
-from recinfer.errors import ConfigError, InputError
+from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from recinfer.quant.buffers import Buffers
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
-from recinfer.quant.tbe import TableBatch, TableSlot
+from recinfer.quant.tbe import TableBatch
 from tests.distributed.test_quant_sharded import TYPE_IDS, TYPES, packed_twin, plan_for
 from tests.quant.cases import float_bags, quantized_sequences, random_features
 
@@ -35,7 +36,7 @@ def test_joined_columns_are_whole_tables_again(types: dict[str, DataType], kind:
     shared = ShardedQuantEmbeddingBagCollection(module, plan_for(module, kind, 3), env)
     joined = packed_twin(module, shared, world_size=3, join_columns=True)
     apart = packed_twin(module, shared, world_size=3)
-    assert len(joined.fused_lookup.batch.slots) == 4 <= len(apart.fused_lookup.batch.slots)
+    assert len(joined.fused_lookup.batch.tables) == 4 <= len(apart.fused_lookup.batch.tables)
     if kind == "column_wise":  # every table is whole again, in one buffer and in order: the op checks the ids
         assert joined.fused_lookup.batch.knows_rows
     for batch in (0, 1, 17):
@@ -80,12 +81,10 @@ def test_a_plan_with_uvm_kernels_runs_on_cpu(fused: bool | None) -> None:
 def test_two_buffers_behind_one_call(memory: str) -> None:
     module = EmbeddingBagCollection.from_float(float_bags())
     whole = module._lookup.batch
-    slots = [
-        TableSlot(s.name, s.rows, s.dim, s.data_type, s.offset, memory if i % 2 else "near")
-        for i, s in enumerate(whole.slots)
-    ]
-    other = module.buffer.clone()
-    split = TableBatch(slots, whole.feature_slots, SUM, module.buffer, managed=other)
+    here = [t.rect.table for t in whole.tables[::2]]
+    reads = [read if read.rect.table in here else replace(read, memory=memory) for read in whole.reads]
+    near, other = module.storage.near, module.storage.near.clone()
+    split = TableBatch(reads, SUM, Buffers(near, other))
     assert not split.knows_rows
     features = random_features(module.embedding_bag_configs(), 9)
     want = whole(features.values(), features.offsets())
@@ -93,8 +92,8 @@ def test_two_buffers_behind_one_call(memory: str) -> None:
     assert torch.equal(split.fbgemm_module()(features.values(), features.offsets()), want)
     other.zero_()
     assert not torch.equal(split(features.values(), features.offsets()), want)
-    with pytest.raises(ConfigError, match="pass managed="):
-        TableBatch(slots, whole.feature_slots, SUM, module.buffer)
+    alone = TableBatch(reads, SUM, Buffers(near))  # without a second buffer all is in the first
+    assert torch.equal(alone(features.values(), features.offsets()), want)
 
 
 @pytest.mark.gpu
@@ -111,7 +110,7 @@ def test_kernels_on_a_gpu_equal_the_cpu(types: dict[str, DataType], kernel: str)
         features = random_features(module.embedding_bag_configs(), 64, seed=seed)
         got = sharded(features.to(torch.device("cuda"))).values().cpu()
         torch.testing.assert_close(got, module(features).values(), rtol=1e-3, atol=1e-3)
-    locations = {s.name: s.memory for layout in sharded._build_ranks() for b in layout.batches for s in b.slots}
+    locations = {table.rect.table: table.memory for lookup in sharded._built().lookups for table in lookup.tables}
     assert locations["a"] == {"quant": "near", "quant_uvm": "managed", "quant_uvm_caching": "cached"}[kernel]
 
 
@@ -123,9 +122,9 @@ def test_a_table_of_100_million_rows_on_meta() -> None:
         for n in "ab"
     ]
     module = EmbeddingBagCollection(configs, False, device="meta")
-    assert module.table_offsets["b"] >= 100_000_000 * 132 > 2**31
+    assert module.placed["b"].offset >= 100_000_000 * 132 > 2**31
     assert module._lookup.batch._head[3].dtype == torch.int64
     sharded = ShardedQuantEmbeddingBagCollection(module, plan_for(module, "row_wise", 4), ShardingEnv.from_local(4, 0))
-    assert [s.rows for s in sharded.shards if s.table == "a"] == [25_000_000] * 4
+    assert [s.rect.rows for s in sharded.shards if s.rect.table == "a"] == [25_000_000] * 4
     features = random_features(configs, 3).to(torch.device("meta"))
     assert module(features).values().shape == (3, 256)

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from recinfer.distributed.layout.cuts import column_unit
-from recinfer.distributed.quant_buffers import place_shards
 from recinfer.distributed.quant_embedding import QuantEmbeddingCollectionSharder, ShardedQuantEmbeddingCollection
 from recinfer.distributed.quant_embeddingbag import (
     QuantEmbeddingBagCollectionSharder,
     ShardedQuantEmbeddingBagCollection,
 )
-from recinfer.distributed.quant_layout import PackedShard
 from recinfer.distributed.types import ParameterSharding, ShardingEnv
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import DataType, PoolingType
+from recinfer.quant.buffers import Placed, allocate
 from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from recinfer.quant.rows import PACKED_TYPES, padded_dim
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.distributed.plans import sharding
 from tests.quant.cases import MIXED, float_bags, quantized_sequences, random_features
 
@@ -48,12 +48,12 @@ def plan_for(module: torch.nn.Module, kind: str, world_size: int, device: str = 
 def packed_twin(module: EmbeddingBagCollection | EmbeddingCollection, sharded: torch.nn.Module, **kwargs: object):
     """The same shards rebuilt from one buffer, table-major as an archive maps them."""
     order = {c.name: i for i, c in enumerate(sharded._configs)}
-    shards = sorted(sharded.shards, key=lambda s: (order[s.table], s.col_start, s.row_start))
-    packed = [sharded._source.rows_of(s) for s in shards]
+    shards = sorted(sharded.shards, key=lambda s: (order[s.rect.table], s.rect.col_start, s.rect.row_start))
+    packed = [sharded._packed.rows_of(s) for s in shards]
     buffer = torch.cat([*[p.reshape(-1) for p in packed], torch.zeros(64, dtype=torch.uint8)])
     placed, at = [], 0
     for shard, rows in zip(shards, packed):
-        placed.append(PackedShard(**{**shard.__dict__, "offset": at}))
+        placed.append(replace(shard, offset=at))
         at += rows.numel()
     return type(sharded).from_packed(sharded._configs, placed, buffer, **kwargs)
 
@@ -110,12 +110,66 @@ def test_sequences(types: dict[str, DataType], kind: str, world_size: int) -> No
                 assert torch.equal(got[name].lengths(), want[name].lengths())
 
 
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("pooled", [True, False], ids=["bags", "rows"])
+def test_of_a_replicated_table_one_rank_is_asked(pooled: bool, fused: bool | None) -> None:
+    module: EmbeddingBagCollection | EmbeddingCollection
+    if pooled:
+        module = EmbeddingBagCollection.from_float(float_bags([SUM, MEAN, SUM, MEAN]))
+    else:
+        module = quantized_sequences(MIXED)
+    plan = plan_for(module, "row_wise", 2)
+    plan["a"] = plan["d"] = ParameterSharding("data_parallel", "quant", [0, 1], None)
+    made = ShardedQuantEmbeddingBagCollection if pooled else ShardedQuantEmbeddingCollection
+    sharded = made(module, plan, ShardingEnv.from_local(2, 0), fused=fused)  # type: ignore[arg-type]
+    features = random_features(sharded._configs, 6)
+    got, want = sharded(features), module(features)
+    if pooled:
+        torch.testing.assert_close(got.values(), want.values(), rtol=1e-5, atol=1e-5)
+    else:
+        assert all(torch.equal(got[name].values(), want[name].values()) for name in want)
+
+
+@pytest.mark.parametrize("pooled", [True, False], ids=["bags", "rows"])
+def test_a_feature_that_two_tables_read_is_checked_for_the_shorter(pooled: bool) -> None:
+    shapes = [("a", 40, 8, ["f"]), ("b", 9, 8, ["f", "g"])]
+    module: EmbeddingBagCollection | EmbeddingCollection
+    if pooled:
+        module = EmbeddingBagCollection.from_float(float_bags([SUM, MEAN], shapes=shapes))
+    else:
+        module = quantized_sequences(MIXED, shapes)
+    made = ShardedQuantEmbeddingBagCollection if pooled else ShardedQuantEmbeddingCollection
+    plan = plan_for(module, "row_wise", 3)
+    sharded = made(module, plan, ShardingEnv.from_local(3, 0), fused=False)  # type: ignore[arg-type]
+    ids = torch.tensor([0, 8, 3, 8, 1])
+    lengths = torch.tensor([2, 1, 0, 2])
+    got, want = (m(KeyedJaggedTensor(["f", "g"], ids, lengths=lengths)) for m in (sharded, module))
+    if pooled:
+        assert got.keys() == want.keys()
+        torch.testing.assert_close(got.values(), want.values(), rtol=1e-5, atol=1e-5)
+    else:
+        assert list(got) == list(want)
+        assert all(torch.equal(got[name].values(), want[name].values()) for name in want)
+    ids[1] = 9
+    with pytest.raises(InputError, match=r"feature 'f', sample 0: id 9 is out of range; its table has rows 0 to 8"):
+        sharded(KeyedJaggedTensor(["f", "g"], ids, lengths=lengths))
+
+
+def test_the_op_of_a_rank_knows_the_rows_of_tables_that_are_laid_out_for_it() -> None:
+    module = EmbeddingBagCollection.from_float(float_bags(), per_table=MIXED)
+    plan = plan_for(module, "mixed", 2)
+    sharded = ShardedQuantEmbeddingBagCollection(module, plan, ShardingEnv.from_local(2, 0), fused=False)
+    assert all(group.batch.knows_rows for lookup in sharded._built().lookups for group in lookup.groups)
+
+
 def test_row_pieces_far_apart_are_not_taken_for_neighbours() -> None:
     module = EmbeddingBagCollection.from_float(float_bags())
     sharded = ShardedQuantEmbeddingBagCollection(module, plan_for(module, "row_wise", 2), ShardingEnv.from_local(2, 0))
-    rank_major = sorted(sharded.shards, key=lambda s: -s.rank)
-    buffer, _, placed = place_shards(sharded._configs, rank_major, sharded._source.rows_of, torch.device("cpu"), 1)
-    scattered = ShardedQuantEmbeddingBagCollection.from_packed(sharded._configs, placed, buffer, world_size=2)
+    rank_major = sorted(sharded.shards, key=lambda s: -s.rect.rank)
+    buffers, placed = allocate(rank_major, torch.device("cpu"))
+    for shard in placed:
+        buffers.write(shard, sharded._packed.rows_of(shard))
+    scattered = ShardedQuantEmbeddingBagCollection.from_packed(sharded._configs, placed, buffers.near, world_size=2)
     assert not scattered.fused
     features = random_features(sharded._configs, 8)
     torch.testing.assert_close(scattered(features).values(), module(features).values(), rtol=1e-5, atol=1e-5)
@@ -138,7 +192,8 @@ def test_tbes_register_every_shard_and_share_the_mapped_bytes() -> None:
     shared = ShardedQuantEmbeddingBagCollection(module, plan_for(module, "mixed", 2), ShardingEnv.from_local(2, 0))
     mapped = packed_twin(module, shared, world_size=2)
     tbes = mapped.get_tbes_to_register()
-    assert len(tbes) == 2 and all(t.weights_host.data_ptr() == mapped._source.buffer.data_ptr() for t in tbes)
+    # Two ranks, and one of them has a MEAN table whole.
+    assert len(tbes) == 3 and all(t.weights_host.data_ptr() == mapped._packed.buffers.near.data_ptr() for t in tbes)
     rects = [(t.name, t.local_rows, t.local_cols) for group in tbes.values() for t in group.embedding_tables]
     assert sum(rows * cols for _, rows, cols in rects) == sum(
         c.num_embeddings * c.embedding_dim for c in module.embedding_bag_configs()
@@ -204,7 +259,11 @@ def test_every_tbe_is_registered_with_its_own_tables(types: dict[str, DataType],
             assert torch.equal(got, torch.cat([want[f] for f in group.feature_names()], dim=1))
         else:
             assert torch.equal(got, torch.cat([want[f].values() for f in group.feature_names()]))
-    assert sorted(rects) == sorted((s.table, s.rows, s.cols) for s in sharded.shards)
+    assert sorted(rects) == sorted((s.rect.table, s.rect.rows, s.rect.cols) for s in sharded.shards)
+
+
+def _moved(shard: Placed, **changed: int) -> Placed:
+    return replace(shard, rect=replace(shard.rect, **changed))
 
 
 @pytest.mark.parametrize("fused", [None, False])
@@ -213,24 +272,25 @@ def test_packed_shards_that_do_not_cover_a_table_are_refused(fused: bool | None)
     env = ShardingEnv.from_local(2, 0)
     shared = ShardedQuantEmbeddingBagCollection(module, plan_for(module, "grid", 2), env)
     whole = packed_twin(module, shared, world_size=2, fused=fused)
-    buffer = whole._source.buffer
+    buffer = whole._packed.buffers.near
 
-    def refused(shards: list[PackedShard], match: str) -> None:
+    def refused(shards: list[Placed], match: str) -> None:
         with pytest.raises(ConfigError, match=match):
             type(whole).from_packed(whole._configs, shards, buffer, world_size=2, fused=fused)
 
     assert len(whole.shards) > len(whole._configs)
     for shard in whole.shards:
         others = [s for s in whole.shards if s is not shard]
-        not_once = rf"table '{shard.table}': shards .* do not cover its \d+ rows x \d+ columns exactly once"
+        rect = shard.rect
+        not_once = rf"table '{rect.table}'"
         refused(others, not_once)
         refused([*whole.shards, shard], not_once)
-        if shard.rows > 1:
-            refused([*others, replace(shard, row_stop=shard.row_stop - 1)], not_once)
-            refused([*others, replace(shard, row_start=shard.row_start + 1)], not_once)
-        refused([*others, replace(shard, col_stop=shard.col_stop + 4)], not_once)
+        if rect.rows > 1:
+            refused([*others, _moved(shard, row_stop=rect.row_stop - 1)], not_once)
+            refused([*others, _moved(shard, row_start=rect.row_start + 1)], not_once)
+        refused([*others, _moved(shard, col_stop=rect.col_stop + 4)], not_once)
         refused([*others, replace(shard, offset=buffer.numel())], r"is bytes \d+:\d+ of a buffer of \d+")
-        refused([*others, replace(shard, rank=2)], "rank 2; expected 0 to 1")
+        refused([*others, _moved(shard, rank=2)], "is on rank 2; expected a rank of at least 0 and below 2")
 
 
 def test_sharders() -> None:

@@ -129,7 +129,7 @@ def test_joined_columns_answer_alike_and_follow_deltas(tmp_path: Path) -> None:
 
     # one lookup a feature instead of one a piece
     def lookups(predictor: Predictor) -> int:
-        return sum(len(part.run.__self__.batch.feature_slots) for part in predictor.parts if part.table_batch)
+        return sum(len(part.run.__self__.batch.reads) for part in predictor.parts if part.table_batch)
 
     assert 0 < lookups(joined) < lookups(pieces)
 

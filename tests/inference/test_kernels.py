@@ -63,7 +63,7 @@ def test_lookups_of_an_archive_know_where_a_gpu_keeps_each_table(tmp_path: Path,
         for info in archive.manifest.modules:
             module = sharded_module(archive, info, mapped)
             for shard in module.shards:
-                expected = LOCATIONS[KERNELS[shard.table]]
+                expected = LOCATIONS[KERNELS[shard.rect.table]]
                 assert embedding_location(shard.memory, torch.device("cuda")) is expected
                 assert embedding_location(shard.memory, torch.device("cpu")) is EmbeddingLocation.HOST
             tables = [table for config in module.tbes_configs().values() for table in config.embedding_tables]

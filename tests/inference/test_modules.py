@@ -84,7 +84,7 @@ def test_on_meta_nothing_is_allocated() -> None:
         table.to("meta")
     quantized = quantize_inference_model(model)
     sharded, _ = shard_quant_model(quantized, world_size=2, compute_device="cpu")
-    assert quantized[0].buffer.device.type == "meta" and sharded[0].fused
+    assert quantized[0].device.type == "meta" and sharded[0].fused
 
 
 def test_behind_feature_processors() -> None:

@@ -27,10 +27,6 @@ OTHERS = {
     "serving.shards.layout.Stream",  # the rows of a feature that a rank is asked for
     "checkpoint.dcp.Chunk",  # a box of any tensor in torch's checkpoints, of any number of dimensions
 }
-LEFT = {  # to become Rect with a place in a buffer
-    "distributed.quant_layout.PackedShard",
-    "quant.lookup.ColumnPiece",
-}
 
 
 def classes() -> Iterator[tuple[str, set[str]]]:
@@ -45,7 +41,7 @@ def classes() -> Iterator[tuple[str, set[str]]]:
 
 def test_one_class_is_a_rectangle() -> None:
     found = {name for name, fields in classes() if any(says <= fields for says in SAYS_WHERE)}
-    assert found == RECTANGLES | OTHERS | LEFT
+    assert found == RECTANGLES | OTHERS
 
 
 def test_no_class_has_a_name_that_could_be_any_part_of_a_table() -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from recinfer.distributed.calibrate import calibrate
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from recinfer.distributed.planner import (
     EmbeddingShardingPlanner,
@@ -25,6 +24,7 @@ from recinfer.distributed.planner.plot import plot_plan
 from recinfer.distributed.planner.proposers import GreedyProposer, UniformProposer
 from recinfer.distributed.planner.stats import EmbeddingStats, collapse_ranks, format_plan
 from recinfer.distributed.planner.types import PlannerErrorType
+from recinfer.distributed.quant.measure import calibrate
 from recinfer.distributed.timings import Timings
 from recinfer.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from recinfer.errors import ConfigError, UnavailableError
@@ -324,8 +324,8 @@ def test_rich_tables_and_picture(tmp_path: Path) -> None:
 def test_calibrated_estimates_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("recinfer.distributed.calibrate._ROUNDS", 2)
-    monkeypatch.setattr("recinfer.distributed.calibrate._AGREEMENT", 0.0)
+    monkeypatch.setattr("recinfer.distributed.quant.measure._ROUNDS", 2)
+    monkeypatch.setattr("recinfer.distributed.quant.measure._AGREEMENT", 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:

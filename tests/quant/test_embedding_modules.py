@@ -171,7 +171,7 @@ def test_meta_needs_no_memory() -> None:
     configs = [EmbeddingBagConfig(num_embeddings=10**9, embedding_dim=128, name="big", feature_names=["f"])]
     configs[0].data_type = DataType.INT8
     module = EmbeddingBagCollection(configs, False, "meta")
-    assert module.packed_table("big").shape == (10**9, 132) and module.table_offsets == {"big": 0}
+    assert module.packed_table("big").shape == (10**9, 132) and module.placed["big"].offset == 0
     out = module(
         KeyedJaggedTensor(
             keys=["f"],
@@ -208,7 +208,7 @@ def test_fbgemm_module_reads_the_same_bytes() -> None:
     module = EmbeddingBagCollection.from_float(float_bags(), per_table=MIXED)
     features = random_features(module.embedding_bag_configs(), 6)
     (tbe,) = module.tbes()
-    assert tbe.weights_host.data_ptr() == module.buffer.data_ptr()
+    assert tbe.weights_host.data_ptr() == module.storage.near.data_ptr()
     assert torch.equal(tbe(features.values(), features.offsets()), module(features).values())
 
 

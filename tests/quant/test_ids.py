@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from recinfer.distributed.layout.rect import Rect
 from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from recinfer.quant.buffers import Buffers, Placed, whole_table
 from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from recinfer.quant.lookup import ColumnPiece, PooledLookup
+from recinfer.quant.lookup import PooledLookup
 from recinfer.quant.rows import PACKED_TYPES, row_bytes
-from recinfer.quant.tbe import TableBatch, TableSlot
+from recinfer.quant.tbe import TableBatch
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 ROWS = {"a": 10, "b": 1, "c": 77}
@@ -68,9 +72,9 @@ def test_tables_that_lie_apart_are_compared_instead(gap: int) -> None:
     width = row_bytes(8, DataType.INT8)
     pieces, at = {}, 0
     for config in configs:
-        pieces[config.name] = (ColumnPiece(0, 8, at),)
+        pieces[config.name] = (replace(whole_table(config), offset=at),)
         at += config.num_embeddings * width + gap
-    lookup = PooledLookup(configs, pieces, torch.zeros(at, dtype=torch.uint8))
+    lookup = PooledLookup(configs, pieces, Buffers(torch.zeros(at, dtype=torch.uint8)))
     assert lookup.batch.knows_rows is (gap < width)
     lookup(features())
     for table, rows in enumerate(ROWS.values()):
@@ -80,17 +84,17 @@ def test_tables_that_lie_apart_are_compared_instead(gap: int) -> None:
 
 
 def test_tables_in_another_order_are_compared() -> None:
-    slots = [TableSlot("a", 4, 8, DataType.INT8, 48), TableSlot("b", 4, 8, DataType.INT8, 0)]
-    buffer = torch.zeros(96, dtype=torch.uint8)
-    assert not TableBatch(slots, [0, 1], PoolingType.SUM, buffer).knows_rows
-    assert TableBatch(slots, [1, 0, 0], PoolingType.SUM, buffer).knows_rows
-    assert not TableBatch(slots, [1, 0, 1], PoolingType.SUM, buffer).knows_rows
+    a, b = (Placed(Rect(0, 0, 4, 0, 8, name), DataType.INT8, at) for name, at in (("a", 48), ("b", 0)))
+    buffers = Buffers(torch.zeros(96, dtype=torch.uint8))
+    assert not TableBatch([a, b], PoolingType.SUM, buffers).knows_rows
+    assert TableBatch([b, a, a], PoolingType.SUM, buffers).knows_rows
+    assert not TableBatch([b, a, b], PoolingType.SUM, buffers).knows_rows
 
 
 def test_features_without_ids_do_not_hide_others() -> None:
     configs = tables(EmbeddingBagConfig, DataType.INT8, 8)
-    pieces = {c.name: (ColumnPiece(0, 8, 4096 * i),) for i, c in enumerate(configs)}
-    lookup = PooledLookup(configs, pieces, torch.zeros(3 * 4096, dtype=torch.uint8))
+    pieces = {c.name: (replace(whole_table(c), offset=4096 * i),) for i, c in enumerate(configs)}
+    lookup = PooledLookup(configs, pieces, Buffers(torch.zeros(3 * 4096, dtype=torch.uint8)))
     for lengths in ([0, 0, 1], [1, 0, 0], [0, 1, 0], [1, 0, 1]):
         ids = torch.zeros(sum(lengths), dtype=torch.int64)
         good = KeyedJaggedTensor(["fa", "fb", "fc"], ids, lengths=torch.tensor(lengths))

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from recinfer.distributed.layout.rect import Rect
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant import _tables as tables
 from recinfer.quant.bags import BagPlaces
+from recinfer.quant.buffers import Buffers, Placed
 from recinfer.quant.packing import pack_rows
 from recinfer.quant.rows import PACKED_TYPES, row_bytes
-from recinfer.quant.tbe import TableBatch, TableSlot
+from recinfer.quant.tbe import TableBatch
 
 ROWS = 90
 
@@ -30,7 +32,7 @@ class Case:
         for f, width in enumerate(widths):
             data_type = types[f % len(types)]
             packed = pack_rows(torch.randn(ROWS, width), data_type)
-            slots.append(TableSlot(f"t{f}", ROWS, width, data_type, offset))
+            slots.append(Placed(Rect(0, 0, ROWS, 0, width, f"t{f}"), data_type, offset))
             mean = int(pooling is PoolingType.MEAN)
             pieces.append((offset, ROWS, row_bytes(width, data_type), width, data_type.bits, mean))
             steps.append((f, f, column))
@@ -41,7 +43,7 @@ class Case:
         lengths = torch.randint(0, longest + 1, (len(widths) * batch,), dtype=torch.int32)
         self.ids = torch.randint(0, ROWS, (int(lengths.sum()),), dtype=torch.int64 if wide else torch.int32)
         self.offsets = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(self.ids.dtype)
-        self.op = TableBatch(slots, list(range(len(widths))), pooling, self.buffer)
+        self.op = TableBatch(slots, pooling, Buffers(self.buffer))
         self.data = b"odd" + lengths.numpy().tobytes() + self.ids.numpy().tobytes()
         self.asked: dict[str, Any] = {
             "buffer": self.buffer.numpy(),

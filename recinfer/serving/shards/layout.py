@@ -1,7 +1,8 @@
 """What each rank has of each embedding module, as both ends of the wire derive it from the same plan.
 
 A rank's *streams* are what it is sent: one for each feature and range of rows that it has. Column pieces of a table on one
-rank read the same stream. Its *pairs* (feature, shard) are what it looks up, in RankOrder's order.
+rank read the same stream. Its *pairs* (feature, rectangle) are what it looks up: the module's features in order, for each the
+rank's rectangles of its table from left to right, from top to bottom. Both ends of the wire count on that order.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from recinfer.archive.manifest import Manifest, ModuleInfo
+from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.planner.plan import Plan, TablePlan
-from recinfer.distributed.quant_layout import PackedShard, RankOrder
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 
-__all__ = ["ModuleLayout", "RankModule", "Stream", "module_layouts", "rank_shards"]
+__all__ = ["ModuleLayout", "Pair", "RankModule", "Stream", "module_layouts"]
 
 
 @dataclass(frozen=True)
@@ -33,21 +34,38 @@ class Stream:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """One feature read from one rectangle.
+
+    Attributes:
+        number: of the feature in the module.
+        feature: its name.
+        rect: which rows and columns of its table.
+        column: of the module's output, the first one that it gives.
+        stream: whose ids it takes.
+    """
+
+    number: int
+    feature: str
+    rect: Rect
+    column: int
+    stream: int
+
+
+@dataclass(frozen=True)
 class RankModule:
     """One rank's part of one module.
 
     Attributes:
-        order: its pairs and the output columns they give.
+        pairs: what it looks up.
         streams: what it is sent.
-        stream_of: of each pair, its stream.
         pooling: what the rank does to bags: MEAN where nobody else has rows of its tables and all of them are MEAN,
             else SUM, which the ranker divides; NONE for unpooled ones.
     """
 
     rank: int
-    order: RankOrder
+    pairs: tuple[Pair, ...]
     streams: tuple[Stream, ...]
-    stream_of: tuple[int, ...]
     pooling: PoolingType
 
     @property
@@ -70,56 +88,53 @@ class ModuleLayout:
         return self.info.kind == "pooled"
 
 
-def rank_shards(plan: Plan) -> dict[tuple[str, int], list[PackedShard]]:
-    """(module, rank) -> its shards, without offsets. A replicated table is asked of one rank, each of another one."""
-    found: dict[tuple[str, int], list[PackedShard]] = {}
-    for number, table in enumerate(plan.tables):
-        for rank, rect in _owned(table, number):
-            shard = PackedShard(table.table, rect[0], rect[1], rect[2], rect[3], rank, 0)
-            found.setdefault((table.module, rank), []).append(shard)
-    return found
-
-
-def _owned(table: TablePlan, number: int) -> list[tuple[int, tuple[int, int, int, int]]]:
-    rects = [(s.rank, (s.row_start, s.row_stop, s.col_start, s.col_stop)) for s in table.shards if s.rows]
-    if table.sharding_type == "data_parallel":
-        return [rects[number % len(rects)]]
-    return rects
+def _owned(table: TablePlan, number: int) -> list[Rect]:
+    """The rectangles that are asked. A replicated table is asked of one rank, each of another one."""
+    rects = [rect for rect in table.shards if rect.rows]
+    return [rects[number % len(rects)]] if table.sharding_type == "data_parallel" else rects
 
 
 def module_layouts(manifest: Manifest, plan: Plan) -> list[ModuleLayout]:
     """The layout of every module, in the manifest's order."""
-    shards = rank_shards(plan)
+    rects: dict[tuple[str, int], list[Rect]] = {}
+    for number, table in enumerate(plan.tables):
+        for rect in _owned(table, number):
+            rects.setdefault((table.module, rect.rank), []).append(rect)
     layouts = []
     for info in manifest.modules:
         configs = manifest.configs(info.path)
         ranks = {
             rank: _rank_module(rank, configs, mine, info.kind == "pooled")
-            for (path, rank), mine in sorted(shards.items())
+            for (path, rank), mine in sorted(rects.items(), key=lambda found: found[0])
             if path == info.path
         }
         layouts.append(ModuleLayout(info, configs, ranks))
     return layouts
 
 
-def _rank_module(
-    rank: int, configs: Sequence[BaseEmbeddingConfig], shards: Sequence[PackedShard], pooled: bool
-) -> RankModule:
-    order = RankOrder(configs, shards)
-    by_name = {config.name: config for config in configs}
+def _rank_module(rank: int, configs: Sequence[BaseEmbeddingConfig], rects: Sequence[Rect], pooled: bool) -> RankModule:
+    by_table: dict[str, list[Rect]] = {}
+    for rect in sorted(rects, key=lambda r: (r.col_start, r.row_start)):
+        by_table.setdefault(rect.table, []).append(rect)
+    pairs: list[Pair] = []
     streams: dict[tuple[str, int, int, bool], int] = {}
-    stream_of = []
-    for feature, shard in zip(order.names, order.shards):
-        whole = shard.rows == by_name[shard.table].num_embeddings
-        # Whole tables of two heights that read one feature share its ids: those were checked against the lower one.
-        key = (feature, 0, 0, True) if whole else (feature, shard.row_start, shard.row_stop, False)
-        stream_of.append(streams.setdefault(key, len(streams)))
+    number = column = 0
+    for config in configs:
+        for feature in config.feature_names:
+            for rect in by_table.get(config.name, ()):
+                whole = rect.rows == config.num_embeddings
+                # Whole tables of two heights that read one feature share its ids: those were checked against the lower.
+                key = (feature, 0, 0, True) if whole else (feature, rect.row_start, rect.row_stop, False)
+                stream = streams.setdefault(key, len(streams))
+                pairs.append(Pair(number, feature, rect, column + rect.col_start, stream))
+            number += 1
+            column += config.embedding_dim
     found = []
     for place, (feature, start, stop, whole) in enumerate(streams):
         if whole:
-            stop = min(s.rows for s, k in zip(order.shards, stream_of) if k == place)
+            stop = min(pair.rect.rows for pair in pairs if pair.stream == place)
         found.append(Stream(feature, start, stop, whole))
-    poolings = {by_name[shard.table].pooling for shard in shards} if pooled else {PoolingType.NONE}  # type: ignore[attr-defined]
+    poolings = {c.pooling for c in configs if c.name in by_table} if pooled else {PoolingType.NONE}  # type: ignore[attr-defined]
     means = poolings == {PoolingType.MEAN} and all(stream.whole for stream in found)
     pooling = PoolingType.NONE if not pooled else PoolingType.MEAN if means else PoolingType.SUM
-    return RankModule(rank, order, tuple(found), tuple(stream_of), pooling)
+    return RankModule(rank, tuple(pairs), tuple(found), pooling)

@@ -45,14 +45,15 @@ def pairs_of(
     bits = {config.name: config.data_type.bits for config in configs}
     pairs = []
     column = 0
-    for number, shard, stream in zip(mine.order.order, mine.order.shards, mine.stream_of):
+    for pair in mine.pairs:
+        number, rect = pair.number, pair.rect
         if firsts is None:
             to = column
         else:
-            to = firsts[number] + shard.col_start if number in firsts else -1
-        adds = firsts is not None and not mine.streams[stream].whole
-        pairs.append((shard.cols, bits[shard.table], to, adds))
-        column += shard.cols
+            to = firsts[number] + rect.col_start if number in firsts else -1
+        adds = firsts is not None and not mine.streams[pair.stream].whole
+        pairs.append((rect.cols, bits[rect.table], to, adds))
+        column += rect.cols
     return np.array(pairs, np.int64).reshape(-1, 4)
 
 

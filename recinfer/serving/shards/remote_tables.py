@@ -135,15 +135,16 @@ class RemoteTables:
         streams = [(at.get(stream.feature, -1), stream.row_start, stream.rows) for stream in mine.streams]
         runs: list[tuple[int, int, int, int]] = []
         column = 0
-        for number, shard, stream in zip(mine.order.order, mine.order.shards, mine.stream_of):
+        for pair in mine.pairs:
+            number, rect = pair.number, pair.rect
             if number in firsts:
-                run = (column, firsts[number] + shard.col_start, shard.cols, int(not mine.streams[stream].whole))
+                run = (column, firsts[number] + rect.col_start, rect.cols, int(not mine.streams[pair.stream].whole))
                 last = runs[-1] if runs else (0, 0, 0, -1)
                 if (last[0] + last[2], last[1] + last[2], last[3]) == (run[0], run[1], run[3]):
                     runs[-1] = (last[0], last[1], last[2] + run[2], run[3])
                 else:
                     runs.append(run)
-            column += shard.cols
+            column += rect.cols
         heads = [part_head(rank.rank, self._split.number, width) for width in (0, 1, 4)]
         part = (heads[0], heads[1], heads[2], np.array(streams, np.int64), rank.wide)
         pairs = pairs_of(mine, self._split.layout.configs, firsts)

@@ -59,8 +59,8 @@ class _RankSplit:
         self.wide = not narrow
         self._type = np.dtype(np.int32 if narrow else np.int64)
         self.runs, self.pairs = _runs(mine), pairs_of(mine, configs)
-        self.columns = None if mine.cuts_rows else np.array(mine.order.columns, np.intp)
-        self._num_columns = sum(shard.cols for shard in mine.order.shards)
+        self.columns = None if mine.cuts_rows else np.array(_columns(mine), np.intp)
+        self._num_columns = sum(pair.rect.cols for pair in mine.pairs)
         self._places: LruCache[tuple[str, ...], NDArray[np.intp]] = LruCache(_MAX_ORDERS)
 
     def is_answer(self, values: NDArray[Any], batch: int, offsets: NDArray[Any] | None = None) -> bool:
@@ -74,8 +74,7 @@ class _RankSplit:
                 return bool(is_packed_answer(values, self.pairs, batch))
             return values.size == batch * self._num_columns
         edges = offsets[::batch].tolist()
-        pairs = zip(self.mine.order.shards, self.mine.stream_of)
-        wanted = sum((edges[stream + 1] - edges[stream]) * shard.cols for shard, stream in pairs)
+        wanted = sum((edges[pair.stream + 1] - edges[pair.stream]) * pair.rect.cols for pair in self.mine.pairs)
         return not is_packed(values) and values.size == wanted
 
     def section_of_ones(self, bags: Bags) -> Section | None:
@@ -140,18 +139,22 @@ class _Run:
     adds: bool
 
 
+def _columns(mine: RankModule) -> list[int]:
+    """Of each column of the rank, the module's."""
+    return [column for pair in mine.pairs for column in range(pair.column, pair.column + pair.rect.cols)]
+
+
 def _runs(mine: RankModule) -> list[_Run]:
     runs: list[_Run] = []
     at = 0
-    columns = mine.order.columns
-    for shard, stream in zip(mine.order.shards, mine.stream_of):
-        to, adds = columns[at], not mine.streams[stream].whole
+    for pair in mine.pairs:
+        to, adds, cols = pair.column, not mine.streams[pair.stream].whole, pair.rect.cols
         last = runs[-1] if runs else None
         if last is not None and last.to.stop == to and last.adds == adds:
-            runs[-1] = _Run(slice(last.at.start, at + shard.cols), slice(last.to.start, to + shard.cols), adds)
+            runs[-1] = _Run(slice(last.at.start, at + cols), slice(last.to.start, to + cols), adds)
         else:
-            runs.append(_Run(slice(at, at + shard.cols), slice(to, to + shard.cols), adds))
-        at += shard.cols
+            runs.append(_Run(slice(at, at + cols), slice(to, to + cols), adds))
+        at += cols
     return runs
 
 
@@ -185,10 +188,10 @@ class ModuleSplit:
         for rank in self.ranks:
             if rank.mine.pooling is not PoolingType.SUM:
                 continue
-            for feature, shard in zip(rank.mine.order.order, rank.mine.order.shards):
-                if self._pooling(feature) is PoolingType.MEAN:
-                    first = starts[feature] + shard.col_start
-                    spans[first, shard.cols] = (feature, first, first + shard.cols)
+            for pair in rank.mine.pairs:
+                if self._pooling(pair.number) is PoolingType.MEAN:
+                    first = starts[pair.number] + pair.rect.col_start
+                    spans[first, pair.rect.cols] = (pair.number, first, first + pair.rect.cols)
         return sorted(spans.values())
 
     def _pooling(self, feature: int) -> PoolingType | None:
@@ -270,12 +273,12 @@ def _place_rows(
     """Write one rank's rows where their ids and columns stand."""
     edges = section.offsets[::batch].tolist()
     at = 0
-    for feature, shard, stream in zip(mine.order.order, mine.order.shards, mine.stream_of):
-        first, last = edges[stream], edges[stream + 1]
-        size = (last - first) * shard.cols
-        values = flat[at : at + size].reshape(last - first, shard.cols)
+    for pair in mine.pairs:
+        rect, first, last = pair.rect, edges[pair.stream], edges[pair.stream + 1]
+        size = (last - first) * rect.cols
+        values = flat[at : at + size].reshape(last - first, rect.cols)
         at += size
-        target = rows[feature][:, shard.col_start : shard.col_stop]
+        target = rows[pair.number][:, rect.col_start : rect.col_stop]
         if section.positions is None:
             target[:] = values
         else:

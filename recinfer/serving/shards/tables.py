@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,12 +23,15 @@ from recinfer.archive.delta import Delta, patch_rows, read_delta, with_delta
 from recinfer.archive.manifest import Manifest
 from recinfer.archive.mapping import MappedShards
 from recinfer.archive.reader import Archive, open_archive
-from recinfer.distributed.quant_layout import PackedShard, RankLayout
+from recinfer.distributed.layout.rect import Rect
 from recinfer.errors import InputError, NotFoundError, NotPreparedError
 from recinfer.inference.bags import Bags, offsets_of
 from recinfer.inference.direct import DirectPieces
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.bags import BagPlaces
+from recinfer.quant.buffers import Buffers
+from recinfer.quant.lookup import SequenceTables
+from recinfer.quant.tbe import TableBatch
 from recinfer.serving.shards._ranks import read_find
 from recinfer.serving.shards.layout import ModuleLayout, RankModule, module_layouts
 from recinfer.serving.shards.messages import (
@@ -71,33 +74,30 @@ class _RankTables:
 
     def __init__(self, layout: ModuleLayout, mine: RankModule, mapped: MappedShards) -> None:
         self._pooled, self._streams = layout.pooled, len(mine.streams)
-        self._stream_of = None if mine.stream_of == tuple(range(self._streams)) else mine.stream_of
-        shards = list(dict.fromkeys(mine.order.shards))
-        here = {_place(s): s.offset for s in mapped.module_shards[layout.info.path]}
-        placed = [replace(shard, offset=here[_place(shard)]) for shard in shards]
-        self._layout = RankLayout(
-            layout.configs, placed, mapped.buffer, pooled=layout.pooled, row_alignment=1, pooling=mine.pooling
-        )
-        self._cols = [shard.cols for shard in mine.order.shards]
+        stream_of = tuple(pair.stream for pair in mine.pairs)
+        self._stream_of = None if stream_of == tuple(range(self._streams)) else stream_of
+        here = {_place(shard.rect): shard for shard in mapped.module_shards[layout.info.path]}
+        reads, buffers = [here[_place(pair.rect)] for pair in mine.pairs], Buffers(mapped.buffer)
+        self._cols = [read.rect.cols for read in reads]
         self._rows = np.array([stream.rows for stream in mine.streams], np.uint64)
         self._least = int(self._rows.min())
         self._weighted = layout.info.is_weighted
         self._names = tuple(map(str, range(self._streams)))
-        # Past nn.Module's call machinery; where the op refuses ids beyond the rows by itself, only that is needed (it
-        # takes -1 for a row that was pruned away: no bag gets anything of it).
-        self._op = self._layout.batches[0].forward
-        self._op_checks = layout.pooled and self._layout.batches[0].knows_rows
+        self._rank_sums = TableBatch(reads, mine.pooling, buffers) if self._pooled else None
+        self._rank_rows = None if self._pooled else SequenceTables(reads, stream_of, buffers)
+        # The op refuses ids beyond the rows by itself (it takes -1 for a row that was pruned away: no bag gets anything
+        # of it).
+        self._op_checks = self._rank_sums is not None and self._rank_sums.knows_rows
         self.columns = sum(self._cols)
         self.direct = self._direct(mine)
 
     def _direct(self, mine: RankModule) -> _DirectRank | None:
         """For small requests of pooled, unweighted modules."""
-        if not self._pooled or self._weighted:
+        if self._rank_sums is None or self._weighted:
             return None
-        batch = self._layout.batches[0]
-        pieces = DirectPieces(batch, [mine.pooling is PoolingType.MEAN] * len(self._cols))
+        pieces = DirectPieces(self._rank_sums, [mine.pooling is PoolingType.MEAN] * len(self._cols))
         columns = [0, *accumulate(self._cols)][:-1]
-        steps = [(stream, piece, column) for piece, (stream, column) in enumerate(zip(mine.stream_of, columns))]
+        steps = [(pair.stream, piece, column) for piece, (pair, column) in enumerate(zip(mine.pairs, columns))]
         return _DirectRank(pieces, np.array(steps, np.int64).reshape(-1, 3))
 
     @property
@@ -116,42 +116,41 @@ class _RankTables:
             raise InputError(_BEYOND)
         if self._weighted != (part.weights is not None) and part.ids.size:
             raise InputError(f"weights: {'expected' if self._weighted else 'got'} weights for this module")
-        if self._stream_of is not None:
-            bags = _taken(bags, self._stream_of)
-        return [self._sums(bags)] if self._pooled else self._sequences(bags)
+        if self._rank_rows is not None:
+            return self._sequences(self._rank_rows, bags)
+        assert self._rank_sums is not None, "tables are pooled or not"
+        return [self._sums(self._rank_sums, bags if self._stream_of is None else _taken(bags, self._stream_of))]
 
     def _are_low(self, ids: NDArray[Any]) -> bool:
         """Whether all ids are below every table's rows: one pass that mostly settles it for tables of one height."""
         unsigned = np.uint64 if ids.dtype == np.int64 else np.uint32
         return not ids.size or int(ids.view(unsigned).max()) < self._least
 
-    def _sums(self, bags: Bags) -> NDArray[Any]:
+    def _sums(self, batch: TableBatch, bags: Bags) -> NDArray[Any]:
         weights = None if bags.weights is None else torch.from_numpy(bags.weights)
         if self._weighted and weights is None:
             weights = torch.empty(0)
-        layout = self._layout
-        try:
-            out_BD = self._op(torch.from_numpy(bags.values), torch.from_numpy(bags.offsets), weights)
+        try:  # forward: past nn.Module's call machinery
+            out_BD = batch.forward(torch.from_numpy(bags.values), torch.from_numpy(bags.offsets), weights)
         except RuntimeError as error:  # the op's word for an id beyond its rows
             raise InputError(f"{_BEYOND} ({str(error)[:100]})") from None
-        found: NDArray[Any] = (out_BD if layout.real is None else out_BD.index_select(1, layout.real)).numpy()
+        found: NDArray[Any] = batch.without_padding(out_BD).numpy()
         return found
 
-    def _sequences(self, bags: Bags) -> list[NDArray[Any]]:
-        layout = self._layout
+    def _sequences(self, tables: SequenceTables, bags: Bags) -> list[NDArray[Any]]:
         out: list[Any] = [None] * len(self._cols)
-        for table_batch, members in zip(layout.batches, layout.members):
-            chosen = range(len(self._cols)) if members is None else members
-            mine = bags if members is None else _taken(bags, members)
-            rows = table_batch(torch.from_numpy(mine.values), torch.from_numpy(mine.offsets)).numpy()
+        for batch, reads, streams in tables.calls:
+            mine = bags if streams is None else _taken(bags, streams)
+            rows = batch(torch.from_numpy(mine.values), torch.from_numpy(mine.offsets)).numpy()
             edges = mine.offsets[:: mine.batch].tolist()
-            for place, pair in enumerate(chosen):
+            for place, pair in enumerate(reads):
                 out[pair] = rows[edges[place] : edges[place + 1], : self._cols[pair]]
         return out
 
 
-def _place(shard: PackedShard) -> tuple[str, int, int]:
-    return shard.table, shard.row_start, shard.col_start
+def _place(rect: Rect) -> tuple[str, int, int]:
+    """Whichever rank has it: replicas are mapped once."""
+    return rect.table, rect.row_start, rect.col_start
 
 
 def _taken(bags: Bags, chosen: Sequence[int]) -> Bags:

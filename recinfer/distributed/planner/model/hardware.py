@@ -1,6 +1,6 @@
 """A machine's measured figures as data: what a quantized lookup costs there, for the inference estimator.
 
-``recinfer.distributed.calibrate`` measures them; this file only knows how to keep, interpolate and check them.
+``recinfer.distributed.quant.measure`` measures them; this file only knows how to keep, interpolate and check them.
 """
 
 from __future__ import annotations

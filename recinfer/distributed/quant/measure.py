@@ -1,26 +1,24 @@
-"""Measures this machine for the planner: lookups by precision, row size and table size, memory and copy bandwidths."""
+"""Measures this machine's lookups for the planner, by precision, row size, bag length and size of the tables."""
 
 from __future__ import annotations
 
 import logging
-import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from recinfer.distributed.planner.model.estimates import packed_row_bytes, row_alignment
 from recinfer.distributed.planner.model.hardware import FEATURES_PER_CALL, Company, HardwareProfile, LookupGrid
+from recinfer.distributed.quant.measure_machine import copies_per_ms, memory_per_ms, processor
 from recinfer.distributed.timings import Call, Timings
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
-from recinfer.quant.collection import SLACK_BYTES
+from recinfer.quant.buffers import SLACK_BYTES, Buffers, whole_table
 from recinfer.quant.embedding_modules import EmbeddingBagCollection
-from recinfer.quant.lookup import ColumnPiece, PooledLookup
+from recinfer.quant.lookup import PooledLookup
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["calibrate", "random_module", "random_request"]
@@ -156,17 +154,17 @@ def _calibrated(
             torch.get_num_threads(),
         )
     on_cpu = device == "cpu"
-    copies = _copies(device, measure.synchronize)
+    copies = copies_per_ms(device, measure.synchronize)
     call_ms, feature_ms = measure.overheads()
     profile = HardwareProfile(
         device=device,
-        name=torch.cuda.get_device_name() if device == "cuda" else _processor(),
+        name=torch.cuda.get_device_name() if device == "cuda" else processor(),
         threads=torch.get_num_threads(),
         call_ms=call_ms,
         feature_ms=feature_ms,
         grids={p.bits: measure.grid(p) for p in precisions},
-        memory_bytes_per_ms=_memory_bandwidth(torch.device("cpu"), lambda: None),
-        device_memory_bytes_per_ms=0.0 if on_cpu else _memory_bandwidth(torch.device(device), measure.synchronize),
+        memory_bytes_per_ms=memory_per_ms(torch.device("cpu"), lambda: None),
+        device_memory_bytes_per_ms=0.0 if on_cpu else memory_per_ms(torch.device(device), measure.synchronize),
         host_to_device_bytes_per_ms=copies[0],
         device_to_device_bytes_per_ms=copies[1],
         write_ns=measure.writes(),
@@ -182,7 +180,8 @@ class _Measure:
     def __init__(self, device: str, sets: tuple[int, ...]) -> None:
         self.device, self.sets = device, sets
         self.synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-        self._buffer = torch.full((max(sets) + SLACK_BYTES,), _FILL, dtype=torch.uint8, device=device)
+        rows = torch.full((max(sets) + SLACK_BYTES,), _FILL, dtype=torch.uint8, device=device)
+        self._buffers = Buffers(rows, row_alignment=row_alignment(device))
         self._timings = Timings(self.synchronize, on_device=device != "cpu")
         self._mixed: list[tuple[_Mixed, Call]] = []
         self._first = _PRECISIONS[0]
@@ -303,9 +302,7 @@ class _Measure:
         """Features that each read ``bags`` bags of ``ids`` uniform ids, all from the first rows of the buffer."""
         features = [f"f{i}" for i in range(len(rows))]
         table = _config("t0", rows[0], dim, precision, features)
-        lookup = PooledLookup(
-            [table], {"t0": [ColumnPiece(0, dim, 0)]}, self._buffer, row_alignment=row_alignment(self.device)
-        )
+        lookup = PooledLookup([table], {"t0": [whole_table(table)]}, self._buffers)
 
         pooling = [ids] * len(rows)
         return lookup, lambda seed: random_request(rows, pooling, bags, self.device, seed)
@@ -370,42 +367,3 @@ def _lengths(mean: float, num: int, generator: torch.Generator) -> torch.Tensor:
     low = int(mean)
     lengths = torch.full((num,), low, dtype=torch.int32)
     return lengths if mean == low else lengths + (torch.rand(num, generator=generator) < mean - low).int()
-
-
-def _fastest_ms(call: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    times = []
-    for _ in range(12):
-        begin = time.perf_counter()
-        call()
-        synchronize()
-        times.append((time.perf_counter() - begin) * 1e3)
-    return min(times)
-
-
-def _memory_bandwidth(device: torch.device, synchronize: Callable[[], None]) -> float:
-    """Bytes per millisecond of reading a large tensor once."""
-    data = torch.ones(1 << 25, dtype=torch.float32, device=device)
-    return data.nbytes / _fastest_ms(data.sum, synchronize)
-
-
-def _copies(device: str, synchronize: Callable[[], None]) -> tuple[float, float]:
-    """(host to device, device to device) bytes per millisecond; 0 where there is nothing to measure."""
-    if device != "cuda":
-        return 0.0, 0.0
-    host = torch.ones(1 << 24, dtype=torch.float32).pin_memory()
-    there = host.to("cuda:0")
-    up = host.nbytes / _fastest_ms(lambda: there.copy_(host, non_blocking=True), synchronize)
-    if torch.cuda.device_count() < 2:
-        return up, 0.0
-    other = torch.empty_like(there, device="cuda:1")
-    return up, host.nbytes / _fastest_ms(lambda: other.copy_(there, non_blocking=True), synchronize)
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

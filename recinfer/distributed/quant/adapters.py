@@ -1,8 +1,7 @@
-"""Grouped lookups of packed shards on the devices of one process, and the sharding that feeds and joins them.
+"""TorchRec's names for grouped lookups of packed shards on the devices of one process.
 
-TorchRec's names for what :mod:`recinfer.distributed.quant_embeddingbag` does at once: one lookup a device, each holding
-its rectangles' packed rows, between a copy of ids to the devices and a copy of vectors back. The layout is the one that
-training uses, the op is the one that serving uses.
+Nothing is done here: rows lie and are looked up as :class:`recinfer.distributed.quant.runtime.RankLookup` has it, and these
+classes say so in TorchRec's words, with the packed rows as their state.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import abc
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,19 +20,14 @@ from recinfer.distributed.embedding_types import (
     BaseGroupedFeatureProcessor,
     GroupedEmbeddingConfig,
     KJTList,
-    ShardedEmbeddingTable,
 )
 from recinfer.distributed.fused_params import output_dtype_of
-from recinfer.distributed.quant_buffers import allocate_shards, rows_view
-from recinfer.distributed.quant_layout import PackedShard, slot_of
-from recinfer.distributed.quant_placement import memory_of
+from recinfer.distributed.quant.runtime import RankLookup, tables_of
 from recinfer.distributed.types import rank_device
 from recinfer.errors import CheckpointError, ConfigError
-from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.arranger import FeatureArranger
-from recinfer.quant.collection import row_alignment_for
-from recinfer.quant.rows import padded_dim
-from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen, TableBatch
+from recinfer.quant.buffers import allocate
+from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
@@ -46,70 +39,31 @@ __all__ = [
 ]
 
 
-class _PackedGroup:
-    """The shards of one grouped config behind one op call, their packed rows where its compute kernels say."""
-
-    def __init__(
-        self,
-        config: GroupedEmbeddingConfig,
-        pooling: PoolingType,
-        device: torch.device,
-        fused_params: Mapping[str, Any] | None,
-        processed: bool,
-    ) -> None:
-        self.config = config
-        self.is_weighted = config.is_weighted or processed
-        self.alignment = row_alignment_for(device)
-        types = {table.name: table.data_type for table in config.embedding_tables}
-        shards = [
-            PackedShard(t.name, 0, t.local_rows, 0, t.local_cols, 0, 0, memory_of(t.compute_kernel))
-            for t in config.embedding_tables
-        ]
-        buffer, managed, self.shards = allocate_shards(types, shards, device, self.alignment)
-        slots = [slot_of(shard, types[shard.table], managed) for shard in self.shards]
-        self.of_feature = [i for i, t in enumerate(config.embedding_tables) for _ in t.feature_names]
-        dtype = output_dtype_of({**(fused_params or {}), **(config.fused_params or {})})
-        self.batch = TableBatch(
-            slots,
-            self.of_feature,
-            pooling,
-            buffer,
-            row_alignment=self.alignment,
-            output_dtype=dtype,
-            managed=managed,
-        )
-        names = [f for t in config.embedding_tables for f in t.feature_names]
-        self.arranger = FeatureArranger(names, [slots[i].rows for i in self.of_feature])
-        self.rows = [rows_view(shard, types[shard.table], buffer, managed, self.alignment) for shard in self.shards]
-        dims = [(slots[i].dim, padded_dim(slots[i].dim, slots[i].data_type)) for i in self.of_feature]
-        ends = list(accumulate((padded for _, padded in dims), initial=0))
-        real = [at + c for at, (dim, _) in zip(ends, dims) for c in range(dim)]
-        self.real = None if len(real) == ends[-1] or pooling is PoolingType.NONE else torch.tensor(real, device=device)
-        self.dim = slots[0].dim if slots else 0
-
-    def __call__(self, features: KeyedJaggedTensor) -> Tensor:
-        self.arranger.check(features)
-        weights = features.weights_or_none() if self.is_weighted else None
-        out = self.batch(features.values(), features.offsets(), weights)
-        if self.batch.pooling is PoolingType.NONE:
-            return out[:, : self.dim]
-        return out if self.real is None else out.index_select(1, self.real)
-
-
 class InferGroupedLookupMixin(abc.ABC):
     """State of lookups that hold packed rows: ``<table>.weight``, uint8 ``[rows, bytes of a row]``.
 
-    Packed rows are buffers: there is nothing to train. Where a device holds several pieces of a table, their names are
+    Packed rows are buffers: there is nothing to train. Where several pieces of a table are held, their names are
     ``<table>.weight``, ``<table>.weight_1`` and so on.
     """
 
     @abc.abstractmethod
+    def _ranks(self) -> list[RankLookup]:
+        """Of each device."""
+
     def _packed(self) -> list[tuple[str, Tensor]]:
         """Name and packed rows of every piece."""
+        seen: dict[str, int] = {}
+        result = []
+        for rank in self._ranks():
+            for placed in rank.tables:
+                table = placed.rect.table
+                count = seen[table] = seen.get(table, -1) + 1
+                result.append((f"{table}.weight" + (f"_{count}" if count else ""), rank.buffers.rows(placed)))
+        return result
 
-    @abc.abstractmethod
-    def _rows_changed(self) -> None:
-        """The rows were written."""
+    def get_tbes_to_register(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
+        """FBGEMM's modules over the same bytes, and what they look up."""
+        return {group.batch.fbgemm_module(): group.config for rank in self._ranks() for group in rank.groups}
 
     def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -142,14 +96,20 @@ class InferGroupedLookupMixin(abc.ABC):
         for name, rows in own.items():
             if name in state_dict:
                 rows.copy_(state_dict[name])
-        self._rows_changed()
+        for rank in self._ranks():
+            for group in rank.groups:
+                group.batch.forget_cached()
         return _IncompatibleKeys(missing, unexpected)
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """None: packed rows are buffers."""
         yield from ()
 
-    def named_buffers(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Name and packed rows of every piece."""
         for name, rows in self._packed():
             yield f"{prefix}.{name}" if prefix else name, rows
@@ -167,51 +127,21 @@ class _MetaLookup(InferGroupedLookupMixin, nn.Module):  # type: ignore[misc]
         processed: bool = False,
     ) -> None:
         nn.Module.__init__(self)
-        device = torch.device(device or "cpu")
-        self.__dict__["_groups"] = [
-            _PackedGroup(c, c.pooling if pooled else PoolingType.NONE, device, fused_params, processed)
-            for c in grouped_configs
-        ]
-        self._splits = [config.num_features() for config in grouped_configs]
-        self._device = device
+        buffers, placed = allocate(tables_of(grouped_configs), torch.device(device or "cpu"))
+        self.rank = RankLookup(
+            grouped_configs,
+            placed,
+            buffers,
+            pooled=pooled,
+            is_weighted=processed,
+            output_dtype=lambda group: output_dtype_of({**(fused_params or {}), **(group.fused_params or {})}),
+        )
+        tables = [table for group in grouped_configs for table in group.embedding_tables]
+        names = [feature for table in tables for feature in table.feature_names]
+        self._arranger = FeatureArranger(names, [table.local_rows for table in tables for _ in table.feature_names])
 
-    @property
-    def pieces(self) -> list[tuple[ShardedEmbeddingTable, Tensor]]:
-        """Every piece and its packed rows."""
-        return [p for group in self.__dict__["_groups"] for p in zip(group.config.embedding_tables, group.rows)]
-
-    def _packed(self) -> list[tuple[str, Tensor]]:
-        seen: dict[str, int] = {}
-        result = []
-        for table, rows in self.pieces:
-            count = seen[table.name] = seen.get(table.name, -1) + 1
-            result.append((f"{table.name}.weight" + (f"_{count}" if count else ""), rows))
-        return result
-
-    def _rows_changed(self) -> None:
-        for group in self.__dict__["_groups"]:
-            group.batch.forget_cached()
-
-    def _parts(self, features: KeyedJaggedTensor) -> list[Tensor]:
-        groups = self.__dict__["_groups"]
-        parts = [features] if len(groups) == 1 else features.split(self._splits)
-        return [group(part) for group, part in zip(groups, parts)]
-
-    def get_tbes_to_register(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
-        """FBGEMM's modules over the same bytes, and what they look up."""
-        return {group.batch.fbgemm_module(): group.config for group in self.__dict__["_groups"]}
-
-    def named_parameters(  # type: ignore[override]
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """None: packed rows are buffers."""
-        return InferGroupedLookupMixin.named_parameters(self, prefix, recurse)
-
-    def named_buffers(  # type: ignore[override]
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Name and packed rows of every piece."""
-        return InferGroupedLookupMixin.named_buffers(self, prefix, recurse)
+    def _ranks(self) -> list[RankLookup]:
+        return [self.rank]
 
 
 class MetaInferGroupedPooledEmbeddingsLookup(_MetaLookup):
@@ -244,8 +174,8 @@ class MetaInferGroupedPooledEmbeddingsLookup(_MetaLookup):
         """
         if self._feature_processor is not None:
             sparse_features = self._feature_processor(sparse_features)
-        parts = self._parts(sparse_features)
-        return torch.cat(parts, dim=1) if parts else torch.empty(sparse_features.stride(), 0, device=self._device)
+        self._arranger.check(sparse_features)
+        return self.rank.pooled(sparse_features)
 
 
 class MetaInferGroupedEmbeddingsLookup(_MetaLookup):
@@ -268,8 +198,9 @@ class MetaInferGroupedEmbeddingsLookup(_MetaLookup):
         Raises:
             InputError: an id beyond a table's rows.
         """
-        parts = self._parts(sparse_features)
-        return torch.cat(parts) if parts else torch.empty(0, 0, device=self._device)
+        self._arranger.check(sparse_features)
+        parts = self.rank(sparse_features)
+        return torch.cat(parts) if parts else torch.empty(0, 0, device=self.rank.buffers.device)
 
 
 class _InferLookup(InferGroupedLookupMixin, BaseEmbeddingLookup[KJTList, list[Tensor]]):  # type: ignore[misc]
@@ -305,22 +236,8 @@ class _InferLookup(InferGroupedLookupMixin, BaseEmbeddingLookup[KJTList, list[Te
         """Every device's vectors, on that device."""
         return [lookup(features) for lookup, features in zip(self.lookups, sparse_features)]
 
-    def _packed(self) -> list[tuple[str, Tensor]]:
-        # Pieces of one table on several devices are told apart as several pieces on one device are.
-        seen: dict[str, int] = {}
-        result = []
-        for table, rows in (piece for lookup in self.lookups for piece in lookup.pieces):
-            count = seen[table.name] = seen.get(table.name, -1) + 1
-            result.append((f"{table.name}.weight" + (f"_{count}" if count else ""), rows))
-        return result
-
-    def _rows_changed(self) -> None:
-        for lookup in self.lookups:
-            lookup._rows_changed()
-
-    def get_tbes_to_register(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
-        """FBGEMM's modules of all devices, and what they look up."""
-        return {tbe: config for lookup in self.lookups for tbe, config in lookup.get_tbes_to_register().items()}
+    def _ranks(self) -> list[RankLookup]:
+        return [lookup.rank for lookup in self.lookups]
 
 
 class InferGroupedPooledEmbeddingsLookup(_InferLookup):

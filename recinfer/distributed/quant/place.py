@@ -1,0 +1,231 @@
+"""Where the rows of sharded quantized tables are: cut from a quantized module, or packed in an archive's mapping.
+
+There are two rules of placement: an archive's pages lie where :mod:`recinfer.archive.mapping` maps them, all other rows
+where :func:`recinfer.quant.buffers.allocate` puts them. On one CPU host the ranks' rectangles are merged into whole
+columns where they are neighbours in memory, so that all ranks are one lookup: nothing is cut, sent or added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recinfer.distributed.embedding_types import (
+    EmbeddingComputeKernel,
+    EmbeddingLocation,
+    compute_kernel_to_embedding_location,
+)
+from recinfer.distributed.layout.cuts import column_unit
+from recinfer.distributed.layout.edges import rects_of
+from recinfer.distributed.layout.rect import Rect, Strip, tile
+from recinfer.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from recinfer.errors import ConfigError, NotFoundError
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig
+from recinfer.quant.buffers import Buffers, Memory, Placed, allocate, whole_table
+from recinfer.quant.rows import join_packed_columns, row_bytes, slice_packed_columns
+
+__all__ = ["PackedTables", "WholeTables", "kernel_of", "memory_of", "place_buffer", "place_module"]
+
+_MEMORY: dict[EmbeddingLocation, Memory] = {
+    EmbeddingLocation.DEVICE: "near",
+    EmbeddingLocation.MANAGED: "managed",
+    EmbeddingLocation.MANAGED_CACHING: "cached",
+}
+_KERNELS = {
+    "near": EmbeddingComputeKernel.QUANT,
+    "managed": EmbeddingComputeKernel.QUANT_UVM,
+    "cached": EmbeddingComputeKernel.QUANT_UVM_CACHING,
+}
+_JOIN_BYTES = 8 << 20  # of whole rows a step: temporary memory stays bounded
+
+
+def kernel_of(memory: Memory) -> EmbeddingComputeKernel:
+    """The compute kernel that reads rows from ``memory``."""
+    return _KERNELS[memory]
+
+
+def memory_of(kernel: EmbeddingComputeKernel | str) -> Memory:
+    """Where a GPU keeps the rows that a compute kernel (of a plan) reads."""
+    return _MEMORY[compute_kernel_to_embedding_location(EmbeddingComputeKernel(kernel))]
+
+
+@dataclass(frozen=True, eq=False)
+class WholeTables:
+    """Whole columns of every table in this host's memory: table -> its pieces in ``buffers``."""
+
+    pieces: Mapping[str, Sequence[Placed]]
+    buffers: Buffers
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTables:
+    """Tables cut over ranks, and where their packed rows are.
+
+    Attributes:
+        shards: every shard that has rows; of a replicated table the one that is asked.
+        rows_of: a shard's packed rows, uint8 ``[rows, row bytes]`` at row alignment 1, on CPU.
+        devices: rank -> device.
+        buffers: what the shards' offsets count in, on CPU; None: shards are cut from whole tables on demand.
+        whole: for one lookup of all ranks; None where each rank looks up its own.
+    """
+
+    shards: tuple[Placed, ...]
+    rows_of: Callable[[Placed], Tensor]
+    devices: Mapping[int, torch.device]
+    buffers: Buffers | None
+    whole: WholeTables | None
+
+
+def place_module(
+    module: Any, params: Mapping[str, ParameterSharding], env: ShardingEnv, *, fused: bool | None
+) -> PackedTables:
+    """The tables of a quantized collection of ours, cut as ``params`` say; nothing is copied for ranks on the CPU.
+
+    Raises:
+        ConfigError: a table has no plan, or shards that do not tile it.
+    """
+    pooled = hasattr(module, "embedding_bag_configs")
+    configs = {c.name: c for c in (module.embedding_bag_configs() if pooled else module.embedding_configs())}
+    missing = [name for name in configs if name not in params]
+    if missing:
+        raise ConfigError(f"tables {', '.join(missing)} have no sharding; the plan has: {', '.join(sorted(params))}")
+    shards = [
+        Placed(rect, config.data_type, memory=memory_of(params[name].compute_kernel))
+        for name, config in configs.items()
+        for strip in _planned(config, params[name], env.world_size)
+        for rect in strip.rects
+    ]
+
+    def rows_of(shard: Placed) -> Tensor:
+        rect, dim = shard.rect, configs[shard.rect.table].embedding_dim
+        rows = module.packed_table(rect.table)[rect.row_start : rect.row_stop].cpu()
+        return slice_packed_columns(rows, dim, shard.data_type, rect.col_start, rect.col_stop)
+
+    devices = _rank_devices(params, env)
+    whole = None
+    if fused is not False and all(d.type in ("cpu", "meta") for d in [*devices.values(), module.device]):
+        # Whole rows stay where the unsharded module has them: the ranks of one host share memory.
+        whole = WholeTables({name: (placed,) for name, placed in module.placed.items()}, module.storage)
+    return PackedTables(tuple(shards), rows_of, devices, None, whole)
+
+
+def _planned(config: BaseEmbeddingConfig, sharding: ParameterSharding, world_size: int) -> tuple[Strip, ...]:
+    rows, cols = config.num_embeddings, config.embedding_dim
+    return tile(
+        config.name,
+        rows,
+        cols,
+        rects_of(config.name, rows, cols, sharding, world_size),
+        world_size=world_size,
+        column_unit=column_unit(config.data_type),
+        replicated=sharding.sharding_type == ShardingType.DATA_PARALLEL.value,
+    )
+
+
+def _rank_devices(params: Mapping[str, ParameterSharding], env: ShardingEnv) -> dict[int, torch.device]:
+    """Rank -> device, read from the shards' placements; CPU where a placement names none."""
+    devices = {rank: torch.device("cpu") for rank in range(env.world_size)}
+    for sharding in params.values():
+        for piece in getattr(sharding.sharding_spec, "shards", []):
+            if piece.placement is not None and piece.placement.device() is not None:
+                devices[piece.placement.rank()] = piece.placement.device()
+    return devices
+
+
+def place_buffer(
+    tables: Sequence[BaseEmbeddingConfig],
+    shards: Sequence[Placed],
+    buffer: Tensor,
+    *,
+    world_size: int,
+    device: torch.device | str,
+    fused: bool | None,
+    kernels: Mapping[str, str] | None,
+    join_columns: bool,
+) -> PackedTables:
+    """Packed shards that lie in ``buffer`` (an archive's mapping); see ``from_packed`` of the sharded collections.
+
+    Raises:
+        ConfigError: the shards of a table do not tile it, or one does not lie in ``buffer`` or is on no rank.
+        NotFoundError: shards of unknown tables.
+    """
+    by_rect: dict[str, dict[Rect, Placed]] = {config.name: {} for config in tables}
+    unknown = sorted({s.rect.table for s in shards} - by_rect.keys())
+    if unknown:
+        raise NotFoundError(f"shards of unknown tables {', '.join(unknown)}; there are: {', '.join(sorted(by_rect))}")
+    memory = {table: memory_of(kernel) for table, kernel in (kernels or {}).items()}
+    rects: dict[str, list[Rect]] = {config.name: [] for config in tables}
+    for shard in shards:
+        table = shard.rect.table
+        rects[table].append(shard.rect)
+        by_rect[table][shard.rect] = replace(shard, memory=memory.get(table, "near"))
+    strips = {
+        c.name: tile(c.name, c.num_embeddings, c.embedding_dim, rects[c.name], world_size=world_size) for c in tables
+    }
+    for shard in shards:
+        end = shard.offset + shard.bytes()
+        if shard.offset < 0 or end > buffer.numel():
+            raise ConfigError(
+                f"shard {shard.rect.text} is bytes {shard.offset}:{end} of a buffer of {buffer.numel()}; give the "
+                "buffer that the offsets were made for"
+            )
+    placed = [by_rect[name][rect] for name, found in strips.items() for strip in found for rect in strip.rects]
+    kind, here = torch.device(device).type, Buffers(buffer)
+    devices = {r: torch.device("cpu") if kind == "cpu" else torch.device(kind, r) for r in range(world_size)}
+    whole = _merged(strips, by_rect, here) if kind == "cpu" and fused is not False else None
+    if whole is not None and join_columns:
+        whole = _joined(tables, whole)
+    return PackedTables(tuple(placed), here.rows, devices, here, whole)
+
+
+def _merged(
+    strips: Mapping[str, Sequence[Strip]], by_rect: Mapping[str, Mapping[Rect, Placed]], buffers: Buffers
+) -> WholeTables | None:
+    """Whole columns of every table, where the row pieces of each are neighbours in memory; else None."""
+    pieces: dict[str, list[Placed]] = {}
+    for name, of_table in strips.items():
+        for strip in of_table:
+            first, *others = (by_rect[name][rect] for rect in strip.rects)
+            width = first.row_bytes()
+            if any(other.offset != first.offset + other.rect.row_start * width for other in others):
+                return None
+            whole = replace(first.rect, row_stop=strip.edges[-1])
+            pieces.setdefault(name, []).append(replace(first, rect=whole, memory="near"))
+    return WholeTables(pieces, buffers)
+
+
+def _joined(configs: Sequence[BaseEmbeddingConfig], whole: WholeTables) -> WholeTables:
+    """Tables that are cut by columns put together again.
+
+    A cut table costs a row's cache misses once a piece, and its ids once more for the op to read. Whole rows cost
+    their bytes a second time, in memory that no other process shares. Where the uncut tables are no more than the cut
+    ones, all move: the op checks ids itself only where all tables lie in one buffer, in order.
+    """
+    tables = {c.name: whole_table(c) for c in configs}
+    cut = [c for c in configs if len(whole.pieces[c.name]) > 1]
+    if not cut:
+        return whole
+    all_move = sum(t.bytes() for t in tables.values()) <= 2 * sum(tables[c.name].bytes() for c in cut)
+    new, joined = allocate([tables[c.name] for c in (configs if all_move else cut)], whole.buffers.device)
+    by_name = {c.name: c for c in configs}
+    for table in joined:
+        _join(by_name[table.rect.table], whole, new.rows(table))
+    if all_move:
+        return WholeTables({table.rect.table: (table,) for table in joined}, new)
+    beside = {table.rect.table: (replace(table, memory="managed"),) for table in joined}
+    return WholeTables({**whole.pieces, **beside}, Buffers(whole.buffers.near, new.near))
+
+
+def _join(config: BaseEmbeddingConfig, whole: WholeTables, out_RP: Tensor) -> None:
+    """Packed rows from their pieces, some at a time."""
+    pieces = [(p.rect.col_start, p.rect.col_stop, whole.buffers.rows(p)) for p in whole.pieces[config.name]]
+    step = max(1, _JOIN_BYTES // row_bytes(config.embedding_dim, config.data_type))
+    for first in range(0, len(out_RP), step):
+        parts = [(start, stop, rows[first : first + step]) for start, stop, rows in pieces]
+        out_RP[first : first + step] = join_packed_columns(
+            parts, config.embedding_dim, config.data_type, table=config.name, first_row=first
+        )

@@ -1,0 +1,206 @@
+"""The steps of quantized tables over the devices of one process: ids to the devices, lookups there, vectors back.
+
+Ids are dealt to the rectangles and vectors put together as training does it; copies between devices stand where training
+has collectives, FBGEMM's op over packed rows where it has kernels that learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recinfer.distributed.dist_one import EmbeddingsAllToOne, sent_to
+from recinfer.distributed.embedding_sharding import (
+    BaseEmbeddingDist,
+    BaseSparseFeaturesDist,
+    EmbeddingShardingContext,
+)
+from recinfer.distributed.embedding_types import GroupedEmbeddingConfig, KJTList
+from recinfer.distributed.layout.rect import Rect
+from recinfer.distributed.quant.place import memory_of
+from recinfer.distributed.sharding.features import ShardFeaturesDist
+from recinfer.distributed.sharding.layout import ShardLayout
+from recinfer.distributed.sharding.pooled import PooledContext, ShardPooledDist
+from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext, ShardSequenceDist
+from recinfer.errors import ConfigError
+from recinfer.modules.embedding_configs import PoolingType
+from recinfer.quant.buffers import Buffers, Placed
+from recinfer.quant.tbe import TableBatch
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = [
+    "FeaturesToDevices",
+    "GroupLookup",
+    "PooledFromDevices",
+    "RankLookup",
+    "RowsFromDevices",
+    "check_devices",
+    "tables_of",
+]
+
+
+def check_devices(devices: Mapping[int, torch.device]) -> None:
+    """Refuse a plan that asks for GPUs this machine does not have."""
+    have = torch.cuda.device_count()
+    for rank, device in sorted(devices.items()):
+        if device.type == "cuda" and (device.index or 0) >= have:
+            raise ConfigError(
+                f"rank {rank} is planned on {device}, but this machine has {have} CUDA devices; "
+                "plan for that many ranks, or for compute_device='cpu'"
+            )
+
+
+# ---------------------------------------------------------------- lookups
+
+
+def tables_of(groups: Sequence[GroupedEmbeddingConfig]) -> list[Placed]:
+    """The rectangles that groups read, in their order, at no place yet, and nobody knows where in their tables."""
+    return [
+        Placed(Rect(0, 0, t.local_rows, 0, t.local_cols, t.name), t.data_type, memory=memory_of(t.compute_kernel))
+        for group in groups
+        for t in group.embedding_tables
+    ]
+
+
+class GroupLookup:
+    """The tables of one grouped config behind one op call."""
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        tables: Sequence[Placed],
+        buffers: Buffers,
+        *,
+        pooled: bool,
+        is_weighted: bool,
+        output_dtype: torch.dtype,
+    ) -> None:
+        self.config = config
+        self.is_weighted = is_weighted
+        reads = [placed for placed, t in zip(tables, config.embedding_tables) for _ in t.feature_names]
+        self.batch = TableBatch(
+            reads, config.pooling if pooled else PoolingType.NONE, buffers, output_dtype=output_dtype
+        )
+        self._cols = config.embedding_tables[0].local_cols  # unpooled tables of a group have one width
+
+    def __call__(self, features: KeyedJaggedTensor) -> Tensor:
+        """``[B, columns of all features]``, or ``[ids, columns]``."""
+        weights = features.weights_or_none() if self.is_weighted else None
+        out = self.batch(features.values(), features.offsets(), weights)
+        return out[:, : self._cols] if self.batch.pooling is PoolingType.NONE else self.batch.without_padding(out)
+
+
+class RankLookup:
+    """A rank's op calls, one a grouped config.
+
+    Args:
+        groups: what it looks up; features come in their order.
+        tables: its rectangles in the same order.
+        buffers: hold them.
+        pooled: bags or one row an id.
+        is_weighted: ids carry weights, whatever the groups say.
+        output_dtype: of a group.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupedEmbeddingConfig],
+        tables: Sequence[Placed],
+        buffers: Buffers,
+        *,
+        pooled: bool,
+        is_weighted: bool = False,
+        output_dtype: Callable[[GroupedEmbeddingConfig], torch.dtype] = lambda group: torch.float32,
+    ) -> None:
+        self.tables, self.buffers = list(tables), buffers
+        self.groups: list[GroupLookup] = []
+        at = 0
+        for group in groups:
+            mine = self.tables[at : at + len(group.embedding_tables)]
+            at += len(mine)
+            weighted, dtype = group.is_weighted or is_weighted, output_dtype(group)
+            self.groups.append(
+                GroupLookup(group, mine, buffers, pooled=pooled, is_weighted=weighted, output_dtype=dtype)
+            )
+        self._splits = [group.num_features() for group in groups]
+
+    def __call__(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        """Each group's vectors; ids are in range."""
+        parts = [features] if len(self.groups) == 1 else features.split(self._splits)
+        return [group(part) for group, part in zip(self.groups, parts)]
+
+    def pooled(self, features: KeyedJaggedTensor) -> Tensor:
+        """``[B, columns of all groups]``."""
+        parts = self(features)
+        if not parts:
+            return torch.empty(features.stride(), 0, device=self.buffers.device)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+# ---------------------------------------------------------------- ids and vectors
+
+
+class FeaturesToDevices(BaseSparseFeaturesDist[KJTList]):
+    """Gives every device the ids of its rectangles, rebased to their rows; ids are cut on the device where they are.
+
+    Args:
+        layout: the slots.
+        devices: of each rank.
+        want_permute: unpooled rows will be put back into the order of the ids.
+    """
+
+    def __init__(self, layout: ShardLayout, devices: Sequence[torch.device | None], want_permute: bool = False) -> None:
+        super().__init__()
+        self._expand = ShardFeaturesDist(layout, None, want_permute)
+        self._splits, self._devices = layout.slots_per_rank, list(devices)
+
+    def forward(
+        self, sparse_features: KeyedJaggedTensor, sharding_ctx: EmbeddingShardingContext | None = None
+    ) -> KJTList:
+        """Of every device; ``sharding_ctx`` learns what was sent."""
+        return sent_to(self._expand(sparse_features, sharding_ctx).wait().wait(), self._splits, self._devices)
+
+
+class PooledFromDevices(BaseEmbeddingDist[PooledContext, list[Tensor], Tensor]):
+    """Brings the devices' sums to one of them and puts columns and row pieces together."""
+
+    def __init__(self, layout: ShardLayout, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._bring = EmbeddingsAllToOne(device, layout.world_size, cat_dim=1)
+        self._combine = ShardPooledDist(layout, None, device)
+
+    @torch.no_grad()
+    def forward(self, local_embs: list[Tensor], sharding_ctx: PooledContext | None = None) -> Tensor:
+        """``[B, sum of dims]`` in module order."""
+        ctx = sharding_ctx if sharding_ctx is not None else PooledContext()
+        ctx = replace(ctx, divisors=[divisor.to(self._device) for divisor in ctx.divisors])
+        return self._combine(self._bring(local_embs), ctx).wait().detach()
+
+
+class RowsFromDevices(BaseEmbeddingDist[SequenceShardingContext, list[Tensor], list[Tensor]]):
+    """Brings the devices' rows to one of them and into the order of their ids."""
+
+    def __init__(self, layout: ShardLayout, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._bring = EmbeddingsAllToOne(device, layout.world_size, cat_dim=0)
+        self._order = ShardSequenceDist(layout, None, 0)
+
+    @torch.no_grad()
+    def forward(self, local_embs: list[Tensor], sharding_ctx: SequenceShardingContext | None = None) -> list[Tensor]:
+        """Of each column piece of each output, in module order, ``[ids, columns]``.
+
+        Args:
+            local_embs: of each device its rows, slot after slot, in one dimension.
+            sharding_ctx: what was sent.
+        """
+        assert sharding_ctx is not None, "rows find their way back by what was noted of the ids"
+        permute = sharding_ctx.sent_ids.permute
+        sent = replace(sharding_ctx.sent_ids, permute=None if permute is None else permute.to(self._device))
+        found: Any = self._order(self._bring(local_embs), replace(sharding_ctx, sent_ids=sent)).wait()
+        return [rows.detach() for rows in found]

@@ -1,0 +1,332 @@
+"""Sharded quantized EmbeddingBagCollection and EmbeddingCollection over the ranks of one process, and their sharders.
+
+Differ from TorchRec's on purpose: they hold their weights when they are built, outputs keep the module's feature order,
+MEAN divides by the full bag, every precision shards, and on one CPU host all ranks are one op call over shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recinfer.distributed.embedding_types import (
+    BaseQuantEmbeddingSharder,
+    ListOfKJTList,
+)
+from recinfer.distributed.fused_params import check_output_dtype
+from recinfer.distributed.quant.place import PackedTables, place_buffer, place_module
+from recinfer.distributed.quant.tables import ShardedQuantTables
+from recinfer.distributed.sharding.pooled import PooledContext
+from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext
+from recinfer.distributed.sharding.typed_sharder import TypedSharder
+from recinfer.distributed.types import ParameterSharding, ShardingEnv
+from recinfer.modules.embedding_configs import (
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+)
+from recinfer.quant.buffers import Placed
+from recinfer.quant.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from recinfer.quant.lookup import PooledLookup, SequenceLookup
+from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+__all__ = [
+    "QuantEmbeddingBagCollectionSharder",
+    "QuantEmbeddingCollectionSharder",
+    "ShardedQuantEmbeddingBagCollection",
+    "ShardedQuantEmbeddingCollection",
+]
+
+
+class ShardedQuantEmbeddingBagCollection(ShardedQuantTables[EmbeddingBagConfig, PooledContext]):
+    """A quantized EmbeddingBagCollection whose tables are cut over the ranks of one process.
+
+    Args:
+        module: the quantized collection (its packed rows are shared or copied, never changed).
+        table_name_to_parameter_sharding: the plan of every table.
+        env: ``ShardingEnv.from_local(world_size, 0)``.
+        fused_params: ``output_dtype``, if given, has to be the module's; other keys (registration, caches, the form of the
+            state) are accepted for compatibility.
+        device: where outputs are wanted; default CPU when every rank is, else rank 0's device.
+        fused: None: one call over shared memory when all ranks are on CPU; False: run the documented steps
+            (input_dist, compute, output_dist) even then.
+
+    ``forward(features: KeyedJaggedTensor) -> KeyedTensor``, keys in module order, values [B, sum of dims]. Table- and
+    column-wise results equal the unsharded module's bit for bit, row-wise to the rounding of the sum.
+
+    Raises:
+        ConfigError: a table has no plan, shards do not tile it, or a device is not there.
+    """
+
+    pooled = True
+
+    def __init__(
+        self,
+        module: EmbeddingBagCollection,
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        *,
+        fused: bool | None = None,
+    ) -> None:
+        check_output_dtype(fused_params, module.output_dtype())
+        packed = place_module(module, table_name_to_parameter_sharding, env, fused=fused)
+        self._set(
+            module.embedding_bag_configs(),
+            table_name_to_parameter_sharding,
+            packed,
+            module.output_dtype(),
+            device,
+            module.is_weighted(),
+        )
+
+    def _set(
+        self,
+        configs: Sequence[EmbeddingBagConfig],
+        plans: Mapping[str, ParameterSharding],
+        packed: PackedTables,
+        output_dtype: torch.dtype,
+        device: torch.device | None,
+        weighted: bool,
+    ) -> None:
+        lookup, whole = None, packed.whole
+        if whole is not None:
+            lookup = PooledLookup(configs, whole.pieces, whole.buffers, is_weighted=weighted, output_dtype=output_dtype)
+        super().__init__(configs, plans, packed, lookup, output_dtype, device, weighted=weighted)
+
+    @classmethod
+    def from_packed(
+        cls,
+        tables: Sequence[EmbeddingBagConfig],
+        shards: Sequence[Placed],
+        buffer: Tensor,
+        *,
+        is_weighted: bool = False,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+        output_dtype: torch.dtype = torch.float32,
+        fused: bool | None = None,
+        kernels: Mapping[str, str] | None = None,
+        join_columns: bool = False,
+    ) -> ShardedQuantEmbeddingBagCollection:
+        """Build it over packed shards that lie in ``buffer`` (an archive's mapping), with no copy on CPU.
+
+        Args:
+            tables: configs in module order, ``data_type`` the packed precision.
+            shards: every rank's shards, offsets into ``buffer`` (row alignment 1).
+            buffer: uint8, 1-D, on CPU. Kept and read, never written.
+            device: ``"cpu"``, or ``"cuda"``: rank r's rows are copied to ``cuda:r``.
+            kernels: table -> compute kernel of its plan: on CUDA ``quant_uvm`` rows stay in host memory, those of
+                ``quant_uvm_caching`` behind a cache on the GPU.
+            join_columns: on CPU, put tables that are cut by columns together again, in memory of this process: such a
+                table is then looked up as fast as one that is not cut.
+        """
+        packed = place_buffer(
+            tables,
+            shards,
+            buffer,
+            world_size=world_size,
+            device=device,
+            fused=fused,
+            kernels=kernels,
+            join_columns=join_columns,
+        )
+        self = cls.__new__(cls)
+        self._set(tables, {}, packed, output_dtype, None, is_weighted)
+        return self
+
+    @property
+    def fused_lookup(self) -> PooledLookup | None:
+        """The one call, for those who bring features in its order already."""
+        found: PooledLookup | None = self._fused
+        return found
+
+    def create_context(self) -> PooledContext:
+        """What is carried between the steps: bag lengths, where a MEAN is divided after the sum."""
+        return PooledContext()
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:  # type: ignore[override]
+        """Pooled vectors of every feature."""
+        if self._fused is not None:
+            found: KeyedTensor = self._fused.forward(features)
+            return found
+        ctx = self.create_context()
+        return self.compute_and_output_dist(ctx, self.input_dist(ctx, features))
+
+    def _note(self, ctx: PooledContext, arranged: KeyedJaggedTensor) -> None:
+        ctx.came(arranged, self._built().layout)
+
+    def compute(self, ctx: PooledContext, dist_input: ListOfKJTList) -> list[list[Tensor]]:
+        """Each rank's sums, on its device: [B, its columns]."""
+        return [[lookup.pooled(features) for lookup, features in self._looked_up(dist_input)]]
+
+    def output_dist(self, ctx: PooledContext, output: list[list[Tensor]]) -> KeyedTensor:  # type: ignore[override]
+        """Bring the ranks' outputs to one device: place columns, add row pieces, divide MEAN by the full bag."""
+        values_BD = self._built().home(self._output_device)(output[0], ctx)
+        return KeyedTensor(keys=self._names, length_per_key=self._dims, values=values_BD.to(self._output_dtype))
+
+    def compute_and_output_dist(self, ctx: PooledContext, input: ListOfKJTList) -> KeyedTensor:  # type: ignore[override]
+        """Both steps."""
+        return self.output_dist(ctx, self.compute(ctx, input))
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables, with their packed precision."""
+        return self._configs
+
+    def is_weighted(self) -> bool:
+        """Whether ids carry weights."""
+        return self.weighted
+
+
+class ShardedQuantEmbeddingCollection(ShardedQuantTables[EmbeddingConfig, SequenceShardingContext]):
+    """A quantized EmbeddingCollection whose tables are cut over the ranks of one process.
+
+    Args as :class:`ShardedQuantEmbeddingBagCollection`.
+    ``forward(features) -> dict[str, JaggedTensor]`` in module order, equal bit for bit to the unsharded module.
+    """
+
+    pooled = False
+
+    def __init__(
+        self,
+        module: EmbeddingCollection,
+        table_name_to_parameter_sharding: Mapping[str, ParameterSharding],
+        env: ShardingEnv,
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        *,
+        fused: bool | None = None,
+    ) -> None:
+        check_output_dtype(fused_params, module.output_dtype())
+        params, dtype = table_name_to_parameter_sharding, module.output_dtype()
+        packed = place_module(module, params, env, fused=fused)
+        self._set(module.embedding_configs(), params, packed, dtype, device, module.need_indices())
+
+    def _set(
+        self,
+        configs: Sequence[EmbeddingConfig],
+        plans: Mapping[str, ParameterSharding],
+        packed: PackedTables,
+        output_dtype: torch.dtype,
+        device: torch.device | None,
+        need_indices: bool,
+    ) -> None:
+        lookup, whole = None, packed.whole
+        if whole is not None:
+            lookup = SequenceLookup(
+                configs, whole.pieces, whole.buffers, need_indices=need_indices, output_dtype=output_dtype
+            )
+        super().__init__(configs, plans, packed, lookup, output_dtype, device)
+        self._need_indices = need_indices
+
+    @classmethod
+    def from_packed(
+        cls,
+        tables: Sequence[EmbeddingConfig],
+        shards: Sequence[Placed],
+        buffer: Tensor,
+        *,
+        need_indices: bool = False,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+        output_dtype: torch.dtype = torch.float32,
+        fused: bool | None = None,
+        kernels: Mapping[str, str] | None = None,
+        join_columns: bool = False,
+    ) -> ShardedQuantEmbeddingCollection:
+        """As :meth:`ShardedQuantEmbeddingBagCollection.from_packed`."""
+        packed = place_buffer(
+            tables,
+            shards,
+            buffer,
+            world_size=world_size,
+            device=device,
+            fused=fused,
+            kernels=kernels,
+            join_columns=join_columns,
+        )
+        self = cls.__new__(cls)
+        self._set(tables, {}, packed, output_dtype, None, need_indices)
+        return self
+
+    @property
+    def fused_lookup(self) -> SequenceLookup | None:
+        """The one call, for those who bring features in its order already."""
+        found: SequenceLookup | None = self._fused
+        return found
+
+    def create_context(self) -> SequenceShardingContext:
+        """What is carried between the steps: the ids, and where each was sent."""
+        return SequenceShardingContext()
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:  # type: ignore[override]
+        """One vector per id of every feature."""
+        if self._fused is not None:
+            found: dict[str, JaggedTensor] = self._fused.forward(features)
+            return found
+        ctx = self.create_context()
+        return self.compute_and_output_dist(ctx, self.input_dist(ctx, features))
+
+    def _note(self, ctx: SequenceShardingContext, arranged: KeyedJaggedTensor) -> None:
+        ctx.features_before_input_dist = arranged
+
+    def compute(self, ctx: SequenceShardingContext, dist_input: ListOfKJTList) -> list[list[Tensor]]:
+        """Each rank's rows, on its device, one after another in one dimension."""
+        found = []
+        for lookup, features in self._looked_up(dist_input):
+            rows = [part.reshape(-1) for part in lookup(features)]
+            found.append(torch.cat(rows) if rows else torch.empty(0, device=lookup.buffers.device))
+        return [found]
+
+    def output_dist(  # type: ignore[override]
+        self, ctx: SequenceShardingContext, output: list[list[Tensor]]
+    ) -> dict[str, JaggedTensor]:
+        """Put every piece where its ids and columns stand."""
+        layout, asked = self._built().layout, ctx.features_before_input_dist
+        assert asked is not None, "input_dist notes the features"
+        pieces = iter(self._built().home(self._output_device)(output[0], ctx))
+        found = {}
+        for (name, _, feature), columns in zip(layout.outputs, layout.sums):
+            parts = [next(pieces) for _ in columns]
+            values = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            mine = asked[feature]
+            found[name] = JaggedTensor(
+                values=values.to(self._output_dtype),
+                lengths=mine.lengths().to(self._output_device),
+                weights=mine.values().to(self._output_device) if self._need_indices else None,
+            )
+        return found
+
+    def compute_and_output_dist(  # type: ignore[override]
+        self, ctx: SequenceShardingContext, input: ListOfKJTList
+    ) -> dict[str, JaggedTensor]:
+        """Both steps."""
+        return self.output_dist(ctx, self.compute(ctx, input))
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The tables, with their packed precision."""
+        return self._configs
+
+    def need_indices(self) -> bool:
+        """Whether outputs carry their ids."""
+        return self._need_indices
+
+
+class QuantEmbeddingBagCollectionSharder(
+    BaseQuantEmbeddingSharder[EmbeddingBagCollection],
+    TypedSharder[EmbeddingBagCollection, ShardedQuantEmbeddingBagCollection],
+):
+    """Shards :class:`recinfer.quant.embedding_modules.EmbeddingBagCollection` by a plan."""
+
+    _takes, _makes = EmbeddingBagCollection, ShardedQuantEmbeddingBagCollection
+
+
+class QuantEmbeddingCollectionSharder(
+    BaseQuantEmbeddingSharder[EmbeddingCollection], TypedSharder[EmbeddingCollection, ShardedQuantEmbeddingCollection]
+):
+    """Shards :class:`recinfer.quant.embedding_modules.EmbeddingCollection` by a plan."""
+
+    _takes, _makes = EmbeddingCollection, ShardedQuantEmbeddingCollection

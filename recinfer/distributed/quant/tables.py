@@ -1,0 +1,276 @@
+"""What sharded quantized collections share: one call over shared memory, or steps over devices; what they say of themselves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from recinfer.distributed.embedding_sharding import EmbeddingShardingInfo
+from recinfer.distributed.embedding_types import (
+    GroupedEmbeddingConfig,
+    KJTList,
+    ListOfKJTList,
+)
+from recinfer.distributed.layout.edges import sharding_spec
+from recinfer.distributed.quant.place import PackedTables, kernel_of
+from recinfer.distributed.quant.runtime import (
+    FeaturesToDevices,
+    PooledFromDevices,
+    RankLookup,
+    RowsFromDevices,
+    check_devices,
+)
+from recinfer.distributed.sharding.layout import ShardLayout
+from recinfer.distributed.sharding.pooled import PooledContext
+from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext
+from recinfer.distributed.types import ParameterSharding, ShardedModule, ShardingType
+from recinfer.errors import ConfigError, InputError
+from recinfer.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingTableConfig,
+    PoolingType,
+)
+from recinfer.quant.arranger import FeatureArranger
+from recinfer.quant.buffers import Placed, allocate
+from recinfer.quant.lookup import PooledLookup, SequenceLookup, embedding_names
+from recinfer.quant.rows import row_bytes
+from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["ShardedQuantTables"]
+
+C = TypeVar("C", bound=BaseEmbeddingConfig)
+Ctx = TypeVar("Ctx", PooledContext, SequenceShardingContext)
+
+
+class _Steps:
+    """The steps of tables that are cut over devices: what a fused lookup needs nothing of."""
+
+    def __init__(self, module: ShardedQuantTables[Any, Any], packed: PackedTables) -> None:
+        check_devices(packed.devices)
+        ranks = sorted(packed.devices)
+        devices = [packed.devices[rank] for rank in ranks]
+        pooled, weighted = module.pooled, module.weighted
+        self.layout = layout = ShardLayout(module.infos(), len(ranks), is_weighted=weighted, pooled=pooled)
+        self.send = FeaturesToDevices(layout, devices, want_permute=not pooled)
+        by_rect = {shard.rect: shard for shard in packed.shards}
+        self.lookups = []
+        for groups, rects, device in zip(layout.groups_per_rank, layout.rects_per_rank, devices):
+            shards = [by_rect[rect] for rect in rects]
+            if packed.buffers is not None and device.type == "cpu":
+                buffers, placed = packed.buffers, shards
+            else:
+                buffers, placed = allocate(shards, device)
+                for spot, shard in zip(placed, shards):
+                    buffers.write(spot, packed.rows_of(shard))
+            self.lookups.append(RankLookup(groups, placed, buffers, pooled=pooled))
+        self._home: dict[torch.device, PooledFromDevices | RowsFromDevices] = {}
+
+    def home(self, device: torch.device) -> Any:
+        """What brings the ranks' vectors to ``device``."""
+        if device not in self._home:
+            kind = PooledFromDevices if self.layout.pooled else RowsFromDevices
+            self._home[device] = kind(self.layout, device)
+        return self._home[device]
+
+
+class ShardedQuantTables(ShardedModule[ListOfKJTList, list[list[Tensor]], Any, Ctx], Generic[C, Ctx]):
+    """Base of the sharded quantized collections.
+
+    With a fused lookup, forward is that one call; the ranks' own lookups are built when someone asks for them
+    (``tbes_configs``, ``input_dist``). Without one they are built here, on their devices.
+
+    Args:
+        configs: tables in module order, ``data_type`` the packed precision.
+        plans: sharding of each table; empty when nobody knows.
+        packed: where the rows are.
+        lookup: all ranks as one call; None: each rank looks up its own.
+        output_dtype: of the looked-up vectors.
+        output_device: where outputs are wanted; None: the first rank's device.
+        weighted: ids carry weights.
+    """
+
+    pooled: bool
+    _fused: Any
+    _steps: _Steps | None
+
+    def __init__(
+        self,
+        configs: Sequence[C],
+        plans: Mapping[str, ParameterSharding],
+        packed: PackedTables,
+        lookup: PooledLookup | SequenceLookup | None,
+        output_dtype: torch.dtype,
+        output_device: torch.device | None,
+        *,
+        weighted: bool = False,
+    ) -> None:
+        super().__init__()
+        self._configs: list[C] = list(configs)
+        self._plans = dict(plans)
+        self._packed = packed
+        self._output_device = torch.device(output_device or packed.devices[min(packed.devices)])
+        self._output_dtype = output_dtype
+        self.weighted = weighted
+        self._names = embedding_names(configs)
+        self._dims = [c.embedding_dim for c in configs for _ in c.feature_names]
+        # Ids are checked before they are dealt to tables, once a feature, however many tables read it.
+        least: dict[str, int] = {}
+        for config in configs:
+            for feature in config.feature_names:
+                least[feature] = min(config.num_embeddings, least.get(feature, config.num_embeddings))
+        self._arranger = FeatureArranger(list(least), list(least.values()))
+        # Kept out of the module tree: buffers are shared with an archive's mapping or with the unsharded module.
+        self.__dict__["_fused"] = lookup
+        self.__dict__["_steps"] = None if lookup is not None else _Steps(self, packed)
+
+    def infos(self) -> list[EmbeddingShardingInfo]:
+        """The tables in module order and where their rectangles lie, rows on meta."""
+        by_table: dict[str, list[Placed]] = {}
+        for shard in self._packed.shards:
+            by_table.setdefault(shard.rect.table, []).append(shard)
+        infos = []
+        names = iter(self._names)
+        for config in self._configs:
+            shards = by_table[config.name]
+            given = self._plans.get(config.name)
+            if given is None or given.sharding_type == ShardingType.DATA_PARALLEL.value:
+                given = _sharding_of(shards)  # of a replicated table one rank is asked
+            table = EmbeddingTableConfig(
+                num_embeddings=config.num_embeddings,
+                embedding_dim=config.embedding_dim,
+                name=config.name,
+                data_type=config.data_type,
+                feature_names=list(config.feature_names),
+                pooling=getattr(config, "pooling", PoolingType.NONE),
+                is_weighted=self.weighted,
+                has_feature_processor=False,
+                embedding_names=[next(names) for _ in config.feature_names],
+            )
+            shape = config.num_embeddings, row_bytes(config.embedding_dim, config.data_type)
+            infos.append(EmbeddingShardingInfo(table, given, torch.empty(shape, dtype=torch.uint8, device="meta")))
+        return infos
+
+    def _built(self) -> _Steps:
+        steps = self._steps
+        if steps is None:
+            steps = self.__dict__["_steps"] = _Steps(self, self._packed)
+        return steps
+
+    # ---------------------------------------------------------------- steps
+
+    def input_dist(self, ctx: Ctx, features: KeyedJaggedTensor) -> ListOfKJTList:  # type: ignore[override]
+        """Check ids, then give every rank its own (rebased to its rows).
+
+        Returns:
+            one KJTList, of one KeyedJaggedTensor a rank.
+        """
+        arranged = self._arrange(features)
+        self._note(ctx, arranged)
+        return ListOfKJTList([self._built().send(arranged, ctx)])
+
+    def _note(self, ctx: Ctx, arranged: KeyedJaggedTensor) -> None:
+        """Note what the output step needs of the input."""
+        raise AssertionError("each collection notes its own")
+
+    def _arrange(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        if self.weighted and features.weights_or_none() is None:
+            raise InputError("weights are missing; this collection is weighted and needs one weight per id")
+        arranged = self._arranger.arrange(features)
+        self._arranger.check(arranged)
+        return arranged
+
+    def _looked_up(self, dist_input: ListOfKJTList) -> list[tuple[RankLookup, KeyedJaggedTensor]]:
+        of_ranks: KJTList = dist_input[0]
+        return list(zip(self._built().lookups, of_ranks, strict=True))
+
+    def output_dtype(self) -> torch.dtype:
+        """Element type of the looked-up vectors."""
+        return self._output_dtype
+
+    def check_ids(self, features: KeyedJaggedTensor) -> None:
+        """Refuse missing features and out-of-range ids.
+
+        Raises:
+            InputError: naming the feature, the sample, the id and the table's rows.
+        """
+        self._arrange(features)
+
+    # ---------------------------------------------------------------- introspection
+
+    @property
+    def fused(self) -> bool:
+        """Whether forward is one call over all ranks' shards in this host's memory."""
+        return self._fused is not None
+
+    @property
+    def shards(self) -> tuple[Placed, ...]:
+        """Every shard that is read."""
+        return self._packed.shards
+
+    def sharding_plan(self) -> dict[str, ParameterSharding]:
+        """The plan it was built with, table by table (empty when built from packed shards)."""
+        return dict(self._plans)
+
+    @property
+    def shardings(self) -> dict[str, list[str]]:
+        """Sharding type -> the tables sharded so."""
+        types: dict[str, list[str]] = {}
+        for table, plan in self._plans.items():
+            types.setdefault(plan.sharding_type, []).append(table)
+        return types
+
+    def sharding_type_to_sharding_infos(self) -> dict[str, list[EmbeddingShardingInfo]]:
+        """Sharding type -> the tables sharded so, their rows on meta.
+
+        Empty for a module built from packed shards, which has rectangles and no plan.
+        """
+        found: dict[str, list[EmbeddingShardingInfo]] = {}
+        for info in self.infos():
+            plan = self._plans.get(info.embedding_config.name)
+            if plan is not None:
+                info.param_sharding = plan
+                found.setdefault(plan.sharding_type, []).append(info)
+        return found
+
+    def copy(self, device: torch.device) -> Self:
+        """The same module for outputs on ``device``. On the same kind of device rows are shared, not copied.
+
+        Raises:
+            ConfigError: another kind of device, for a module that was not built from packed shards: shard the quantized
+                module for that device instead.
+        """
+        device = torch.device(device)
+        if device.type != self._output_device.type:
+            raise ConfigError(
+                f"copy to {device}: this module's ranks are on {sorted({str(d) for d in self._packed.devices.values()})}; "
+                f"shard the quantized module with a plan for {device.type}, or load the archive with device='{device.type}'"
+            )
+        other = copy.copy(self)
+        other.__dict__.update({"_modules": dict(self._modules), "_buffers": dict(self._buffers)})
+        other._output_device = device
+        return other
+
+    def tbes_configs(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
+        """Every rank's TBE modules and the shards that each looks up, for registration."""
+        lookups = self._built().lookups
+        return {group.batch.fbgemm_module(): group.config for lookup in lookups for group in lookup.groups}
+
+    def get_tbes_to_register(self) -> dict[IntNBitTableBatchedEmbeddingBagsCodegen, GroupedEmbeddingConfig]:
+        """The same as :meth:`tbes_configs`; the name that TorchRec's registration looks for."""
+        return self.tbes_configs()
+
+
+def _sharding_of(shards: Sequence[Placed]) -> ParameterSharding:
+    """A table's rectangles in TorchRec's words; grid_shard is what all other types are a case of."""
+    rects = [shard.rect for shard in shards]
+    return ParameterSharding(
+        ShardingType.GRID_SHARD.value,
+        kernel_of(shards[0].memory).value,
+        [rect.rank for rect in rects],
+        sharding_spec(rects, [f"rank:{rect.rank}/cpu" for rect in rects]),
+    )

@@ -1,0 +1,133 @@
+"""Packed rows in memory: where each rectangle of a table lies, and the buffers that hold it.
+
+Everything that holds packed rows says so with :class:`Placed`: a shard, whole columns of a table, a table of a kernel call.
+
+Shape suffixes: R rows, P packed bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from recinfer.distributed.layout.rect import Rect
+from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
+from recinfer.quant.rows import row_bytes
+
+__all__ = ["SLACK_BYTES", "Buffers", "Memory", "Placed", "allocate", "row_alignment_for", "whole_table"]
+
+_TABLE_ALIGNMENT = 128  # bytes; as FBGEMM lays tables out, so that no two share a cache line
+SLACK_BYTES = 64
+"""Bytes after the last table: vectorised kernels may read past a row's end."""
+_COPY_BYTES = 64 << 20
+
+Memory = Literal["near", "managed", "cached"]
+"""Where a table's rows are: in the device's own memory, in the host's, or in the host's behind a cache on the device."""
+
+
+def row_alignment_for(device: torch.device) -> int:
+    """Row alignment FBGEMM needs: 1 on CPU (smaller and faster), 16 on a GPU."""
+    return 1 if device.type in ("cpu", "meta") else 16
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The packed rows of a rectangle, and where they lie: one after another from byte ``offset`` of a buffer.
+
+    Attributes:
+        rect: which rows and columns of which table.
+        data_type: INT8, INT4, INT2, FP16 or FP32.
+        offset: of its first row.
+        memory: ``"near"``: the first of two :class:`Buffers`; ``"managed"``: the second, which a GPU reads over the bus;
+            ``"cached"``: the second, behind a cache in GPU memory. Without a second one all is in the first.
+    """
+
+    rect: Rect
+    data_type: DataType
+    offset: int = 0
+    memory: Memory = "near"
+
+    def row_bytes(self, row_alignment: int = 1) -> int:
+        """Bytes of a row."""
+        return row_bytes(self.rect.cols, self.data_type, row_alignment)
+
+    def bytes(self, row_alignment: int = 1) -> int:
+        """Bytes of all rows."""
+        return self.rect.rows * self.row_bytes(row_alignment)
+
+
+def whole_table(config: BaseEmbeddingConfig) -> Placed:
+    """All of a table on rank 0, at no place yet."""
+    return Placed(Rect(0, 0, config.num_embeddings, 0, config.embedding_dim, config.name), config.data_type)
+
+
+@dataclass(frozen=True, eq=False)
+class Buffers:
+    """The memory that packed rows lie in.
+
+    Attributes:
+        near: uint8, 1-D, on the device that looks rows up.
+        managed: the same for rectangles that are not ``"near"``; None: ``near`` has those too.
+        row_alignment: rows are zero-padded to a multiple of so many bytes.
+    """
+
+    near: Tensor
+    managed: Tensor | None = None
+    row_alignment: int = 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are looked up."""
+        return self.near.device
+
+    def memory_of(self, placed: Placed) -> Memory:
+        """Which of the two it is in."""
+        return placed.memory if self.managed is not None else "near"
+
+    def rows(self, placed: Placed) -> Tensor:
+        """Its rows, uint8 ``[R, P]``, a view."""
+        buffer = self.near if self.managed is None or placed.memory == "near" else self.managed
+        span = buffer[placed.offset : placed.offset + placed.bytes(self.row_alignment)]
+        return span.view(placed.rect.rows, placed.row_bytes(self.row_alignment))
+
+    def write(self, placed: Placed, packed_RP: Tensor) -> None:
+        """Copy rows in. ``packed_RP`` may have other padding, and be on another device."""
+        rows, need = self.rows(placed), placed.row_bytes()
+        # A copy between rows of two widths passes through memory of its size on the device.
+        step = max(1, _COPY_BYTES // rows.shape[1])
+        for at in range(0, len(rows), step):
+            rows[at : at + step, :need].copy_(packed_RP[at : at + step, :need])
+
+
+def allocate(
+    tables: Sequence[Placed], device: torch.device, row_alignment: int | None = None
+) -> tuple[Buffers, list[Placed]]:
+    """Zeroed buffers, and ``tables`` placed in them in their order. The one rule by which we lay tables out.
+
+    Args:
+        tables: what to hold; their offsets are not read.
+        row_alignment: None: what the device needs.
+    """
+    alignment = row_alignment or row_alignment_for(device)
+    placed: list[Placed] = []
+    sizes = {True: 0, False: 0}
+    for table in tables:
+        near = table.memory == "near" or device.type != "cuda"
+        placed.append(replace(table, offset=sizes[near]))
+        # Less than a row between tables, so that the op can tell where each ends (TableBatch.knows_rows).
+        unit = _TABLE_ALIGNMENT
+        while alignment == 1 and unit > table.row_bytes():
+            unit //= 2
+        sizes[near] += -(-table.bytes(alignment) // unit) * unit
+    near_bytes = torch.zeros(sizes[True] + SLACK_BYTES, dtype=torch.uint8, device=device)
+    return Buffers(near_bytes, _managed(sizes[False], device) if sizes[False] else None, alignment), placed
+
+
+def _managed(size: int, device: torch.device) -> Tensor:
+    """Zeroed host memory that the GPU reads over the bus."""
+    like = torch.zeros(1, dtype=torch.uint8, device=device)
+    return torch.ops.fbgemm.new_unified_tensor(like, [size + SLACK_BYTES], False).zero_()
