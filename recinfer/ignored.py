@@ -180,12 +180,6 @@ IGNORED = (
         "nothing",
         "options always come in the order of the modules",
     ),
-    Ignored(
-        ("distributed.embedding_lookup.InferGroupedLookupMixin.state_dict",),
-        ("keep_vars",),
-        "nothing",
-        "packed rows have no gradients",
-    ),
     Ignored(("distributed.train_pipeline.EvalPipelineSparseDist",), ("optimizer",), "nothing", "nothing is trained"),
     Ignored(
         ("distributed.types.LazyAwaitable",), ("args", "kwargs"), "nothing", "for classes that have other bases too"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from recinfer.distributed.planner import ParameterConstraints, Topology
 from recinfer.distributed.types import KeyValueParams
@@ -54,8 +55,10 @@ def ours(thing: Any) -> bool:
 
 
 def is_interface(cls: type, owner: type, name: str) -> bool:
-    """Whether another class, above or below, has a method of this name: its parameters are then those of all of them."""
-    below, others = [owner], {*cls.__mro__} - {owner}
+    """Whether another class, above or below, has a method of this name: its parameters are then those of all of them.
+
+    nn.Module is one of them for mixins of modules too."""
+    below, others = [owner], {nn.Module, *cls.__mro__} - {owner}
     while below:
         found = [one for one in type.__subclasses__(below.pop()) if ours(one)]
         below += found
