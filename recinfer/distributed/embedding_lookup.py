@@ -16,23 +16,17 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from recinfer.distributed.comm_exchanges import get_gradient_division
-from recinfer.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
-from recinfer.distributed.dense_table_group import DenseTableGroup
 from recinfer.distributed.embedding_types import (
     BaseEmbeddingLookup,
     BaseGroupedFeatureProcessor,
-    EmbeddingComputeKernel,
     GroupedEmbeddingConfig,
-    ShardedEmbeddingTable,
-    compute_kernel_to_embedding_location,
 )
 from recinfer.distributed.fused_optimizer import (
     GroupFusedOptimizer,
     TablePiece,
-    UnnamedOptimizer,
     sharded_or_local,
 )
-from recinfer.distributed.fused_params import FusedSettings, names_optimizer
+from recinfer.distributed.group_kernel import CommOpGradientScaling, GroupKernel
 from recinfer.distributed.quant.adapters import (
     InferGroupedEmbeddingsLookup,
     InferGroupedLookupMixin,
@@ -41,13 +35,11 @@ from recinfer.distributed.quant.adapters import (
     MetaInferGroupedPooledEmbeddingsLookup,
 )
 from recinfer.distributed.replicas import Replicas
-from recinfer.distributed.table_group import TableShape
-from recinfer.distributed.tbe import make_table_group
 from recinfer.distributed.types import ShardingEnv, ShardingType
 from recinfer.distributed.utils import append_prefix
 from recinfer.errors import CheckpointError, ConfigError
-from recinfer.modules.embedding_configs import PoolingType, data_type_to_dtype
-from recinfer.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule, mark_fused
+from recinfer.modules.embedding_configs import PoolingType
+from recinfer.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from recinfer.optim.keyed import KeyedOptimizer
 from recinfer.optim.local_tensors import local_tensors
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
@@ -78,87 +70,6 @@ def embeddings_cat_empty_rank_handle(embeddings: list[Tensor], dummy_embs_tensor
     return embeddings[0] if len(embeddings) == 1 else torch.cat(embeddings, dim=dim)
 
 
-class CommOpGradientScaling(torch.autograd.Function):
-    """The identity, whose backward multiplies the gradient by a factor.
-
-    Collectives divide their gradients by the world size; gradients of per-sample weights must not be divided twice.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, input_tensor: Tensor, scale_gradient_factor: int) -> Tensor:
-        """``input_tensor`` itself; the factor is for the backward."""
-        ctx.scale_gradient_factor = scale_gradient_factor
-        return input_tensor.view_as(input_tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """``grad_output`` times the factor."""
-        return grad_output * ctx.scale_gradient_factor, None
-
-
-class _GroupKernel(nn.Module):
-    """One grouped config and the tables that its kernel looks up."""
-
-    def __init__(self, config: GroupedEmbeddingConfig, pooling: PoolingType, device: torch.device | None) -> None:
-        super().__init__()
-        self.config = config
-        self.is_fused = config.compute_kernel is not EmbeddingComputeKernel.DENSE
-        tables, params = config.embedding_tables, _fused_params(config)
-        self.group = make_table_group(
-            [TableShape(t.name, t.local_rows, t.local_cols, t.num_features()) for t in tables],
-            pooling,
-            FusedSettings.from_params(params) if self.is_fused else None,
-            data_type_to_dtype(config.data_type),
-            device,
-            compute_kernel_to_embedding_location(config.compute_kernel),
-        )
-        for table, rows in zip(tables, self.group.table_weights()):
-            _fill(table, rows)
-        states: list[dict[str, Tensor]] = [{} for _ in tables]
-        if isinstance(self.group, DenseTableGroup):
-            parameters = list(self.group.tables)
-        else:
-            views = self.group.table_weights()
-            parameters = [TableBatchedEmbeddingSlice(w.detach().view(-1), 0, w.numel(), *w.shape) for w in views]
-            states = self.group.table_states()
-            for parameter in parameters:
-                parameter.requires_grad_()
-                mark_fused(parameter)
-        # A list of dataclasses, so that the parameters are not registered here under other names.
-        self.pieces = [TablePiece(t, p, s) for t, p, s in zip(tables, parameters, states)]
-        unnamed = self.is_fused and not names_optimizer(params)
-        self._unnamed = UnnamedOptimizer(self.group, [t.name for t in tables]) if unnamed else None
-
-    def forward(self, features: KeyedJaggedTensor, weight_gradient_factor: int = 1) -> Tensor:
-        weights = features.weights_or_none() if self.config.is_weighted else None
-        if weights is not None and weights.requires_grad and weight_gradient_factor != 1:
-            weights = CommOpGradientScaling.apply(weights, weight_gradient_factor)
-        out: Tensor = self.group(features.values(), features.offsets(), weights, _batch_sizes(features))
-        return out if self._unnamed is None else self._unnamed(out)
-
-
-def _batch_sizes(features: KeyedJaggedTensor) -> list[list[int]] | None:
-    """Bags of each feature from each rank, where they differ."""
-    return features.stride_per_key_per_rank() if features.variable_stride_per_key() else None
-
-
-@torch.no_grad()
-def _fill(table: ShardedEmbeddingTable, rows: Tensor) -> None:
-    if rows.is_meta:
-        return
-    if table.init_fn is not None:
-        table.init_fn(rows)
-    else:
-        rows.uniform_(table.get_weight_init_min(), table.get_weight_init_max())
-
-
-def _fused_params(config: GroupedEmbeddingConfig) -> dict[str, Any]:
-    params = dict(config.fused_params or {})
-    if not params and config.embedding_tables:
-        params = dict(config.embedding_tables[0].fused_params or {})
-    return params
-
-
 class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimizerModule):  # type: ignore[type-var]
     """What pooled and unpooled lookups share: the groups, their parameters and their state."""
 
@@ -178,7 +89,7 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
         replicas = _replicas(sharding_type, pg)
         self._feature_splits = [config.num_features() for config in grouped_configs]
         self._emb_modules = nn.ModuleList(
-            [_GroupKernel(config, config.pooling if pooled else PoolingType.NONE, device) for config in grouped_configs]
+            [GroupKernel(config, config.pooling if pooled else PoolingType.NONE, device) for config in grouped_configs]
         )
         if replicas is not None:
             for kernel in self._kernels():
@@ -189,9 +100,9 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
             GroupFusedOptimizer(fused, pg, self._mesh) if fused else EmptyFusedOptimizer()
         )
 
-    def _kernels(self) -> Iterator[_GroupKernel]:
+    def _kernels(self) -> Iterator[GroupKernel]:
         for module in self._emb_modules:
-            assert isinstance(module, _GroupKernel)
+            assert isinstance(module, GroupKernel)
             yield module
 
     def _features(self, sparse_features: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
@@ -293,7 +204,7 @@ class _GroupedLookup(BaseEmbeddingLookup[KeyedJaggedTensor, Tensor], FusedOptimi
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
         """Bring the rows of ``sparse_features`` into the caches."""
         for kernel, features in zip(self._kernels(), self._features(sparse_features)):
-            kernel.group.prefetch(features.values(), features.offsets(), forward_stream, _batch_sizes(features))
+            kernel.prefetch(features, forward_stream)
 
     def drop_prefetched(self) -> None:
         """Forget what was prefetched and not looked up."""
@@ -392,7 +303,7 @@ class GroupedPooledEmbeddingsLookup(_GroupedLookup):
             parts.append(out.split(sizes.tolist()))
         return torch.cat([part for of_rank in zip(*parts) for part in of_rank])
 
-    def _processed(self, kernel: _GroupKernel, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    def _processed(self, kernel: GroupKernel, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         config = kernel.config
         if config.has_feature_processor and self._feature_processor is not None:
             features = self._feature_processor(features)

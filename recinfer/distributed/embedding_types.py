@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from enum import Enum, unique
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch
 from torch import nn
@@ -18,18 +17,21 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from recinfer.distributed.types import (
     DataType,
     ModuleSharder,
-    Multistreamable,
     ParameterStorage,
     QuantizedCommCodecs,
     ShardedModule,
     ShardingType,
 )
-from recinfer.errors import ConfigError
+from recinfer.distributed.types.enums import (
+    EmbeddingComputeKernel,
+    EmbeddingLocation,
+    OptimType,
+    compute_kernel_to_embedding_location,
+)
+from recinfer.distributed.types.kjt_lists import KJTList, ListOfKJTList
 from recinfer.modules.embedding_configs import EmbeddingTableConfig, PoolingType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
@@ -62,112 +64,7 @@ DistOut = TypeVar("DistOut")
 Out = TypeVar("Out")
 ShrdCtx = TypeVar("ShrdCtx")
 
-
-@unique
-class EmbeddingComputeKernel(Enum):
-    """Which kernel looks a table up and where its rows live."""
-
-    DENSE = "dense"  # nn.EmbeddingBag, gradients as tensors
-    FUSED = "fused"  # batched lookup with the optimizer in the backward; rows on the device
-    FUSED_UVM = "fused_uvm"  # the same; rows in host memory
-    FUSED_UVM_CACHING = "fused_uvm_caching"  # the same; rows in host memory, a cache on the device
-    QUANT = "quant"  # inference, packed rows on the device
-    QUANT_UVM = "quant_uvm"
-    QUANT_UVM_CACHING = "quant_uvm_caching"
-
-    @classmethod
-    def _missing_(cls, value: object) -> NoReturn:
-        known = ", ".join(kernel.value for kernel in cls)
-        raise ConfigError(f"compute kernel {value!r} is not one of recinfer's; expected one of: {known}")
-
-
-@unique
-class EmbeddingLocation(Enum):
-    """Where the rows of a table are kept (FBGEMM's values)."""
-
-    DEVICE = 0
-    MANAGED = 1
-    MANAGED_CACHING = 2
-    HOST = 3
-
-
-@unique
-class OptimType(Enum):
-    """Optimizers a fused kernel can run."""
-
-    SGD = "SGD"
-    LARS_SGD = "LARS_SGD"
-    LAMB = "LAMB"
-    PARTIAL_ROWWISE_LAMB = "PARTIAL_ROWWISE_LAMB"
-    ADAM = "ADAM"
-    PARTIAL_ROWWISE_ADAM = "PARTIAL_ROWWISE_ADAM"
-    ADAGRAD = "ADAGRAD"
-    ROWWISE_ADAGRAD = "ROWWISE_ADAGRAD"
-    SHAMPOO = "SHAMPOO"
-    LION = "LION"
-
-
 _UVM_KERNELS = frozenset({"fused_uvm", "fused_uvm_caching", "quant_uvm", "quant_uvm_caching"})
-
-
-def compute_kernel_to_embedding_location(compute_kernel: EmbeddingComputeKernel) -> EmbeddingLocation:
-    """The memory of a kernel's rows: the device, host memory, or host memory behind a device cache."""
-    if compute_kernel.value.endswith("_uvm_caching"):
-        return EmbeddingLocation.MANAGED_CACHING
-    if compute_kernel.value.endswith("_uvm"):
-        return EmbeddingLocation.MANAGED
-    return EmbeddingLocation.DEVICE
-
-
-# --------------------------------------------------------------------------------------------------- feature lists
-
-
-class KJTList(Multistreamable):
-    """A list of KeyedJaggedTensors, one a shard group."""
-
-    def __init__(self, features: list[KeyedJaggedTensor]) -> None:
-        self.features = features
-
-    def __len__(self) -> int:
-        return len(self.features)
-
-    def __getitem__(self, key: int) -> KeyedJaggedTensor:
-        return self.features[key]
-
-    def __setitem__(self, key: int, item: KeyedJaggedTensor) -> None:
-        self.features[key] = item
-
-    def __iter__(self) -> Iterator[KeyedJaggedTensor]:
-        return iter(self.features)
-
-    def record_stream(self, stream: Any) -> None:
-        """Keep every member alive until ``stream`` is done with it."""
-        for feature in self.features:
-            feature.record_stream(stream)
-
-
-class ListOfKJTList(Multistreamable):
-    """A list of :class:`KJTList`."""
-
-    def __init__(self, features: list[KJTList]) -> None:
-        self.features_list = features
-
-    def __len__(self) -> int:
-        return len(self.features_list)
-
-    def __getitem__(self, key: int) -> KJTList:
-        return self.features_list[key]
-
-    def __setitem__(self, key: int, item: KJTList) -> None:
-        self.features_list[key] = item
-
-    def __iter__(self) -> Iterator[KJTList]:
-        return iter(self.features_list)
-
-    def record_stream(self, stream: Any) -> None:
-        """Keep every member alive until ``stream`` is done with it."""
-        for feature in self.features_list:
-            feature.record_stream(stream)
 
 
 # --------------------------------------------------------------------------------------------------- table configs

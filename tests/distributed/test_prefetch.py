@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed import embedding_lookup
+from recinfer.distributed import group_kernel
 from recinfer.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
 from recinfer.distributed.embedding_types import EmbeddingLocation
 from recinfer.distributed.fused_params import FusedSettings
@@ -72,11 +72,11 @@ def watched(location: EmbeddingLocation = EmbeddingLocation.DEVICE) -> Iterator[
         made.append(Watched(shapes, pooling, settings, dtype, CPU, location))
         return made[-1]
 
-    embedding_lookup.make_table_group = make
+    group_kernel.make_table_group = make
     try:
         yield made
     finally:
-        embedding_lookup.make_table_group = make_table_group
+        group_kernel.make_table_group = make_table_group
 
 
 def rows_cut(world_size: int) -> ShardingPlan:

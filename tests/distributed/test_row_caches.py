@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recinfer.checkpoint import load_checkpoint, save_checkpoint
-from recinfer.distributed import embedding_lookup
+from recinfer.distributed import group_kernel
 from recinfer.distributed.embedding import EmbeddingCollectionSharder
 from recinfer.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel, EmbeddingLocation, OptimType
@@ -81,11 +81,11 @@ def caches() -> Iterator[None]:
             return CachedGroup(shapes, pooling, settings, dtype, device)
         return make_table_group(shapes, pooling, settings, dtype, device, location)
 
-    embedding_lookup.make_table_group = make  # type: ignore[assignment]
+    group_kernel.make_table_group = make  # type: ignore[assignment]
     try:
         yield
     finally:
-        embedding_lookup.make_table_group = make_table_group
+        group_kernel.make_table_group = make_table_group
 
 
 def model(kind: str, module: str, kernel: str, world: int) -> DistributedModelParallel:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from enum import Enum, unique
+from typing import NoReturn
+
+from recinfer.errors import ConfigError
 
 __all__ = [
     "BoundsCheckMode",
@@ -10,9 +13,13 @@ __all__ = [
     "CommOp",
     "ComputeDevice",
     "ComputeKernel",
+    "EmbeddingComputeKernel",
+    "EmbeddingLocation",
+    "OptimType",
     "ParameterStorage",
     "PipelineType",
     "ShardingType",
+    "compute_kernel_to_embedding_location",
 ]
 
 
@@ -82,3 +89,56 @@ class BoundsCheckMode(Enum):
     WARNING = 1
     IGNORE = 2
     NONE = 3
+
+
+@unique
+class EmbeddingComputeKernel(Enum):
+    """Which kernel looks a table up and where its rows live."""
+
+    DENSE = "dense"  # nn.EmbeddingBag, gradients as tensors
+    FUSED = "fused"  # batched lookup with the optimizer in the backward; rows on the device
+    FUSED_UVM = "fused_uvm"  # the same; rows in host memory
+    FUSED_UVM_CACHING = "fused_uvm_caching"  # the same; rows in host memory, a cache on the device
+    QUANT = "quant"  # inference, packed rows on the device
+    QUANT_UVM = "quant_uvm"
+    QUANT_UVM_CACHING = "quant_uvm_caching"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        known = ", ".join(kernel.value for kernel in cls)
+        raise ConfigError(f"compute kernel {value!r} is not one of recinfer's; expected one of: {known}")
+
+
+@unique
+class EmbeddingLocation(Enum):
+    """Where the rows of a table are kept (FBGEMM's values)."""
+
+    DEVICE = 0
+    MANAGED = 1
+    MANAGED_CACHING = 2
+    HOST = 3
+
+
+@unique
+class OptimType(Enum):
+    """Optimizers a fused kernel can run."""
+
+    SGD = "SGD"
+    LARS_SGD = "LARS_SGD"
+    LAMB = "LAMB"
+    PARTIAL_ROWWISE_LAMB = "PARTIAL_ROWWISE_LAMB"
+    ADAM = "ADAM"
+    PARTIAL_ROWWISE_ADAM = "PARTIAL_ROWWISE_ADAM"
+    ADAGRAD = "ADAGRAD"
+    ROWWISE_ADAGRAD = "ROWWISE_ADAGRAD"
+    SHAMPOO = "SHAMPOO"
+    LION = "LION"
+
+
+def compute_kernel_to_embedding_location(compute_kernel: EmbeddingComputeKernel) -> EmbeddingLocation:
+    """The memory of a kernel's rows: the device, host memory, or host memory behind a device cache."""
+    if compute_kernel.value.endswith("_uvm_caching"):
+        return EmbeddingLocation.MANAGED_CACHING
+    if compute_kernel.value.endswith("_uvm"):
+        return EmbeddingLocation.MANAGED
+    return EmbeddingLocation.DEVICE
