@@ -3,11 +3,14 @@
     python -m benchmarks.training                                   # recinfer alone
     python -m benchmarks.training --torchrec-python PATH            # and TorchRec, run by that interpreter
     python -m benchmarks.training --types table_wise,data_parallel --steps 20 --rounds 5 --out training.json
+    python -m benchmarks.training --before HEAD~3                   # and recinfer as of another commit
+    python -m benchmarks.training --threads 0                       # torch's own number of threads, as OMP_NUM_THREADS
 
 8 tables of 100,000 x 64, pooling 5, batch 512 a rank, row-wise Adagrad in the backward, 2 gloo ranks on this host. One
 program trains with either package: only the name that it imports differs. All contenders of a sharding type are alive
 at once and take turns, so that a noisy moment hits all of them; samples a second are those of both ranks, from the
-median turn.
+median turn. A ratio is the median over turns of the better variant's over the better variant's, with the least and the
+largest; the variant is the one with the better median.
 """
 
 from __future__ import annotations
@@ -23,11 +26,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
+ROOT = Path(__file__).resolve().parent.parent
 TYPES = (
     "table_wise",
     "row_wise",
@@ -90,7 +93,6 @@ def _rank(package: str, sharding: str, pipeline: bool, rank: int, store: str) ->
     import torch.distributed as dist
     from torch import nn
 
-    torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
     os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
@@ -178,23 +180,35 @@ def _rank(package: str, sharding: str, pipeline: bool, rank: int, store: str) ->
 # --------------------------------------------------------------------------------------------------- the contenders
 
 
-class Contender:
-    """Both ranks of one package, sharding type and pipeline, as processes that train on demand."""
+@dataclass(frozen=True)
+class Side:
+    """A package, the interpreter that runs it, and the checkout of this repository that it runs in."""
 
-    def __init__(self, python: str, package: str, sharding: str, pipeline: bool, folder: str) -> None:
-        self.name = f"{package}{' pipelined' if pipeline else ''}"
-        store = f"{folder}/{package}-{pipeline}"
+    name: str
+    package: str
+    python: str
+    tree: Path
+
+
+class Contender:
+    """Both ranks of one side, sharding type and pipeline, as processes that train on demand."""
+
+    def __init__(self, side: Side, sharding: str, pipeline: bool, threads: int, folder: str) -> None:
+        self.side = side
+        self.name = f"{side.name}{' pipelined' if pipeline else ''}"
+        store = f"{folder}/{side.name}-{pipeline}"
         self.log = f"{store}.log"
-        root = Path(__file__).resolve().parent.parent
-        env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        env |= {"PYTHONPATH": str(side.tree)} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
         self.processes = []
         for rank in range(RANKS):
-            command = [python, "-m", "benchmarks.training", "--rank", package, sharding, str(int(pipeline)), str(rank)]
+            # This file whatever the tree; -P leaves its folder off the path.
+            command = [side.python, "-P", __file__, "--rank", side.package, sharding, str(int(pipeline)), str(rank)]
             with open(self.log, "a") as log:
                 self.processes.append(
                     subprocess.Popen(
                         [*command, store],
-                        env=env, cwd=root, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                        env=env, cwd=side.tree, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                     )
                 )  # fmt: skip
 
@@ -229,14 +243,14 @@ class Contender:
             process.wait()
 
 
-def measure(sharding: str, pythons: dict[str, str], steps: int, rounds: int) -> dict[str, float | str]:
-    """Samples a second of every contender; a text where one could not run."""
-    results: dict[str, float | str] = {}
+def measure(sharding: str, sides: list[Side], steps: int, rounds: int, threads: int) -> dict[str, list[float] | str]:
+    """Samples a second of every contender in each round; a text where one could not run."""
+    results: dict[str, list[float] | str] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         contenders = []
-        for package, python in pythons.items():
+        for side in sides:
             for pipeline in (False, True):
-                contender = Contender(python, package, sharding, pipeline, folder)
+                contender = Contender(side, sharding, pipeline, threads, folder)
                 stack.callback(contender.stop)
                 try:
                     contender.wait_ready()
@@ -246,10 +260,19 @@ def measure(sharding: str, pythons: dict[str, str], steps: int, rounds: int) -> 
         turns: dict[str, list[float]] = {c.name: [] for c in contenders}
         for _ in range(rounds):
             for contender in contenders:
-                turns[contender.name].append(contender.train(steps))
-        for name, seconds in turns.items():
-            results[name] = steps * BATCH * RANKS / statistics.median(seconds)
-    return results
+                turns[contender.name].append(steps * BATCH * RANKS / contender.train(steps))
+    return results | turns
+
+
+def better(found: dict[str, list[float] | str], side: Side) -> list[float] | None:
+    """The rounds of a side's better variant; None where neither ran."""
+    ran = [rates for name in variants(side) if isinstance(rates := found[name], list)]
+    return max(ran, key=statistics.median, default=None)
+
+
+def variants(side: Side) -> tuple[str, str]:
+    """Names of a side's contenders."""
+    return side.name, f"{side.name} pipelined"
 
 
 def main() -> None:
@@ -257,6 +280,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", default=",".join(TYPES), help="sharding types, separated by commas")
     parser.add_argument("--torchrec-python", help="an interpreter that has torchrec")
+    parser.add_argument("--before", help="a commit, to measure beside the working tree")
+    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each rank; 0: not set")
     parser.add_argument("--steps", type=int, default=20, help="steps a turn")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -267,25 +292,40 @@ def main() -> None:
     if args.rank:
         package, sharding, pipeline, rank, store = args.rank
         return _rank(package, sharding, bool(int(pipeline)), int(rank), store)
-    pythons = {"recinfer": sys.executable}
-    if args.torchrec_python:
-        pythons["torchrec"] = args.torchrec_python
-    names = [f"{p}{way}" for p in pythons for way in ("", " pipelined")]
-    print("samples a second; ratio: the better of recinfer's two over the better of torchrec's two")
-    print(f"{'':18}" + "".join(f"{name:>20}" for name in names) + f"{'ratio':>8}{'bar':>6}")
+    with contextlib.ExitStack() as stack:
+        ours = Side("recinfer", "recinfer", sys.executable, ROOT)
+        peers = [Side("torchrec", "torchrec", args.torchrec_python, ROOT)] if args.torchrec_python else []
+        if args.before:
+            from benchmarks.compare_commits import tree_of  # imports what serves
+
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            peers.append(
+                Side("before", "recinfer", sys.executable, stack.enter_context(tree_of(args.before, folder / "tree")))
+            )
+        compare(ours, peers, args)
+
+
+def compare(ours: Side, peers: list[Side], args: argparse.Namespace) -> None:
+    """Print a line a sharding type."""
+    names = [name for side in (ours, *peers) for name in variants(side)]
+    print("samples a second; ratio: the better of recinfer's two over the better of each other side's two")
+    heads = "".join(f"{'over ' + peer.name:>22}" for peer in peers)
+    print(f"{'':18}" + "".join(f"{name:>20}" for name in names) + heads)
     report = {}
     for sharding in args.types.split(","):
-        found = measure(sharding, pythons, args.steps, args.rounds)
+        found = measure(sharding, [ours, *peers], args.steps, args.rounds, args.threads)
         report[sharding] = found
-        cells = [f"{v:20,.0f}" if isinstance(v := found.get(n, "failed"), float) else f"{'failed':>20}" for n in names]
-        best = {
-            p: max((v for n, v in found.items() if n.startswith(p) and isinstance(v, float)), default=0)
-            for p in pythons
-        }
-        ratio = best["recinfer"] / best["torchrec"] if best.get("torchrec") else None
-        bar = BARS.get(sharding, 1.0)
-        tail = f"{ratio:8.2f}{bar:6.1f}" if ratio is not None else ""
-        print(f"{sharding:18}" + "".join(cells) + tail, flush=True)
+        cells = [f"{statistics.median(v):,.0f}" if isinstance(v := found[n], list) else "failed" for n in names]
+        for peer in peers:
+            mine, theirs = better(found, ours), better(found, peer)
+            if mine is None or theirs is None:
+                cells.append("")
+                continue
+            ratios = [a / b for a, b in zip(mine, theirs)]
+            bar = f", bar {BARS.get(sharding, 1.0):g}" if peer.name == "torchrec" else ""
+            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}{bar})")
+        widths = [20] * len(names) + [22] * len(peers)
+        print(f"{sharding:18}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths)), flush=True)
         for name, value in found.items():
             if isinstance(value, str):
                 print(f"  {name}: {value}")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recinfer.distributed.comm_transport import start_all_to_all
 from recinfer.distributed.dist_tensors import KJTAllToAllTensorsAwaitable, pack
 from recinfer.distributed.types import Awaitable
 from recinfer.errors import InputError
@@ -53,13 +54,11 @@ class SplitsAllToAllAwaitable(Awaitable[list[list[int]]]):
         return self
 
     def _start(self, by_rank: Tensor, pg: dist.ProcessGroup) -> None:
-        self._sent = by_rank  # alive until the collective is done
-        self._received = torch.empty_like(by_rank)
-        self._work = dist.all_to_all_single(self._received, by_rank, group=pg, async_op=True)
+        sizes = [by_rank.shape[1]] * pg.size()
+        self._pending = start_all_to_all(pg, by_rank.view(-1), sizes, sizes, then=lambda got: got.view_as(by_rank))
 
     def _wait_impl(self) -> list[list[int]]:
-        self._work.wait()
-        return [list(numbers) for numbers in zip(*self._received.tolist())]
+        return [list(numbers) for numbers in zip(*self._pending.wait().tolist())]
 
 
 @dataclass

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recinfer.distributed.comm_transport import Pending, start_all_to_all
 from recinfer.distributed.types import Awaitable
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from recinfer.sparse.offsets import gather_segments, segment_sums
@@ -68,8 +69,9 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
         self._stride_per_rank = stride_per_rank
         self._recat: Tensor | None = None
         if self._world_size > 1:
-            self._sent = pack(input_tensors, input_splits) if packed is None else packed
-            self._start(pg, device)
+            self._pending: Pending | None = self._start(
+                pg, pack(input_tensors, input_splits) if packed is None else packed
+            )
             if stride_per_rank is not None:
                 strides = [stride for stride in stride_per_rank for _ in keys]
                 self._recat = _recat(strides, len(keys), stagger, device)
@@ -98,30 +100,18 @@ class KJTAllToAllTensorsAwaitable(Awaitable[KeyedJaggedTensor]):
         """
         return self._recat
 
-    def _start(self, pg: dist.ProcessGroup, device: torch.device) -> None:
+    def _start(self, pg: dist.ProcessGroup, sent: Tensor) -> Pending:
         widths = [dtype.itemsize for dtype in self._dtypes]
         self._sizes = [[count * width for count, width in zip(of, widths)] for of in zip(*self._output_splits)]
-        received = [sum(of_rank) for of_rank in self._sizes]
-        self._received = torch.empty(sum(received), dtype=torch.uint8, device=device)
-        self._work = dist.all_to_all_single(
-            self._received,
-            self._sent,
-            output_split_sizes=received,
-            input_split_sizes=[sum(map(mul, of_rank, widths)) for of_rank in zip(*self._input_splits)],
-            group=pg,
-            async_op=True,
-        )
+        send = [sum(map(mul, of_rank, widths)) for of_rank in zip(*self._input_splits)]
+        return start_all_to_all(pg, sent, send, [sum(of_rank) for of_rank in self._sizes])
 
     def _wait_impl(self) -> KeyedJaggedTensor:
         if self._world_size == 1:
             return self._input
-        self._work.wait()
-        if self._received.is_cuda:
-            stream = torch.cuda.current_stream(self._received.device)
-            self._received.record_stream(stream)
-            self._sent.record_stream(stream)
-        sections = self._received.split([size for of_rank in self._sizes for size in of_rank])
-        self._sent = self._received = torch.empty(0)  # the memory is free soon, however long this awaitable lives
+        assert self._pending is not None
+        sections = self._pending.wait().split([size for of_rank in self._sizes for size in of_rank])
+        self._pending = None  # the memory is free soon, however long this awaitable lives
         step = len(self._labels)
         return self._arrange({label: sections[at::step] for at, label in enumerate(self._labels)})
 

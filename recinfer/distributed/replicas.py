@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recinfer.distributed.comm_transport import start_all_gather
+
 __all__ = ["LookupGradient", "Replicas"]
 
 
@@ -60,14 +62,12 @@ class Replicas:
             return local
         num_bags, num_ids = (local.offsets.numel() - 1) // num_features, local.indices.numel()
         mine = torch.tensor([num_bags, num_ids], device=local.indices.device)
-        sizes = mine.new_empty(world * 2)
-        dist.all_gather_single(sizes, mine, group=self.pg)
+        sizes = start_all_gather(self.pg, mine, [2] * world).wait()
         layouts = [_Layout(local, num_features, pooled, bags, ids) for bags, ids in sizes.view(world, 2).tolist()]
         width = max(8, *(layout.num_bytes for layout in layouts))
         sent = torch.empty(width, dtype=torch.uint8, device=local.indices.device)
         layouts[dist.get_rank(self.pg)].write(sent, local)
-        received = sent.new_empty(world * width)
-        dist.all_gather_single(received, sent, group=self.pg)
+        received = start_all_gather(self.pg, sent, [width] * world).wait()
         parts = [layout.read(row) for layout, row in zip(layouts, received.view(world, width))]
         return _joined(parts, num_features, pooled, world)
 

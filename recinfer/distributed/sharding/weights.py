@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recinfer.distributed.comm_ops import alltoall_sequence, get_gradient_division
+from recinfer.distributed.comm_transport import start_all_to_all
 
 __all__ = ["WeightRoute", "send_weights"]
 
@@ -92,8 +93,7 @@ class _SendWeights(torch.autograd.Function):
 
 
 def _exchange(sent: Tensor, route: WeightRoute) -> Tensor:
-    arrived = sent.new_empty(sum(route.output_splits))
-    dist.all_to_all_single(arrived, sent.contiguous(), route.output_splits, route.input_splits, group=route.pg)
+    arrived = start_all_to_all(route.pg, sent.contiguous(), route.input_splits, route.output_splits).wait()
     if route.recat is None or not route.lengths.numel():
         return arrived
     back = route.back_order()
