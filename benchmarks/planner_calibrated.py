@@ -67,7 +67,7 @@ def calibrated(hardware_out: Path | None = None) -> list[dict[str, Any]]:
     import torch
 
     from recinfer.distributed.quant.measure import calibrate
-    from recinfer.distributed.timings import Timings
+    from recinfer.distributed.quant.timings import Timings
 
     torch.set_num_threads(1)
     placed = {case: _plan(case) for case in CASES}

@@ -157,7 +157,7 @@ IGNORED = (
     Ignored(("distributed.comm_ops.ReduceScatterVInfo",), ("equal_splits",), "nothing", _FOR_READERS),
     Ignored(("distributed.embedding_sharding.KJTSplitsAllToAllMeta",), ("splits_cumsum",), "nothing", _KNOWN),
     Ignored(
-        ("distributed.sharding.sequence_sharding.SequenceShardingContext",),
+        ("distributed.exchange.sequence.SequenceShardingContext",),
         ("unbucketize_permute_tensor",),
         "nothing",
         _FOR_READERS,

@@ -136,7 +136,7 @@ def test_one_file_imports_the_tbe_classes() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fbgemm_gpu.split_table_batched")
     ]
-    assert set(using) <= {"quant/tbe.py", "distributed/tbe.py"}
+    assert set(using) <= {"quant/tbe.py", "distributed/tables/cuda.py"}
 
 
 def test_the_environment_is_read_in_one_file() -> None:

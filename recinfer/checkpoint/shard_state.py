@@ -16,7 +16,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from recinfer.distributed.global_tensors import dtensor_of, global_tensor
+from recinfer.distributed.tables.global_tensors import dtensor_of, global_tensor
 from recinfer.errors import CheckpointError
 from recinfer.optim.keyed import KeyedOptimizer
 from recinfer.optim.local_tensors import local_pieces

@@ -25,7 +25,7 @@ from recinfer.checkpoint.dcp import METADATA_FILE
 from recinfer.checkpoint.model_json import MODEL_FORMAT, MODEL_JSON, describe_model
 from recinfer.checkpoint.restore import keyed_optimizer, own_names
 from recinfer.checkpoint.shard_state import state_of_all_ranks
-from recinfer.distributed.copying import copied_to
+from recinfer.distributed.sharded.copying import copied_to
 from recinfer.errors import CheckpointError, UnavailableError
 from recinfer.files import put, sync_folder
 from recinfer.optim.local_tensors import local_tensors

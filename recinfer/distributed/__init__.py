@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from recinfer.distributed.comm import get_local_rank, get_local_size
+    from recinfer.distributed.comm.ranks import get_local_rank, get_local_size
     from recinfer.distributed.model_parallel import DistributedModelParallel
     from recinfer.distributed.train_pipeline import (
         DataLoadingThread,
@@ -70,8 +70,8 @@ __getattr__, __dir__ = lazy_names(
         "TrainPipeline": "recinfer.distributed.train_pipeline",
         "TrainPipelineBase": "recinfer.distributed.train_pipeline",
         "TrainPipelineSparseDist": "recinfer.distributed.train_pipeline",
-        "get_local_rank": "recinfer.distributed.comm",
-        "get_local_size": "recinfer.distributed.comm",
+        "get_local_rank": "recinfer.distributed.comm.ranks",
+        "get_local_size": "recinfer.distributed.comm.ranks",
         "get_unsharded_module_names": "recinfer.distributed.utils",
         "sharded_model_copy": "recinfer.distributed.utils",
     },

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from recinfer.distributed.comm_autograd import (
+from recinfer.distributed.comm.autograd import (
     All2All_Pooled_Req,
     All2All_Pooled_Wait,
     All2All_Seq_Req,
@@ -36,8 +36,8 @@ from recinfer.distributed.comm_autograd import (
     Variable_Batch_All2All_Pooled_Req,
     Variable_Batch_All2All_Pooled_Wait,
 )
-from recinfer.distributed.comm_exchanges import get_gradient_division, set_gradient_division
-from recinfer.distributed.comm_infos import (
+from recinfer.distributed.comm.blocks import get_gradient_division, set_gradient_division
+from recinfer.distributed.comm.shapes import (
     All2AllDenseInfo,
     All2AllPooledInfo,
     All2AllSequenceInfo,

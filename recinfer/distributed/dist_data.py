@@ -1,19 +1,19 @@
 """Inputs to the ranks that have the tables, outputs to the ranks that have the examples, as modules.
 
-Between processes :mod:`recinfer.distributed.dist_kjt` moves features and :mod:`recinfer.distributed.dist_outputs`
-embeddings; :mod:`recinfer.distributed.dist_one` moves both between the devices of one process.
+Between processes :mod:`recinfer.distributed.exchange.kjt` moves features and :mod:`recinfer.distributed.exchange.outputs`
+embeddings; :mod:`recinfer.distributed.exchange.devices` moves both between the devices of one process.
 """
 
 from __future__ import annotations
 
-from recinfer.distributed.dist_kjt import KJTAllToAll, KJTAllToAllSplitsAwaitable, SplitsAllToAllAwaitable
-from recinfer.distributed.dist_one import (
+from recinfer.distributed.exchange.devices import (
     EmbeddingsAllToOne,
     EmbeddingsAllToOneReduce,
     KJTOneToAll,
     SeqEmbeddingsAllToOne,
 )
-from recinfer.distributed.dist_outputs import (
+from recinfer.distributed.exchange.kjt import KJTAllToAll, KJTAllToAllSplitsAwaitable, SplitsAllToAllAwaitable
+from recinfer.distributed.exchange.outputs import (
     PooledEmbeddingsAllGather,
     PooledEmbeddingsAllToAll,
     PooledEmbeddingsAwaitable,
@@ -23,7 +23,7 @@ from recinfer.distributed.dist_outputs import (
     VariableBatchPooledEmbeddingsAllToAll,
     VariableBatchPooledEmbeddingsReduceScatter,
 )
-from recinfer.distributed.dist_tensors import KJTAllToAllTensorsAwaitable
+from recinfer.distributed.exchange.tensors import KJTAllToAllTensorsAwaitable
 
 __all__ = [
     "EmbeddingsAllToOne",

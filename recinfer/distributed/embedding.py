@@ -11,12 +11,12 @@ from torch import Tensor
 
 from recinfer.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo, ShardedCollectionContext
 from recinfer.distributed.embedding_types import BaseEmbeddingSharder, KJTList
-from recinfer.distributed.sharding.collection import ShardedCollection
-from recinfer.distributed.sharding.dedup import deduplicated
-from recinfer.distributed.sharding.infos import by_sharding_type, table_infos
-from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext
-from recinfer.distributed.sharding.tables import SequenceSharding
-from recinfer.distributed.sharding.typed_sharder import TypedSharder
+from recinfer.distributed.exchange.dedup import deduplicated
+from recinfer.distributed.exchange.sequence import SequenceShardingContext
+from recinfer.distributed.sharded.collection import ShardedCollection
+from recinfer.distributed.sharded.infos import by_sharding_type, table_infos
+from recinfer.distributed.sharded.sharding import SequenceSharding
+from recinfer.distributed.sharded.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -119,7 +119,7 @@ def create_embedding_sharding(
     Raises:
         ConfigError: another type, or tables of another one.
     """
-    from recinfer.distributed.sharding.by_type import sequence_sharding_of
+    from recinfer.distributed.sharded.by_type import sequence_sharding_of
 
     return sequence_sharding_of(sharding_type)(sharding_infos, env, device, qcomm_codecs_registry)
 

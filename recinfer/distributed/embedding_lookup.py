@@ -15,18 +15,12 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from recinfer.distributed.comm_exchanges import get_gradient_division
+from recinfer.distributed.comm.blocks import get_gradient_division
 from recinfer.distributed.embedding_types import (
     BaseEmbeddingLookup,
     BaseGroupedFeatureProcessor,
     GroupedEmbeddingConfig,
 )
-from recinfer.distributed.fused_optimizer import (
-    GroupFusedOptimizer,
-    TablePiece,
-    sharded_or_local,
-)
-from recinfer.distributed.group_kernel import CommOpGradientScaling, GroupKernel
 from recinfer.distributed.quant.adapters import (
     InferGroupedEmbeddingsLookup,
     InferGroupedLookupMixin,
@@ -34,7 +28,13 @@ from recinfer.distributed.quant.adapters import (
     MetaInferGroupedEmbeddingsLookup,
     MetaInferGroupedPooledEmbeddingsLookup,
 )
-from recinfer.distributed.replicas import Replicas
+from recinfer.distributed.tables.group_kernel import CommOpGradientScaling, GroupKernel
+from recinfer.distributed.tables.optimizer import (
+    GroupFusedOptimizer,
+    TablePiece,
+    sharded_or_local,
+)
+from recinfer.distributed.tables.replicas import Replicas
 from recinfer.distributed.types import ShardingEnv, ShardingType
 from recinfer.distributed.utils import append_prefix
 from recinfer.errors import CheckpointError, ConfigError

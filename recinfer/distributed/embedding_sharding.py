@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from recinfer.distributed.dist_kjt import KJTSplitsAllToAllMeta, SplitsAllToAllAwaitable
-from recinfer.distributed.dist_tensors import KJTAllToAllTensorsAwaitable
 from recinfer.distributed.embedding_types import (
     BaseEmbeddingLookup,
     BaseGroupedFeatureProcessor,
@@ -20,7 +18,9 @@ from recinfer.distributed.embedding_types import (
     ListOfKJTList,
     ShardedEmbeddingTable,
 )
-from recinfer.distributed.grouping import bucketize_kjt_before_all2all, group_tables
+from recinfer.distributed.exchange.kjt import KJTSplitsAllToAllMeta, SplitsAllToAllAwaitable
+from recinfer.distributed.exchange.tensors import KJTAllToAllTensorsAwaitable
+from recinfer.distributed.tables.grouping import bucketize_kjt_before_all2all, group_tables
 from recinfer.distributed.types import Awaitable, Multistreamable, ParameterSharding, QuantizedCommCodecs
 from recinfer.modules.embedding_configs import EmbeddingTableConfig
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor

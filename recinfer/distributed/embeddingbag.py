@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from recinfer.distributed.sharded_bag import EmbeddingAwaitable, EmbeddingBagSharder, ShardedEmbeddingBag
-from recinfer.distributed.sharded_bags import (
+from recinfer.distributed.sharded.bag import EmbeddingAwaitable, EmbeddingBagSharder, ShardedEmbeddingBag
+from recinfer.distributed.sharded.bags import (
     EmbeddingBagCollectionAwaitable,
     EmbeddingBagCollectionContext,
     EmbeddingBagCollectionSharder,

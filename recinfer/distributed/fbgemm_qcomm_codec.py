@@ -2,7 +2,7 @@
 
 A row-wise format cuts the numbers into rows of ``row_dim`` and sends each row's scale with it, so that one large number
 costs precision in its own row only. Formats are one table, :data:`_FORMATS`; what a collective does with a codec is in
-:mod:`recinfer.distributed.comm_transport`.
+:mod:`recinfer.distributed.comm.transport`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from recinfer.distributed.embedding_types import (
     embedding_parameters,
 )
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
-from recinfer.distributed.sharding.typed_sharder import TypedSharder
+from recinfer.distributed.sharded.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
     Awaitable,
     LazyAwaitable,

@@ -28,7 +28,7 @@ class WeightDecayMode(Enum):
 
 
 # Documented keys that choose how FBGEMM places or caches rows. They change no number, so they are for the CUDA kernel
-# (recinfer.distributed.tbe makes FBGEMM's own values of ours) and do nothing on CPU.
+# (recinfer.distributed.tables.cuda makes FBGEMM's own values of ours) and do nothing on CPU.
 _PLACEMENT_KEYS = frozenset(
     {
         "cache_algorithm",

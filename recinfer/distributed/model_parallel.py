@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 
-from recinfer.distributed.comm import get_local_size
-from recinfer.distributed.copying import copied_to
-from recinfer.distributed.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
+from recinfer.distributed.comm.ranks import get_local_size
 from recinfer.distributed.embedding_types import ShardedEmbeddingModule
-from recinfer.distributed.model_tree import fused_optimizers, join, materialise, some_of
+from recinfer.distributed.sharded.copying import copied_to
+from recinfer.distributed.sharded.data_parallel import DataParallelWrapper, DefaultDataParallelWrapper
+from recinfer.distributed.sharded.model_tree import fused_optimizers, join, materialise, some_of
 from recinfer.distributed.sharding_plan import get_default_sharders
 from recinfer.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
 from recinfer.errors import CheckpointError, ConfigError

@@ -153,7 +153,7 @@ def sharded_model_copy(device: torch.device | str | int | None) -> Iterator[None
             on_cpu = copy.deepcopy(dmp.module)
     """
     # It imports DTensor, which a server that copies nothing does without.
-    from recinfer.distributed.copying import module_copies_go_to
+    from recinfer.distributed.sharded.copying import module_copies_go_to
 
     with module_copies_go_to(None if device is None else torch.device(device)):
         yield

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recinfer.distributed import comm
 from recinfer.distributed.collective_utils import invoke_on_rank_and_broadcast_result, is_leader, run_on_leader
-from recinfer.distributed.comm import (
+from recinfer.distributed.comm import ranks as comm
+from recinfer.distributed.comm.ranks import (
     get_group_rank,
     get_local_rank,
     get_local_size,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from recinfer.distributed import sharded_model_copy
-from recinfer.distributed.copying import copied_to
+from recinfer.distributed.sharded.copying import copied_to
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

@@ -37,6 +37,9 @@ from recinfer.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     EmbeddingBagSharder,
 )
+from recinfer.distributed.exchange.pooled import PooledContext
+from recinfer.distributed.exchange.sequence import SequenceShardingContext
+from recinfer.distributed.exchange.weights import WeightRoute
 from recinfer.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from recinfer.distributed.model_parallel import (
     DataParallelWrapper,
@@ -46,9 +49,6 @@ from recinfer.distributed.model_parallel import (
     get_unwrapped_module,
 )
 from recinfer.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
-from recinfer.distributed.sharding.pooled import PooledContext
-from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext
-from recinfer.distributed.sharding.weights import WeightRoute
 from recinfer.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from recinfer.distributed.train_pipeline import TrainPipeline, TrainPipelineSparseDist
 from recinfer.distributed.types import (

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed import group_kernel
 from recinfer.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
 from recinfer.distributed.embedding_types import EmbeddingLocation
 from recinfer.distributed.fused_params import FusedSettings
-from recinfer.distributed.replicas import Replicas
 from recinfer.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from recinfer.distributed.tbe import ModuleTableGroup, make_table_group
+from recinfer.distributed.tables import group_kernel
+from recinfer.distributed.tables.cuda import ModuleTableGroup, make_table_group
+from recinfer.distributed.tables.replicas import Replicas
 from recinfer.distributed.train_pipeline import PrefetchTrainPipelineSparseDist
 from recinfer.distributed.types import ShardingPlan
 from recinfer.errors import ConfigError

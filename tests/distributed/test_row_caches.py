@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recinfer.checkpoint import load_checkpoint, save_checkpoint
-from recinfer.distributed import group_kernel
 from recinfer.distributed.embedding import EmbeddingCollectionSharder
 from recinfer.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel, EmbeddingLocation, OptimType
 from recinfer.distributed.embeddingbag import EmbeddingBagCollectionSharder, EmbeddingBagSharder
 from recinfer.distributed.fused_params import FusedSettings
 from recinfer.distributed.model_parallel import DistributedModelParallel
-from recinfer.distributed.replicas import Replicas
-from recinfer.distributed.table_group import TableGroup
-from recinfer.distributed.tbe import ModuleTableGroup, make_table_group
+from recinfer.distributed.tables import group_kernel
+from recinfer.distributed.tables.cpu import TableGroup
+from recinfer.distributed.tables.cuda import ModuleTableGroup, make_table_group
+from recinfer.distributed.tables.replicas import Replicas
 from recinfer.distributed.types import EmbeddingModuleShardingPlan, ShardingEnv, ShardingPlan
 from recinfer.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection

@@ -41,13 +41,13 @@ from recinfer.distributed.embeddingbag import (
     create_sharding_infos_by_sharding,
     replace_placement_with_meta_device,
 )
+from recinfer.distributed.exchange.combine import ColumnPlan, JoinGroups, Sum, combine_sums
+from recinfer.distributed.exchange.dedup import deduplicated
+from recinfer.distributed.exchange.features import ShardFeaturesDist, join_keys
 from recinfer.distributed.grouped_position_weighted import GroupedPositionWeightedModule
-from recinfer.distributed.sharding.collection import _placed_on
-from recinfer.distributed.sharding.combine import ColumnPlan, JoinGroups, Sum, combine_sums
-from recinfer.distributed.sharding.dedup import deduplicated
-from recinfer.distributed.sharding.features import ShardFeaturesDist, join_keys
-from recinfer.distributed.sharding.layout import ShardLayout
-from recinfer.distributed.sharding.tables import PooledSharding
+from recinfer.distributed.sharded.collection import _placed_on
+from recinfer.distributed.sharded.sharding import PooledSharding
+from recinfer.distributed.tables.slots import ShardLayout
 from recinfer.distributed.types import BoundsCheckMode, CacheParams, NoWait, ParameterSharding, ShardingEnv
 from recinfer.distributed.utils import (
     add_params_from_parameter_sharding,

@@ -11,11 +11,11 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm as FbgemmCacheAlgorithm
 from torch import Tensor, nn
 
-from recinfer.distributed.dense_table_group import DenseTableGroup
 from recinfer.distributed.fused_params import FusedSettings
-from recinfer.distributed.replicas import LookupGradient
-from recinfer.distributed.table_group import TableGroup, TableShape
-from recinfer.distributed.tbe import ModuleDenseTableGroup, ModuleTableGroup, make_table_group
+from recinfer.distributed.tables.cpu import TableGroup, TableShape
+from recinfer.distributed.tables.cpu_dense import DenseTableGroup
+from recinfer.distributed.tables.cuda import ModuleDenseTableGroup, ModuleTableGroup, make_table_group
+from recinfer.distributed.tables.replicas import LookupGradient
 from recinfer.distributed.types import CacheAlgorithm, CacheParams, DataType, ParameterSharding
 from recinfer.distributed.utils import add_params_from_parameter_sharding, optimizer_fused_params
 from recinfer.errors import ConfigError, InputError

@@ -10,9 +10,9 @@ from torch import Tensor
 from recinfer.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
 from recinfer.distributed.embedding_types import EmbeddingComputeKernel
 from recinfer.distributed.fused_params import FusedSettings
-from recinfer.distributed.replicas import Replicas
-from recinfer.distributed.table_group import TableGroup
-from recinfer.distributed.tbe import ModuleTableGroup
+from recinfer.distributed.tables.cpu import TableGroup
+from recinfer.distributed.tables.cuda import ModuleTableGroup
+from recinfer.distributed.tables.replicas import Replicas
 from recinfer.distributed.types import CacheAlgorithm, DataType
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor

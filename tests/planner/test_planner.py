@@ -25,7 +25,7 @@ from recinfer.distributed.planner.proposers import GreedyProposer, UniformPropos
 from recinfer.distributed.planner.stats import EmbeddingStats, collapse_ranks, format_plan
 from recinfer.distributed.planner.types import PlannerErrorType
 from recinfer.distributed.quant.measure import calibrate
-from recinfer.distributed.timings import Timings
+from recinfer.distributed.quant.timings import Timings
 from recinfer.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType

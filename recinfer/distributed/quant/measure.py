@@ -13,7 +13,7 @@ import torch
 from recinfer.distributed.planner.model.estimates import packed_row_bytes, row_alignment
 from recinfer.distributed.planner.model.hardware import FEATURES_PER_CALL, Company, HardwareProfile, LookupGrid
 from recinfer.distributed.quant.measure_machine import copies_per_ms, memory_per_ms, processor
-from recinfer.distributed.timings import Call, Timings
+from recinfer.distributed.quant.timings import Call, Timings
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, EmbeddingBagConfig
 from recinfer.quant.buffers import SLACK_BYTES, Buffers, whole_table

@@ -13,10 +13,10 @@ from recinfer.distributed.embedding_types import (
     KJTList,
     ShardedEmbeddingTable,
 )
+from recinfer.distributed.exchange.pooled import PooledContext
 from recinfer.distributed.quant.adapters import InferGroupedPooledEmbeddingsLookup
 from recinfer.distributed.quant.runtime import FeaturesToDevices, PooledFromDevices
-from recinfer.distributed.sharding.pooled import PooledContext
-from recinfer.distributed.sharding.tables import PooledSharding
+from recinfer.distributed.sharded.sharding import PooledSharding
 from recinfer.distributed.types import ShardingEnv, ShardingType, rank_device
 from recinfer.errors import ConfigError
 from recinfer.quant.rows import slice_packed_columns

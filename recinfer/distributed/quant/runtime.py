@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recinfer.distributed.dist_one import EmbeddingsAllToOne, sent_to
 from recinfer.distributed.embedding_sharding import (
     BaseEmbeddingDist,
     BaseSparseFeaturesDist,
     EmbeddingShardingContext,
 )
 from recinfer.distributed.embedding_types import GroupedEmbeddingConfig, KJTList
+from recinfer.distributed.exchange.devices import EmbeddingsAllToOne, sent_to
+from recinfer.distributed.exchange.features import ShardFeaturesDist
+from recinfer.distributed.exchange.pooled import PooledContext, ShardPooledDist
+from recinfer.distributed.exchange.sequence import SequenceShardingContext, ShardSequenceDist
 from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.quant.place import memory_of
-from recinfer.distributed.sharding.features import ShardFeaturesDist
-from recinfer.distributed.sharding.layout import ShardLayout
-from recinfer.distributed.sharding.pooled import PooledContext, ShardPooledDist
-from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext, ShardSequenceDist
+from recinfer.distributed.tables.slots import ShardLayout
 from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.buffers import Buffers, Placed

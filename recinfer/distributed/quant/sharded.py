@@ -16,12 +16,12 @@ from recinfer.distributed.embedding_types import (
     BaseQuantEmbeddingSharder,
     ListOfKJTList,
 )
+from recinfer.distributed.exchange.pooled import PooledContext
+from recinfer.distributed.exchange.sequence import SequenceShardingContext
 from recinfer.distributed.fused_params import check_output_dtype
 from recinfer.distributed.quant.place import PackedTables, place_buffer, place_module
 from recinfer.distributed.quant.tables import ShardedQuantTables
-from recinfer.distributed.sharding.pooled import PooledContext
-from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext
-from recinfer.distributed.sharding.typed_sharder import TypedSharder
+from recinfer.distributed.sharded.typed_sharder import TypedSharder
 from recinfer.distributed.types import ParameterSharding, ShardingEnv
 from recinfer.modules.embedding_configs import (
     EmbeddingBagConfig,

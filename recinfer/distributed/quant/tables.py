@@ -15,6 +15,8 @@ from recinfer.distributed.embedding_types import (
     KJTList,
     ListOfKJTList,
 )
+from recinfer.distributed.exchange.pooled import PooledContext
+from recinfer.distributed.exchange.sequence import SequenceShardingContext
 from recinfer.distributed.layout.edges import sharding_spec
 from recinfer.distributed.quant.place import PackedTables, kernel_of
 from recinfer.distributed.quant.runtime import (
@@ -24,9 +26,7 @@ from recinfer.distributed.quant.runtime import (
     RowsFromDevices,
     check_devices,
 )
-from recinfer.distributed.sharding.layout import ShardLayout
-from recinfer.distributed.sharding.pooled import PooledContext
-from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext
+from recinfer.distributed.tables.slots import ShardLayout
 from recinfer.distributed.types import ParameterSharding, ShardedModule, ShardingType
 from recinfer.errors import ConfigError, InputError
 from recinfer.modules.embedding_configs import (

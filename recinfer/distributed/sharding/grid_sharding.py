@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recinfer.distributed.sharding.tables import PooledSharding
+from recinfer.distributed.sharded.sharding import PooledSharding
 from recinfer.distributed.types import ShardingType
 
 __all__ = ["GridPooledEmbeddingSharding"]

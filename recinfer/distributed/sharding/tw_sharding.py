@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recinfer.distributed.sharding.tables import PooledSharding, SequenceSharding
+from recinfer.distributed.sharded.sharding import PooledSharding, SequenceSharding
 from recinfer.distributed.types import ShardingType
 
 __all__ = ["TwPooledEmbeddingSharding", "TwSequenceEmbeddingSharding"]

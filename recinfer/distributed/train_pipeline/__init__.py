@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from recinfer.distributed.dist_kjt import KJTSplitsAllToAllMeta, SplitsAllToAllAwaitable
 from recinfer.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
+from recinfer.distributed.exchange.kjt import KJTSplitsAllToAllMeta, SplitsAllToAllAwaitable
 from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext
 from recinfer.distributed.train_pipeline.evaluation import EvalPipelineSparseDist
 from recinfer.distributed.train_pipeline.forwards import (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recinfer.distributed.dist_kjt import KJTAllToAll, KJTSplitsAllToAllMeta
+from recinfer.distributed.exchange.kjt import KJTAllToAll, KJTSplitsAllToAllMeta
 from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext
 from recinfer.distributed.train_pipeline.tracing import ArgInfo
 from recinfer.distributed.types import ShardedModule

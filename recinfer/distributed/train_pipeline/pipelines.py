@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from recinfer.distributed.dist_kjt import KJTAllToAll, KJTSplitsAllToAllMeta
 from recinfer.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
+from recinfer.distributed.exchange.kjt import KJTAllToAll, KJTSplitsAllToAllMeta
 from recinfer.distributed.model_parallel import get_module
 from recinfer.distributed.train_pipeline.contexts import TrainPipelineContext
 from recinfer.distributed.train_pipeline.forwards import BaseForward, KJTAllToAllForward, PipelinedForward

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from recinfer.distributed.table_group import TableGroup
+from recinfer.distributed.tables.cpu import TableGroup
 from recinfer.distributed.train_pipeline.contexts import PrefetchTrainPipelineContext, TrainPipelineContext
 from recinfer.distributed.train_pipeline.forwards import PrefetchPipelinedForward
 from recinfer.distributed.train_pipeline.pipelines import In, Out, TrainPipelineSparseDist

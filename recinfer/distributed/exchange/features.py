@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed.dist_kjt import KJTAllToAll
 from recinfer.distributed.embedding_sharding import (
     BaseSparseFeaturesDist,
     EmbeddingShardingContext,
     Sent,
     bucketize_kjt_before_all2all,
 )
-from recinfer.distributed.sharding.layout import ShardLayout
+from recinfer.distributed.exchange.kjt import KJTAllToAll
+from recinfer.distributed.tables.slots import ShardLayout
 from recinfer.distributed.types import Awaitable, NoWait
 from recinfer.errors import InputError
 from recinfer.sparse.checks import MissingKeyError, check_distinct_keys

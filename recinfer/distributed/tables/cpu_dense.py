@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from recinfer.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
-from recinfer.distributed.replicas import LookupGradient
-from recinfer.distributed.table_group import TableGroup
+from recinfer.distributed.tables.cpu import TableGroup
+from recinfer.distributed.tables.replicas import LookupGradient
 
 __all__ = ["DenseTableGroup"]
 

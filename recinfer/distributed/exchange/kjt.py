@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recinfer.distributed.comm_transport import start_all_to_all
-from recinfer.distributed.dist_tensors import KJTAllToAllTensorsAwaitable, pack
+from recinfer.distributed.comm.transport import start_all_to_all
+from recinfer.distributed.exchange.tensors import KJTAllToAllTensorsAwaitable, pack
 from recinfer.distributed.types import Awaitable
 from recinfer.errors import InputError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor

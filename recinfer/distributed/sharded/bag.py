@@ -15,8 +15,8 @@ from recinfer.distributed.embedding_types import (
     KJTList,
     ShardedEmbeddingModule,
 )
-from recinfer.distributed.sharded_bags import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
-from recinfer.distributed.sharding.typed_sharder import TypedSharder
+from recinfer.distributed.sharded.bags import EmbeddingBagCollectionContext, ShardedEmbeddingBagCollection
+from recinfer.distributed.sharded.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
     Awaitable,
     EmbeddingModuleShardingPlan,

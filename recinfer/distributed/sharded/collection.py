@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recinfer.distributed.comm import get_local_size
+from recinfer.distributed.comm.ranks import get_local_size
 from recinfer.distributed.embedding_sharding import (
     EmbeddingShardingInfo,
     KJTListSplitsAwaitable,
@@ -24,12 +24,12 @@ from recinfer.distributed.embedding_types import (
     Out,
     ShardedEmbeddingModule,
 )
+from recinfer.distributed.exchange.combine import JoinGroups
+from recinfer.distributed.exchange.inside_hosts import summed_inside_hosts
 from recinfer.distributed.layout.rect import Rect
-from recinfer.distributed.sharding.combine import JoinGroups
-from recinfer.distributed.sharding.hosts import summed_inside_hosts
-from recinfer.distributed.sharding.infos import by_sharding_type
-from recinfer.distributed.sharding.state import TableState
-from recinfer.distributed.sharding.tables import HOST_TYPES, ROW_TYPES, TableSharding
+from recinfer.distributed.sharded.infos import by_sharding_type
+from recinfer.distributed.sharded.sharding import HOST_TYPES, ROW_TYPES, TableSharding
+from recinfer.distributed.sharded.state import TableState
 from recinfer.distributed.types import (
     Awaitable,
     CommOp,

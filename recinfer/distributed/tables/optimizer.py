@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from recinfer.distributed.embedding_types import ShardedEmbeddingTable
 from recinfer.distributed.fused_params import FusedSettings
-from recinfer.distributed.global_tensors import global_tensor
-from recinfer.distributed.table_group import TableGroup
+from recinfer.distributed.tables.cpu import TableGroup
+from recinfer.distributed.tables.global_tensors import global_tensor
 from recinfer.errors import ConfigError
 from recinfer.optim.fused import FusedOptimizer
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from recinfer.distributed.sharded.sharding import PooledSharding, SequenceSharding
 from recinfer.distributed.sharding.cw_sharding import CwPooledEmbeddingSharding, CwSequenceEmbeddingSharding
 from recinfer.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding, DpSequenceEmbeddingSharding
 from recinfer.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
 from recinfer.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding, RwSequenceEmbeddingSharding
-from recinfer.distributed.sharding.tables import PooledSharding, SequenceSharding
 from recinfer.distributed.sharding.tw_sharding import TwPooledEmbeddingSharding, TwSequenceEmbeddingSharding
 from recinfer.distributed.sharding.twcw_sharding import TwCwPooledEmbeddingSharding
 from recinfer.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingSharding

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recinfer.distributed.comm.transport import start_all_to_all
 from recinfer.distributed.comm_ops import alltoall_sequence, get_gradient_division
-from recinfer.distributed.comm_transport import start_all_to_all
 
 __all__ = ["WeightRoute", "send_weights"]
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from recinfer.distributed.global_tensors import global_tensor
 from recinfer.distributed.layout.rect import Rect
-from recinfer.distributed.sharding.layout import Tiling
+from recinfer.distributed.tables.global_tensors import global_tensor
+from recinfer.distributed.tables.slots import Tiling
 from recinfer.optim.local_tensors import local_pieces
 
 __all__ = ["TableState"]

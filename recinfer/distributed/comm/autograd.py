@@ -2,7 +2,7 @@
 
 ``<Name>_Req`` starts the collective and ``<Name>_Wait`` gives its result; in the backward the wait starts the mirror
 collective and the request gives its result, so communication is under way there too while other gradients are computed.
-What to send and how to read what came is :mod:`recinfer.distributed.comm_exchanges`.
+What to send and how to read what came is :mod:`recinfer.distributed.comm.blocks`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from recinfer.distributed.comm_exchanges import (
+from recinfer.distributed.comm.blocks import (
     Exchange,
     GatherExchange,
     PooledExchange,
@@ -25,7 +25,7 @@ from recinfer.distributed.comm_exchanges import (
     TablesExchange,
     VariableBatchExchange,
 )
-from recinfer.distributed.comm_infos import (
+from recinfer.distributed.comm.shapes import (
     All2AllPooledInfo,
     All2AllSequenceInfo,
     All2AllVInfo,
@@ -35,7 +35,7 @@ from recinfer.distributed.comm_infos import (
     ReduceScatterVInfo,
     VariableBatchAll2AllPooledInfo,
 )
-from recinfer.distributed.comm_transport import Pending
+from recinfer.distributed.comm.transport import Pending
 from recinfer.distributed.types import Awaitable
 
 __all__ = [

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed.comm_infos import (
+from recinfer.distributed.comm.shapes import (
     All2AllPooledInfo,
     All2AllSequenceInfo,
     All2AllVInfo,
@@ -29,7 +29,7 @@ from recinfer.distributed.comm_infos import (
     ReduceScatterVInfo,
     VariableBatchAll2AllPooledInfo,
 )
-from recinfer.distributed.comm_transport import Pending, start_all_gather, start_all_to_all, start_reduce_scatter
+from recinfer.distributed.comm.transport import Pending, start_all_gather, start_all_to_all, start_reduce_scatter
 from recinfer.distributed.types import QuantizedCommCodec, QuantizedCommCodecs
 
 __all__ = [

@@ -32,7 +32,7 @@ __all__ = ["ShardLayout", "Slot", "Tiling", "check_kind", "later", "tiling_of"]
 
 
 def later(weight: torch.Tensor) -> None:
-    """The ``init_fn`` that kernels are given: values come afterwards, from :mod:`recinfer.distributed.sharding.values`."""
+    """The ``init_fn`` that kernels are given: values come afterwards, from :mod:`recinfer.distributed.tables.values`."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ FBGEMM's operators are called on one flat tensor of rows that we own, forward an
 lookup is a plain method (:meth:`TableGroup.update`), so a caller may also run it with ids and gradients that other
 ranks sent. Where FBGEMM has no CPU operator, the touched rows are stepped by a formula of
 :mod:`recinfer.optim.row_updates`; their gradients are themselves a lookup, each row being a bag of the output gradients
-that it gets. CUDA: :mod:`recinfer.distributed.tbe`.
+that it gets. CUDA: :mod:`recinfer.distributed.tables.cuda`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from recinfer.distributed.embedding_types import OptimType
 from recinfer.distributed.fused_params import FusedSettings
-from recinfer.distributed.replicas import LookupGradient, Replicas
-from recinfer.distributed.table_spans import OUTPUT, POOLING, Span, TableShape, rows_of, spans_of, sums_of
+from recinfer.distributed.tables.replicas import LookupGradient, Replicas
+from recinfer.distributed.tables.spans import OUTPUT, POOLING, Span, TableShape, rows_of, spans_of, sums_of
+from recinfer.distributed.tables.variable_batch import padded_offsets, rank_major
 from recinfer.distributed.types import BoundsCheckMode
-from recinfer.distributed.variable_batch import padded_offsets, rank_major
 from recinfer.errors import ConfigError, InputError, UnavailableError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.optim.row_updates import UPDATES
@@ -161,7 +161,7 @@ class TableGroup(nn.Module):
 
         Returns:
             ``[B, D]``; ``[N, dim]`` unpooled; with ``batch_sizes`` one dimension, see
-            :func:`recinfer.distributed.variable_batch.rank_major`.
+            :func:`recinfer.distributed.tables.variable_batch.rank_major`.
 
         Raises:
             InputError: an id outside its table, where the settings say so.

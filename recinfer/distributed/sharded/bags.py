@@ -22,11 +22,11 @@ from recinfer.distributed.embedding_types import (
     BaseEmbeddingSharder,
     KJTList,
 )
-from recinfer.distributed.sharding.collection import ShardedCollection
-from recinfer.distributed.sharding.combine import JoinGroups
-from recinfer.distributed.sharding.infos import by_sharding_type, table_infos
-from recinfer.distributed.sharding.tables import PooledSharding
-from recinfer.distributed.sharding.typed_sharder import TypedSharder
+from recinfer.distributed.exchange.combine import JoinGroups
+from recinfer.distributed.sharded.collection import ShardedCollection
+from recinfer.distributed.sharded.infos import by_sharding_type, table_infos
+from recinfer.distributed.sharded.sharding import PooledSharding
+from recinfer.distributed.sharded.typed_sharder import TypedSharder
 from recinfer.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -154,7 +154,7 @@ def create_embedding_bag_sharding(
     Raises:
         ConfigError: an unknown type, or tables of another one.
     """
-    from recinfer.distributed.sharding.by_type import pooled_sharding_of
+    from recinfer.distributed.sharded.by_type import pooled_sharding_of
 
     return pooled_sharding_of(sharding_type)(sharding_infos, env, device, qcomm_codecs_registry)
 

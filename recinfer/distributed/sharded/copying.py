@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from recinfer.distributed.global_tensors import dtensor_of
+from recinfer.distributed.tables.global_tensors import dtensor_of
 from recinfer.optim.local_tensors import local_pieces
 
 __all__ = ["copied_to", "module_copies_go_to"]

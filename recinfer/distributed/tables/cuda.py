@@ -1,7 +1,7 @@
 """The one seam to FBGEMM's training modules (TBE): groups of tables on a GPU, with FBGEMM's caches and placements.
 
 No other file imports FBGEMM's training classes. On CPU the operators alone do more: see
-:mod:`recinfer.distributed.table_group`, whose interface the groups here have.
+:mod:`recinfer.distributed.tables.cpu`, whose interface the groups here have.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recinfer.distributed.dense_table_group import DenseTableGroup
 from recinfer.distributed.embedding_types import EmbeddingLocation, OptimType
 from recinfer.distributed.fused_params import FusedSettings, WeightDecayMode
-from recinfer.distributed.replicas import LookupGradient
-from recinfer.distributed.table_group import TableGroup, TableShape
+from recinfer.distributed.tables.cpu import TableGroup, TableShape
+from recinfer.distributed.tables.cpu_dense import DenseTableGroup
+from recinfer.distributed.tables.replicas import LookupGradient
+from recinfer.distributed.tables.variable_batch import padded_offsets
 from recinfer.distributed.types import BoundsCheckMode
-from recinfer.distributed.variable_batch import padded_offsets
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.optim.row_updates import UPDATES

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed.comm_transport import start_all_gather
+from recinfer.distributed.comm.transport import start_all_gather
 
 __all__ = ["LookupGradient", "Replicas"]
 

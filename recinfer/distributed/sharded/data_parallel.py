@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from recinfer.distributed.model_tree import sharded_parameter_names
+from recinfer.distributed.sharded.model_tree import sharded_parameter_names
 from recinfer.distributed.types import ShardingEnv
 from recinfer.errors import ConfigError
 

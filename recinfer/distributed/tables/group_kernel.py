@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from recinfer.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
-from recinfer.distributed.dense_table_group import DenseTableGroup
 from recinfer.distributed.embedding_types import (
     EmbeddingComputeKernel,
     GroupedEmbeddingConfig,
     ShardedEmbeddingTable,
     compute_kernel_to_embedding_location,
 )
-from recinfer.distributed.fused_optimizer import TablePiece, UnnamedOptimizer
 from recinfer.distributed.fused_params import FusedSettings, names_optimizer
-from recinfer.distributed.table_group import TableShape
-from recinfer.distributed.tbe import make_table_group
+from recinfer.distributed.tables.cpu import TableShape
+from recinfer.distributed.tables.cpu_dense import DenseTableGroup
+from recinfer.distributed.tables.cuda import make_table_group
+from recinfer.distributed.tables.optimizer import TablePiece, UnnamedOptimizer
 from recinfer.modules.embedding_configs import PoolingType, data_type_to_dtype
 from recinfer.optim.fused import mark_fused
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor

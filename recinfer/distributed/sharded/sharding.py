@@ -27,13 +27,13 @@ from recinfer.distributed.embedding_types import (
     GroupedEmbeddingConfig,
     ShardedEmbeddingTable,
 )
+from recinfer.distributed.exchange.features import ShardFeaturesDist
+from recinfer.distributed.exchange.inside_hosts import HostPooledDist, summed_inside_hosts
+from recinfer.distributed.exchange.pooled import PooledContext, ShardPooledDist
+from recinfer.distributed.exchange.sequence import SequenceShardingContext, ShardSequenceDist
 from recinfer.distributed.layout.rect import Rect
-from recinfer.distributed.sharding.features import ShardFeaturesDist
-from recinfer.distributed.sharding.hosts import HostPooledDist, summed_inside_hosts
-from recinfer.distributed.sharding.layout import ShardLayout, check_kind
-from recinfer.distributed.sharding.pooled import PooledContext, ShardPooledDist
-from recinfer.distributed.sharding.sequence_sharding import SequenceShardingContext, ShardSequenceDist
-from recinfer.distributed.sharding.values import fill, new_seed
+from recinfer.distributed.tables.slots import ShardLayout, check_kind
+from recinfer.distributed.tables.values import fill, new_seed
 from recinfer.distributed.types import CommOp, QuantizedCommCodecs, ShardingEnv, ShardingType
 from recinfer.distributed.utils import merge_fused_params
 from recinfer.errors import ConfigError
@@ -225,7 +225,7 @@ class PooledSharding(TableSharding):
             device=device or self._device,
             pg=self._env.process_group,
             feature_processor=feature_processor,
-            scale_weight_gradients=False,  # done where the gradients come home: recinfer.distributed.sharding.weights
+            scale_weight_gradients=False,  # done where the gradients come home: recinfer.distributed.exchange.weights
             sharding_type=ShardingType.DATA_PARALLEL if self.replicated else None,
             env=self._env,
         )

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recinfer.distributed.comm_transport import Pending, start_all_to_all
+from recinfer.distributed.comm.transport import Pending, start_all_to_all
 from recinfer.distributed.types import Awaitable
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from recinfer.sparse.offsets import gather_segments, segment_sums

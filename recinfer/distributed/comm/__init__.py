@@ -1,0 +1,13 @@
+"""Who shares a host (the names here, TorchRec's), and how blocks of numbers travel between ranks. See docs/tour.md."""
+
+from __future__ import annotations
+
+from recinfer.distributed.comm.ranks import (
+    get_group_rank,
+    get_local_rank,
+    get_local_size,
+    get_num_groups,
+    intra_and_cross_node_pg,
+)
+
+__all__ = ["get_group_rank", "get_local_rank", "get_local_size", "get_num_groups", "intra_and_cross_node_pg"]

@@ -1,0 +1,212 @@
+"""The output exchange of unpooled tables: every id's row goes home and back into the order of the ids."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recinfer.distributed.comm_ops import alltoall_sequence
+from recinfer.distributed.embedding_sharding import BaseEmbeddingDist, EmbeddingShardingContext, Sent
+from recinfer.distributed.exchange.pooled import keep_in_graph
+from recinfer.distributed.exchange.tensors import KJTAllToAllTensorsAwaitable
+from recinfer.distributed.tables.slots import ShardLayout
+from recinfer.distributed.types import Awaitable, NoWait, QuantizedCommCodecs
+from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from recinfer.sparse.offsets import segment_sums
+
+__all__ = ["SequenceShardingContext", "ShardSequenceDist"]
+
+
+@dataclass
+class SequenceShardingContext(EmbeddingShardingContext):
+    """What the output exchange of unpooled tables needs to know of the input exchange.
+
+    Args:
+        features_before_input_dist: the input.
+        input_splits: ids that this rank sent to each rank.
+        output_splits: ids that it got from each rank.
+        sparse_features_recat: the order of the (rank, feature) pieces that made the features received.
+        unbucketize_permute_tensor: where each id of the cut features went.
+        lengths_after_input_dist: lengths of the features received.
+        sent_ids: how many ids each slot sent, and where they came from.
+    """
+
+    features_before_input_dist: KeyedJaggedTensor | None = None
+    input_splits: list[int] = field(default_factory=list)
+    output_splits: list[int] = field(default_factory=list)
+    sparse_features_recat: Tensor | None = None
+    unbucketize_permute_tensor: Tensor | None = None
+    lengths_after_input_dist: Tensor | None = None
+    sent_ids: Sent = field(default_factory=Sent)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the tensors alive until ``stream`` is done with them."""
+        if self.features_before_input_dist is not None:
+            self.features_before_input_dist.record_stream(stream)  # type: ignore[arg-type]
+        for tensor in (self.sparse_features_recat, self.sent_ids.permute, self.lengths_after_input_dist):
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)  # type: ignore[arg-type]
+
+    def sent(self, features: KeyedJaggedTensor, ids: Sent) -> None:
+        """Note what goes out, and where its ids came from."""
+        super().sent(features, ids)
+        self.sent_ids = ids
+
+    def received(self, features: KeyedJaggedTensor, awaitable: Any = None) -> None:
+        """Note what came in, and how many ids went where."""
+        super().received(features, awaitable)
+        if isinstance(awaitable, KJTAllToAllTensorsAwaitable):
+            self.input_splits, self.output_splits = awaitable.input_splits["values"], awaitable.output_splits["values"]
+            self.sparse_features_recat = awaitable.recat
+        self.lengths_after_input_dist = features.lengths()
+        self.unbucketize_permute_tensor = self.sent_ids.permute
+
+
+class ShardSequenceDist(BaseEmbeddingDist[SequenceShardingContext, Tensor, list[Tensor]]):
+    """Sends every id's row back to the rank of the id.
+
+    Rows of different widths travel together: each goes as several rows of the widths' greatest common divisor.
+
+    Args:
+        layout: the slots.
+        pg: the ranks; None for a world of one.
+        rank: this rank.
+        codecs: shrink what is sent.
+    """
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        pg: dist.ProcessGroup | None,
+        rank: int,
+        codecs: QuantizedCommCodecs | None = None,
+    ) -> None:
+        super().__init__()
+        self._layout = layout
+        self._pg = pg
+        self._codecs = codecs
+        widths = layout.widths
+        self._unit = math.gcd(*widths) if widths else 1
+        self._units = [width // self._unit for width in widths]
+        starts = [0, *accumulate(layout.slots_per_rank)]
+        self._rank_slots = [slice(a, b) for a, b in pairwise(starts)]
+        self._own_units = self._units[self._rank_slots[rank]]
+        self._one_width = len(set(widths)) <= 1
+
+    def forward(
+        self, local_embs: Tensor, sharding_ctx: SequenceShardingContext | None = None
+    ) -> Awaitable[list[Tensor]]:
+        """Start the exchange.
+
+        Args:
+            local_embs: ``[ids received, columns]``, by feature, in it by rank; one dimension for several widths.
+            sharding_ctx: what was sent and what came.
+
+        Returns:
+            awaitable of one ``[ids, columns]`` for each column piece of each output, in module order.
+        """
+        assert sharding_ctx is not None, "rows find their way back by what the input exchange noted"
+        ctx = sharding_ctx
+        rows = keep_in_graph(local_embs.reshape(-1, self._unit))
+        if self._pg is None or self._pg.size() == 1:
+            return _InOrder(NoWait(rows), self, ctx.sent_ids)
+        lengths, recat = ctx.lengths_after_input_dist, ctx.sparse_features_recat
+        assert lengths is not None
+        input_splits, output_splits = ctx.input_splits, ctx.output_splits
+        if not self._one_width:
+            lengths = self._scaled(lengths, ctx)
+            sent = [n * units for n, units in zip(ctx.sent_ids.sizes, self._units)]
+            input_splits = [sum(sent[slots]) for slots in self._rank_slots]
+            output_splits = self._received_units(lengths, ctx)
+        single = recat is not None and recat.numel() == lengths.numel()
+        started = alltoall_sequence(
+            rows,
+            None if recat is None else torch.argsort(recat).to(torch.int32),
+            recat,
+            lengths,
+            input_splits,
+            output_splits,
+            variable_batch_size=single,
+            group=self._pg,
+            codecs=self._codecs,
+        )
+        return _InOrder(started, self, ctx.sent_ids)
+
+    def _slot_batches(self, ctx: SequenceShardingContext) -> list[list[int]]:
+        """Batch size of each own slot on each rank."""
+        if ctx.variable_batch_per_feature:
+            return [list(sizes) for sizes in zip(*ctx.batch_size_per_rank_per_feature)]
+        return [ctx.batch_size_per_rank] * len(self._own_units)
+
+    def _scaled(self, lengths: Tensor, ctx: SequenceShardingContext) -> Tensor:
+        """Lengths in rows of one unit."""
+        batches = torch.tensor([sum(sizes) for sizes in self._slot_batches(ctx)], device=lengths.device)
+        units = torch.tensor(self._own_units, dtype=lengths.dtype, device=lengths.device)
+        return lengths * torch.repeat_interleave(units, batches, output_size=lengths.numel())
+
+    def _received_units(self, scaled: Tensor, ctx: SequenceShardingContext) -> list[int]:
+        """Rows of one unit that go back to each rank."""
+        batches = self._slot_batches(ctx)
+        ranks = len(self._rank_slots)
+        if not batches:
+            return [0] * ranks
+        sums = segment_sums(scaled, [size for sizes in batches for size in sizes])
+        return [sum(sums[rank::ranks]) for rank in range(ranks)]
+
+    def in_order(self, rows: Tensor, sent: Sent) -> list[Tensor]:
+        """Rows of one unit in the order sent -> ``[ids, columns]`` of each column piece, in the order of its ids."""
+        by_slot = rows.split([n * units for n, units in zip(sent.sizes, self._units)])
+        pieces = [part.reshape(-1, width) for part, width in zip(by_slot, self._layout.widths)]
+        back = _Unbucketize(self._layout, sent) if sent.permute is not None else None
+        result = []
+        for columns in self._layout.sums:
+            for slots in columns:
+                cut = self._layout.slot_cuts[slots[0]]
+                if cut is None:
+                    result.append(pieces[slots[0]])
+                else:
+                    assert back is not None
+                    result.append(torch.cat([pieces[i] for i in slots]).index_select(0, back.places(cut[0])))
+        return result
+
+
+class _Unbucketize:
+    """Where the row of each id of a cut feature stands when its buckets are laid one after another."""
+
+    def __init__(self, layout: ShardLayout, sent: Sent) -> None:
+        assert sent.permute is not None
+        device = sent.permute.device
+        num_cuts = len(layout.cuts)
+        starts = list(accumulate(sent.bucket_sizes, initial=0))[:-1]
+        shifts = []  # from a place among all buckets to one among the buckets of its feature
+        before = [0] * num_cuts
+        for bucket, start in enumerate(starts):
+            shifts.append(before[bucket % num_cuts] - start)
+            before[bucket % num_cuts] += sent.bucket_sizes[bucket]
+        sizes = torch.tensor(sent.bucket_sizes, device=device)
+        shift = torch.repeat_interleave(torch.tensor(shifts, device=device), sizes, output_size=sum(sent.bucket_sizes))
+        permute = sent.permute.long()
+        self._places = (permute + shift[permute]).split(sent.cut_sizes)
+
+    def places(self, cut: int) -> Tensor:
+        """int64 ``[ids of the feature]``."""
+        return self._places[cut]
+
+
+class _InOrder(Awaitable[list[Tensor]]):
+    """Rows on their way back, and then into order."""
+
+    def __init__(self, rows: Awaitable[Tensor], output_dist: ShardSequenceDist, sent: Sent) -> None:
+        super().__init__()
+        self._rows = rows
+        self._output_dist = output_dist
+        self._sent = sent
+
+    def _wait_impl(self) -> list[Tensor]:
+        return self._output_dist.in_order(self._rows.wait(), self._sent)
