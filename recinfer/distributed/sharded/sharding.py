@@ -1,6 +1,6 @@
 """Tables sharded together: layout, input exchange, lookup and output exchange behind the documented interface.
 
-One class runs every sharding type, because the types differ only in their rectangles. The files beside this one give
+One class runs every sharding type, because the types differ only in their rectangles. The files of `sharding` give
 each type its TorchRec name.
 """
 
