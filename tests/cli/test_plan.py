@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recinfer.checkpoint import save_checkpoint
-from recinfer.distributed import calibrate
+from recinfer.distributed.quant import measure
 from recinfer.models.dlrm import DLRM
 from recinfer.modules.embedding_configs import EmbeddingBagConfig
 from recinfer.modules.embedding_modules import EmbeddingBagCollection
@@ -77,8 +77,8 @@ def test_a_table_that_is_not_there_is_refused(checkpoint: Path, tmp_path: Path) 
 def test_measured_hardware_changes_the_estimates(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "_SET_BYTES", calibrate._SET_BYTES[:2])  # half a thousand figures, once each
-    monkeypatch.setattr(calibrate, "_ROUNDS", 1)
+    monkeypatch.setattr(measure, "_SET_BYTES", measure._SET_BYTES[:2])  # half a thousand figures, once each
+    monkeypatch.setattr(measure, "_ROUNDS", 1)
     hardware = tmp_path / "hardware.json"
     measured = run_json("calibrate", "--out", hardware, "--seconds-per-point", 0.001)
     assert json.loads(hardware.read_text())["device"] == measured["device"] == "cpu"

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from recinfer.distributed import comm_ops, comm_transport
+from recinfer.distributed import comm_ops
+from recinfer.distributed.comm import transport as comm_transport
 from recinfer.distributed.comm_ops import (
     All2All_Pooled_Req,
     All2All_Pooled_Wait,
