@@ -11,12 +11,14 @@ check_compiled()
 
 __version__ = "0.1.0"
 __all__ = [
+    "AsyncInferenceClient",
     "DataType",
     "EmbeddingBagCollection",
     "EmbeddingBagCollectionInterface",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "InferenceClient",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
         EmbeddingBagCollectionInterface,
         EmbeddingCollection,
     )
+    from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
     from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
     from recinfer.streamable import Multistreamable, Pipelineable
 
@@ -41,12 +44,14 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "AsyncInferenceClient": "recinfer.serving.client.client",
         "DataType": "recinfer.modules.embedding_configs",
         "EmbeddingBagCollection": "recinfer.modules.embedding_modules",
         "EmbeddingBagCollectionInterface": "recinfer.modules.embedding_modules",
         "EmbeddingBagConfig": "recinfer.modules.embedding_configs",
         "EmbeddingCollection": "recinfer.modules.embedding_modules",
         "EmbeddingConfig": "recinfer.modules.embedding_configs",
+        "InferenceClient": "recinfer.serving.client.client",
         "JaggedTensor": "recinfer.sparse.jagged_tensor",
         "KeyedJaggedTensor": "recinfer.sparse.jagged_tensor",
         "KeyedTensor": "recinfer.sparse.jagged_tensor",
@@ -55,6 +60,25 @@ __getattr__, __dir__ = lazy_names(
         "PoolingType": "recinfer.modules.embedding_configs",
         "load": "recinfer.inference.predictor",
     },
-    # What TorchRec's own ``import torchrec`` makes reachable by attribute.
-    modules=("distributed", "fx", "modules", "optim", "quant", "sparse", "streamable", "types"),
+    # What TorchRec's own ``import torchrec`` makes reachable by attribute, and the packages of ours that docs/ names.
+    modules=(
+        "archive",
+        "checkpoint",
+        "columns",
+        "data",
+        "datasets",
+        "distributed",
+        "errors",
+        "fx",
+        "inference",
+        "models",
+        "modules",
+        "optim",
+        "quant",
+        "serving",
+        "sparse",
+        "streamable",
+        "training",
+        "types",
+    ),
 )

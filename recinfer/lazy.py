@@ -33,7 +33,9 @@ def lazy_names(
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names() -> list[str]:
-        own = (n for n, value in vars(sys.modules[package]).items() if n[:2] == "__" or isinstance(value, ModuleType))
+        found = vars(sys.modules[package]).items()
+        # A package that lists its public modules shows these alone, whatever has been imported meanwhile.
+        own = (n for n, value in found if n[:2] == "__" or (isinstance(value, ModuleType) and not modules))
         return sorted({*own, *homes, *modules})
 
     return get, names

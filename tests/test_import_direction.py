@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recinfer"
 
 # A module belongs to the longest prefix it matches. A layer may import itself and what ALLOWED names, nothing else.
-BASE = {"errors", "env", "files", "group_device", "ignored", "lazy", "lru", "streamable"}
+BASE = {"arrow", "columns", "errors", "env", "files", "group_device", "ignored", "lazy", "lru", "streamable"}
 MODEL_CODE = BASE | {"sparse", "modules"}
 RECT = {"distributed.layout.rect"}  # plain numbers, for everything that knows where tables lie
 LAYOUT = RECT | {"distributed.layout", "distributed.types"}
@@ -25,6 +25,8 @@ RUNTIME = PLAN_CODE | {"quant", "optim", "distributed"}
 SERVED = RUNTIME | {"models", "data", "checkpoint", "archive", "inference"}
 SERVING = {"serving"} | {f"serving.{part}" for part in ("wire", "engine", "client", "shards", "server", "workers")}
 ALLOWED: dict[str, set[str]] = {
+    "arrow": {"errors"},
+    "columns": {"arrow", "errors"},
     "errors": set(),
     "env": {"errors"},
     "files": set(),

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--without-torch", action="store_true", help="the compiled parts alone, with numpy")
     options = parser.parse_args()
     torch_args = shlex.split(os.environ.get("TORCH_PIP_ARGS", ""))
-    (torch,) = REQUIREMENT.findall((ROOT / "pyproject.toml").read_text())
+    (torch,) = set(REQUIREMENT.findall((ROOT / "pyproject.toml").read_text()))
     pip = ("-m", "pip", "--disable-pip-version-check")
     with tempfile.TemporaryDirectory(prefix="recinfer-pythons-") as folder:
         run(sys.executable, *pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT)

@@ -77,7 +77,7 @@ def open_client(target: str, options: ClientOptions) -> InferenceClient:
     """
     from recinfer.serving.client.client import InferenceClient
 
-    client = InferenceClient(target, **client_arguments(options))
+    client = InferenceClient(target, tensors=False, **client_arguments(options))  # torch is not imported for it
     if options.wait:
         try:
             client.wait_until_ready(options.wait)

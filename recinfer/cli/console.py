@@ -41,8 +41,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 _PLAIN_WIDTH = 140  # columns when the output is a file or a pipe, which have no width of their own
 
 # The module that a missing extra brings, and how to name the extra.
+_RUNTIME = "cpu]' or 'recinfer[cuda"
 _EXTRA_OF_MODULE = {
-    "fbgemm_gpu": "cpu' or 'recinfer[cuda",
+    "torch": _RUNTIME,
+    "fbgemm_gpu": _RUNTIME,
+    "onnxruntime": _RUNTIME,
+    "safetensors": _RUNTIME,
+    "grpc_health": _RUNTIME,
+    "grpc_reflection": _RUNTIME,
     "onnx": "onnx",
     "onnxscript": "onnx",
     "matplotlib": "plot",

@@ -14,9 +14,9 @@ from recinfer.cli.options import parse_pair
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from numpy.typing import NDArray
 
-    from recinfer.sparse import JaggedTensor, KeyedJaggedTensor
+    from recinfer.columns import FeatureArrays
 
 __all__ = ["EXAMPLE", "NAME", "LookupOptions", "parse_features", "run"]
 
@@ -45,43 +45,41 @@ def run(options: LookupOptions) -> None:
     from rich.table import Table
 
     output = Output(options.as_json)
-    kjt = parse_features(options.feature)
+    features = parse_features(options.feature)
     with open_client(options.target, options.client) as client:
-        result = client.lookup(kjt)
-    pooled = {} if result.pooled is None else result.pooled.to_dict()
+        result = client.lookup(features)
+    pooled: dict[str, NDArray[Any]] = result.pooled or {}
     table = Table(
         "feature", "sample", "vectors", "dim", "embedding", title=f"{options.target}  version {result.model_version}"
     )
     for name, values in pooled.items():
         for sample, row in enumerate(values):
-            table.add_row(name, str(sample), "1", str(row.numel()), _preview(row))
-    for name, jagged in result.sequences.items():
-        for sample, rows in enumerate(jagged.to_dense()):
+            table.add_row(name, str(sample), "1", str(row.size), _preview(row))
+    for name, samples in result.sequences.items():
+        for sample, rows in enumerate(samples):
             table.add_row(name, str(sample), str(len(rows)), str(rows.shape[-1]), _preview(rows.flatten()))
     if result.missing_ranks:
         output.show(missing_text(result.missing_ranks))
     output.show(table)
     output.finish(
         {
-            "batch_size": kjt.stride(),
+            "batch_size": features.batch,
             "model_version": result.model_version,
             "missing_ranks": list(result.missing_ranks),
             "pooled": {name: values.tolist() for name, values in pooled.items()},
-            "sequences": {name: _rows(jagged) for name, jagged in result.sequences.items()},
+            "sequences": {name: [rows.tolist() for rows in samples] for name, samples in result.sequences.items()},
         }
     )
 
 
-def parse_features(texts: list[str]) -> KeyedJaggedTensor:
+def parse_features(texts: list[str]) -> FeatureArrays:
     """``["C1=3,7;5", "C2=1;"]`` as ids of two features for two samples.
 
     Raises:
         ConfigError: text of another form, a feature twice, features with different numbers of samples, or weights on
-            some ids only.
+            some ids of a feature only.
     """
-    import torch
-
-    from recinfer.sparse import KeyedJaggedTensor
+    from recinfer.columns import as_features
 
     pairs = [parse_pair(text, "--feature", _EXPECTED, allow_empty=True) for text in texts]
     bags = {name: [_parse_bag(bag, text) for bag in ids.split(";")] for (name, ids), text in zip(pairs, texts)}
@@ -90,16 +88,17 @@ def parse_features(texts: list[str]) -> KeyedJaggedTensor:
     sizes = {name: len(samples) for name, samples in bags.items()}
     if len(set(sizes.values())) > 1:
         raise ConfigError(f"--feature: numbers of samples differ: {sizes}; expected the same for all features")
-    flat = [item for samples in bags.values() for bag in samples for item in bag]
-    weights = [weight for _, weight in flat if weight is not None]
-    if weights and len(weights) < len(flat):
-        raise ConfigError(f"--feature: {len(weights)} of {len(flat)} ids have weights; expected all or none")
-    return KeyedJaggedTensor(
-        keys=list(bags),
-        values=torch.tensor([id_ for id_, _ in flat], dtype=torch.int64),
-        lengths=torch.tensor([len(bag) for samples in bags.values() for bag in samples], dtype=torch.int32),
-        weights=torch.tensor(weights, dtype=torch.float32) if weights else None,
-    )
+    return as_features({name: _column(name, samples) for name, samples in bags.items()})
+
+
+def _column(name: str, samples: list[list[tuple[int, float | None]]]) -> Any:
+    """Ids of each sample, with their weights where they have some."""
+    ids = [[id_ for id_, _ in bag] for bag in samples]
+    weights = [[weight for _, weight in bag if weight is not None] for bag in samples]
+    count, given = sum(map(len, ids)), sum(map(len, weights))
+    if given and given < count:
+        raise ConfigError(f"--feature {name}: {given} of {count} ids have weights; expected all or none")
+    return (ids, weights) if given else ids
 
 
 def _parse_bag(text: str, whole: str) -> list[tuple[int, float | None]]:
@@ -114,10 +113,6 @@ def _parse_bag(text: str, whole: str) -> list[tuple[int, float | None]]:
     return bag
 
 
-def _preview(values: Tensor, shown: int = 6) -> str:
+def _preview(values: NDArray[Any], shown: int = 6) -> str:
     text = " ".join(f"{v:+.4f}" for v in values[:shown].tolist())
-    return text + (" ..." if values.numel() > shown else "")
-
-
-def _rows(jagged: JaggedTensor) -> list[Any]:
-    return [rows.tolist() for rows in jagged.to_dense()]
+    return text + (" ..." if values.size > shown else "")

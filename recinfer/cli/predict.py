@@ -6,7 +6,7 @@ import csv
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -14,13 +14,13 @@ from rich.table import Table
 from recinfer.cli.client import ClientOptions, TargetOption, missing_text, open_client
 from recinfer.cli.console import JsonOption, Output
 from recinfer.cli.declared import takes
-from recinfer.errors import ConfigError
+from recinfer.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from numpy.typing import NDArray
 
+    from recinfer.columns import FeatureArrays
     from recinfer.serving.client.client import InferenceClient
-    from recinfer.sparse import KeyedJaggedTensor
 
 __all__ = ["EXAMPLE", "NAME", "InputFormat", "PredictOptions", "run"]
 
@@ -67,9 +67,9 @@ class PredictOptions:
 class _Asked:
     """All rows: dense inputs ``[N, d]``, ids, and those of one sample that go with all; ``model`` and ``version``: what the input names."""
 
-    dense: Tensor
-    features: KeyedJaggedTensor
-    context: KeyedJaggedTensor | None = None
+    dense: NDArray[Any]
+    features: FeatureArrays
+    context: FeatureArrays | None = None
     model: str = ""
     version: str = ""
 
@@ -90,7 +90,7 @@ def run(options: PredictOptions) -> None:
         if asked is None:
             asked = _from_rows(source, kind, client)
         outputs, missing = _predict(client, asked, options.batch_size)
-    num_rows = asked.features.stride()
+    num_rows = asked.features.batch
     if missing:
         output.show(missing_text(missing))
     output.show(_table(outputs, num_rows))
@@ -135,8 +135,8 @@ def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> _Asked
             "cannot become ids; send ids as JSON (--format json)"
         )
     if kind is InputFormat.csv and not set(about.contract.columns).isdisjoint(_fields(first_line(path))):
-        return _Asked(*about.contract.apply(read_csv(path)))
-    return _Asked(*about.contract.apply(read_columns(path, "criteo" if kind is InputFormat.csv else kind.value)))
+        return _Asked(*about.contract.apply_arrays(read_csv(path)))
+    return _Asked(*about.contract.apply_arrays(read_columns(path, "criteo" if kind is InputFormat.csv else kind.value)))
 
 
 def _fields(line: str) -> list[str]:
@@ -145,50 +145,34 @@ def _fields(line: str) -> list[str]:
 
 def _from_json(path: Path) -> _Asked:
     """A JSON body, in the form that the TorchServe handler takes too."""
-    from recinfer.serving.wire import codec, json_codec
-    from recinfer.serving.wire.limits import Limits
+    import numpy as np
+
+    from recinfer.serving.wire import json_codec
+    from recinfer.serving.wire.arrays import features_of
     from recinfer.serving.wire.proto import inference_pb2 as pb
 
-    request = codec.parse(pb.PredictRequest, json_codec.predict_request(json_codec.parse_json(path.read_bytes())))
-    features = codec.decode_features(request.features, Limits())
-    batch = features.stride()
-    dense = codec.decode_dense(request.dense, batch, len(request.dense) // (4 * batch))
-    has_context = request.HasField("context")
-    context = codec.decode_features(request.context, Limits(), field="context") if has_context else None
+    request = pb.PredictRequest.FromString(json_codec.predict_request(json_codec.parse_json(path.read_bytes())))
+    features = features_of(request.features)
+    if features.batch < 1:
+        raise InputError(f"{path}: got no sample, expected at least one")
+    dense = np.frombuffer(request.dense, np.float32).reshape(features.batch, -1)
+    context = features_of(request.context) if request.HasField("context") else None
     return _Asked(dense, features, context, request.model, request.version)
 
 
-def _predict(client: InferenceClient, asked: _Asked, batch_size: int) -> tuple[dict[str, Tensor], list[int]]:
+def _predict(client: InferenceClient, asked: _Asked, batch_size: int) -> tuple[dict[str, NDArray[Any]], list[int]]:
     """The model's outputs for all rows, asked for ``batch_size`` rows at a time, and the ranks that some lacked."""
-    import torch
+    import numpy as np
 
     found = []
-    for start in range(0, asked.features.stride(), batch_size):
-        features = _rows(asked.features, start, start + batch_size)
+    for start in range(0, asked.features.batch, batch_size):
+        features = asked.features.rows(start, start + batch_size)
         found.append(client.predict(asked.dense[start : start + batch_size], features, context=asked.context))
     missing = sorted({rank for outputs in found for rank in outputs.missing})
-    return {name: torch.cat([outputs[name] for outputs in found]) for name in found[0]}, missing
+    return {name: np.concatenate([outputs[name] for outputs in found]) for name in found[0]}, missing
 
 
-def _rows(features: KeyedJaggedTensor, start: int, stop: int) -> KeyedJaggedTensor:
-    """The samples ``start`` to ``stop`` (or the last one) of ``features``."""
-    import torch
-
-    from recinfer.sparse import KeyedJaggedTensor
-
-    keys, num, weights = features.keys(), features.stride(), features.weights_or_none()
-    stop = min(stop, num)
-    ends = features.offsets().tolist()
-    spans = [slice(ends[f * num + start], ends[f * num + stop]) for f in range(len(keys))]
-    return KeyedJaggedTensor(
-        keys=keys,
-        values=torch.cat([features.values()[span] for span in spans]),
-        weights=None if weights is None else torch.cat([weights[span] for span in spans]),
-        lengths=features.lengths().view(len(keys), num)[:, start:stop].reshape(-1),
-    )
-
-
-def _table(outputs: dict[str, Tensor], num_rows: int) -> Table:
+def _table(outputs: dict[str, NDArray[Any]], num_rows: int) -> Table:
     table = Table("row", *outputs)
     for row in range(min(num_rows, _SHOWN)):
         table.add_row(str(row), *(_text(values[row]) for values in outputs.values()))
@@ -197,7 +181,7 @@ def _table(outputs: dict[str, Tensor], num_rows: int) -> Table:
     return table
 
 
-def _write(path: Path, outputs: dict[str, Tensor]) -> None:
+def _write(path: Path, outputs: dict[str, NDArray[Any]]) -> None:
     """CSV with one column for each output, several values of a row separated by spaces."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -205,5 +189,5 @@ def _write(path: Path, outputs: dict[str, Tensor]) -> None:
         writer.writerows(zip(*([_text(row) for row in values] for values in outputs.values())))
 
 
-def _text(values: Tensor) -> str:
+def _text(values: NDArray[Any]) -> str:
     return " ".join(f"{value:.6g}" for value in values.reshape(-1).tolist())

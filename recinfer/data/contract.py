@@ -17,13 +17,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from recinfer.columns import FeatureArrays
 from recinfer.data.columns import Columns, column, num_rows, require, to_numbers, to_text
 from recinfer.data.tokens import Tokens, split_tokens
 from recinfer.data.transforms import (
@@ -37,7 +36,11 @@ from recinfer.data.transforms import (
     is_finite,
 )
 from recinfer.errors import ConfigError, InputError
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
     "CONTRACT_FORMAT",
@@ -246,6 +249,19 @@ class FeatureContract:
         Raises:
             InputError: a column missing or of another length, a value that a feature refuses; names feature, row, value.
         """
+        import torch
+
+        from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+        dense, features = self.apply_arrays(columns, counters)
+        values, lengths = torch.from_numpy(features.values), torch.from_numpy(features.lengths)
+        kjt = KeyedJaggedTensor.from_parts_unchecked(list(features.keys), values, lengths, stride=features.batch)
+        return torch.from_numpy(dense), kjt
+
+    def apply_arrays(
+        self, columns: Columns, counters: dict[str, int] | None = None
+    ) -> tuple[NDArray[np.float32], FeatureArrays]:
+        """:meth:`apply` as numpy arrays, which needs no torch."""
         needed_by = "the feature contract"
         require(columns, self.columns, needed_by, ". Send every column, with None (null) in rows that have no value")
         arrays = {name: column(columns, name, needed_by) for name in self.columns}
@@ -256,10 +272,7 @@ class FeatureContract:
         bags = [_bags(feature, arrays[feature.source], counters) for feature in self.sparse]
         values = np.concatenate([ids for ids, _ in bags]) if bags else np.empty(0, dtype=np.int64)
         lengths = np.concatenate([counts for _, counts in bags]) if bags else np.empty(0, dtype=np.int64)
-        kjt = KeyedJaggedTensor.from_parts_unchecked(
-            list(self.feature_names), torch.from_numpy(values), torch.from_numpy(lengths.astype(np.int32)), stride=rows
-        )
-        return torch.from_numpy(dense), kjt
+        return dense, FeatureArrays(self.feature_names, rows, lengths.astype(np.int32), values)
 
     def labels(self, columns: Columns) -> Tensor:
         """Float32 ``[B]`` of 0 and 1.
@@ -279,6 +292,8 @@ class FeatureContract:
             expected = "a number" if self.label.threshold is not None else "0 or 1 (or set a threshold)"
             raise InputError(f"label {self.label.column!r}, row {row}: got {values[row]}, expected {expected}")
         found = values if self.label.threshold is None else values >= self.label.threshold
+        import torch
+
         return torch.from_numpy(found.astype(np.float32))
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ S samples of all requests, N ids. Loops run over requests and features, never ov
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from recinfer.columns import FeatureArrays, as_features
 from recinfer.errors import InputError
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -39,6 +40,7 @@ class Bags:
         offsets: ``[F * B + 1]``, key-major, of the ids' dtype: where each bag begins, from 0 to N.
         values: ids ``[N]``, int64 or int32.
         weights: float32 ``[N]``, or None.
+        weighted: features whose weights the request gave by name; where there are none, weights are of all ids.
     """
 
     keys: tuple[str, ...]
@@ -46,6 +48,7 @@ class Bags:
     offsets: NDArray[Any]
     values: NDArray[Any]
     weights: NDArray[np.float32] | None = None
+    weighted: tuple[str, ...] = ()
 
     @property
     def lengths_FB(self) -> NDArray[Any]:
@@ -110,21 +113,21 @@ class Bags:
         return Bags(self.keys + context.keys, self.batch, offsets_of(lengths_FB, values.dtype), values, weights)
 
 
-Features = KeyedJaggedTensor | Bags
-"""What a predictor takes as the features of a request."""
+Features = KeyedJaggedTensor | Bags | Mapping[str, Any]
+"""What a predictor takes as the features of a request: also what :func:`recinfer.columns.as_features` reads."""
 
 
 def bags_of(features: Features) -> Bags:
     """``features`` as bags that share their memory.
 
     Raises:
-        InputError: no KeyedJaggedTensor, batch sizes that differ between features, ids that are not int32 or int64 on
+        InputError: no features, batch sizes that differ between features, ids that are not int32 or int64 on
             the CPU, weights that are not float32.
     """
     if isinstance(features, Bags):
         return features
     if not isinstance(features, KeyedJaggedTensor):
-        raise InputError(f"features: got a {type(features).__name__}; expected a KeyedJaggedTensor")
+        return _bags_of_arrays(as_features(features))
     if features.variable_stride_per_key():
         raise InputError("features: batch sizes differ between features; expected one batch size")
     values, weights = features.values(), features.weights_or_none()
@@ -140,6 +143,19 @@ def bags_of(features: Features) -> Bags:
         starts = offsets.numpy().astype(ids.dtype, copy=False)
     given = None if weights is None else np.ascontiguousarray(_plain(weights).numpy())
     return Bags(tuple(features.keys()), features.stride(), starts, ids, given)
+
+
+def _bags_of_arrays(found: FeatureArrays) -> Bags:
+    if found.batch < 1:
+        raise InputError("features: got no sample, expected at least one")
+    offsets = offsets_of(found.lengths, found.values.dtype)
+    weights = found.weights
+    if weights is not None and found.weighted:
+        each_F = found.lengths.reshape(len(found.keys), found.batch).sum(axis=1)
+        given = np.repeat([key in found.weighted for key in found.keys], each_F)
+        weights = np.ones(found.values.size, np.float32)
+        weights[given] = found.weights
+    return Bags(found.keys, found.batch, offsets, found.values, weights, found.weighted)
 
 
 def _plain(weights: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from recinfer.archive.manifest import FeatureInfo, Manifest
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, offsets_of
+from recinfer.inference.results import weighted_features
 from recinfer.lru import LruCache
 
 __all__ = ["FeatureIntake", "TakenFeatures"]
@@ -51,7 +52,8 @@ class FeatureIntake:
 
     Attributes:
         names: all features, in the archive's order.
-        needs_weights: whether every request brings weights.
+        weighted: features whose ids may have weights; an id without one weighs 1.
+        needs_weights: whether there are any.
         replaced_ids: ids out of range that became the default row, since the start.
         replaced: the same by feature.
         missing: predictions that lacked a feature and had it filled, by feature.
@@ -61,7 +63,8 @@ class FeatureIntake:
         self._features = {feature.name: feature for feature in manifest.features}
         self.names = tuple(self._features)
         self._rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}
-        self.needs_weights = any(m.is_weighted and m.position_weights is None for m in manifest.modules)
+        self.weighted = weighted_features(manifest)
+        self.needs_weights = bool(self.weighted)
         self._replaces = any(feature.out_of_range == "default_row" for feature in manifest.features)
         self._orders: LruCache[tuple[str, ...], _Order] = LruCache(_MAX_ORDERS)
         self.replaced_ids = 0
@@ -82,7 +85,7 @@ class FeatureIntake:
             fill: give absent features their default ids; False for a context.
 
         Raises:
-            InputError: unknown, repeated or rejected features, weights that are missing or not finite.
+            InputError: unknown, repeated or rejected features, weights that are not finite or of a feature that takes none.
         """
         key = features.keys
         order = self._orders[key]
@@ -90,7 +93,12 @@ class FeatureIntake:
             order = self._orders[key] = self._new_order(key)
         if need_all and order.rejected and (missing := [name for name in order.rejected if name not in elsewhere]):
             raise InputError(_missing_message(missing, (*key, *sorted(elsewhere))))
+        if features.weighted and (strange := [key for key in features.weighted if key not in self.weighted]):
+            which = _some(sorted(self.weighted)) if self.weighted else "none"
+            raise InputError(f"weights[{strange[0]!r}]: this feature takes no weights; those that do: {which}")
         if self.needs_weights:
+            if features.weights is None:
+                features = replace(features, weights=np.ones(features.values.size, np.float32))
             _check_weights(features.weights)
         if order.low is not None and features.values.size:
             features = self._replace(features, order)
@@ -154,8 +162,7 @@ class FeatureIntake:
 
 
 def _check_weights(weights: NDArray[np.float32] | None) -> None:
-    if weights is None:
-        raise InputError("features: weights are missing; this model's tables are weighted, give one weight per id")
+    assert weights is not None
     # One sum sees every NaN and infinity; finite weights whose sum overflows are looked at twice.
     with np.errstate(over="ignore", invalid="ignore"):
         total = np.add.reduce(weights)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from recinfer.archive.check import Answer, Request, compare_answers, read_requests
 from recinfer.archive.reader import open_archive
+from recinfer.columns import as_matrix
 from recinfer.errors import ArchiveError, RecinferError, UnavailableError
 from recinfer.inference.bags import Features, bags_of
 from recinfer.inference.lookups import LookupsOf, Steps, run_now
@@ -37,10 +38,12 @@ class Predictor(LoadedModel):
         """Embeddings of the features given.
 
         Args:
-            features: some or all of the model's features, in any order; ids int32 or int64.
+            features: some or all of the model's features, in any order; ids int32 or int64. A KeyedJaggedTensor, or what
+                the clients take, ``{"user": [3, 4], "tags": ([[1], [2, 5]], [[0.5], [1, 2]])}``: see
+                :func:`recinfer.columns.as_features`. An id without a weight weighs 1.
 
         Raises:
-            InputError: an unknown feature, an id out of range, missing weights; names the feature and the place.
+            InputError: an unknown feature, an id out of range, weights where there may be none; names the feature and the place.
         """
         return run_now(self.lookup_steps(features))
 
@@ -67,11 +70,11 @@ class Predictor(LoadedModel):
         """:meth:`predict_many` for who waits in another way."""
         return predict_many(self, requests)
 
-    def predict(self, dense: Tensor | None, features: Features, context: Features | None = None) -> Outputs:
+    def predict(self, dense: Any, features: Features, context: Features | None = None) -> Outputs:
         """The model's outputs.
 
         Args:
-            dense: float32 [B, num_dense], finite; None when the model has no dense input.
+            dense: float32 [B, num_dense], finite, or rows of numbers; None when the model has no dense input.
             features: all features of the model, in any order. One that is left out is refused, unless the archive was
                 exported to fill it in (``recinfer export --missing``).
             context: features of one sample that go with every one of the B (a user's, beside its candidates'); none of
@@ -83,6 +86,8 @@ class Predictor(LoadedModel):
         Raises:
             InputError: as lookup, and: a feature left out; wrong shape or dtype, NaN or infinity in dense.
         """
+        if dense is not None and not isinstance(dense, Tensor):
+            dense = torch.from_numpy(as_matrix(dense))
         return run_now(self.predict_steps(dense, features, context))
 
     @at_one_state

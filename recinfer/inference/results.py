@@ -10,43 +10,14 @@ import torch
 from torch import Tensor
 
 from recinfer.errors import NotFoundError
+from recinfer.inference.specs import FeatureSpec, Outputs
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:  # a client has what is here for its answers, and loads no kernels
     from recinfer.archive.manifest import Manifest
     from recinfer.inference.lookups import Part
 
-__all__ = ["FeatureSpec", "LookupResult", "Outputs", "feature_specs", "selected", "tensors_of"]
-
-
-@dataclass(frozen=True)
-class FeatureSpec:
-    """One output of lookup: its name, the table behind it, and whether a prediction may leave its feature out.
-
-    ``missing``: a prediction without the feature is refused (``"reject"``), or takes no ids (``"empty"``) or this id in
-    every sample. A lookup may leave out any feature.
-    """
-
-    name: str
-    table: str
-    rows: int
-    dim: int
-    pooled: bool
-    missing: str | int = "reject"
-
-
-class Outputs(dict[str, Tensor]):
-    """The model's outputs by name.
-
-    Attributes:
-        missing: ranks whose hosts did not answer, so that vectors of their rows were zero.
-    """
-
-    missing: tuple[int, ...]
-
-    def __init__(self, *args: Any, missing: tuple[int, ...] = ()) -> None:
-        super().__init__(*args)
-        self.missing = missing
+__all__ = ["FeatureSpec", "LookupResult", "Outputs", "feature_specs", "selected", "tensors_of", "weighted_features"]
 
 
 @dataclass(frozen=True)
@@ -79,13 +50,22 @@ class LookupResult:
 def feature_specs(manifest: Manifest, names: dict[str, list[str]]) -> list[FeatureSpec]:
     """What lookup gives, in the model's order; ``names`` are those of each module's outputs, by its path."""
     missing = {feature.name: feature.missing for feature in manifest.features}
+    weighted = weighted_features(manifest)
     specs = []
     for module in manifest.modules:
         looked_up = [(table, name) for table in manifest.module_tables(module.path) for name in table.features]
         for name, (table, feature) in zip(names[module.path], looked_up):
             pooled = module.kind == "pooled"
-            specs.append(FeatureSpec(name, table.name, table.rows, table.dim, pooled, missing[feature]))
+            specs.append(
+                FeatureSpec(name, table.name, table.rows, table.dim, pooled, missing[feature], feature in weighted)
+            )
     return specs
+
+
+def weighted_features(manifest: Manifest) -> frozenset[str]:
+    """The features whose ids requests may bring weights for."""
+    modules = [module for module in manifest.modules if module.is_weighted and module.position_weights is None]
+    return frozenset(feature for module in modules for feature in module.features)
 
 
 def selected(

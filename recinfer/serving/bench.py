@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
+from recinfer.columns import FeatureArrays
 from recinfer.errors import InputError, RecinferError
-from recinfer.inference.results import FeatureSpec
+from recinfer.inference.specs import FeatureSpec
 from recinfer.serving.client.client import AsyncInferenceClient, ModelDescription
 from recinfer.serving.wire.loop import run_on_loop
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["LoadResult", "measure_load", "random_features", "random_requests"]
 
@@ -56,28 +55,28 @@ class LoadResult:
 
 
 def random_features(
-    features: Sequence[FeatureSpec], batch: int, ids: int, random: torch.Generator, *, weighted: bool = False
-) -> KeyedJaggedTensor:
+    features: Sequence[FeatureSpec], batch: int, ids: int, random: np.random.Generator, *, weighted: bool = False
+) -> FeatureArrays:
     """``batch`` samples with ``ids`` ids for each feature, uniform over the rows; ``weighted``: each with a weight below 1."""
     # A feature that several tables read is listed once a table, as feature@table: its ids fit the smallest.
     rows: dict[str, int] = {}
     for feature in features:
         name = feature.name.split("@")[0]
         rows[name] = min(feature.rows, rows.get(name, feature.rows))
-    values = torch.cat([torch.randint(limit, (batch * ids,), generator=random) for limit in rows.values()])
-    lengths = torch.full((len(rows) * batch,), ids, dtype=torch.int32)
-    weights = torch.rand(len(values), generator=random) if weighted else None
-    return KeyedJaggedTensor.from_parts_unchecked(list(rows), values, lengths, weights=weights, stride=batch)
+    values = np.concatenate([random.integers(limit, size=batch * ids) for limit in rows.values()])
+    lengths = np.full(len(rows) * batch, ids, np.int32)
+    weights = random.random(len(values), np.float32) if weighted else None
+    return FeatureArrays(tuple(rows), batch, lengths, values, weights)
 
 
 def random_requests(
     model: ModelDescription, batch: int, ids: int, count: int, seed: int = 0
-) -> list[tuple[Tensor, KeyedJaggedTensor]]:
+) -> list[tuple[NDArray[np.float32], FeatureArrays]]:
     """``count`` requests of ``batch`` samples, see :func:`random_features`, and their dense columns."""
-    random = torch.Generator().manual_seed(seed)
+    random = np.random.default_rng(seed)
     return [
         (
-            torch.randn(batch, model.num_dense, generator=random),
+            random.standard_normal((batch, model.num_dense), np.float32),
             random_features(model.features, batch, ids, random, weighted=model.needs_weights),
         )
         for _ in range(count)
@@ -109,7 +108,7 @@ def measure_load(
     if not concurrency or min(concurrency) < 1 or duration <= 0 or batch < 1 or ids < 0:
         raise InputError("expected concurrency and batch of at least 1, ids of at least 0 and a duration above 0")
     # Retries would hide what the server refuses.
-    arguments = {"timeout": 60.0, **client, "retries": 0}
+    arguments = {"timeout": 60.0, "tensors": False, **client, "retries": 0}
     return run_on_loop(_measure(target, call, concurrency, duration, batch, ids, seed, arguments))
 
 
@@ -140,7 +139,7 @@ async def _measure(
 async def _run(
     client: AsyncInferenceClient,
     call: str,
-    requests: Sequence[tuple[Tensor, KeyedJaggedTensor]],
+    requests: Sequence[tuple[NDArray[np.float32], FeatureArrays]],
     callers: int,
     duration: float,
 ) -> tuple[list[float], Counter[str], dict[str, str]]:

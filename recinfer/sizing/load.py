@@ -13,16 +13,15 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from recinfer.columns import FeatureArrays
 from recinfer.errors import InputError, RecinferError
 from recinfer.serving.bench import random_features
 from recinfer.serving.client.client import AsyncInferenceClient, ModelDescription
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.sizing.arrivals import Trace
-from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["Call", "Driver", "Stretch", "encode_requests"]
 
@@ -85,7 +84,7 @@ def encode_requests(
         raise InputError(f"trace: the model has no feature {', '.join(unknown[:5])}; it has {', '.join(names[:20])}")
     total = sum(trace.ids_by_feature.values())
     shares = [trace.ids_by_feature.get(name, 0.0) / total if total else 1 / len(names) for name in names]
-    random = torch.Generator().manual_seed(seed)
+    random = np.random.default_rng(seed)
     requests: list[bytes] = []
     num_bytes = 0
     for batch, ids in zip(trace.batches[:_DISTINCT].tolist(), trace.ids[:_DISTINCT].tolist()):
@@ -93,7 +92,7 @@ def encode_requests(
         if call == "lookup":
             data = codec.encode_lookup_request(features, name, version)
         else:
-            dense = torch.randn(batch, model.num_dense, generator=random)
+            dense = random.standard_normal((batch, model.num_dense), np.float32)
             data = codec.encode_predict_request(dense, features, name, version)
         requests.append(data)
         num_bytes += len(data)
@@ -102,30 +101,22 @@ def encode_requests(
     return requests
 
 
-def _features(model: ModelDescription, batch: int, ids: Sequence[float], random: torch.Generator) -> KeyedJaggedTensor:
+def _features(model: ModelDescription, batch: int, ids: Sequence[float], random: np.random.Generator) -> FeatureArrays:
     """A request's features: feature f has about ``ids[f]`` ids in all, spread evenly over the samples."""
-    one = random_features(model.features, 1, 1, random, weighted=model.needs_weights)
-    keys = one.keys()
     if all(abs(each - batch) < 0.5 for each in ids):
         return random_features(model.features, batch, 1, random, weighted=model.needs_weights)
     lengths = []
     for mean in ids:
         # A fraction of an id is an id of so many requests; the rest goes to the first samples.
-        count = int(mean) + int(torch.rand((), generator=random).item() < mean % 1)
-        each = torch.full((batch,), count // batch, dtype=torch.int32)
+        count = int(mean) + int(random.random() < mean % 1)
+        each = np.full(batch, count // batch, np.int32)
         each[: count % batch] += 1
         lengths.append(each)
     most = max(1, max(int(each.max()) for each in lengths))
     full = random_features(model.features, batch, most, random, weighted=model.needs_weights)
-    taken = torch.cat([torch.arange(most)[None, :] < each[:, None] for each in lengths]).reshape(-1)
-    weights = full.weights_or_none()
-    return KeyedJaggedTensor(
-        keys,
-        full.values()[taken],
-        weights=None if weights is None else weights[taken],
-        lengths=torch.cat(lengths),
-        stride=batch,
-    )
+    taken = np.concatenate([np.arange(most)[None, :] < each[:, None] for each in lengths]).reshape(-1)
+    weights = None if full.weights is None else full.weights[taken]
+    return FeatureArrays(full.keys, batch, np.concatenate(lengths), full.values[taken], weights)
 
 
 class Driver:

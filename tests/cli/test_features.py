@@ -9,25 +9,25 @@ from recinfer.errors import ConfigError
 
 
 def test_one_sample_of_two_features() -> None:
-    kjt = parse_features(["C1=3,7", "C2=5"])
-    assert kjt.keys() == ["C1", "C2"]
-    assert kjt.stride() == 1
-    assert kjt.values().tolist() == [3, 7, 5]
-    assert kjt.lengths().tolist() == [2, 1]
-    assert kjt.weights_or_none() is None
+    found = parse_features(["C1=3,7", "C2=5"])
+    assert found.keys == ("C1", "C2")
+    assert found.batch == 1
+    assert found.values.tolist() == [3, 7, 5]
+    assert found.lengths.tolist() == [2, 1]
+    assert found.weights is None
 
 
 def test_samples_are_separated_by_semicolons_and_may_be_empty() -> None:
-    kjt = parse_features(["C1=3,7;;9", "C2=;5;"])
-    assert kjt.stride() == 3
-    assert kjt.values().tolist() == [3, 7, 9, 5]
-    assert kjt.lengths().tolist() == [2, 0, 1, 0, 1, 0]
+    found = parse_features(["C1=3,7;;9", "C2=;5;"])
+    assert found.batch == 3
+    assert found.values.tolist() == [3, 7, 9, 5]
+    assert found.lengths.tolist() == [2, 0, 1, 0, 1, 0]
 
 
 def test_weights_follow_a_colon() -> None:
-    kjt = parse_features(["C1=3:0.5,7:2"])
-    assert kjt.values().tolist() == [3, 7]
-    assert kjt.weights().tolist() == [0.5, 2.0]
+    found = parse_features(["C1=3:0.5,7:2"])
+    assert found.values.tolist() == [3, 7]
+    assert found.weights is not None and found.weights.tolist() == [0.5, 2.0]
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_ids_fit_their_features_rows(dtype: type, ids: list[int], lengths: list[
 
 def test_what_is_no_request_is_refused():
     with pytest.raises(InputError, match="expected a KeyedJaggedTensor"):
-        bags_of({"a": [1]})  # type: ignore[arg-type]
+        bags_of([1])  # type: ignore[arg-type]
     ids = torch.ones(2, dtype=torch.int64)
     uneven = KeyedJaggedTensor(["a", "b"], ids, lengths=torch.tensor([1, 1, 0]), stride_per_key_per_rank=[[1], [2]])
     with pytest.raises(InputError, match="batch sizes differ"):

@@ -193,7 +193,9 @@ def test_policies(with_policies: tuple[nn.Module, Archive]) -> None:
             "repeats a name",
         ),
         (KeyedJaggedTensor.empty(values_dtype=torch.int64), "none given"),
-        ({"f_user": [1]}, "got a dict; expected a KeyedJaggedTensor"),
+        ({"f_user": [1.5]}, "expected integer ids"),
+        ({"f_user": ([1], [0.5])}, r"weights\['f_user'\]: this feature takes no weights; those that do: none"),
+        (None, "got a NoneType, expected a KeyedJaggedTensor"),
     ],
 )
 def test_bad_features(exact: tuple[nn.Module, Predictor], features: KeyedJaggedTensor, message: str) -> None:
@@ -209,7 +211,7 @@ def test_bad_features(exact: tuple[nn.Module, Predictor], features: KeyedJaggedT
         (torch.zeros(6), r"\[6\]"),
         (torch.zeros(2, 3, dtype=torch.float64), "torch.float64"),
         (None, "dense is missing"),
-        ([[0.0] * 3] * 2, "got list"),
+        ([["x"] * 3] * 2, "rows of numbers"),
         (torch.tensor([[0, 0, 0], [0, float("nan"), 0]]), "sample 1, column 1 is nan"),
         (torch.tensor([[0, 0, float("inf")], [0, 0, float("-inf")]]), "sample 0, column 2 is inf"),
     ],
@@ -274,8 +276,16 @@ def test_weights_and_shared_names(tmp_path: Path) -> None:
     found = predictor.lookup(kjt)
     assert found.keys() == ["a@t", "a@u", "b@three", "a", "b@two"]
     assert [f.name for f in predictor.features] == ["a@t", "a@u", "a", "b@two", "b@three"]
-    with pytest.raises(InputError, match="weights are missing"):
-        predictor.lookup(plain)
+    ones = KeyedJaggedTensor(plain.keys(), plain.values(), torch.ones(6), lengths=plain.lengths())
+    assert torch.equal(predictor.lookup(plain).pooled.values(), predictor.lookup(ones).pooled.values())
+    some = KeyedJaggedTensor(
+        plain.keys(), plain.values(), torch.tensor([2.0, 0.5, 3, 1, 1, 1]), lengths=plain.lengths()
+    )
+    asked = {"a": ([[1, 2], [19]], [[2, 0.5], 3]), "b": [[4], [5, 6]]}
+    assert torch.equal(predictor.lookup(asked).pooled.values(), predictor.lookup(some).pooled.values())
+    assert torch.equal(predictor.predict(None, asked)["output"], predictor.predict(None, some)["output"])
+    with pytest.raises(InputError, match=r"weights\['b'\]: this feature takes no weights; those that do: a"):
+        predictor.lookup(asked | {"b": ([[4], [5, 6]], [[1], [1, 1]])})
     bad = KeyedJaggedTensor(plain.keys(), plain.values(), torch.full((6,), float("nan")), lengths=plain.lengths())
     with pytest.raises(InputError, match="weight 0 is nan"):
         predictor.lookup(bad)

@@ -36,10 +36,10 @@ def test_every_caller_asks_at_least_once(server: Server):
 
 
 def test_requests_fit_the_model(client: InferenceClient):
-    (dense, kjt), _ = random_requests(client.get_model(), batch=5, ids=3, count=2)
+    (dense, features), _ = random_requests(client.get_model(), batch=5, ids=3, count=2)
     assert dense.shape == (5, NUM_DENSE)
-    assert sorted(kjt.keys()) == sorted(ROWS) and kjt.values().numel() == 5 * 3 * len(ROWS)
-    client.predict(dense, kjt)
+    assert sorted(features.keys) == sorted(ROWS) and features.values.size == 5 * 3 * len(ROWS)
+    client.predict(dense, features)
 
 
 def test_a_weighted_model_gets_weights(others: dict[str, Path]):

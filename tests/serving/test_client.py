@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from recinfer.columns import FeatureArrays, as_features, as_matrix
 from recinfer.errors import InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import AsyncInferenceClient, InferenceClient
-from recinfer.serving.client.columns import as_dense, as_features
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
@@ -31,31 +31,31 @@ EXPECTED = KeyedJaggedTensor(
 )
 
 
-def check(kjt: KeyedJaggedTensor) -> None:
-    assert kjt.keys() == EXPECTED.keys() and kjt.stride() == 3
-    assert kjt.values().dtype == torch.int64
-    assert kjt.values().tolist() == EXPECTED.values().tolist()
-    assert kjt.lengths().tolist() == EXPECTED.lengths().tolist()
+def check(found: FeatureArrays) -> None:
+    assert list(found.keys) == EXPECTED.keys() and found.batch == 3
+    assert found.values.dtype == np.int64 and found.lengths.dtype == np.int32
+    assert found.values.tolist() == EXPECTED.values().tolist()
+    assert found.lengths.tolist() == EXPECTED.lengths().tolist()
 
 
 def test_lists_and_arrays():
     check(as_features({"user": USER, "history": HISTORY}))
     check(as_features({"user": np.int32(USER), "history": [(1, 2), None, np.array([39])]}))
     check(as_features({"user": torch.tensor(USER), "history": HISTORY}))
-    assert as_features({"pair": np.array([[1, 2], [3, 4]])}).lengths().tolist() == [2, 2]
-    assert as_features(EXPECTED) is EXPECTED
+    assert as_features({"pair": np.array([[1, 2], [3, 4]])}).lengths.tolist() == [2, 2]
+    check(as_features(EXPECTED))
 
 
 def test_pandas_columns():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     check(as_features(pandas.DataFrame({"user": USER, "history": HISTORY})))
     frame = pandas.DataFrame({"a": [1.0, 2.0], "b": [3, 4]})
-    assert as_dense(frame).tolist() == [[1, 3], [2, 4]]
+    assert as_matrix(frame).tolist() == [[1, 3], [2, 4]]
     for missing in (None, float("nan"), pandas.NA):
         history = pandas.Series([HISTORY[0], missing, HISTORY[2]], dtype=object)
         check(as_features({"user": pandas.Series(USER), "history": history}))
     nullable = as_features({"user": pandas.Series([2**60 + 1, None, 3], dtype="Int64")})
-    assert (nullable.values().tolist(), nullable.lengths().tolist()) == ([2**60 + 1, 3], [1, 0, 1])
+    assert (nullable.values.tolist(), nullable.lengths.tolist()) == ([2**60 + 1, 3], [1, 0, 1])
     with pytest.raises(InputError, match="'user' more than once"):
         as_features(pandas.DataFrame([[1, 2]], columns=["user", "user"]))
 
@@ -64,9 +64,9 @@ def test_whole_floats_are_ids_where_pandas_made_them_for_what_is_missing():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     for dtype in (None, "float32", "Float64"):
         found = as_features(pandas.DataFrame({"user": pandas.Series([3, None, 5], dtype=dtype)}))
-        assert (found.values().tolist(), found.lengths().tolist()) == ([3, 5], [1, 0, 1])
+        assert (found.values.tolist(), found.lengths.tolist()) == ([3, 5], [1, 0, 1])
     nothing = as_features(pandas.DataFrame({"user": [None, float("nan")]}))
-    assert (nothing.values().tolist(), nothing.lengths().tolist()) == ([], [0, 0])
+    assert (nothing.values.tolist(), nothing.lengths.tolist()) == ([], [0, 0])
     for values in ([3.0, 5.0], [3.5, None], [float("inf"), None]):
         with pytest.raises(InputError, match=r"'user'.*expected integer ids"):
             as_features(pandas.DataFrame({"user": values}))
@@ -105,7 +105,7 @@ def test_columns_of_any_library_that_speaks_arrow():
         as_features({"user": Lent(pa.chunked_array([["a", "b"]]))})
     with pytest.raises(InputError, match="features: "):
         as_features(Lent(users))
-    assert as_dense(Lent(pa.table({"a": [1, 2], "b": [0.5, 0.25]}))).tolist() == [[1.0, 0.5], [2.0, 0.25]]
+    assert as_matrix(Lent(pa.table({"a": [1, 2], "b": [0.5, 0.25]}))).tolist() == [[1.0, 0.5], [2.0, 0.25]]
 
 
 def test_polars_columns():
@@ -113,8 +113,8 @@ def test_polars_columns():
     check(as_features(polars.DataFrame({"user": USER, "history": HISTORY})))
     check(as_features({"user": polars.Series(USER), "history": polars.Series(HISTORY)}))
     found = as_features({"user": polars.Series([3, None, 5], dtype=polars.UInt32)})
-    assert (found.values().tolist(), found.lengths().tolist()) == ([3, 5], [1, 0, 1])
-    assert as_dense(polars.DataFrame({"a": [1, 2]})).tolist() == [[1.0], [2.0]]
+    assert (found.values.tolist(), found.lengths.tolist()) == ([3, 5], [1, 0, 1])
+    assert as_matrix(polars.DataFrame({"a": [1, 2]})).tolist() == [[1.0], [2.0]]
 
 
 def test_pyarrow_columns():
@@ -122,13 +122,13 @@ def test_pyarrow_columns():
     check(as_features(pa.table({"user": USER, "history": HISTORY})))
     chunked = pa.chunked_array([[[1, 2]], [None, [39]]], type=pa.list_(pa.int32()))
     check(as_features(pa.table({"user": pa.array(USER, pa.int32()), "history": chunked})))
-    assert as_features({"user": pa.array([1, None])}).lengths().tolist() == [1, 0]
+    assert as_features({"user": pa.array([1, None])}).lengths.tolist() == [1, 0]
     for kind in (pa.list_(pa.int64(), 2), pa.list_view(pa.int64())):
         found = as_features({"pair": pa.array([[0, 0], [1, 2], None, [3, 4]], kind)[1:]})
-        assert (found.values().tolist(), found.lengths().tolist()) == ([1, 2, 3, 4], [2, 0, 2])
+        assert (found.values.tolist(), found.lengths.tolist()) == ([1, 2, 3, 4], [2, 0, 2])
     for of in (pa.table, pa.record_batch):
-        assert as_dense(of({"a": [1.0, 2.0], "b": [3, 4], "c": [True, False]})).tolist() == [[1, 3, 1], [2, 4, 0]]
-        assert as_dense(of({"a": [1.0, None]})).isnan().tolist() == [[False], [True]]
+        assert as_matrix(of({"a": [1.0, 2.0], "b": [3, 4], "c": [True, False]})).tolist() == [[1, 3, 1], [2, 4, 0]]
+        assert np.isnan(as_matrix(of({"a": [1.0, None]}))).tolist() == [[False], [True]]
     with pytest.raises(InputError, match="'user' more than once"):
         as_features(pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["user", "user"]))
     with pytest.raises(InputError, match="null among ids"):
@@ -157,12 +157,12 @@ def test_other_things_are_refused(data: Any, words: str):
 def test_what_is_masked_is_no_id():
     masked = np.ma.array([[1, 2], [3, 4], [5, 6]], mask=[[0, 1], [1, 1], [0, 0]])
     features = as_features({"user": np.ma.array([1, 49, 7], mask=[0, 1, 0]), "clicks": masked})
-    assert features.lengths().tolist() == [1, 0, 1, 1, 0, 2]
-    assert features.values().tolist() == [1, 7, 1, 5, 6]
+    assert features.lengths.tolist() == [1, 0, 1, 1, 0, 2]
+    assert features.values.tolist() == [1, 7, 1, 5, 6]
 
 
 def test_arrays_of_no_dimension_are_ids():
-    assert as_features({"user": [np.array(3), np.int32(4), torch.tensor(5)]}).values().tolist() == [3, 4, 5]
+    assert as_features({"user": [np.array(3), np.int32(4), torch.tensor(5)]}).values.tolist() == [3, 4, 5]
 
 
 @pytest.mark.parametrize("name", [1, None, "\ud800"])
@@ -186,7 +186,7 @@ def test_dense_is_a_matrix():
     masked = np.ma.array([[1.0]], mask=[[True]])
     for data in ([1.0], [[1.0], [1.0, 2.0]], [["x"]], [["1"]], [[1j]], masked):
         with pytest.raises(InputError, match="dense"):
-            as_dense(data)
+            as_matrix(data)
 
 
 def test_both_clients_give_the_predictors_numbers(server: Server, client: InferenceClient, predictor: Predictor):

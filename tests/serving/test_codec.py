@@ -43,6 +43,7 @@ def test_field_numbers_are_the_wire_contract():
     assert numbers == {
         "JaggedFeatures": {
             "keys": 1, "batch_size": 2, "lengths": 3, "values": 4, "weights": 5, "values_int32": 6,
+            "weighted_keys": 7,
         },
         "LookupRequest": {"model": 1, "version": 2, "features": 3},
         "LookupResponse": {
@@ -54,7 +55,7 @@ def test_field_numbers_are_the_wire_contract():
         "NamedTensor": {"name": 1, "shape": 2, "values": 3},
         "PredictResponse": {"outputs": 1, "model_version": 2, "missing_ranks": 3},
         "GetModelRequest": {"model": 1, "version": 2},
-        "FeatureInfo": {"name": 1, "table": 2, "rows": 3, "dim": 4, "pooled": 5, "missing": 6},
+        "FeatureInfo": {"name": 1, "table": 2, "rows": 3, "dim": 4, "pooled": 5, "missing": 6, "weighted": 7},
         "ModelInfo": {
             "name": 1, "version": 2, "features": 3, "num_dense": 4, "precision": 5, "plan_hash": 6,
             "feature_contract": 7, "needs_weights": 8,

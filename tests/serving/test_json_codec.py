@@ -57,7 +57,7 @@ def test_what_is_not_finite_is_null():
         ({"features": {"a": [[[1]], [2]]}}, ["integer"]),
         ({"features": {"a": [[2**70], [2]]}}, ["id", "64-bit integer"]),
         ({"features": {"\ud800": [1, 2]}}, ["features", "surrogate"]),
-        ({"weights": {"a": [[1], [2, 3]]}}, ["weights", "features"]),
+        ({"weights": {"c": [[1], [2, 3]]}}, ["weights", "'c'", "features"]),
         ({"weights": {"a": [[1], [2]], "b": [3, []]}}, ["weights['a']", "form"]),
         ({"weights": {"a": [["x"], [2, 3]], "b": [3, []]}}, ["weights", "numbers"]),
         ({"dense": [[1, 2]]}, ["dense", "[1, 2]", "2 samples"]),

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from recinfer.errors import InputError
 from recinfer.serving.client.client import invoke
-from recinfer.serving.wire import codec
+from recinfer.serving.wire.arrays import parse
 from recinfer.serving.wire.proto import admin_pb2 as pb
 from recinfer.serving.wire.tls import authorization, credentials_of
 
@@ -136,5 +136,5 @@ class AdminClient:
         )
         return {
             model.model: {v.version: LoadedVersion(v.weight, v.plan_hash, v.bytes, v.deltas) for v in model.versions}
-            for model in codec.parse(pb.ModelList, answer).models
+            for model in parse(pb.ModelList, answer).models
         }

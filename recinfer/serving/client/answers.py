@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import numpy as np
 
-from recinfer.inference.results import FeatureSpec
-from recinfer.serving.wire import codec
+from recinfer.inference.specs import FeatureSpec, Outputs
+from recinfer.serving.wire.arrays import decode_lookup, decode_predict, parse
 from recinfer.serving.wire.proto import inference_pb2 as pb
-from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 if TYPE_CHECKING:
     from recinfer.data.contract import FeatureContract
 
-__all__ = ["Embeddings", "ModelDescription", "decode_description", "decode_embeddings"]
+__all__ = [
+    "Embeddings",
+    "ModelDescription",
+    "decode_description",
+    "decode_embeddings",
+    "decode_outputs",
+    "torch_is_installed",
+]
+
+
+@functools.cache
+def torch_is_installed() -> bool:
+    """Whether torch can be imported; it is not."""
+    try:
+        return importlib.util.find_spec("torch") is not None
+    except (ImportError, ValueError):
+        return False
 
 
 @dataclass(frozen=True)
 class Embeddings:
-    """What a lookup gives.
+    """What a lookup gives: tensors, or numpy arrays from a client that gives those.
 
     Attributes:
-        pooled: one vector a sample and feature, ``[B, sum(dims)]``, in the model's feature order; None when only unpooled
-            features were asked for.
-        sequences: one vector an id, for each unpooled feature.
+        pooled: one vector a sample and feature: a KeyedTensor ``[B, sum(dims)]``, or a dict of float32 arrays ``[B, D]``, in
+            the model's feature order; None when only unpooled features were asked for.
+        sequences: one vector an id, for each unpooled feature: a JaggedTensor, or a list of an array ``[n, D]`` a sample.
         model_version: the version that answered.
         missing_ranks: ranks of a model on several hosts that did not answer, so that vectors of their rows are zero.
     """
 
-    pooled: KeyedTensor | None
-    sequences: dict[str, JaggedTensor]
+    pooled: Any
+    sequences: dict[str, Any]
     model_version: str
     missing_ranks: tuple[int, ...] = ()
 
@@ -40,8 +57,8 @@ class Embeddings:
         """Names of all embeddings, the pooled ones first."""
         return [*(self.pooled.keys() if self.pooled is not None else ()), *self.sequences]
 
-    def __getitem__(self, key: str) -> Tensor | JaggedTensor:
-        """``[B, D]`` of a pooled feature, or the JaggedTensor of an unpooled one."""
+    def __getitem__(self, key: str) -> Any:
+        """``[B, D]`` of a pooled feature, or what ``sequences`` has of an unpooled one."""
         return self.sequences[key] if key in self.sequences or self.pooled is None else self.pooled[key]
 
 
@@ -49,8 +66,8 @@ class Embeddings:
 class ModelDescription:
     """What a served model takes and what it is made of.
 
-    ``contract`` makes its inputs of raw rows; None when the archive was exported without one. ``needs_weights``: every
-    request brings a weight for each id.
+    ``contract`` makes its inputs of raw rows; None when the archive was exported without one. ``needs_weights``: some
+    features are ``weighted``: their ids may have weights.
     """
 
     name: str
@@ -63,15 +80,37 @@ class ModelDescription:
     needs_weights: bool = False
 
 
-def decode_embeddings(answer: bytes) -> Embeddings:
+def decode_embeddings(answer: bytes, tensors: bool) -> Embeddings:
     """The message of a LookupResponse."""
-    return Embeddings(*codec.decode_lookup_answer(answer))
+    if tensors:
+        from recinfer.serving.wire import codec
+
+        return Embeddings(*codec.decode_lookup_answer(answer))
+    found = decode_lookup(answer)
+    pooled = None
+    if found.dims:
+        blocks = np.split(found.values, np.cumsum(found.dims)[:-1], axis=1)
+        pooled = dict(zip(found.keys, blocks))
+    sequences = {key: np.split(vectors, np.cumsum(lengths)[:-1]) for key, (lengths, vectors) in found.sequences.items()}
+    return Embeddings(pooled, sequences, found.version, found.missing)
+
+
+def decode_outputs(answer: bytes, tensors: bool) -> Outputs:
+    """The message of a PredictResponse."""
+    if tensors:
+        from recinfer.serving.wire import codec
+
+        return codec.decode_predict_response(answer)[0]
+    arrays, _, missing = decode_predict(answer)
+    return Outputs(arrays, missing=missing)
 
 
 def decode_description(answer: bytes) -> ModelDescription:
     """The message of a ModelInfo."""
-    info = codec.parse(pb.ModelInfo, answer)
-    features = tuple(FeatureSpec(f.name, f.table, f.rows, f.dim, f.pooled, _missing(f.missing)) for f in info.features)
+    info = parse(pb.ModelInfo, answer)
+    features = tuple(
+        FeatureSpec(f.name, f.table, f.rows, f.dim, f.pooled, _missing(f.missing), f.weighted) for f in info.features
+    )
     contract = None
     if info.feature_contract:
         from recinfer.data.contract import FeatureContract

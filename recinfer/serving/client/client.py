@@ -1,4 +1,4 @@
-"""Clients of the gRPC server, blocking and asyncio: ids in, KeyedTensor and tensors out."""
+"""Clients of the gRPC server, blocking and asyncio: ids in, embeddings and outputs out; they need no torch."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import torch
-from grpc_health.v1 import health_pb2
 
 from recinfer.errors import InputError, OverloadedError, RecinferError, UnavailableError
-from recinfer.inference.results import Outputs
+from recinfer.inference.specs import Outputs
 from recinfer.serving.client.answers import (
     Embeddings,
     ModelDescription,
     decode_description,
     decode_embeddings,
+    decode_outputs,
+    torch_is_installed,
 )
-from recinfer.serving.client.columns import as_dense, as_features, as_raw
+from recinfer.serving.client.columns import as_raw
 from recinfer.serving.client.retry import LONGEST_S, Retries, is_full, pushback
 from recinfer.serving.client.throttle import Throttle
-from recinfer.serving.wire import codec
+from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
+from recinfer.serving.wire.fields import bytes_field
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from recinfer.serving.wire.retry import has_said
 from recinfer.serving.wire.status import error_of
@@ -39,9 +40,11 @@ __all__ = [
 ]
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+# gRPC's health service in the two messages that a client needs: HealthCheckRequest{service = 1} and
+# HealthCheckResponse{status = 1}; the package that holds them is for servers.
+_HEALTH = "grpc.health.v1.Health"
 _CALLS, _CHECK = ("Lookup", "Predict", "GetModel"), "Check"
-_HEALTH_REQUEST = health_pb2.HealthCheckRequest(service=_SERVICE).SerializeToString()
+_HEALTH_REQUEST, _IS_SERVING = b"".join(bytes_field(1, _SERVICE.encode())), b"\x08\x01"
 _POLL_S = 0.05
 _START_WITH = "recinfer serve ARCHIVE --port N"
 
@@ -50,7 +53,15 @@ class _Client:
     """What both clients share: settings, and messages from and to what callers have."""
 
     def __init__(
-        self, target: str, model: str, version: str, timeout: float, retries: int, throttle: bool, token: str
+        self,
+        target: str,
+        model: str,
+        version: str,
+        timeout: float,
+        retries: int,
+        throttle: bool,
+        token: str,
+        tensors: bool | None,
     ) -> None:
         if retries < 0:
             raise InputError(f"retries: got {retries}, expected 0 or more")
@@ -62,15 +73,15 @@ class _Client:
         # One a call, as a server may have no room for predictions and much for lookups.
         self._throttles = {call: Throttle() for call in ("Lookup", "Predict")} if throttle else {}
         self._metadata = authorization(token)
+        if tensors and not torch_is_installed():
+            raise UnavailableError("tensors: torch is not installed; pip install 'recinfer[cpu]', or leave tensors out")
+        self.tensors = torch_is_installed() if tensors is None else tensors
 
     def _lookup_request(self, features: Any) -> bytes:
-        return codec.encode_lookup_request(as_features(features), self.model, self.version)
+        return encode_lookup_request(features, self.model, self.version)
 
     def _predict_request(self, dense: Any, features: Any, context: Any) -> bytes:
-        sparse = as_features(features)
-        matrix = torch.empty(sparse.stride(), 0) if dense is None else as_dense(dense)
-        once = None if context is None else as_features(context)
-        return codec.encode_predict_request(matrix, sparse, self.model, self.version, context=once)
+        return encode_predict_request(dense, features, self.model, self.version, context=context)
 
     def _raw_request(self, rows: Any) -> bytes:
         return pb.PredictRequest(model=self.model, version=self.version, raw=as_raw(rows)).SerializeToString()
@@ -101,9 +112,11 @@ class InferenceClient(_Client):
         tls_ca: PEM file of the authority that signed the server's certificate; None: no TLS.
         tls_cert, tls_key: PEM files of this client's certificate, for mutual TLS.
         tls_name: name in the server's certificate, where it is not the target's host; empty: it is.
+        tensors: answers hold torch's tensors (True; torch is then imported) or numpy's arrays (False); None: tensors where torch
+            is installed.
 
-    Features are a KeyedJaggedTensor, a dict of feature to list, or a DataFrame or Table: see
-    :func:`recinfer.serving.client.columns.as_features`. All calls raise InputError (the request is wrong), NotFoundError (no
+    Features are a dict of feature to list, ``{"user": [3, 4], "tags": (ids, weights)}``, a KeyedJaggedTensor, or a DataFrame or
+    Table: see :func:`recinfer.columns.as_features`. All calls raise InputError (the request is wrong), NotFoundError (no
     such model or version), UnavailableError (no server there, or too slow; OverloadedError: it is full) or, when the server
     fails, RecinferError.
     """
@@ -122,8 +135,9 @@ class InferenceClient(_Client):
         tls_cert: Path | None = None,
         tls_key: Path | None = None,
         tls_name: str = "",
+        tensors: bool | None = None,
     ) -> None:
-        super().__init__(target, model, version, timeout, retries, throttle, token)
+        super().__init__(target, model, version, timeout, retries, throttle, token, tensors)
         credentials, options = _security(tls_ca, tls_cert, tls_key, tls_name)
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=options)
@@ -134,7 +148,7 @@ class InferenceClient(_Client):
 
     def lookup(self, features: Any, *, timeout: float | None = None) -> Embeddings:
         """Embeddings of some or all features of the model, given in any order."""
-        return decode_embeddings(self._call("Lookup", self._lookup_request(features), timeout))
+        return decode_embeddings(self._call("Lookup", self._lookup_request(features), timeout), self.tensors)
 
     def predict(self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
         """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples.
@@ -144,7 +158,7 @@ class InferenceClient(_Client):
         features have; none of them among ``features``. They are sent and looked up once.
         """
         request = self._predict_request(dense, features, context)
-        return codec.decode_predict_response(self._call("Predict", request, timeout))[0]
+        return decode_outputs(self._call("Predict", request, timeout), self.tensors)
 
     def predict_raw(self, rows: Any, *, timeout: float | None = None) -> Outputs:
         """The model's outputs by name, from rows as the training data had them.
@@ -152,7 +166,7 @@ class InferenceClient(_Client):
         The server makes ids and dense inputs of them by the feature contract of the model's archive. ``rows``: see
         :func:`recinfer.serving.client.columns.as_raw`; its columns are those of the contract (``get_model().contract``).
         """
-        return codec.decode_predict_response(self._call("Predict", self._raw_request(rows), timeout))[0]
+        return decode_outputs(self._call("Predict", self._raw_request(rows), timeout), self.tensors)
 
     def get_model(self, *, timeout: float | None = None) -> ModelDescription:
         """What the model takes and is made of."""
@@ -161,7 +175,7 @@ class InferenceClient(_Client):
     def is_ready(self, *, timeout: float | None = None) -> bool:
         """Whether the server answers and takes requests."""
         try:
-            return _is_serving(self._call(_CHECK, _HEALTH_REQUEST, timeout, retries=0))
+            return self._call(_CHECK, _HEALTH_REQUEST, timeout, retries=0) == _IS_SERVING
         except RecinferError:
             return False
 
@@ -226,8 +240,9 @@ class AsyncInferenceClient(_Client):
         tls_cert: Path | None = None,
         tls_key: Path | None = None,
         tls_name: str = "",
+        tensors: bool | None = None,
     ) -> None:
-        super().__init__(target, model, version, timeout, retries, throttle, token)
+        super().__init__(target, model, version, timeout, retries, throttle, token, tensors)
         self._credentials, self._options = _security(tls_ca, tls_cert, tls_key, tls_name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -236,16 +251,17 @@ class AsyncInferenceClient(_Client):
 
     async def lookup(self, features: Any, *, timeout: float | None = None) -> Embeddings:
         """As InferenceClient.lookup."""
-        return decode_embeddings(await self._call("Lookup", self._lookup_request(features), timeout))
+        answer = await self._call("Lookup", self._lookup_request(features), timeout)
+        return decode_embeddings(answer, self.tensors)
 
     async def predict(self, dense: Any, features: Any, *, context: Any = None, timeout: float | None = None) -> Outputs:
         """As InferenceClient.predict."""
         request = self._predict_request(dense, features, context)
-        return codec.decode_predict_response(await self._call("Predict", request, timeout))[0]
+        return decode_outputs(await self._call("Predict", request, timeout), self.tensors)
 
     async def predict_raw(self, rows: Any, *, timeout: float | None = None) -> Outputs:
         """As InferenceClient.predict_raw."""
-        return codec.decode_predict_response(await self._call("Predict", self._raw_request(rows), timeout))[0]
+        return decode_outputs(await self._call("Predict", self._raw_request(rows), timeout), self.tensors)
 
     async def get_model(self, *, timeout: float | None = None) -> ModelDescription:
         """As InferenceClient.get_model."""
@@ -254,7 +270,7 @@ class AsyncInferenceClient(_Client):
     async def is_ready(self, *, timeout: float | None = None) -> bool:
         """As InferenceClient.is_ready."""
         try:
-            return _is_serving(await self._call(_CHECK, _HEALTH_REQUEST, timeout, retries=0))
+            return await self._call(_CHECK, _HEALTH_REQUEST, timeout, retries=0) == _IS_SERVING
         except RecinferError:
             return False
 
@@ -320,11 +336,6 @@ class AsyncInferenceClient(_Client):
 
     def _is_closed(self) -> UnavailableError:
         return UnavailableError(f"{self.target}: the client is closed; make a new client")
-
-
-def _is_serving(answer: bytes) -> bool:
-    status = codec.parse(health_pb2.HealthCheckResponse, answer).status
-    return bool(status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def _security(

@@ -10,13 +10,12 @@ import json
 from typing import Any
 
 import grpc
-import torch
 from google.protobuf.wrappers_pb2 import BytesValue
-from torch import Tensor
 
-from recinfer.serving.client.client import Embeddings, invoke
-from recinfer.serving.client.columns import as_dense, as_features
-from recinfer.serving.wire import codec
+from recinfer.inference.specs import Outputs
+from recinfer.serving.client.answers import Embeddings, decode_embeddings, decode_outputs, torch_is_installed
+from recinfer.serving.client.client import invoke
+from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
 from recinfer.serving.wire.fields import bytes_field
 from recinfer.serving.wire.status import error_of
 from recinfer.serving.wire.tls import authorization
@@ -48,20 +47,17 @@ class TorchServeClient:
 
     def lookup(self, features: Any) -> Embeddings:
         """Embeddings of some or all features of the model, given in any order."""
-        answer = self._call("lookup", codec.encode_lookup_request(as_features(features)))
-        return Embeddings(*codec.decode_lookup_response(answer))
+        answer = self._call("lookup", encode_lookup_request(features))
+        return decode_embeddings(answer, torch_is_installed())
 
-    def predict(self, dense: Any, features: Any, *, context: Any = None) -> dict[str, Tensor]:
+    def predict(self, dense: Any, features: Any, *, context: Any = None) -> Outputs:
         """The model's outputs by name, from ``dense`` float32 ``[B, num_dense]`` and the features of the same samples.
 
         ``dense``: None for a model that takes none. ``context``: features of one sample that go with all B, none of them in
         ``features``.
         """
-        sparse = as_features(features)
-        matrix = torch.empty(sparse.stride(), 0) if dense is None else as_dense(dense)
-        once = None if context is None else as_features(context)
-        body = codec.encode_predict_request(matrix, sparse, context=once)
-        return codec.decode_predict_response(self._call("predict", body))[0]
+        body = encode_predict_request(dense, features, context=context)
+        return decode_outputs(self._call("predict", body), torch_is_installed())
 
     def close(self) -> None:
         """Close the channel; calls after it fail."""

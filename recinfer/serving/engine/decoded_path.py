@@ -168,7 +168,15 @@ class InferenceService:
         predictor = model.predictor
         contract = predictor.manifest.contract
         features = [
-            pb.FeatureInfo(name=f.name, table=f.table, rows=f.rows, dim=f.dim, pooled=f.pooled, missing=str(f.missing))
+            pb.FeatureInfo(
+                name=f.name,
+                table=f.table,
+                rows=f.rows,
+                dim=f.dim,
+                pooled=f.pooled,
+                missing=str(f.missing),
+                weighted=f.weighted,
+            )
             for f in predictor.features
         ]
         return pb.ModelInfo(

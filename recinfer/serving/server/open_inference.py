@@ -5,7 +5,7 @@ what answers those checks it, so every protocol gives the same numbers and the s
 
 Inputs, B samples:
     ``F.values`` INT64 [ids] and ``F.lengths`` INT32 [B]     feature F with any number of ids a sample
-    ``F.weights`` FP32 [ids]                                 one weight an id; the other features then weigh 1
+    ``F.weights`` FP32 [ids]                                 one weight an id, of a weighted feature; without it each is 1
     ``F`` INT64 [B] or [B, n]                                feature F with one or n ids a sample
     ``dense`` FP32 [B, num_dense]
 Ids may also be INT32 and lengths INT64. Outputs: those of the model by name, FP32; or embeddings, ``F.embedding`` FP32
@@ -280,10 +280,15 @@ def _encode(features: Sequence[_Feature], limits: Limits) -> list[Buffer]:
     narrow = all(feature.values.datatype == "INT32" for feature in features)
     dtype = _DTYPES["INT32" if narrow else "INT64"]
     values = [_raw(feature.values.data.astype(dtype, copy=False)) for feature in features]
-    small = pb.JaggedFeatures(keys=[feature.name for feature in features], batch_size=batch).SerializeToString()
+    weighted = [feature for feature in features if feature.weights is not None]
+    small = pb.JaggedFeatures(
+        keys=[feature.name for feature in features],
+        batch_size=batch,
+        weighted_keys=[feature.name for feature in weighted],
+    ).SerializeToString()
     parts: list[Buffer] = [small, *bytes_field(3, *lengths), *bytes_field(6 if narrow else 4, *values)]
-    if any(feature.weights is not None for feature in features):
-        parts += bytes_field(5, *(_raw(_weights_or_ones(feature)) for feature in features))
+    if weighted:
+        parts += bytes_field(5, *(_raw(feature.weights.data) for feature in weighted if feature.weights is not None))
     return bytes_field(3, *parts)
 
 
@@ -291,10 +296,6 @@ def _lengths(feature: _Feature) -> np.ndarray:
     if isinstance(feature.lengths, int):
         return np.full(feature.batch, feature.lengths, np.int32)
     return feature.lengths
-
-
-def _weights_or_ones(feature: _Feature) -> np.ndarray:
-    return np.ones(feature.values.data.size, np.float32) if feature.weights is None else feature.weights.data
 
 
 def _raw(array: np.ndarray) -> memoryview:
@@ -363,7 +364,7 @@ def model_metadata(registry: ModelRegistry, name: str, version: str) -> dict[str
     predictor = model.predictor
     manifest = predictor.manifest
     inputs = [_tensor("dense", "FP32", -1, predictor.num_dense)] if predictor.num_dense else []
-    weighted = {feature for module in manifest.modules if module.is_weighted for feature in module.features}
+    weighted = predictor.intake.weighted
     missing = {feature.name: feature.missing for feature in manifest.features}
     for feature in dict.fromkeys(feature for module in manifest.modules for feature in module.features):
         tensors = [_tensor(f"{feature}.values", "INT64", -1), _tensor(f"{feature}.lengths", "INT32", -1)]

@@ -5,21 +5,28 @@ Shapes: F features, B samples, N ids, D embedding width.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from google.protobuf.message import DecodeError, Message
 from numpy.typing import NDArray
 from torch import Tensor
 
 from recinfer.errors import InputError
 from recinfer.inference.bags import Bags, offsets_of
 from recinfer.inference.results import Outputs
+from recinfer.serving.wire.arrays import (
+    M,
+    array_of,
+    decode_lookup,
+    decode_predict,
+    encode_lookup_request,
+    encode_predict_request,
+    parse,
+)
 from recinfer.serving.wire.fields import Buffer, bytes_field, tensor_bytes
 from recinfer.serving.wire.limits import Limits
 from recinfer.serving.wire.proto import inference_pb2 as pb
@@ -27,6 +34,7 @@ from recinfer.serving.wire.status import Status, error_of, status_of
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
+    "M",
     "Status",
     "decode_bags",
     "decode_dense",
@@ -47,7 +55,6 @@ __all__ = [
 
 _INT32, _INT64, _FLOAT32, _UINT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4"), np.dtype("<u4")
 _TORCH = {_INT32: torch.int32, _INT64: torch.int64, _FLOAT32: torch.float32}
-assert sys.byteorder == "little", "the wire is little-endian and read in place; this machine is big-endian"
 
 # torch warns, once a process, that a tensor over ``bytes`` must not be written. Nothing here or behind it writes to
 # one: get that one warning over with where nobody sees it.
@@ -55,45 +62,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
-M = TypeVar("M", bound=Message)
-
-
-def parse(kind: type[M], data: bytes) -> M:
-    """The message in ``data``.
-
-    Raises:
-        InputError: the bytes are no message of that kind.
-    """
-    try:
-        return kind.FromString(data)
-    except DecodeError:
-        raise InputError(f"request: {len(data)} bytes are not a {kind.DESCRIPTOR.full_name} message") from None
-
-
-def _array(field: str, data: bytes, dtype: np.dtype, expected: int | None, why: str) -> NDArray[Any]:
-    """``data`` as a 1-D array that shares its memory; checks that it holds ``expected`` elements."""
-    size = dtype.itemsize
-    if len(data) % size:
-        raise InputError(
-            f"{field}: got {len(data)} bytes, expected a multiple of {size} (little-endian {_name(dtype)})"
-        )
-    if expected is not None and len(data) != expected * size:
-        raise InputError(
-            f"{field}: got {len(data)} bytes ({len(data) // size} {_name(dtype)}), "
-            f"expected {expected * size} bytes ({expected} {_name(dtype)}: {why})"
-        )
-    return np.frombuffer(data, dtype)
-
 
 def _view(field: str, data: bytes, dtype: np.dtype, expected: int | None, why: str) -> Tensor:
-    """:func:`_array` as a tensor."""
-    if not len(_array(field, data, dtype, expected, why)):
+    """:func:`array_of` as a tensor."""
+    if not len(array_of(field, data, dtype, expected, why)):
         return torch.empty(0, dtype=_TORCH[dtype])
     return torch.frombuffer(data, dtype=_TORCH[dtype])
-
-
-def _name(dtype: np.dtype) -> str:
-    return dtype.name
 
 
 def decode_features(message: pb.JaggedFeatures, limits: Limits, *, field: str = "features") -> KeyedJaggedTensor:
@@ -105,7 +79,7 @@ def decode_features(message: pb.JaggedFeatures, limits: Limits, *, field: str = 
     bags = decode_bags(message, limits, field=field)
     values = message.values_int32 if bags.values.dtype == _INT32 else message.values
     dtype = _INT32 if bags.values.dtype == _INT32 else _INT64
-    weights = None if bags.weights is None else _view(f"{field}.weights", message.weights, _FLOAT32, None, "")
+    weights = None if bags.weights is None else torch.from_numpy(bags.weights)
     return KeyedJaggedTensor.from_parts_unchecked(
         list(bags.keys),
         _view(f"{field}.values", values, dtype, None, ""),
@@ -129,7 +103,7 @@ def decode_bags(message: pb.JaggedFeatures, limits: Limits, *, field: str = "fea
     batch = message.batch_size
     if not 1 <= batch <= limits.max_batch:
         raise InputError(f"{field}.batch_size: got {batch}, expected 1 to {limits.max_batch}")
-    lengths = _array(f"{field}.lengths", message.lengths, _INT32, len(keys) * batch, "keys x batch_size")
+    lengths = array_of(f"{field}.lengths", message.lengths, _INT32, len(keys) * batch, "keys x batch_size")
     # One pass: read as unsigned, a negative length is 2^31 or more, so a sum within the limit has none.
     offsets = offsets_of(lengths.view(_UINT32), np.int64)
     num_ids = int(offsets[-1])
@@ -139,9 +113,24 @@ def decode_bags(message: pb.JaggedFeatures, limits: Limits, *, field: str = "fea
     if values.dtype == _INT32:
         offsets = offsets.astype(np.int32)
     weights = None if num_ids else _NO_WEIGHTS  # without ids, weights that are none and weights left out look alike
-    if raw := message.weights:
-        weights = _array(f"{field}.weights", raw, _FLOAT32, num_ids, f"one an id, as {field}.lengths says")
-    return Bags(keys, batch, offsets, values, weights)
+    if weighted := tuple(message.weighted_keys):
+        weights = _spread_weights(message.weights, weighted, keys, offsets[::batch], field)
+    elif raw := message.weights:
+        weights = array_of(f"{field}.weights", raw, _FLOAT32, num_ids, f"one an id, as {field}.lengths says")
+    return Bags(keys, batch, offsets, values, weights, weighted)
+
+
+def _spread_weights(
+    raw: bytes, weighted: Sequence[str], keys: Sequence[str], edges: NDArray[Any], field: str
+) -> NDArray[np.float32]:
+    """The weights of some features as those of all ids: the other ids weigh 1. ``edges``: where each key's ids begin."""
+    if strange := [key for key in weighted if key not in keys] or [key for key in weighted if weighted.count(key) > 1]:
+        raise InputError(f"{field}.weighted_keys: got {strange[0]!r}, expected some of {field}.keys, each once")
+    given = np.repeat([key in weighted for key in keys], np.diff(edges))
+    why = f"one an id of {field}.weighted_keys"
+    found = np.ones(given.size, np.float32)
+    found[given] = array_of(f"{field}.weights", raw, _FLOAT32, int(given.sum()), why)
+    return found
 
 
 _NO_WEIGHTS = np.zeros(0, np.float32)
@@ -177,8 +166,8 @@ def _decode_values(message: pb.JaggedFeatures, num_ids: int, field: str) -> NDAr
         raise InputError(f"{field}.values: got both values and values_int32, expected one of them")
     why = f"the sum of {field}.lengths"
     if values_int32:
-        return _array(f"{field}.values_int32", values_int32, _INT32, num_ids, why)
-    return _array(f"{field}.values", values, _INT64, num_ids, why)
+        return array_of(f"{field}.values_int32", values_int32, _INT32, num_ids, why)
+    return array_of(f"{field}.values", values, _INT64, num_ids, why)
 
 
 def decode_dense(raw: bytes, batch: int, num_dense: int) -> Tensor:
@@ -259,59 +248,7 @@ def encode_output_arrays(
     return b"".join(parts)
 
 
-# -- requests and answers: the client's side ---------------------------------------------------------------------
-
-
-def _encode_features(features: KeyedJaggedTensor, number: int = 3) -> list[Buffer]:
-    if features.variable_stride_per_key():
-        raise InputError("features: got another batch size for each key, expected one batch size for all")
-    values, weights = features.values(), features.weights_or_none()
-    if values.dtype not in (torch.int32, torch.int64):
-        raise InputError(f"features.values: got {values.dtype}, expected torch.int64 or torch.int32")
-    try:
-        small = pb.JaggedFeatures(keys=features.keys(), batch_size=features.stride()).SerializeToString()
-    except (TypeError, UnicodeEncodeError):
-        raise InputError(f"features: got names {str(features.keys())[:80]}, expected each to be text") from None
-    parts: list[Buffer] = [small, *bytes_field(3, tensor_bytes(features.lengths(), _INT32))]
-    wide = values.dtype == torch.int64
-    parts += bytes_field(4 if wide else 6, tensor_bytes(values, _INT64 if wide else _INT32))
-    if weights is not None:
-        parts += bytes_field(5, tensor_bytes(weights, _FLOAT32))
-    return bytes_field(number, *parts)
-
-
-def encode_lookup_request(features: KeyedJaggedTensor, model: str = "", version: str = "") -> bytes:
-    """A serialized LookupRequest.
-
-    Raises:
-        InputError: ids that are not int32 or int64, or a batch size that varies by key.
-    """
-    return b"".join([pb.LookupRequest(model=model, version=version).SerializeToString(), *_encode_features(features)])
-
-
-def encode_predict_request(
-    dense: Tensor,
-    features: KeyedJaggedTensor,
-    model: str = "",
-    version: str = "",
-    *,
-    context: KeyedJaggedTensor | None = None,
-) -> bytes:
-    """A serialized PredictRequest from ``dense [B, num_dense]`` and the features of the same B samples.
-
-    ``context``: features of one sample that go with all B, none of them in ``features``.
-
-    Raises:
-        InputError: as encode_lookup_request, or ``dense`` is not a float matrix of the batch size.
-    """
-    if dense.dim() != 2 or dense.shape[0] != features.stride() or not dense.is_floating_point():
-        raise InputError(
-            f"dense: got {dense.dtype} of shape {list(dense.shape)}, "
-            f"expected float32 [{features.stride()} (the batch size), num_dense]"
-        )
-    head = pb.PredictRequest(model=model, version=version).SerializeToString()
-    parts = [head, *_encode_features(features), *bytes_field(4, tensor_bytes(dense, _FLOAT32))]
-    return b"".join(parts if context is None else [*parts, *_encode_features(context, 5)])
+# -- answers: what a client in a process with torch makes of them --------------------------------------------------
 
 
 def decode_lookup_response(data: bytes) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], str]:
@@ -321,27 +258,18 @@ def decode_lookup_response(data: bytes) -> tuple[KeyedTensor | None, dict[str, J
 
 def decode_lookup_answer(data: bytes) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], str, tuple[int, ...]]:
     """:func:`decode_lookup_response`, and the ranks whose rows are zero in it because they did not answer."""
-    message = parse(pb.LookupResponse, data)
-    batch, dims = message.batch_size, list(message.dims)
+    found = decode_lookup(data)
     pooled = None
-    if dims:
-        values = _view("values", message.values, _FLOAT32, batch * sum(dims), "batch_size x sum(dims)")
-        pooled = KeyedTensor(list(message.keys), dims, values.view(batch, sum(dims)))
-    sequences = {}
-    for item in message.sequences:
-        lengths = _view(f"sequences[{item.key!r}].lengths", item.lengths, _INT32, batch, "batch_size")
-        values = _view(f"sequences[{item.key!r}].values", item.values, _FLOAT32, None, "")
-        sequences[item.key] = JaggedTensor(values.view(-1, item.dim), lengths=lengths)
-    return pooled, sequences, message.model_version, tuple(message.missing_ranks)
+    if found.dims:
+        pooled = KeyedTensor(list(found.keys), list(found.dims), torch.from_numpy(found.values))
+    sequences = {
+        key: JaggedTensor(torch.from_numpy(vectors), lengths=torch.from_numpy(lengths))
+        for key, (lengths, vectors) in found.sequences.items()
+    }
+    return pooled, sequences, found.version, found.missing
 
 
 def decode_predict_response(data: bytes) -> tuple[Outputs, str]:
     """The output tensors by name and the model's version, out of a serialized PredictResponse."""
-    message = parse(pb.PredictResponse, data)
-    outputs = Outputs(missing=tuple(message.missing_ranks))
-    for item in message.outputs:
-        shape = list(item.shape)
-        outputs[item.name] = _view(
-            f"outputs[{item.name!r}]", item.values, _FLOAT32, int(np.prod(shape)), f"shape {shape}"
-        ).view(shape)
-    return outputs, message.model_version
+    arrays, version, missing = decode_predict(data)
+    return Outputs({name: torch.from_numpy(array) for name, array in arrays.items()}, missing=missing), version

@@ -7,10 +7,14 @@ codec lets the runtime write the small fields and appends the large ones here, a
 
 from __future__ import annotations
 
-import numpy as np
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Buffer", "bytes_field", "field_head", "tensor_bytes"]
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Buffer", "array_bytes", "bytes_field", "field_head", "tensor_bytes"]
 
 Buffer = bytes | memoryview
 _LENGTH_DELIMITED = 2
@@ -35,7 +39,12 @@ def tensor_bytes(tensor: Tensor, dtype: np.dtype) -> memoryview:
     # Each operator that has nothing to do costs as much as the copy of a small answer.
     if tensor.requires_grad or tensor.device.type != "cpu":
         tensor = tensor.detach().cpu()
-    array = np.ascontiguousarray(tensor.numpy(), dtype=dtype)
+    return array_bytes(tensor.numpy(), dtype)
+
+
+def array_bytes(array: np.ndarray[Any, Any], dtype: np.dtype) -> memoryview:
+    """:func:`tensor_bytes` of an array."""
+    array = np.ascontiguousarray(array, dtype=dtype)
     return array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
 
 

@@ -2,7 +2,7 @@
 
 Predict takes ``{"dense": [[...], ...], "features": {"C1": [[3, 7], [5]], "C2": [4, 9]}}`` and gives
 ``{"outputs": {name: [[...], ...]}, "model_version": "..."}``. A feature is a list of one list of ids a sample, or one id
-a sample; ``"weights"``, where present, has the same form as ``"features"``, and ``"context"`` holds features of one sample
+a sample; ``"weights"``, where present, holds weights of some features in the same form (an id without one weighs 1), and ``"context"`` holds features of one sample
 that go with all. Lookup takes the same without ``dense`` and
 gives ``{"embeddings": {"C1": [[...], ...]}, "sequences": {...}, "model_version": "..."}``. ``model`` and ``version`` may
 be named in both.
@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from recinfer.errors import InputError
-from recinfer.serving.wire import codec
+from recinfer.serving.wire.arrays import decode_lookup, decode_predict
 from recinfer.serving.wire.proto import inference_pb2 as pb
-from recinfer.sparse.jagged_tensor import JaggedTensor
 
 __all__ = ["json_text", "lookup_request", "lookup_response", "parse_json", "predict_request", "predict_response"]
 
@@ -81,18 +80,18 @@ def lookup_request(body: Mapping[str, Any]) -> bytes:
 
 def predict_response(data: bytes) -> dict[str, Any]:
     """The JSON object of a serialized PredictResponse."""
-    outputs, version = codec.decode_predict_response(data)
-    return {"outputs": {name: tensor.tolist() for name, tensor in outputs.items()}, "model_version": version}
+    outputs, version, _ = decode_predict(data)
+    return {"outputs": {name: array.tolist() for name, array in outputs.items()}, "model_version": version}
 
 
 def lookup_response(data: bytes) -> dict[str, Any]:
     """The JSON object of a serialized LookupResponse."""
-    pooled, sequences, version = codec.decode_lookup_response(data)
-    embeddings = {} if pooled is None else {key: block.tolist() for key, block in pooled.to_dict().items()}
+    found = decode_lookup(data)
+    blocks = np.split(found.values, np.cumsum(found.dims)[:-1], axis=1) if found.dims else []
     return {
-        "embeddings": embeddings,
-        "sequences": {key: _nested(sequence) for key, sequence in sequences.items()},
-        "model_version": version,
+        "embeddings": {key: block.tolist() for key, block in zip(found.keys, blocks)},
+        "sequences": {key: _nested(*sequence) for key, sequence in found.sequences.items()},
+        "model_version": found.version,
     }
 
 
@@ -104,8 +103,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _nested(sequence: JaggedTensor) -> list[Any]:
-    return [sample.tolist() for sample in sequence.values().split(sequence.lengths().tolist())]
+def _nested(lengths: np.ndarray, vectors: np.ndarray) -> list[Any]:
+    return [sample.tolist() for sample in np.split(vectors, np.cumsum(lengths)[:-1])]
 
 
 def _check_keys(body: Mapping[str, Any], known: set[str]) -> None:
@@ -152,29 +151,33 @@ def _features(body: Mapping[str, Any], field: str = "features") -> pb.JaggedFeat
     ids = _array(_flat(bags)) if lengths.any() else np.zeros(0, np.int64)
     if ids.dtype != np.int64 or ids.ndim != 1:
         raise InputError(f"{field}: got an id that is not a 64-bit integer, expected lists of integer ids")
+    weighted, weights = _weights(body, bags)
     return pb.JaggedFeatures(
         keys=list(bags),
         batch_size=batch,
         lengths=lengths.tobytes(),
         values=ids.tobytes(),
-        weights=_weights(body, bags).tobytes(),
+        weights=weights.tobytes(),
+        weighted_keys=weighted,
     )
 
 
-def _weights(body: Mapping[str, Any], bags: dict[str, list[list[Any]]]) -> np.ndarray:
+def _weights(body: Mapping[str, Any], bags: dict[str, list[list[Any]]]) -> tuple[list[str], np.ndarray]:
+    """The features that have weights, in the order of ``bags``, and their weights."""
     if body.get("weights") is None:
-        return np.zeros(0, np.float32)
+        return [], np.zeros(0, np.float32)
     columns = _object("weights", body["weights"])
-    if set(columns) != set(bags):
-        raise InputError(f"weights: got features {sorted(columns)[:10]}, expected those of features")
-    weights = {key: _bags(f"weights[{key!r}]", columns[key]) for key in bags}
-    for key, column in bags.items():
-        if list(map(len, weights[key])) != list(map(len, column)):
+    if strange := sorted(set(columns) - set(bags)):
+        raise InputError(f"weights: got {strange[0]!r}, expected some of the features: {sorted(bags)[:10]}")
+    weights = {key: _bags(f"weights[{key!r}]", columns[key]) for key in bags if key in columns}
+    for key, column in weights.items():
+        if list(map(len, column)) != list(map(len, bags[key])):
             raise InputError(f"weights[{key!r}]: got another form than features[{key!r}], expected one weight an id")
-    flat = _floats("weights", _flat(weights))
+    values = _flat(weights)
+    flat = _floats("weights", values) if values else np.zeros(0, np.float32)
     if flat.ndim != 1:
         raise InputError("weights: got nested lists, expected numbers")
-    return flat
+    return list(weights), flat
 
 
 def _bags(field: str, column: Any) -> list[list[Any]]:

@@ -7,20 +7,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JaggedFeatures(_message.Message):
-    __slots__ = ("keys", "batch_size", "lengths", "values", "weights", "values_int32")
+    __slots__ = ("keys", "batch_size", "lengths", "values", "weights", "values_int32", "weighted_keys")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     VALUES_INT32_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTED_KEYS_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[str]
     batch_size: int
     lengths: bytes
     values: bytes
     weights: bytes
     values_int32: bytes
-    def __init__(self, keys: _Optional[_Iterable[str]] = ..., batch_size: _Optional[int] = ..., lengths: _Optional[bytes] = ..., values: _Optional[bytes] = ..., weights: _Optional[bytes] = ..., values_int32: _Optional[bytes] = ...) -> None: ...
+    weighted_keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., batch_size: _Optional[int] = ..., lengths: _Optional[bytes] = ..., values: _Optional[bytes] = ..., weights: _Optional[bytes] = ..., values_int32: _Optional[bytes] = ..., weighted_keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("model", "version", "features")
@@ -107,20 +109,22 @@ class GetModelRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class FeatureInfo(_message.Message):
-    __slots__ = ("name", "table", "rows", "dim", "pooled", "missing")
+    __slots__ = ("name", "table", "rows", "dim", "pooled", "missing", "weighted")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     DIM_FIELD_NUMBER: _ClassVar[int]
     POOLED_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTED_FIELD_NUMBER: _ClassVar[int]
     name: str
     table: str
     rows: int
     dim: int
     pooled: bool
     missing: str
-    def __init__(self, name: _Optional[str] = ..., table: _Optional[str] = ..., rows: _Optional[int] = ..., dim: _Optional[int] = ..., pooled: _Optional[bool] = ..., missing: _Optional[str] = ...) -> None: ...
+    weighted: bool
+    def __init__(self, name: _Optional[str] = ..., table: _Optional[str] = ..., rows: _Optional[int] = ..., dim: _Optional[int] = ..., pooled: _Optional[bool] = ..., missing: _Optional[str] = ..., weighted: _Optional[bool] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "version", "features", "num_dense", "precision", "plan_hash", "feature_contract", "needs_weights")

@@ -1,0 +1,317 @@
+"""Ids, weights and numbers as callers have them (lists, numpy, pandas, pyarrow or polars), made arrays that a request holds."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.arrow import pyarrow_array, pyarrow_for, pyarrow_table, speaks_arrow
+from recinfer.errors import InputError
+
+__all__ = ["WEIGHTS_SUFFIX", "FeatureArrays", "as_features", "as_matrix"]
+
+WEIGHTS_SUFFIX = ".weights"
+"""In a DataFrame or Table the column ``tags.weights`` holds the weights of the ids in the column ``tags``."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureArrays:
+    """Ids of F features for B samples.
+
+    Attributes:
+        keys: names of the features.
+        batch: B.
+        lengths: int32 ``[F * B]``, key-major: how many ids each sample has.
+        values: ids ``[N]``, int64 or int32.
+        weights: float32, one an id, of the features in ``weighted``, or of all where that is empty; None: each is 1.
+        weighted: the features that ``weights`` are of, in the order of ``keys``.
+    """
+
+    keys: tuple[str, ...]
+    batch: int
+    lengths: NDArray[np.int32]
+    values: NDArray[Any]
+    weights: NDArray[np.float32] | None = None
+    weighted: tuple[str, ...] = ()
+
+    def rows(self, start: int, stop: int) -> FeatureArrays:
+        """The samples ``start`` to ``stop`` (or the last one)."""
+        count = len(self.keys)
+        stop, ends = min(stop, self.batch), np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
+        edges = [(int(ends[f * self.batch + start]), int(ends[f * self.batch + stop])) for f in range(count)]
+        lengths = self.lengths.reshape(count, self.batch)[:, start:stop].reshape(-1)
+        values = np.concatenate([self.values[a:b] for a, b in edges])
+        if self.weights is None:
+            return FeatureArrays(self.keys, stop - start, lengths, values)
+        parts, at = [], 0
+        for f, key in enumerate(self.keys):
+            if self.weighted and key not in self.weighted:
+                continue
+            first, last = int(ends[f * self.batch]), int(ends[(f + 1) * self.batch])
+            parts.append(self.weights[at + edges[f][0] - first : at + edges[f][1] - first])
+            at += last - first
+        return FeatureArrays(self.keys, stop - start, lengths, values, np.concatenate(parts), self.weighted)
+
+
+def as_features(data: Any) -> FeatureArrays:
+    """The features of ``data``, which is
+
+    - a mapping of feature name to column, or to a pair (a tuple) of a column and the weights of its ids, in the same form,
+    - a pandas DataFrame, a pyarrow Table, or a table of another library that lends it through Arrow's PyCapsule interface
+      (polars), whose columns are the features; the column ``tags.weights`` holds the weights of the ids in ``tags``,
+    - a KeyedJaggedTensor,
+    - FeatureArrays, given back as they are.
+
+    A column has one entry a sample: an id, a list of ids, or None (in pandas NA and NaN, what numpy masks) for no ids. It is a list, a
+    tensor or numpy array ``[B]`` or ``[B, n]``, a pandas Series, or an Arrow array (of pyarrow, polars) of integers or of lists
+    of them. Where pandas has made floats of ids because some are missing, they are ids again. An id without a weight weighs 1.
+
+    Raises:
+        InputError: a column that holds something else or is there twice, columns of different length, or weights of
+            another form than their ids.
+        UnavailableError: a column or table of another library, and pyarrow is not installed.
+
+    >>> as_features({"user": [3, 4], "clicks": [[1, 2], []]}).lengths.tolist()
+    [1, 1, 2, 0]
+    """
+    if isinstance(data, FeatureArrays):
+        return data
+    if hasattr(data, "variable_stride_per_key"):
+        return _of_keyed_jagged_tensor(data)
+    columns = _columns(data)
+    if not columns:
+        raise InputError("features: got none, expected at least one feature with its ids")
+    return _of_lists(columns) or _of_columns(columns)
+
+
+def as_matrix(data: Any) -> NDArray[np.float32]:
+    """``data``, a tensor, array, list of rows, DataFrame or Table of numbers, as float32 ``[B, num_dense]``.
+
+    Raises:
+        InputError: it is no matrix of numbers.
+    """
+    data = _without_torch(data)
+    if speaks_arrow(data) and not hasattr(data, "__array__"):
+        data = pyarrow_table("dense", data)
+    if hasattr(data, "column_names"):  # a pyarrow Table or RecordBatch
+        columns = [column.to_numpy(zero_copy_only=False) for column in data.columns]
+        data = np.stack(columns, axis=1) if columns else []
+    try:
+        found = np.asarray(data)
+        if found.dtype.kind not in "biufO" or isinstance(data, np.ma.MaskedArray):
+            raise TypeError  # numpy would make numbers of text, drop imaginary parts, and show what is masked
+        found = found.astype(np.float32, copy=False)
+    except (TypeError, ValueError):
+        raise InputError("dense: got something else than rows of numbers of one length") from None
+    if found.ndim != 2:
+        raise InputError(f"dense: got shape {list(found.shape)}, expected [batch, num_dense]")
+    return np.ascontiguousarray(found)
+
+
+# -- plain lists, which most callers have --------------------------------------------------------------------------
+
+
+def _of_lists(columns: Mapping[str, Any]) -> FeatureArrays | None:
+    """Columns that are all lists of int, or of lists of int; None: something else is among them.
+
+    All ids become an array at once: one numpy operation a feature would cost more than all of this.
+    """
+    ids: list[int] = []
+    lengths: list[int] = []
+    batch = -1
+    for column in columns.values():
+        if type(column) is not list or not column:
+            return None
+        if batch < 0:
+            batch = len(column)
+        elif len(column) != batch:
+            return None
+        if type(column[0]) is int:
+            ids += column
+            lengths += [1] * batch
+        elif {*map(type, column)} == {list}:
+            ids += chain.from_iterable(column)
+            lengths += map(len, column)
+        else:
+            return None
+    try:
+        values = np.frombuffer(array("q", ids), np.int64) if ids else np.zeros(0, np.int64)
+    except (TypeError, OverflowError):
+        return None
+    if any(type(ids[at]) is bool for at in ((values == 0) | (values == 1)).nonzero()[0]):
+        return None  # array takes a bool for an id
+    return FeatureArrays(tuple(columns), batch, np.frombuffer(array("i", lengths), np.int32), values)
+
+
+# -- everything else -----------------------------------------------------------------------------------------------
+
+
+def _of_columns(columns: Mapping[str, Any]) -> FeatureArrays:
+    values, lengths, weights, weighted = [], [], [], []
+    batch, first = -1, ""
+    for name, column in columns.items():
+        pair = column if type(column) is tuple and len(column) == 2 else (column, None)
+        ids, own = _jagged(name, pair[0])
+        if batch < 0:
+            batch, first = own.size, name
+        if own.size != batch:
+            raise InputError(f"features[{name!r}]: got {own.size} samples, expected {batch} as in {first!r}")
+        values.append(ids)
+        lengths.append(own)
+        if pair[1] is not None:
+            weights.append(_weights(name, pair[1], own))
+            weighted.append(name)
+    joined = np.concatenate(weights) if weights else None
+    return FeatureArrays(
+        tuple(columns), batch, np.concatenate(lengths), np.concatenate(values), joined, tuple(weighted)
+    )
+
+
+def _of_keyed_jagged_tensor(features: Any) -> FeatureArrays:
+    if features.variable_stride_per_key():
+        raise InputError("features: got another batch size for each key, expected one batch size for all")
+    values, weights = _without_torch(features.values()), features.weights_or_none()
+    if values.dtype not in (np.int32, np.int64):
+        raise InputError(f"features.values: got {features.values().dtype}, expected torch.int64 or torch.int32")
+    lengths = _without_torch(features.lengths()).astype(np.int32, copy=False)
+    given = None if weights is None else np.ascontiguousarray(_without_torch(weights), np.float32)
+    return FeatureArrays(tuple(features.keys()), features.stride(), lengths, values, given)
+
+
+def _without_torch(data: Any) -> Any:
+    """A tensor as an array that shares its memory where it can; anything else as it is. torch is not imported for it."""
+    if not hasattr(data, "detach"):
+        return data
+    tensor = data.detach().cpu()
+    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
+
+
+def _columns(data: Any) -> Mapping[str, Any]:
+    if isinstance(data, Mapping):
+        return data
+    if speaks_arrow(data):
+        data = pyarrow_table("features", data)
+        pairs = list(zip(data.column_names, data.columns))
+    elif hasattr(data, "columns") and hasattr(data, "items"):
+        pairs = list(data.items())
+    else:
+        raise InputError(
+            f"features: got a {type(data).__name__}, expected a KeyedJaggedTensor, a mapping of columns, a DataFrame or Table"
+        )
+    columns = dict(pairs)
+    if len(columns) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise InputError(
+            f"features: got column {max(names, key=names.count)!r} more than once, expected each feature once"
+        )
+    for name in [name for name in columns if f"{name}{WEIGHTS_SUFFIX}" in columns]:
+        columns[name] = (columns[name], columns.pop(f"{name}{WEIGHTS_SUFFIX}"))
+    return columns
+
+
+def _jagged(name: str, column: Any) -> tuple[NDArray[Any], NDArray[np.int32]]:
+    """Ids int64 ``[N]`` and lengths int32 ``[B]``."""
+    values, lengths = _flat(name, column)
+    return _ids(name, values), lengths
+
+
+def _weights(name: str, column: Any, lengths: NDArray[np.int32]) -> NDArray[np.float32]:
+    """One float32 an id."""
+    values, own = _flat(name, column, "weights")
+    if values.size and values.dtype.kind not in "iuf":
+        raise InputError(f"weights[{name!r}]: got {values.dtype} values, expected numbers")
+    if own.size != lengths.size or (own != lengths).any():
+        raise InputError(f"weights[{name!r}]: got another form than the ids, expected one weight an id of each sample")
+    with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, which the predictor refuses
+        return values.astype(np.float32)
+
+
+def _flat(name: str, column: Any, field: str = "features") -> tuple[NDArray[Any], NDArray[np.int32]]:
+    """All values ``[N]`` of a column and how many each sample has ``[B]``."""
+    if speaks_arrow(column):
+        return _arrow(name, column, field)
+    column = _without_torch(column)
+    if hasattr(column, "to_numpy"):
+        column = _pandas(name, column, field)
+    if isinstance(column, np.ma.MaskedArray):
+        column = [np.ma.compressed(row) for row in column.reshape(len(column), -1)]
+    if isinstance(column, np.ndarray) and column.dtype != object:
+        if column.ndim not in (1, 2):
+            raise InputError(f"{field}[{name!r}]: got shape {list(column.shape)}, expected [batch] or [batch, n]")
+        each = 1 if column.ndim == 1 else column.shape[1]
+        return column.reshape(-1), np.full(column.shape[0], each, np.int32)
+    if isinstance(column, str | bytes) or not isinstance(column, Sequence | np.ndarray):
+        raise InputError(f"{field}[{name!r}]: got a {type(column).__name__}, expected one entry a sample")
+    bags = [_bag(entry) for entry in column]
+    lengths = np.fromiter(map(len, bags), np.int32, len(bags))
+    flat = list(chain.from_iterable(bags))
+    return (_array(flat) if flat else np.zeros(0, np.int64)), lengths
+
+
+def _array(values: list[Any]) -> NDArray[Any]:
+    try:
+        return np.array(values)
+    except ValueError:
+        return np.array([None])
+
+
+def _bag(entry: Any) -> Any:
+    if entry is None:
+        return ()
+    entry = _without_torch(entry)
+    return entry if isinstance(entry, list | tuple) or (isinstance(entry, np.ndarray) and entry.ndim) else (entry,)
+
+
+def _pandas(name: str, column: Any, field: str) -> NDArray[Any]:
+    """The values of a Series. What it has for a missing entry (NA, NaN, None) becomes None, which is no ids, as in a list."""
+    missing = np.asarray(column.isna()) if hasattr(column, "isna") else np.zeros(0, bool)
+    if not missing.any():
+        return np.asarray(column.to_numpy())
+    found = column.to_numpy(dtype=object).copy()
+    dtype = getattr(column.dtype, "numpy_dtype", column.dtype)  # that of pandas' own Float64
+    if getattr(dtype, "kind", "") == "f" and field == "features":
+        found[~missing] = _whole(name, found[~missing].astype(dtype))
+    found[missing] = None
+    return found
+
+
+def _whole(name: str, floats: NDArray[Any]) -> NDArray[Any]:
+    """``floats`` as the integers that they were; as they are where they cannot have been, which is refused later."""
+    if not np.array_equal(floats, np.floor(floats)) or not np.isfinite(floats).all():
+        return floats
+    exact = 2 ** (np.finfo(floats.dtype).nmant + 1)  # from it on several integers became the same float
+    if np.abs(floats).max(initial=0) >= exact:
+        raise InputError(
+            f"features[{name!r}]: got {floats.dtype} with ids from {exact} on, which are not exact any more; "
+            "give the column pandas' dtype 'Int64'"
+        )
+    return floats.astype(np.int64)
+
+
+def _arrow(name: str, column: Any, field: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
+    where = f"{field}[{name!r}]"
+    pa = pyarrow_for(f"{where}: a {type(column).__name__} needs")
+    found = pyarrow_array(where, column)
+    types, compute = pa.types, pa.compute
+    if not any(is_one(found.type) for is_one in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
+        lengths = compute.is_valid(found).cast(pa.int32()).to_numpy(zero_copy_only=False)
+        return found.drop_null().to_numpy(zero_copy_only=False), lengths
+    lengths = compute.fill_null(compute.list_value_length(found), 0).cast(pa.int32()).to_numpy(zero_copy_only=False)
+    values = found.flatten()
+    if values.null_count:
+        raise InputError(f"{where}: got null among ids, expected integers")
+    return values.to_numpy(zero_copy_only=False), lengths
+
+
+def _ids(name: str, values: NDArray[Any]) -> NDArray[np.int64]:
+    if not values.size:
+        return np.zeros(0, np.int64)
+    if values.ndim != 1 or values.dtype.kind not in "iu" or (values.dtype == np.uint64 and values.max() >= 1 << 63):
+        raise InputError(f"features[{name!r}]: got {values.dtype} values, expected integer ids or lists of them")
+    return values.astype(np.int64, copy=False)

@@ -1,0 +1,39 @@
+"""What a model takes and gives, as a client has it too: needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["FeatureSpec", "Outputs"]
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """One output of lookup: its name, the table behind it, and whether a prediction may leave its feature out.
+
+    ``missing``: a prediction without the feature is refused (``"reject"``), or takes no ids (``"empty"``) or this id in
+    every sample. A lookup may leave out any feature. ``weighted``: whether requests may bring weights for its ids.
+    """
+
+    name: str
+    table: str
+    rows: int
+    dim: int
+    pooled: bool
+    missing: str | int = "reject"
+    weighted: bool = False
+
+
+class Outputs(dict[str, Any]):
+    """The model's outputs by name, float32 ``[B, ...]``: tensors, or numpy arrays where a client gives those.
+
+    Attributes:
+        missing: ranks whose hosts did not answer, so that vectors of their rows were zero.
+    """
+
+    missing: tuple[int, ...]
+
+    def __init__(self, *args: Any, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(*args)
+        self.missing = missing

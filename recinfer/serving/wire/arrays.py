@@ -1,0 +1,171 @@
+"""Between the wire (proto/recinfer/v1) and numpy arrays, on the client's side; needs no torch.
+
+Shapes: F features, B samples, N ids, D embedding width.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+from numpy.typing import NDArray
+
+from recinfer.columns import FeatureArrays, as_features, as_matrix
+from recinfer.errors import InputError
+from recinfer.serving.wire.fields import Buffer, array_bytes, bytes_field
+from recinfer.serving.wire.proto import inference_pb2 as pb
+
+__all__ = [
+    "LookupArrays",
+    "M",
+    "array_of",
+    "decode_lookup",
+    "decode_predict",
+    "encode_lookup_request",
+    "encode_predict_request",
+    "features_of",
+    "parse",
+]
+
+_INT32, _INT64, _FLOAT32 = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
+assert sys.byteorder == "little", "the wire is little-endian and read in place; this machine is big-endian"
+
+M = TypeVar("M", bound=Message)
+
+
+def parse(kind: type[M], data: bytes) -> M:
+    """The message in ``data``.
+
+    Raises:
+        InputError: the bytes are no message of that kind.
+    """
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InputError(f"request: {len(data)} bytes are not a {kind.DESCRIPTOR.full_name} message") from None
+
+
+def array_of(field: str, data: bytes, dtype: np.dtype, expected: int | None, why: str) -> NDArray[Any]:
+    """``data`` as a 1-D array that shares its memory; checks that it holds ``expected`` elements."""
+    size = dtype.itemsize
+    if len(data) % size:
+        raise InputError(f"{field}: got {len(data)} bytes, expected a multiple of {size} (little-endian {dtype.name})")
+    if expected is not None and len(data) != expected * size:
+        raise InputError(
+            f"{field}: got {len(data)} bytes ({len(data) // size} {dtype.name}), "
+            f"expected {expected * size} bytes ({expected} {dtype.name}: {why})"
+        )
+    return np.frombuffer(data, dtype)
+
+
+# -- requests ------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _request_head(model: str, version: str) -> bytes:
+    # All requests of ours begin with the same two fields.
+    return pb.LookupRequest(model=model, version=version).SerializeToString()
+
+
+@lru_cache(maxsize=256)
+def _features_head(keys: tuple[str, ...], batch: int, weighted: tuple[str, ...]) -> bytes:
+    try:
+        return pb.JaggedFeatures(keys=keys, batch_size=batch, weighted_keys=weighted).SerializeToString()
+    except (TypeError, UnicodeEncodeError):
+        raise InputError(f"features: got names {str(list(keys))[:80]}, expected each to be text") from None
+
+
+def _encode_features(features: FeatureArrays, number: int = 3) -> list[Buffer]:
+    values, weights = features.values, features.weights
+    parts: list[Buffer] = [_features_head(features.keys, features.batch, features.weighted)]
+    parts += bytes_field(3, array_bytes(features.lengths, _INT32))
+    wide = values.dtype == np.int64
+    parts += bytes_field(4 if wide else 6, array_bytes(values, _INT64 if wide else _INT32))
+    if weights is not None:
+        parts += bytes_field(5, array_bytes(weights, _FLOAT32))
+    return bytes_field(number, *parts)
+
+
+def encode_lookup_request(features: Any, model: str = "", version: str = "") -> bytes:
+    """A serialized LookupRequest of ``features``, see :func:`recinfer.columns.as_features`.
+
+    Raises:
+        InputError: features that are none, ids that are not int32 or int64, or a batch size that varies by key.
+    """
+    return b"".join([_request_head(model, version), *_encode_features(as_features(features))])
+
+
+def encode_predict_request(
+    dense: Any, features: Any, model: str = "", version: str = "", *, context: Any = None
+) -> bytes:
+    """A serialized PredictRequest from ``dense [B, num_dense]`` (None: none) and the features of the same B samples.
+
+    ``context``: features of one sample that go with all B, none of them in ``features``.
+
+    Raises:
+        InputError: as encode_lookup_request, or ``dense`` is not a matrix of numbers of the batch size.
+    """
+    sparse = as_features(features)
+    parts = [_request_head(model, version), *_encode_features(sparse)]
+    if dense is not None:
+        matrix = as_matrix(dense)
+        if matrix.shape[0] != sparse.batch:
+            raise InputError(
+                f"dense: got {matrix.dtype} of shape {list(matrix.shape)}, "
+                f"expected float32 [{sparse.batch} (the batch size), num_dense]"
+            )
+        parts += bytes_field(4, array_bytes(matrix, _FLOAT32))
+    return b"".join(parts if context is None else [*parts, *_encode_features(as_features(context), 5)])
+
+
+def features_of(message: pb.JaggedFeatures) -> FeatureArrays:
+    """The arrays of a message that :mod:`recinfer.serving.wire.json_codec` made; a server checks what came from elsewhere."""
+    weights = np.frombuffer(message.weights, _FLOAT32) if message.weights else None
+    lengths, values = np.frombuffer(message.lengths, _INT32), np.frombuffer(message.values, _INT64)
+    keys, weighted = tuple(message.keys), tuple(message.weighted_keys)
+    return FeatureArrays(keys, message.batch_size, lengths, values, weights, weighted)
+
+
+# -- answers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LookupArrays:
+    """A LookupResponse: ``values`` float32 ``[B, sum(dims)]`` of the pooled ``keys``, and for each unpooled feature the lengths
+    int32 ``[B]`` and the vectors float32 ``[n, D]``; ``missing``: ranks whose rows are zero, as they did not answer."""
+
+    keys: tuple[str, ...]
+    dims: tuple[int, ...]
+    values: NDArray[np.float32]
+    sequences: dict[str, tuple[NDArray[np.int32], NDArray[np.float32]]]
+    version: str
+    missing: tuple[int, ...]
+
+
+def decode_lookup(data: bytes) -> LookupArrays:
+    """The arrays in a serialized LookupResponse, over its own bytes."""
+    message = parse(pb.LookupResponse, data)
+    batch, dims = message.batch_size, tuple(message.dims)
+    values = array_of("values", message.values, _FLOAT32, batch * sum(dims), "batch_size x sum(dims)")
+    sequences = {}
+    for item in message.sequences:
+        lengths = array_of(f"sequences[{item.key!r}].lengths", item.lengths, _INT32, batch, "batch_size")
+        vectors = array_of(f"sequences[{item.key!r}].values", item.values, _FLOAT32, None, "")
+        sequences[item.key] = (lengths, vectors.reshape(-1, item.dim))
+    keys, missing = tuple(message.keys), tuple(message.missing_ranks)
+    return LookupArrays(keys, dims, values.reshape(batch, sum(dims)), sequences, message.model_version, missing)
+
+
+def decode_predict(data: bytes) -> tuple[dict[str, NDArray[np.float32]], str, tuple[int, ...]]:
+    """The outputs by name, the model's version, and the ranks that did not answer, out of a serialized PredictResponse."""
+    message = parse(pb.PredictResponse, data)
+    outputs = {}
+    for item in message.outputs:
+        shape = tuple(item.shape)
+        field, why = f"outputs[{item.name!r}]", f"shape {list(shape)}"
+        outputs[item.name] = array_of(field, item.values, _FLOAT32, int(np.prod(shape)), why).reshape(shape)
+    return outputs, message.model_version, tuple(message.missing_ranks)
