@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import csv
+import os
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from recinfer.cli.client import ClientOptions, TargetOption, missing_text, open_client
-from recinfer.cli.console import JsonOption, Output
+from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
 from recinfer.cli.declared import takes
 from recinfer.errors import ConfigError, InputError
 
@@ -28,6 +30,7 @@ NAME = "predict"
 EXAMPLE = "Example: recinfer predict --target 127.0.0.1:8500 --input rows.csv --out scores.csv"
 
 _SHOWN = 10
+_ALL_FAIL = 10_000  # rows, after which a file that only fails is given up
 
 
 class InputFormat(StrEnum):
@@ -53,7 +56,15 @@ class PredictOptions:
     """The options of ``recinfer predict``."""
 
     target: TargetOption
-    input: Annotated[Path, typer.Option("--input", help="Rows as the training data had them, or JSON (see below).")]
+    input: Annotated[
+        Path | None,
+        typer.Option("--input", help="Rows as the training data had them, or JSON (see below).", show_default=False),
+    ] = None
+    rows: Annotated[
+        Path | None,
+        typer.Option("--rows", help="Any number of rows of ids: .csv, .jsonl or .parquet.", show_default=False),
+    ] = None
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time, with --rows.")] = 4
     format: Annotated[
         InputFormat | None, typer.Option("--format", help="What the rows are.", show_default="by the file's suffix")
     ] = None
@@ -82,8 +93,16 @@ def run(options: PredictOptions) -> None:
     CSV's header names the contract's columns; a .csv without a header is read as Criteo's.
     JSON holds ids: {"dense": [[0.1, ...], ...], "features": {"C1": [[3, 7], [5]], ...}}. It may have "context", features of
     one sample that go with all rows, and "model" and "version", as --model and --version.
+
+    --rows reads a file of any length as it goes: a JSON object a line, {"C1": [3, 7], "tags": {"ids": [4], "weights": [0.5]},
+    "dense": [0.1]}; or CSV and parquet with a column a feature and one "dense", in CSV ids separated by spaces, 3 7 or 3:0.5 7:2. A
+    row that fails costs no other; --out then has the reason in its last column, and the exit code is 1.
     """
     output, source = Output(options.as_json), options.input
+    if (source is None) == (options.rows is None):
+        raise ConfigError("got both or neither of --input and --rows; give one of them")
+    if source is None:
+        return _score_rows(options, output)
     kind = options.format or _format_of(source)
     asked = _from_json(source) if kind is InputFormat.json else None
     with open_client(options.target, _named(options.client, asked)) as client:
@@ -99,6 +118,64 @@ def run(options: PredictOptions) -> None:
         output.show(f"[green]wrote[/green] {options.out}  {num_rows} rows")
     found = {name: values.tolist() for name, values in outputs.items()}
     output.finish({"rows": num_rows, "missing_ranks": missing, "outputs": found})
+
+
+def _score_rows(options: PredictOptions, output: Output) -> None:
+    from rich import progress
+
+    from recinfer.cli.rows import read_rows
+
+    assert options.rows is not None
+    rows = read_rows(options.rows)
+    done, failed = 0, 0
+    first: list[list[str]] = []
+    errors: list[dict[str, Any]] = []
+    names: list[str] | None = None
+    waiting: list[tuple[int, str]] = []  # rows that failed before one gave the outputs' names
+    columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.TimeElapsedColumn())
+    with (
+        open_client(options.target, options.client) as client,
+        (options.out or Path(os.devnull)).open("w", newline="") as file,
+        progress.Progress(*columns, console=output.progress, transient=True) as shown,
+    ):
+        writer, task = csv.writer(file), shown.add_task("0 rows", total=None)
+        for row in client.predict_many(rows, concurrency=options.concurrency, batch_size=options.batch_size):
+            done += 1
+            if row.error is not None:
+                failed += 1
+                if failed <= _SHOWN:
+                    errors.append({"row": row.index, "error": str(row.error)})
+            if names is None and row.outputs is not None:
+                names = list(row.outputs)
+                writer.writerow(["row", *names, "error"])
+                writer.writerows([at, *("" for _ in names), said] for at, said in waiting)
+                waiting.clear()
+            if row.outputs is not None:
+                cells = [_text(row.outputs[name]) for name in names or ()]
+                writer.writerow([row.index, *cells, ""])
+                if len(first) < _SHOWN:
+                    first.append([str(row.index), *cells])
+            elif names is None:
+                waiting.append((row.index, str(row.error)))
+                if len(waiting) > _ALL_FAIL and row.error is not None:
+                    output.note(f"none of the first {len(waiting):,} rows was answered")
+                    raise row.error
+            else:
+                writer.writerow([row.index, *("" for _ in names), str(row.error)])
+            shown.update(task, description=f"{done:,} rows, {failed:,} failed")
+        if names is None:
+            writer.writerow(["row", "error"])
+            writer.writerows(waiting)
+    table = Table("row", *(names or ()))
+    for cells in first:
+        table.add_row(*cells)
+    output.show(table)
+    for error in errors:
+        output.show(escape(f"row {error['row']}: {error['error']}"))
+    output.show(f"{done:,} rows, {failed:,} failed" + (f"; wrote {options.out}" if options.out else ""))
+    output.finish({"rows": done, "failed": failed, "errors": errors, "out": options.out})
+    if failed:
+        raise typer.Exit(EXIT_FAILED_CHECK)
 
 
 def _format_of(path: Path) -> InputFormat:

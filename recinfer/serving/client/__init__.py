@@ -10,6 +10,7 @@ __all__ = [
     "Embeddings",
     "InferenceClient",
     "ModelDescription",
+    "ScoredRow",
     "TorchServeClient",
 ]
 
@@ -23,6 +24,7 @@ __getattr__, __dir__ = lazy_names(
         "Embeddings": _CLIENT,
         "InferenceClient": _CLIENT,
         "ModelDescription": _CLIENT,
+        "ScoredRow": "recinfer.serving.client.bulk",
         "TorchServeClient": "recinfer.serving.client.torchserve",
     },
 )

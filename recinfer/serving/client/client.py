@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from recinfer.errors import InputError, OverloadedError, RecinferError, UnavailableError
+from recinfer.errors import InputError, RecinferError, UnavailableError
 from recinfer.inference.specs import Outputs
 from recinfer.serving.client.answers import (
     Embeddings,
@@ -21,21 +21,22 @@ from recinfer.serving.client.answers import (
     decode_outputs,
     torch_is_installed,
 )
+from recinfer.serving.client.bulk import ScoredRow, score, score_async
+from recinfer.serving.client.calls import invoke, security_of, translated
 from recinfer.serving.client.columns import as_raw
-from recinfer.serving.client.retry import LONGEST_S, Retries, is_full, pushback
+from recinfer.serving.client.retry import Retries
 from recinfer.serving.client.throttle import Throttle
 from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
 from recinfer.serving.wire.fields import bytes_field
 from recinfer.serving.wire.proto import inference_pb2 as pb
-from recinfer.serving.wire.retry import has_said
-from recinfer.serving.wire.status import error_of
-from recinfer.serving.wire.tls import authorization, credentials_of
+from recinfer.serving.wire.tls import authorization
 
 __all__ = [
     "AsyncInferenceClient",
     "Embeddings",
     "InferenceClient",
     "ModelDescription",
+    "ScoredRow",
     "invoke",
 ]
 
@@ -138,7 +139,7 @@ class InferenceClient(_Client):
         tensors: bool | None = None,
     ) -> None:
         super().__init__(target, model, version, timeout, retries, throttle, token, tensors)
-        credentials, options = _security(tls_ca, tls_cert, tls_key, tls_name)
+        credentials, options = security_of(tls_ca, tls_cert, tls_key, tls_name)
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=options)
         else:
@@ -167,6 +168,24 @@ class InferenceClient(_Client):
         :func:`recinfer.serving.client.columns.as_raw`; its columns are those of the contract (``get_model().contract``).
         """
         return decode_outputs(self._call("Predict", self._raw_request(rows), timeout), self.tensors)
+
+    def predict_many(
+        self, rows: Iterable[Any], *, concurrency: int = 4, batch_size: int = 256, timeout: float | None = None
+    ) -> Iterator[ScoredRow]:
+        """Each row's outputs or its error, in the order of ``rows``; at most ``concurrency * batch_size`` rows are in memory.
+
+        A row is a mapping of feature to an id, a list of ids, or a pair (a tuple) of ids and weights, with the row's numbers
+        under ``"dense"``: ``{"user": 3, "clicks": [1, 2], "tags": ([4], [0.5]), "dense": [0.1, 0.2]}``. A
+        RecinferError among ``rows`` is given back as that row's. One refused row costs no other; ``timeout``: of each call.
+
+        >>> for row in client.predict_many(rows):                                   # doctest: +SKIP
+        ...     print(row.index, row.outputs["output"] if row.error is None else row.error)
+        """
+
+        def ask(dense: Any, features: Any) -> Outputs:
+            return self.predict(dense, features, timeout=timeout)
+
+        return score(ask, rows, concurrency, batch_size)
 
     def get_model(self, *, timeout: float | None = None) -> ModelDescription:
         """What the model takes and is made of."""
@@ -210,7 +229,7 @@ class InferenceClient(_Client):
                     answer: bytes = self._methods[call](request, timeout=tries.left, metadata=self._metadata)
                 except grpc.RpcError as error:
                     if (wait := tries.failed(error)) is None:
-                        raise _translated(error, self.target, seconds, _START_WITH) from None
+                        raise translated(error, self.target, seconds, _START_WITH) from None
                 except ValueError as error:  # gRPC's word for a closed channel
                     raise UnavailableError(f"{self.target}: {error}; make a new client") from None
                 else:
@@ -243,7 +262,7 @@ class AsyncInferenceClient(_Client):
         tensors: bool | None = None,
     ) -> None:
         super().__init__(target, model, version, timeout, retries, throttle, token, tensors)
-        self._credentials, self._options = _security(tls_ca, tls_cert, tls_key, tls_name)
+        self._credentials, self._options = security_of(tls_ca, tls_cert, tls_key, tls_name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channel: grpc.aio.Channel | None = None
         self._methods: dict[str, Any] = {}
@@ -262,6 +281,16 @@ class AsyncInferenceClient(_Client):
     async def predict_raw(self, rows: Any, *, timeout: float | None = None) -> Outputs:
         """As InferenceClient.predict_raw."""
         return decode_outputs(await self._call("Predict", self._raw_request(rows), timeout), self.tensors)
+
+    def predict_many(
+        self, rows: Iterable[Any], *, concurrency: int = 4, batch_size: int = 256, timeout: float | None = None
+    ) -> AsyncIterator[ScoredRow]:
+        """As InferenceClient.predict_many, for ``async for``."""
+
+        async def ask(dense: Any, features: Any) -> Outputs:
+            return await self.predict(dense, features, timeout=timeout)
+
+        return score_async(ask, rows, concurrency, batch_size)
 
     async def get_model(self, *, timeout: float | None = None) -> ModelDescription:
         """As InferenceClient.get_model."""
@@ -303,7 +332,7 @@ class AsyncInferenceClient(_Client):
                     answer: bytes = await self._method(call)(request, timeout=tries.left, metadata=self._metadata)
                 except grpc.RpcError as error:
                     if (wait := tries.failed(error)) is None:
-                        raise _translated(error, self.target, seconds, _START_WITH) from None
+                        raise translated(error, self.target, seconds, _START_WITH) from None
                 except grpc.aio.UsageError:
                     raise self._is_closed() from None
                 except asyncio.CancelledError:
@@ -336,58 +365,3 @@ class AsyncInferenceClient(_Client):
 
     def _is_closed(self) -> UnavailableError:
         return UnavailableError(f"{self.target}: the client is closed; make a new client")
-
-
-def _security(
-    ca: Path | None, cert: Path | None, key: Path | None, name: str
-) -> tuple[grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
-    """A channel's credentials, None without TLS, and its options. Raises InputError."""
-    credentials = credentials_of(ca, cert, key)
-    # An answer's size is bounded by the server's limits. A server that is back is found in a second, as rankers find shards.
-    options: list[tuple[str, Any]] = [
-        ("grpc.max_receive_message_length", -1),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1_000),
-    ]
-    if not name:
-        return credentials, options
-    if credentials is None:
-        raise InputError(f"TLS: got the name {name!r} without tls_ca, expected the server's authority too")
-    return credentials, [*options, ("grpc.ssl_target_name_override", name)]
-
-
-def invoke(
-    method: Callable[..., bytes],
-    request: bytes,
-    target: str,
-    seconds: float,
-    *,
-    start_with: str,
-    metadata: tuple[tuple[str, str], ...] = (),
-) -> bytes:
-    """Call ``method`` of a channel to ``target`` and turn what gRPC raises into an error of ours."""
-    try:
-        return method(request, timeout=min(seconds, LONGEST_S), metadata=metadata)
-    except grpc.RpcError as error:
-        raise _translated(error, target, seconds, start_with) from None
-    except ValueError as error:  # gRPC's word for a closed channel
-        raise UnavailableError(f"{target}: {error}; make a new client") from None
-
-
-def _translated(error: Any, target: str, seconds: float, start_with: str) -> RecinferError:
-    code, details = error.code(), error.details() or ""
-    if has_said(error.trailing_metadata()):  # it answered: what is missing is behind it
-        return error_of(code.name, f"{target}: {details}")
-    if code is grpc.StatusCode.UNAVAILABLE:
-        return UnavailableError(
-            f"no answer from {target} ({details}); is the server running? Start one with: {start_with}"
-        )
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return UnavailableError(f"{target} did not answer within {seconds:g} s; send less or wait longer")
-    if code is grpc.StatusCode.UNIMPLEMENTED:
-        return RecinferError(
-            f"{target} does not know this call ({details}); is it a server of another kind? Start one with: {start_with}"
-        )
-    if is_full(error):
-        return OverloadedError(details, retry_after=pushback(error) or 0.0)
-    return error_of(code.name, details)

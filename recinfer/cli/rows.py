@@ -1,0 +1,111 @@
+"""Rows of ids in a file, CSV, JSON lines or parquet, as :meth:`InferenceClient.predict_many` takes them; read as they are asked for."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from recinfer.errors import ConfigError, InputError
+
+__all__ = ["read_rows"]
+
+_DENSE = "dense"
+_READ_ROWS = 4096  # of a parquet file at a time
+
+
+def read_rows(path: Path) -> Iterator[Any]:
+    """The rows of ``path``; an InputError stands for one that cannot be read.
+
+    Raises:
+        ConfigError: a suffix that names no format, or a parquet file where pyarrow is not installed.
+        OSError: the file is not there.
+    """
+    readers: dict[str, Callable[[Path], Iterator[Any]]] = {
+        ".csv": _csv,
+        ".jsonl": _json_lines,
+        ".ndjson": _json_lines,
+        ".parquet": _parquet,
+    }
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"--rows {path}: the suffix {path.suffix!r} names no format, expected {', '.join(readers)}")
+    path.stat()  # one that is not there is said now, and not with the first row
+    return reader(path)
+
+
+def _csv(path: Path) -> Iterator[Any]:
+    """A column a feature, its ids separated by spaces (``3 7``, with weights ``3:0.5 7:2``), and ``dense``, numbers."""
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        while True:
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                yield InputError(f"line {reader.line_num}: {error}")
+                continue
+            if cells is None:
+                return
+            try:
+                if None in cells or None in cells.values():
+                    raise ValueError(f"not as many cells as the header has, {len(reader.fieldnames or ())}")
+                yield {name: _cell(name, text) for name, text in cells.items()}
+            except ValueError as error:
+                yield InputError(f"line {reader.line_num}: {error}")
+
+
+def _cell(name: str, text: str) -> Any:
+    words = text.split()
+    if name == _DENSE:
+        return [float(word) for word in words]
+    pairs = [word.partition(":") for word in words]
+    try:
+        ids = [int(id_) for id_, _, _ in pairs]
+        if not any(colon for _, colon, _ in pairs):
+            return ids
+        return ids, [float(weight) if colon else 1.0 for _, colon, weight in pairs]
+    except ValueError:
+        raise ValueError(f"column {name!r}: got {text[:60]!r}, expected ids separated by spaces") from None
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    """An object a line: ``{"user": 3, "clicks": [1, 2], "tags": {"ids": [4], "weights": [0.5]}, "dense": [0.1]}``."""
+    with path.open() as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line)
+                if not isinstance(found, dict):
+                    raise ValueError(f"got {type(found).__name__}, expected an object")
+                yield {name: _weighted(name, value) for name, value in found.items()}
+            except (ValueError, RecursionError) as error:
+                yield InputError(f"line {number}: {error}")
+
+
+def _weighted(name: str, value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if set(value) != {"ids", "weights"}:
+        raise ValueError(f"{name!r}: got an object with {sorted(value)}, expected ids and weights")
+    return value["ids"], value["weights"]
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    """A column a feature, integers or lists of them, ``dense``, and ``tags.weights`` for the weights of ``tags``."""
+    from recinfer.arrow import pyarrow_for
+    from recinfer.columns import WEIGHTS_SUFFIX
+
+    pa = pyarrow_for(f"--rows {path}: parquet needs")
+    import pyarrow.parquet
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=_READ_ROWS):
+            for row in batch.to_pylist():
+                for name in [name for name in row if f"{name}{WEIGHTS_SUFFIX}" in row]:
+                    row[name] = (row[name], row.pop(f"{name}{WEIGHTS_SUFFIX}"))
+                yield row
+    except pa.ArrowException as error:
+        raise InputError(f"--rows {path}: {error}") from None

@@ -1,0 +1,162 @@
+"""Bulk scoring: rows in, each row's outputs or its error out, in the order of the rows and with few of them in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from recinfer.errors import InputError, RecinferError
+
+__all__ = ["DENSE", "ScoredRow", "batch_of", "score", "score_async"]
+
+DENSE = "dense"
+"""A row's numbers stand under this name, beside its features."""
+
+Batch = Sequence[tuple[int, Any]]
+Ask = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class ScoredRow:
+    """What one row gave.
+
+    Attributes:
+        index: of the row, from 0.
+        outputs: the model's outputs of this row by name; None: it failed.
+        error: why it failed; None: it did not.
+    """
+
+    index: int
+    outputs: dict[str, Any] | None
+    error: RecinferError | None = None
+
+
+def score(ask: Ask, rows: Iterable[Any], concurrency: int, batch_size: int) -> Iterator[ScoredRow]:
+    """:meth:`InferenceClient.predict_many`; ``ask``: dense and features to outputs."""
+    _check(concurrency, batch_size)
+    pool = ThreadPoolExecutor(concurrency, thread_name_prefix="recinfer-score")
+    waiting: deque[Future[list[ScoredRow]]] = deque()
+    try:
+        for batch in _batches(rows, batch_size):
+            if len(waiting) == concurrency:
+                yield from waiting.popleft().result()
+            waiting.append(pool.submit(_answered, ask, batch))
+        while waiting:
+            yield from waiting.popleft().result()
+    finally:
+        # Not waited for: who stops reading, by Ctrl-C too, closes the client, which ends the calls under way.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def score_async(
+    ask: Callable[[Any, Any], Awaitable[Any]], rows: Iterable[Any], concurrency: int, batch_size: int
+) -> AsyncIterator[ScoredRow]:
+    """:meth:`AsyncInferenceClient.predict_many`."""
+    _check(concurrency, batch_size)
+    waiting: deque[asyncio.Task[list[ScoredRow]]] = deque()
+    try:
+        for batch in _batches(rows, batch_size):
+            if len(waiting) == concurrency:
+                for row in await waiting.popleft():
+                    yield row
+            waiting.append(asyncio.create_task(_answered_async(ask, batch)))
+            await asyncio.sleep(0)  # or reading the rows would keep the calls from being sent
+        while waiting:
+            for row in await waiting.popleft():
+                yield row
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def batch_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Any, dict[str, Any]]:
+    """Rows of the same names as dense rows (None without) and columns of features, as ``predict`` takes them."""
+    columns: dict[str, Any] = {}
+    dense = [row[DENSE] for row in rows] if DENSE in rows[0] else None
+    for name in rows[0]:
+        if name == DENSE:
+            continue
+        values = [row[name] for row in rows]
+        if not any(type(value) is tuple for value in values):
+            columns[name] = values
+            continue
+        pairs = [value if type(value) is tuple and len(value) == 2 else (value, None) for value in values]
+        ids = [_listed(bag) for bag, _ in pairs]
+        weights = [[1.0] * len(bag) if given is None else _listed(given) for bag, (_, given) in zip(ids, pairs)]
+        columns[name] = (ids, weights)
+    return dense, columns
+
+
+def _check(concurrency: int, batch_size: int) -> None:
+    for what, value in (("concurrency", concurrency), ("batch_size", batch_size)):
+        if value < 1:
+            raise InputError(f"{what}: got {value}, expected 1 or more")
+
+
+def _listed(value: Any) -> Any:
+    return [] if value is None else value if hasattr(value, "__len__") else [value]
+
+
+def _batches(rows: Iterable[Any], size: int) -> Iterator[list[tuple[int, Any]]]:
+    """Up to ``size`` rows with the same names; what is no row is a batch of its own."""
+    batch: list[tuple[int, Any]] = []
+    for at, row in zip(count(), rows):
+        if batch and (len(batch) == size or not _alike(batch[0][1], row)):
+            yield batch
+            batch = []
+        batch.append((at, row))
+    if batch:
+        yield batch
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return isinstance(one, Mapping) and isinstance(other, Mapping) and one.keys() == other.keys()
+
+
+def _prepared(batch: Batch) -> tuple[Any, dict[str, Any]]:
+    first = batch[0][1]
+    if isinstance(first, RecinferError):
+        raise first
+    if not isinstance(first, Mapping):
+        raise InputError(f"row: got a {type(first).__name__}, expected a mapping of feature to ids")
+    return batch_of([row for _, row in batch])
+
+
+def _rows_of(batch: Batch, outputs: Mapping[str, Any]) -> list[ScoredRow]:
+    return [ScoredRow(at, {name: found[i] for name, found in outputs.items()}) for i, (at, _) in enumerate(batch)]
+
+
+def _halves(batch: Batch, error: RecinferError) -> list[Batch]:
+    """What to ask instead of a batch that failed; none: its rows have failed.
+
+    A row that the server refuses is found by halving; what fails for another reason would fail again.
+    """
+    if not isinstance(error, InputError) or len(batch) == 1:
+        return []
+    middle = len(batch) // 2
+    return [batch[:middle], batch[middle:]]
+
+
+def _answered(ask: Ask, batch: Batch) -> list[ScoredRow]:
+    try:
+        return _rows_of(batch, ask(*_prepared(batch)))
+    except RecinferError as error:
+        halves = _halves(batch, error)
+        if not halves:
+            return [ScoredRow(at, None, error) for at, _ in batch]
+    return [row for half in halves for row in _answered(ask, half)]
+
+
+async def _answered_async(ask: Callable[[Any, Any], Awaitable[Any]], batch: Batch) -> list[ScoredRow]:
+    try:
+        return _rows_of(batch, await ask(*_prepared(batch)))
+    except RecinferError as error:
+        halves = _halves(batch, error)
+        if not halves:
+            return [ScoredRow(at, None, error) for at, _ in batch]
+    return [row for half in halves for row in await _answered_async(ask, half)]

@@ -1,0 +1,73 @@
+"""Channels and single calls: their security, and gRPC's errors as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from recinfer.errors import InputError, OverloadedError, RecinferError, UnavailableError
+from recinfer.serving.client.retry import LONGEST_S, is_full, pushback
+from recinfer.serving.wire.retry import has_said
+from recinfer.serving.wire.status import error_of
+from recinfer.serving.wire.tls import credentials_of
+
+__all__ = ["invoke", "security_of", "translated"]
+
+
+def security_of(
+    ca: Path | None, cert: Path | None, key: Path | None, name: str
+) -> tuple[grpc.ChannelCredentials | None, list[tuple[str, Any]]]:
+    """A channel's credentials, None without TLS, and its options. Raises InputError."""
+    credentials = credentials_of(ca, cert, key)
+    # An answer's size is bounded by the server's limits. A server that is back is found in a second, as rankers find shards.
+    options: list[tuple[str, Any]] = [
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+    ]
+    if not name:
+        return credentials, options
+    if credentials is None:
+        raise InputError(f"TLS: got the name {name!r} without tls_ca, expected the server's authority too")
+    return credentials, [*options, ("grpc.ssl_target_name_override", name)]
+
+
+def invoke(
+    method: Callable[..., bytes],
+    request: bytes,
+    target: str,
+    seconds: float,
+    *,
+    start_with: str,
+    metadata: tuple[tuple[str, str], ...] = (),
+) -> bytes:
+    """Call ``method`` of a channel to ``target`` and turn what gRPC raises into an error of ours."""
+    try:
+        return method(request, timeout=min(seconds, LONGEST_S), metadata=metadata)
+    except grpc.RpcError as error:
+        raise translated(error, target, seconds, start_with) from None
+    except ValueError as error:  # gRPC's word for a closed channel
+        raise UnavailableError(f"{target}: {error}; make a new client") from None
+
+
+def translated(error: Any, target: str, seconds: float, start_with: str) -> RecinferError:
+    """The error of ours for what gRPC raised."""
+    code, details = error.code(), error.details() or ""
+    if has_said(error.trailing_metadata()):  # it answered: what is missing is behind it
+        return error_of(code.name, f"{target}: {details}")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return UnavailableError(
+            f"no answer from {target} ({details}); is the server running? Start one with: {start_with}"
+        )
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return UnavailableError(f"{target} did not answer within {seconds:g} s; send less or wait longer")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return RecinferError(
+            f"{target} does not know this call ({details}); is it a server of another kind? Start one with: {start_with}"
+        )
+    if is_full(error):
+        return OverloadedError(details, retry_after=pushback(error) or 0.0)
+    return error_of(code.name, details)

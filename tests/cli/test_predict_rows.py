@@ -1,0 +1,157 @@
+"""``recinfer predict --rows``: files of any length, row by row, and what stops it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recinfer.cli.rows import read_rows
+from recinfer.errors import ConfigError, InputError
+from recinfer.inference.predictor import Predictor, load
+from recinfer.serving.client.bulk import batch_of
+from recinfer.serving.server.server import Server
+from tests.cli.conftest import Exported
+from tests.e2e.commands import run_json
+
+ROWS: list[dict[str, Any]] = [
+    {"user": [3, 9], "item": [5], "history": [], "shop": [4], "dense": [0.5, 1.0, -2.0]},
+    {"user": [1], "item": [], "history": [1, 2], "shop": [6], "dense": [0.0, 0.25, 3.0]},
+    {"user": [10**6], "item": [], "history": [1, 2], "shop": [6], "dense": [0.0, 0.25, 3.0]},
+    {"user": [2], "item": [7], "history": [3], "shop": [8], "dense": [1.0, 1.0, 1.0]},
+]
+
+
+@pytest.fixture(scope="module")
+def predictor(exported: Exported) -> Predictor:
+    return load(exported.archive)
+
+
+@pytest.fixture(scope="module")
+def target(predictor: Predictor) -> Iterator[str]:
+    with Server({"tiny": predictor}) as server:
+        yield server.target
+
+
+def write_csv(path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(ROWS[0])
+        writer.writerows([" ".join(map(str, cell)) for cell in row.values()] for row in ROWS)
+
+
+def write_json_lines(path: Path) -> None:
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+
+
+def write_parquet(path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
+
+
+FORMATS = {"rows.csv": write_csv, "rows.jsonl": write_json_lines, "rows.parquet": write_parquet}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_scored_in_order_and_the_bad_one_is_named(
+    target: str, predictor: Predictor, tmp_path: Path, name: str
+) -> None:
+    FORMATS[name](tmp_path / name)
+    out = tmp_path / "scores.csv"
+    found = run_json(
+        "predict",
+        "--target",
+        target,
+        "--timeout",
+        60,
+        "--rows",
+        tmp_path / name,
+        "--out",
+        out,
+        "--batch-size",
+        3,
+        code=1,
+    )
+    assert (found["rows"], found["failed"]) == (4, 1)
+    assert found["errors"][0]["row"] == 2 and "out of range" in found["errors"][0]["error"]
+    written = list(csv.DictReader(out.open()))
+    assert [row["row"] for row in written] == ["0", "1", "2", "3"]
+    for at in (0, 1, 3):
+        expected = predictor.predict(*batch_of([ROWS[at]]))["output"].reshape(-1)
+        torch.testing.assert_close(
+            torch.tensor([float(v) for v in written[at]["output"].split()]), expected, atol=1e-5, rtol=1e-5
+        )
+        assert written[at]["error"] == ""
+    assert written[2]["output"] == "" and "out of range" in written[2]["error"]
+
+
+def test_one_of_input_and_rows(target: str, tmp_path: Path) -> None:
+    for options in ([], ["--rows", tmp_path / "a.csv", "--input", tmp_path / "b.json"]):
+        assert "--rows" in run_json("predict", "--target", target, *options, code=2)["error"]["message"]
+
+
+def test_lines_that_cannot_be_read_are_rows_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        '{"user": 3, "tags": {"ids": [4], "weights": [0.5]}}\n\n[1]\n{"user"\n{"a": {"b": 1}}\n'
+    )
+    first, *wrong = read_rows(tmp_path / "a.jsonl")
+    assert first == {"user": 3, "tags": ([4], [0.5])}
+    assert [type(one) for one in wrong] == [InputError] * 3 and "line 3: got list" in str(wrong[0])
+    (tmp_path / "a.csv").write_text("user,dense\n3:0.5 7,1 2\nx,1\n1\n4,\n")
+    first, *wrong, last = read_rows(tmp_path / "a.csv")
+    assert first == {"user": ([3, 7], [0.5, 1.0]), "dense": [1.0, 2.0]} and last == {"user": [4], "dense": []}
+    assert [str(one) for one in wrong] == [
+        "line 3: column 'user': got 'x', expected ids separated by spaces",
+        "line 4: not as many cells as the header has, 2",
+    ]
+    with pytest.raises(ConfigError, match=r"suffix '.txt' names no format"):
+        read_rows(tmp_path / "a.txt")
+    with pytest.raises(OSError):
+        read_rows(tmp_path / "none.csv")
+
+
+def test_ctrl_c_stops_it_with_what_was_written_kept(target: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")  # a file that never ends: opening it for reading and writing keeps it open
+    held = os.open(tmp_path / "rows.jsonl", os.O_RDWR)
+    out = tmp_path / "scores.csv"
+    command = [
+        sys.executable,
+        "-m",
+        "recinfer",
+        "predict",
+        "--target",
+        target,
+        "--batch-size",
+        "1",
+        "--concurrency",
+        "1",
+    ]
+    command += ["--rows", str(tmp_path / "rows.jsonl"), "--out", str(out)]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        # The file's content shows in full buffers: enough rows for some of them.
+        for _ in range(400):
+            os.write(held, (json.dumps(ROWS[0]) + "\n").encode())
+        end = time.monotonic() + 100
+        while not (out.exists() and out.stat().st_size) and time.monotonic() < end and running.poll() is None:
+            os.write(held, (json.dumps(ROWS[0]) + "\n").encode())
+            time.sleep(0.01)
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=100)
+    finally:
+        running.kill()
+        os.close(held)
+    assert running.returncode == 130 and "interrupted" in errors and "Traceback" not in errors, errors
+    assert out.read_text().startswith("row,output,error")
