@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -124,7 +124,7 @@ def _of_lists(columns: Mapping[str, Any]) -> FeatureArrays | None:
     """
     ids: list[int] = []
     lengths: list[int] = []
-    batch = -1
+    batch, one_each = -1, True
     for column in columns.values():
         if type(column) is not list or not column:
             return None
@@ -135,18 +135,24 @@ def _of_lists(columns: Mapping[str, Any]) -> FeatureArrays | None:
         if type(column[0]) is int:
             ids += column
             lengths += [1] * batch
-        elif {*map(type, column)} == {list}:
+            continue
+        if {*map(type, column)} != {list}:
+            return None
+        try:
+            ids += [only for [only] in column]  # a third of the time of what follows
+            lengths += [1] * batch
+        except ValueError:
             ids += chain.from_iterable(column)
             lengths += map(len, column)
-        else:
-            return None
+            one_each = False
     try:
-        values = np.frombuffer(array("q", ids), np.int64) if ids else np.zeros(0, np.int64)
-    except (TypeError, OverflowError):
+        values = np.frombuffer(struct.pack(f"<{len(ids)}q", *ids), np.int64)
+    except struct.error:
         return None
     if any(type(ids[at]) is bool for at in ((values == 0) | (values == 1)).nonzero()[0]):
-        return None  # array takes a bool for an id
-    return FeatureArrays(tuple(columns), batch, np.frombuffer(array("i", lengths), np.int32), values)
+        return None  # struct takes a bool for an id
+    counts = np.ones(len(lengths), np.int32) if one_each else np.array(lengths, np.int32)
+    return FeatureArrays(tuple(columns), batch, counts, values)
 
 
 # -- everything else -----------------------------------------------------------------------------------------------
