@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
@@ -74,11 +75,11 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{'request of 26 features':<32} {'encoded us':>11} {'json.dumps us':>14} {'ratio':>6}")
     for name, features in requests().items():
-        mine, text = least(lambda: encode_lookup_request(features)), least(lambda: json.dumps(features))
+        mine, text = least(partial(encode_lookup_request, features)), least(partial(json.dumps, features))
         print(f"{name:<32} {mine * 1e6:>11.1f} {text * 1e6:>14.1f} {mine / text:>6.2f}")
     one, dense = next(iter(requests().values())), [[0.5] * 13]
     body = {"features": one, "dense": dense}
-    mine, text = least(lambda: encode_predict_request(dense, one)), least(lambda: json.dumps(body))
+    mine, text = least(partial(encode_predict_request, dense, one)), least(partial(json.dumps, body))
     print(f"{'1 sample, with 13 numbers':<32} {mine * 1e6:>11.1f} {text * 1e6:>14.1f} {mine / text:>6.2f}")
     if options.target:
         seconds = sorted(process_seconds(options.target) for _ in range(5))
