@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -399,3 +400,12 @@ def test_a_server_that_is_back_is_found_soon():
                     nobody.accept()[0].close()
                     looks += 1
                 asked.result(30)
+
+
+def test_the_two_clients_have_the_same_methods_with_the_same_arguments():
+    def methods(client: type) -> dict[str, list[str]]:
+        public = {name: getattr(client, name) for name in vars(client) if name[0] != "_" or name == "__init__"}
+        return {name: list(map(str, inspect.signature(method).parameters.values())) for name, method in public.items()}
+
+    assert methods(InferenceClient) == methods(AsyncInferenceClient)
+    assert {"lookup", "predict", "predict_raw", "predict_many", "get_model", "close"} <= set(methods(InferenceClient))

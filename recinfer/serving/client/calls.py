@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from recinfer.errors import InputError, OverloadedError, RecinferError, UnavailableError
+from recinfer.errors import DeadlineError, InputError, OverloadedError, RecinferError, UnavailableError
 from recinfer.serving.client.retry import LONGEST_S, is_full, pushback
 from recinfer.serving.wire.retry import has_said
 from recinfer.serving.wire.status import error_of
@@ -63,7 +63,7 @@ def translated(error: Any, target: str, seconds: float, start_with: str) -> Reci
             f"no answer from {target} ({details}); is the server running? Start one with: {start_with}"
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return UnavailableError(f"{target} did not answer within {seconds:g} s; send less or wait longer")
+        return DeadlineError(f"{target} did not answer within {seconds:g} s; send less or wait longer")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return RecinferError(
             f"{target} does not know this call ({details}); is it a server of another kind? Start one with: {start_with}"

@@ -118,7 +118,7 @@ class InferenceClient(_Client):
 
     Features are a dict of feature to list, ``{"user": [3, 4], "tags": (ids, weights)}``, a KeyedJaggedTensor, or a DataFrame or
     Table: see :func:`recinfer.columns.as_features`. All calls raise InputError (the request is wrong), NotFoundError (no
-    such model or version), UnavailableError (no server there, or too slow; OverloadedError: it is full) or, when the server
+    such model or version), UnavailableError (no server there; DeadlineError: too slow; OverloadedError: it is full) or, when the server
     fails, RecinferError.
     """
 
