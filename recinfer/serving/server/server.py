@@ -285,11 +285,12 @@ class Server:
     async def _start_http(self, port: int) -> None:
         from recinfer.serving.server.http_server import HttpServer
         from recinfer.serving.server.open_inference_rest import OpenInferenceRest
+        from recinfer.serving.server.v1.protocol import V1
 
         if not self._share_port:
             check_address(self.host, port)
         self._http = HttpServer(
-            [OpenInferenceRest(self.open_inference)],
+            [OpenInferenceRest(self.open_inference), V1(self.service.registry, self.service.limits, self._ask)],
             self.budget,
             self.service.limits.max_message_bytes,
             self.host,
