@@ -109,16 +109,12 @@ class _Table:
         lengths: list[int] = []
         ids: list[int] = []
         weights: dict[str, list[float]] = {}
-        for name, cells in zip(self._features, self._cells):
-            kinds = set(map(type, cells))
-            if kinds == {list}:
-                lengths.extend(map(len, cells))
-                ids.extend(chain.from_iterable(cells))
-            elif kinds == _IDS:
-                lengths.extend(repeat(1, self._batch))
-                ids.extend(cells)
-            else:
-                self._take_mixed(name, cells, lengths, ids, weights)
+        if set(map(type, chain.from_iterable(self._cells))) == {list}:  # as most have it, and all at once
+            lengths = list(map(len, chain.from_iterable(self._cells)))
+            ids = list(chain.from_iterable(chain.from_iterable(self._cells)))
+        else:
+            for name, cells in zip(self._features, self._cells):
+                self._take(name, cells, lengths, ids, weights)
         values = self._ids(ids)
         parts: list[bytes | memoryview] = [
             _features_head(self._features, self._batch),
@@ -132,10 +128,14 @@ class _Table:
             found += bytes_field(4, self._numbers(inputs).tobytes())
         return found
 
-    def _take_mixed(
+    def _take(
         self, name: str, cells: _Cells, lengths: list[int], ids: list[int], weights: dict[str, list[float]]
     ) -> None:
-        """Cells of which some have weights, or that are wrong."""
+        """Add the cells of one feature, of any form."""
+        if set(map(type, cells)) == _IDS:
+            lengths.extend(repeat(1, self._batch))
+            ids.extend(cells)
+            return
         own: list[float] = []
         has_weights = False
         for at, cell in enumerate(cells):
