@@ -12,7 +12,7 @@ from torch import Tensor
 from recinfer.serving.server.server import Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["ask", "columns_of", "get", "rows_of"]
+__all__ = ["ask", "columns_of", "get", "post", "rows_of"]
 
 
 def columns_of(features: KeyedJaggedTensor, dense: Tensor | None = None) -> dict[str, Any]:
@@ -37,8 +37,13 @@ def rows_of(features: KeyedJaggedTensor, dense: Tensor | None = None) -> list[di
 
 def ask(server: Server, path: str, body: Any, **headers: str) -> tuple[int, dict[str, str], Any]:
     """Status, headers and JSON of a POST to ``/v1/models/`` and ``path``; ``body`` as it is, or as JSON."""
+    return post(server, f"/v1/models/{path}", body, **headers)
+
+
+def post(server: Server, path: str, body: Any, **headers: str) -> tuple[int, dict[str, str], Any]:
+    """Of a POST to ``path``."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return _opened(urllib.request.Request(f"{_root(server)}/v1/models/{path}", data, headers))
+    return _opened(urllib.request.Request(_root(server) + path, data, headers))
 
 
 def get(server: Server, path: str, **headers: str) -> tuple[int, dict[str, str], Any]:

@@ -283,19 +283,25 @@ class Server:
         return 0.0 if self._server is None else self._server.event_s
 
     async def _start_http(self, port: int) -> None:
+        from recinfer.serving.server.api_docs.page import ApiDocs
         from recinfer.serving.server.http_server import HttpServer
         from recinfer.serving.server.open_inference_rest import OpenInferenceRest
         from recinfer.serving.server.v1.protocol import V1
 
         if not self._share_port:
             check_address(self.host, port)
+        registry, limits, token = self.service.registry, self.service.limits, self._security.token or ""
         self._http = HttpServer(
-            [OpenInferenceRest(self.open_inference), V1(self.service.registry, self.service.limits, self._ask)],
+            [
+                OpenInferenceRest(self.open_inference),
+                V1(registry, limits, self._ask),
+                ApiDocs(registry, limits, needs_token=bool(token)),
+            ],
             self.budget,
-            self.service.limits.max_message_bytes,
+            limits.max_message_bytes,
             self.host,
             port,
-            token=self._security.token or "",
+            token=token,
             tls=self._security.tls_context(),
             reuse_port=self._share_port,
             observe=functools.partial(self.observer.answered, protocol="http"),
