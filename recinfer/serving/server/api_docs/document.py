@@ -82,16 +82,17 @@ def _model_paths(model: ServedModel, prefix: str, examples: dict[str, Any]) -> d
         given = [] if parameter is None else [{**parameter, "in": "path", "required": True}]
         suffix = "" if parameter is None else f"_{parameter['name']}"
         path, v2 = f"/v1/models/{name}{where}", f"/v2/models/{name}{where}"
-        made = {
-            path: _get(_V1, f"Versions of {model.name} and their state", prefix + "status", status),
-            path + "/metadata": _get(_V1, f"Inputs and outputs of {model.name}", prefix + "metadata", anything),
-        }
+        made: dict[str, Any] = {}
         for call, text in (("Predict", "Score samples with"), ("Lookup", "Embeddings of ids, by")):
             if f"{call}Request" in examples:
                 operation = f"{prefix}v1{call}"
                 made[f"{path}:{call.lower()}"] = _post(
                     _V1, f"{text} {model.name}", operation, prefix + call, examples[f"{call}Request"]
                 )
+        made |= {
+            path: _get(_V1, f"Versions of {model.name} and their state", prefix + "status", status),
+            path + "/metadata": _get(_V1, f"Inputs and outputs of {model.name}", prefix + "metadata", anything),
+        }
         if parameter is not label:
             made[v2] = _get(_V2, f"Inputs and outputs of {model.name}", prefix + "v2Metadata", anything)
             made[v2 + "/ready"] = _get(
