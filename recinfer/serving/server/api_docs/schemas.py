@@ -175,7 +175,7 @@ class _Model:
             return _object(properties, ["name", "datatype", "shape"])
 
         wanted = _object({"name": {"type": "string", "enum": outputs}, "parameters": parameters}, ["name"])
-        request = {
+        request: dict[str, Schema] = {
             "id": {"type": "string"},
             "parameters": {
                 "type": "object",
@@ -185,7 +185,7 @@ class _Model:
             "inputs": _array(tensor(names), None),
             "outputs": _array(wanted, None),
         }
-        answer = {
+        answer: dict[str, Schema] = {
             "model_name": {"type": "string"},
             "model_version": {"type": "string"},
             "id": {"type": "string"},
