@@ -17,12 +17,13 @@ from recinfer.serving.server.server import Server
 from recinfer.serving.wire.limits import Limits
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 from tests.serving.conftest import DIM, NUM_DENSE, ROWS, make_request
+from tests.serving.tasks import COLUMNS, tasks_archive, tasks_predictor
 from tests.serving.test_sequences import predictors
 from tests.serving.v1 import ask, columns_of, get, rows_of
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed (the serve extra)")
 
-__all__ = ["predictors"]
+__all__ = ["predictors", "tasks_archive", "tasks_predictor"]
 
 ROW = {name: [1] for name in ROWS} | {"dense": [0.5, 1.0, -2.0]}
 
@@ -228,4 +229,61 @@ def test_other_paths_and_methods(server: Server):
     assert get(server, "/v1/models/tiny:predict")[0] in (404, 405)
     code, _, answer = ask(server, "tiny:classify", {})
     assert code in (404, 405) and "error" in answer
-    assert get(server, "/v1/nothing")[2]["error"].endswith("[:predict, :lookup or /metadata]")
+    assert "[:predict, :lookup or /metadata]" in get(server, "/v1/nothing")[2]["error"]
+
+
+@pytest.fixture(scope="module")
+def tasks(tasks_predictor: Predictor) -> Iterator[Server]:
+    """A server of the model of two tasks, whose archive names its dense columns."""
+    with Server({"tasks": tasks_predictor}, http_port=0) as running:
+        yield running
+
+
+TASKS_ROW = {"user": 3, "tags": {"ids": [1, 2], "weights": [0.5, 2.0]}, "price": 1.5, "age": -2}
+
+
+def test_outputs_by_name_and_dense_columns_by_name(tasks: Server, tasks_predictor: Predictor):
+    kjt = KeyedJaggedTensor(
+        ["user", "tags"],
+        torch.tensor([3, 3, 1, 2, 1, 2]),
+        torch.tensor([1.0, 1.0, 0.5, 2.0, 0.5, 2.0]),
+        torch.tensor([1, 1, 2, 2]),
+    )
+    found = tasks_predictor.predict(torch.tensor([[1.5, -2.0]] * 2), kjt)
+    expected = {name: values.tolist() for name, values in found.items()}
+    rows = [{name: values[at] for name, values in expected.items()} for at in range(2)]
+    assert ask(tasks, "tasks:predict", {"instances": [TASKS_ROW] * 2})[2] == {"predictions": rows}
+    columns = {name: [cell] * 2 for name, cell in TASKS_ROW.items()}
+    assert ask(tasks, "tasks:predict", {"inputs": columns})[2] == {"outputs": expected}
+    columns["price"] = [[1.5], [1.5]]  # as TensorFlow's shape [B, 1] has it
+    assert ask(tasks, "tasks:predict", {"inputs": columns})[2] == {"outputs": expected}
+    in_a_list = {name: cell for name, cell in TASKS_ROW.items() if name not in COLUMNS} | {"dense": [1.5, -2]}
+    assert ask(tasks, "tasks:predict", {"instances": [in_a_list] * 2})[2] == {"predictions": rows}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"age": ...}, "instances[0]: got no 'age', expected all of the dense columns price, age"),
+        ({"age": ..., "price": ...}, "expected a list of 2 numbers a sample, or the columns price, age"),
+        ({"dense": [1, 2]}, "instances[0]: got 'dense' and 'price', expected one of them"),
+        (
+            {"prise": 1},
+            "instances[0]: got 'prise', which is no input of this model; it takes user, tags, price, age, dense",
+        ),
+        ({"price": float("nan")}, "instances[0]['price']: got nan, expected a finite number"),
+        ({"price": float("-inf")}, "instances[0]['price']: got -inf"),
+        ({"price": 1e39}, "instances[0]['price']: got 1e+39"),
+        ({"price": [1]}, "instances[0]['price']: got a list of 1"),
+        ({"price": "1"}, "instances[0]['price']: got '1'"),
+    ],
+)
+def test_a_dense_column_is_named_by_its_error(tasks: Server, changed: dict[str, Any], said: str):
+    cells = {name: cell for name, cell in (TASKS_ROW | changed).items() if cell is not ...}
+    code, _, answer = ask(tasks, "tasks:predict", {"instances": [cells]})
+    assert code == 400 and said in answer["error"], answer
+
+
+def test_large_finite_numbers_are_taken(tasks: Server):
+    """Their squares are beyond float32; they are not."""
+    assert ask(tasks, "tasks:predict", {"instances": [TASKS_ROW | {"price": 1e25}]})[0] == 200

@@ -88,7 +88,8 @@ class ModelInputs:
             named = f", or the columns {', '.join(self.columns[:_SHOWN])}" if self.columns else ""
             raise InputError(f"{field}: got no 'dense', expected a list of {self.num_dense} numbers a sample{named}")
         elif len(dense) > 1 and DENSE in dense:
-            raise InputError(f"{field}: got 'dense' and {dense[0 if dense[1] == DENSE else 1]!r}, expected one of them")
+            other = next(name for name in dense if name != DENSE)
+            raise InputError(f"{field}: got 'dense' and {other!r}, expected one of them")
         elif dense and dense != (DENSE,):
             if missing := [name for name in self.columns if name not in dense]:
                 raise InputError(
