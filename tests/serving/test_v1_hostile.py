@@ -8,6 +8,7 @@ import http.client
 import json
 import random
 import socket
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,7 +16,10 @@ from typing import Any
 
 import pytest
 
+from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
+from recinfer.serving.engine.queue_budget import QueueBudget
+from recinfer.serving.server import http_server
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire.limits import Limits
 from tests.serving.conftest import ROWS
@@ -175,3 +179,29 @@ def test_what_json_becomes_is_counted(server: Server):
             assert (code, found["Retry-After"]) == (429, "1") and "memory budget" in answer["error"]
     until(lambda: server.budget.held == 0)
     assert ask(server, "tiny:lookup", large)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/docs/swagger-ui-bundle.js", "/openapi.json", "/v1/models/tiny/metadata"])
+def test_what_is_shown_is_counted_until_it_was_sent(server: Server, path: str, monkeypatch: pytest.MonkeyPatch):
+    """The viewer is 1.5 MB, and anybody may ask for it and not read."""
+    held: list[int] = []
+    send = http_server._send
+
+    async def looking(request: Any, answer: Any) -> None:
+        held.append(server.budget.held - len(answer.body))
+        await send(request, answer)
+
+    monkeypatch.setattr(http_server, "_send", looking)
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}{path}", timeout=60) as answer:
+        assert answer.status == 200 and answer.read()
+    assert held == [0]
+
+
+def test_a_full_queue_is_said_with_when_to_try_again(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+    def full(self: QueueBudget, deadline: float) -> None:
+        raise OverloadedError("the queue is full", retry_after=1.5)
+
+    with Server({"tiny": predictor}, http_port=0) as server:
+        monkeypatch.setattr(QueueBudget, "admit", full)
+        code, headers, answer = ask(server, "tiny:predict", {"instances": [TINY]})
+        assert (code, headers["Retry-After"], answer) == (429, "2", {"error": "the queue is full"})

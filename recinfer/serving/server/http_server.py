@@ -133,7 +133,7 @@ class HttpServer:
         call, is_open = route.call, isinstance(route, Get) and route.is_open
         asks = 'Basic realm="recinfer: the token as the password", charset="UTF-8"'
         asks = asks if isinstance(route, Get) and route.for_people else "Bearer"
-        work = route.work if isinstance(route, Get) else self._with_body(route)
+        work = self._sent(route) if isinstance(route, Get) else self._with_body(route)
 
         async def handle(request: web.Request) -> web.Response:
             loop = asyncio.get_running_loop()
@@ -166,6 +166,22 @@ class HttpServer:
                 self._observe(call, code, seconds, headers=request.headers, num_bytes=request.content_length or 0)
 
         return handle
+
+    def _sent(self, route: Get) -> _Work:
+        if route.is_open:
+            return route.work  # a few bytes, also while nothing fits into the budget
+
+        async def answered(request: web.Request) -> web.Response:
+            answer = await route.work(request)
+            assert isinstance(answer.body, bytes)
+            ticket = self._budget.admit(len(answer.body))
+            try:
+                await _send(request, answer)
+                return answer
+            finally:
+                ticket.release()
+
+        return answered
 
     def _with_body(self, route: Post) -> _Work:
         work, most = route.work, self._most_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from aiohttp import web
@@ -77,9 +77,15 @@ class ApiDocs:
         return web.Response(text=_START, content_type="text/javascript", headers=_HEADERS)
 
     async def _file(self, name: str, request: web.Request) -> web.Response:
-        data = await asyncio.to_thread((_folder() / name).read_bytes)
+        data = await asyncio.to_thread(_read, name)
         headers = {**_HEADERS, "Cache-Control": "max-age=3600"}
         return web.Response(body=data, content_type=_FILES[name], headers=headers)
+
+
+@lru_cache(maxsize=len(_FILES))
+def _read(name: str) -> bytes:
+    """One of the viewer's files: kept, so that who asks for it many times holds it once."""
+    return (_folder() / name).read_bytes()
 
 
 def _folder() -> Path:
