@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from recinfer.errors import OverloadedError
 from recinfer.inference.predictor import Predictor
-from recinfer.serving.engine.queue_budget import QueueBudget
+from recinfer.serving.engine.scheduler import BatchConfig
 from recinfer.serving.server import http_server
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire.limits import Limits
@@ -147,24 +146,22 @@ def server(predictor: Predictor) -> Iterator[Server]:
         until(lambda: running.budget.held == 0)
 
 
-def begin(stack: ExitStack, server: Server, num_bytes: int) -> bytes:
-    """Begin a request of so many bytes; what is said before its body, if anything within a moment."""
+def begin(stack: ExitStack, server: Server, num_bytes: int) -> socket.socket:
+    """A connection on which a request of so many bytes has begun."""
     connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.http_port or 0), timeout=60))
     head = f"POST /v1/models/tiny:lookup HTTP/1.1\r\nHost: x\r\nContent-Length: {num_bytes}\r\n\r\n"
     connection.sendall(head.encode() + b"{")
-    if server.budget.held + num_bytes <= 24 * MIB:
-        return b""
-    return connection.recv(4096)
+    return connection
 
 
 def test_a_body_is_counted_before_it_is_read(server: Server):
     with ExitStack() as stack:
         begin(stack, server, 20 * MIB)
         until(lambda: server.budget.held == 20 * MIB)
-        said = begin(stack, server, 9 * MIB)
+        said = begin(stack, server, 9 * MIB).recv(4096)
         assert said.startswith(b"HTTP/1.1 429 ") and b"\r\nRetry-After: 1\r\n" in said
         assert server.stats.requests()["V1Lookup", "RESOURCE_EXHAUSTED"] == 1
-        assert begin(stack, server, 65 * MIB).startswith(b"HTTP/1.1 413 ")
+        assert begin(stack, server, 65 * MIB).recv(4096).startswith(b"HTTP/1.1 413 ")
         assert ask(server, "tiny:lookup", {"instances": [{"user": 3}]})[0] == 200  # small ones have their part
 
 
@@ -197,11 +194,11 @@ def test_what_is_shown_is_counted_until_it_was_sent(server: Server, path: str, m
     assert held == [0]
 
 
-def test_a_full_queue_is_said_with_when_to_try_again(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
-    def full(self: QueueBudget, deadline: float) -> None:
-        raise OverloadedError("the queue is full", retry_after=1.5)
-
-    with Server({"tiny": predictor}, http_port=0) as server:
-        monkeypatch.setattr(QueueBudget, "admit", full)
+def test_a_full_queue_is_said_with_when_to_try_again(predictor: Predictor):
+    with Server({"tiny": predictor}, http_port=0, batching=BatchConfig(max_queue=1)) as server:
+        assert server.scheduler is not None
+        server.scheduler.queue.enter()  # as a request does that waits
         code, headers, answer = ask(server, "tiny:predict", {"instances": [TINY]})
-        assert (code, headers["Retry-After"], answer) == (429, "2", {"error": "the queue is full"})
+        assert (code, headers["Retry-After"]) == (429, "1") and "requests waiting" in answer["error"]
+        server.scheduler.queue.leave(1)
+        assert ask(server, "tiny:predict", {"instances": [TINY]})[0] == 200
