@@ -64,6 +64,7 @@ def test_a_client_as_tensorflow_servings_documentation_has_it(server: Server):
     with urllib.request.urlopen(urllib.request.Request(root + ":predict", data=data, headers=headers)) as response:
         predictions = json.loads(response.read())["predictions"]
     assert len(predictions) == 2 and predictions[0] == predictions[1] and isinstance(predictions[0][0], float)
+    assert get(server, "/v1/models/tiny")[2]["ready"] is True  # KServe's form, beside TensorFlow Serving's
     assert get(server, "/v1/models")[2] == {"models": ["tiny", "sequences", "weighted"]}
 
 

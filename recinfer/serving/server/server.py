@@ -294,7 +294,7 @@ class Server:
         self._http = HttpServer(
             [
                 OpenInferenceRest(self.open_inference),
-                V1(registry, limits, self._ask),
+                V1(registry, limits, self._ask, self.is_ready),
                 ApiDocs(registry, limits, needs_token=bool(token)),
             ],
             self.budget,

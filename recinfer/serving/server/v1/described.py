@@ -26,12 +26,13 @@ def version_of_label(registry: ModelRegistry, name: str, label: str) -> str:
     return labels[label]
 
 
-def status(registry: ModelRegistry, name: str, version: str) -> dict[str, Any]:
-    """The versions that answer (``version``: that one), and KServe's ``name`` and ``ready`` beside them; raises NotFoundError."""
+def status(registry: ModelRegistry, name: str, version: str, is_ready: bool) -> dict[str, Any]:
+    """The versions that are loaded (``version``: that one), and KServe's ``name`` and ``ready`` beside them: whether the
+    server can answer now. Raises NotFoundError."""
     versions = [registry.get(name, version).version] if version else list(registry.versions(name))
     fine = {"error_code": "OK", "error_message": ""}
     found = [{"version": each, "state": "AVAILABLE", "status": fine} for each in versions]
-    return {"name": name, "ready": True, "model_version_status": found}
+    return {"name": name, "ready": is_ready, "model_version_status": found}
 
 
 def metadata(model: ServedModel) -> dict[str, Any]:

@@ -32,12 +32,13 @@ class V1:
         registry: the models.
         limits: bounds on requests.
         ask: answers a serialized request of ours; raises errors of ours.
+        is_ready: whether the server can answer now.
     """
 
     paths = "/v1/models/MODEL[/versions/VERSION or /labels/LABEL][:predict, :lookup or /metadata]"
 
-    def __init__(self, registry: ModelRegistry, limits: Limits, ask: Ask) -> None:
-        self._registry, self._limits, self._ask = registry, limits, ask
+    def __init__(self, registry: ModelRegistry, limits: Limits, ask: Ask, is_ready: Callable[[], bool]) -> None:
+        self._registry, self._limits, self._ask, self._is_ready = registry, limits, ask, is_ready
 
     def routes(self) -> list[Route]:
         """Every path of the protocol."""
@@ -57,7 +58,7 @@ class V1:
         return web.json_response({"models": self._registry.names()})
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response(status(self._registry, *self._named(request)))
+        return web.json_response(status(self._registry, *self._named(request), self._is_ready()))
 
     async def _metadata(self, request: web.Request) -> web.Response:
         return web.json_response(metadata(self._registry.get(*self._named(request))))
