@@ -48,16 +48,14 @@ def test_a_validator_accepts_it(document: dict[str, Any]):
 
 
 def test_it_has_the_models_features_columns_and_limits(document: dict[str, Any]):
-    rows, columns = document["components"]["schemas"]["tiny.PredictRequest"]["oneOf"]
-    instances = rows["properties"]["instances"]
-    assert instances["maxItems"] == 64
-    properties = instances["items"]["properties"]
+    schemas = document["components"]["schemas"]
+    assert schemas["tiny.PredictRows"]["properties"]["instances"]["maxItems"] == 64
+    properties = schemas["tiny.PredictRow"]["properties"]
     assert properties.keys() == {*ROWS, "dense"}
     assert properties["dense"]["minItems"] == properties["dense"]["maxItems"] == NUM_DENSE
     assert properties["user"]["anyOf"][1] == {"type": "integer", "format": "int64", "minimum": 0, "maximum": 49}
-    assert columns["properties"]["inputs"]["properties"]["user"]["type"] == "array"
-    named = document["components"]["schemas"]["two_tasks_v_1.1.PredictRequest"]["oneOf"][0]["properties"]["instances"]
-    assert set(COLUMNS) < named["items"]["properties"].keys()
+    assert schemas["tiny.PredictInputs"]["properties"]["user"]["type"] == "array"
+    assert set(COLUMNS) < schemas["two_tasks_v_1.1.PredictRow"]["properties"].keys()
     assert {"/v1/models/tiny:predict", "/v1/models/tiny/labels/{label}:lookup", "/v2/models/tiny/infer"} < document[
         "paths"
     ].keys()

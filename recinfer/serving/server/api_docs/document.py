@@ -38,8 +38,8 @@ def document(registry: ModelRegistry, limits: Limits, *, needs_token: bool) -> d
         weights = registry.weights(name)
         model = registry.get(name, max(weights, key=weights.__getitem__))
         prefix = f"{_NO_NAME.sub('_', name)}.{at}." if _NO_NAME.search(name) else f"{name}."
-        made = schemas_of(model, registry, limits)
-        schemas |= {prefix + key: schema for key, schema in made.components.items()}
+        made = schemas_of(model, registry, limits, prefix)
+        schemas |= made.components
         paths |= _model_paths(model, prefix, made.examples)
     about = _ABOUT.format(bytes=limits.max_message_bytes, batch=limits.max_batch, ids=limits.max_ids)
     components: dict[str, Any] = {"schemas": schemas}
