@@ -31,7 +31,7 @@ ROW = {name: [1] for name in ROWS} | {"dense": [0.5, 1.0, -2.0]}
 @pytest.fixture(scope="module")
 def server(predictor: Predictor, predictors: dict[str, Predictor]) -> Iterator[Server]:
     """A server of three models with an HTTP port."""
-    with Server({"tiny": predictor, **predictors}, http_port=0, limits=Limits(max_batch=64)) as running:
+    with Server({"tiny": predictor, **predictors}, http_port=0, limits=Limits(max_batch=64, max_ids=5000)) as running:
         yield running
 
 
@@ -173,6 +173,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "id true": (row(user=[True]), "instances[1]['user']: got true"),
     "id text": (row(user="17"), "instances[1]['user']: got '17'"),
     "id null": (row(user=None), "instances[1]['user']: got null"),
+    "too many ids": (row(user=[1] * 5000), "instances: got 5007 ids in all, expected at most 5000"),
     "id nested": (row(user=[[1]]), "instances[1]['user']: got a list of 1"),
     "id nan": (row(user=[float("nan")]), "instances[1]['user']: got nan"),
     "id huge": (row(user=[2**63]), "instances[1]['user']: got 9223372036854775808, expected an id of 64 bits"),

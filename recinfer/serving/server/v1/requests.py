@@ -86,7 +86,7 @@ def to_message(document: dict[str, Any], call: CallName, model: ServedModel, lim
     take = _rows if in_rows else _columns
     table = take(document["instances" if in_rows else "inputs"], inputs, with_dense, limits.max_batch)
     head = pb.GetModelRequest(model=model.name, version=model.version).SerializeToString()
-    return Asked(b"".join([head, *table.parts(inputs)]), in_rows)
+    return Asked(b"".join([head, *table.parts(inputs, limits.max_ids)]), in_rows)
 
 
 def _check_signature(name: Any, call: CallName) -> None:
@@ -104,7 +104,7 @@ class _Table:
         self._dense, self._rows = dense, rows
         self._batch = len(cells[0])
 
-    def parts(self, inputs: ModelInputs) -> list[bytes | memoryview]:
+    def parts(self, inputs: ModelInputs, most_ids: int) -> list[bytes | memoryview]:
         """The fields ``features`` and ``dense`` of a request."""
         lengths: list[int] = []
         ids: list[int] = []
@@ -115,6 +115,9 @@ class _Table:
         else:
             for name, cells in zip(self._features, self._cells):
                 self._take(name, cells, lengths, ids, weights)
+        if len(ids) > most_ids:
+            field = "instances" if self._in_rows else "inputs"
+            raise InputError(f"{field}: got {len(ids)} ids in all, expected at most {most_ids}")
         values = self._ids(ids)
         parts: list[bytes | memoryview] = [
             _features_head(self._features, self._batch),
