@@ -34,7 +34,9 @@ def show_doors(
     secure = "s" if tls else ""
     output.show(f"[green]serving[/green] {escape(f'{what} on {join_address(host, port)}')}  (Ctrl-C stops)")
     if http_port is not None:
-        output.show(escape(f"Open Inference Protocol over HTTP{secure.upper()} on {join_address(host, http_port)}"))
+        output.show(
+            escape(f"REST (V1, Open Inference, /docs) over HTTP{secure.upper()} on {join_address(host, http_port)}")
+        )
     if metrics_port is not None:
         output.show(escape(f"status page on http{secure}://{join_address(host, metrics_port)}/"))
     for engine in engines:

@@ -34,7 +34,9 @@ class AddressOptions:
     http_port: Annotated[
         int | None,
         typer.Option(
-            min=0, max=65535, help="Also the Open Inference Protocol's REST form, on this TCP port; 0: a free one."
+            min=0,
+            max=65535,
+            help="Also REST, on this TCP port: TensorFlow Serving's V1, the Open Inference Protocol, and /docs; 0: a free one.",
         ),
     ] = None
     metrics_port: Annotated[

@@ -14,7 +14,7 @@ import pytest
 
 from recinfer.inference.predictor import Predictor
 from recinfer.serving.engine.memory_budget import SMALL_BYTES, Ticket
-from recinfer.serving.server import rest
+from recinfer.serving.server import http_server
 from recinfer.serving.server.server import Server
 from recinfer.serving.wire.limits import Limits
 from tests.serving.conftest import ROWS
@@ -112,20 +112,20 @@ def test_a_compressed_body_counts_as_what_it_may_unpack_to(server: Server):
 @pytest.mark.parametrize("samples", [1, 10_000])
 def test_an_answer_is_held_until_it_was_sent(server: Server, samples: int, monkeypatch: pytest.MonkeyPatch):
     held: list[int] = []
-    send = rest._send
+    send = http_server._send
 
     async def looking(request: Any, answer: Any) -> None:
         held.append(server.budget.held - len(answer.body))
         await send(request, answer)
         assert server.budget.held == len(answer.body)
 
-    monkeypatch.setattr(rest, "_send", looking)
+    monkeypatch.setattr(http_server, "_send", looking)
     assert ask(server, lookup(samples))[0] == 200
     assert held == [0]
 
 
 def test_who_does_not_read_loses_the_connection_and_what_it_held(server: Server, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rest, "_SENT_S", 0.2)
+    monkeypatch.setattr(http_server, "_SENT_S", 0.2)
     with ExitStack() as stack:
         body = lookup(16_000, list(ROWS))  # its answer of 10 MB is more than the system takes from who writes it
         deaf = stack.enter_context(socket.socket())

@@ -48,7 +48,7 @@ from recinfer.serving.wire.proto import inference_pb2 as pb
 
 if TYPE_CHECKING:
     from recinfer.inference.predictor import Predictor
-    from recinfer.serving.server.rest import RestServer
+    from recinfer.serving.server.http_server import HttpServer
     from recinfer.serving.server.telemetry.metrics_http import MetricsServer
 
 __all__ = ["SERVICE_NAME", "Server", "Shards"]
@@ -144,7 +144,7 @@ class Server:
 
             manager = admin if isinstance(admin, StoreManager) else StoreManager(registry, admin)
             self.admin_calls = {k: self._announced(call) for k, call in AdminService(manager).calls().items()}
-        self._http: RestServer | None = None
+        self._http: HttpServer | None = None
         self.http_port = http_port
         self._shards, self._serving = shards, serving
         shown = None if shards is None else shards.status
@@ -283,16 +283,25 @@ class Server:
         return 0.0 if self._server is None else self._server.event_s
 
     async def _start_http(self, port: int) -> None:
-        from recinfer.serving.server.rest import RestServer
+        from recinfer.serving.server.api_docs.page import ApiDocs
+        from recinfer.serving.server.http_server import HttpServer
+        from recinfer.serving.server.open_inference_rest import OpenInferenceRest
+        from recinfer.serving.server.v1.protocol import V1
 
         if not self._share_port:
             check_address(self.host, port)
-        self._http = RestServer(
-            self.open_inference,
+        registry, limits, token = self.service.registry, self.service.limits, self._security.token or ""
+        self._http = HttpServer(
+            [
+                OpenInferenceRest(self.open_inference),
+                V1(registry, limits, self._ask, self.is_ready),
+                ApiDocs(registry, limits, needs_token=bool(token)),
+            ],
             self.budget,
+            limits.max_message_bytes,
             self.host,
             port,
-            token=self._security.token or "",
+            token=token,
             tls=self._security.tls_context(),
             reuse_port=self._share_port,
             observe=functools.partial(self.observer.answered, protocol="http"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import ssl
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -10,7 +9,7 @@ from importlib.resources import files
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from recinfer.serving.server.http_site import HttpSite
+from recinfer.serving.server.http_site import HttpSite, as_bearer
 from recinfer.serving.server.telemetry.metrics import Status
 from recinfer.serving.server.telemetry.prometheus import prometheus_text
 
@@ -73,7 +72,7 @@ class MetricsServer:
 
     @web.middleware
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in (_READY, _LIVE) or self._allows(_as_bearer(request.headers.get("Authorization"))):
+        if request.path in (_READY, _LIVE) or self._allows(as_bearer(request.headers.get("Authorization"))):
             return await handler(request)
         asks = {"WWW-Authenticate": 'Basic realm="recinfer: the token as the password", charset="UTF-8"'}
         return web.Response(status=401, text="this page needs the server's token", headers=asks)
@@ -93,14 +92,3 @@ class MetricsServer:
 
     async def _show_live(self, request: web.Request) -> web.Response:
         return web.json_response({"live": True})
-
-
-def _as_bearer(header: str | None) -> str | None:
-    """``header``, or where it holds a name and a password, the bearer header of that password."""
-    kind, _, value = (header or "").partition(" ")
-    if kind.lower() != "basic":
-        return header
-    try:
-        return "Bearer " + base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
-    except ValueError:  # no base64, or no text in it
-        return None

@@ -1,0 +1,273 @@
+"""One HTTP port for several protocols, and what each of their calls meets: the token, the memory budget, errors as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import math
+import ssl
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from recinfer.errors import InputError, OverloadedError
+from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket, ticket_of_task
+from recinfer.serving.server.http_site import HttpSite, as_bearer
+from recinfer.serving.server.unpacking import TooLargeError, largest, unpack
+from recinfer.serving.wire.status import status_of
+
+__all__ = ["Get", "HttpProtocol", "HttpServer", "Post", "Route"]
+
+_log = logging.getLogger(__name__)
+_BODY_S = 30.0  # a body that is not here by then is given up
+_SENT_S = 30.0  # and so is an answer that its caller has not taken
+_SHOWN = 80
+
+_Observe = Callable[..., None]
+_Work = Callable[[web.Request], Awaitable[web.Response]]
+
+
+@dataclass(frozen=True)
+class Get:
+    """A path without a body.
+
+    Attributes:
+        path: as aiohttp's router takes it.
+        call: its name in metrics and the log.
+        work: answers; what it raises becomes an error of its status.
+        is_open: no token is needed.
+        for_people: a browser without the token asks its user for it.
+    """
+
+    path: str
+    call: str
+    work: _Work
+    is_open: bool = False
+    for_people: bool = False
+
+
+@dataclass(frozen=True)
+class Post:
+    """A path whose body is read, unpacked and counted before ``work`` has it, with what the call holds of the budget."""
+
+    path: str
+    call: str
+    work: Callable[[web.Request, bytearray, Ticket], Awaitable[web.Response]]
+
+
+Route = Get | Post
+
+
+class HttpProtocol(Protocol):
+    """What a protocol is to the port.
+
+    Attributes:
+        paths: which it has, for people who asked for another.
+    """
+
+    paths: str
+
+    def routes(self) -> Iterable[Route]:
+        """What it answers."""
+        ...
+
+
+class HttpServer:
+    """Serves protocols on one port, on the event loop that ``start`` is awaited on.
+
+    Args:
+        protocols: what answers.
+        budget: of the bytes that requests and answers hold.
+        most_bytes: of a body.
+        host: address to listen on.
+        port: TCP port; 0 takes a free one.
+        token: that every request but the open ones must carry, as a bearer or as the password of a browser; empty: none.
+        tls: the server's TLS context; None: plain HTTP.
+        reuse_port: share the port with other processes.
+        grace: seconds that ``stop`` gives the requests that run.
+        observe: told (call, gRPC code name, seconds, headers=..., num_bytes=...) of every request.
+    """
+
+    def __init__(
+        self,
+        protocols: Sequence[HttpProtocol],
+        budget: MemoryBudget,
+        most_bytes: int,
+        host: str,
+        port: int,
+        *,
+        token: str = "",
+        tls: ssl.SSLContext | None = None,
+        reuse_port: bool = False,
+        grace: float = 10.0,
+        observe: _Observe = lambda call, code, seconds, **more: None,
+    ) -> None:
+        self._protocols, self._token, self._observe = protocols, token.encode(), observe
+        self.host, self.port, self._tls, self._reuse_port = host, port, tls, reuse_port
+        self._grace, self._budget, self._most_bytes = grace, budget, most_bytes
+        self._site: HttpSite | None = None
+
+    async def start(self) -> None:
+        """Bind and accept requests; raises OSError when the address cannot be bound."""
+        app = web.Application(middlewares=[self._in_json])
+        for route in (route for protocol in self._protocols for route in protocol.routes()):
+            method = "GET" if isinstance(route, Get) else "POST"
+            app.router.add_route(method, route.path, self._handler(route))
+            if isinstance(route, Get):
+                app.router.add_route("HEAD", route.path, self._handler(route))
+        self._site = HttpSite(app, self.host, self.port, tls=self._tls, reuse_port=self._reuse_port, grace=self._grace)
+        await self._site.start()
+        self.port = self._site.port
+
+    async def stop(self) -> None:
+        """Take no new connections, let running requests end for up to ``grace`` seconds, close."""
+        site, self._site = self._site, None
+        if site is not None:
+            await site.stop()
+
+    def _handler(self, route: Route) -> _Work:
+        call, is_open = route.call, isinstance(route, Get) and route.is_open
+        asks = 'Basic realm="recinfer: the token as the password", charset="UTF-8"'
+        asks = asks if isinstance(route, Get) and route.for_people else "Bearer"
+        work = self._sent(route) if isinstance(route, Get) else self._with_body(route)
+
+        async def handle(request: web.Request) -> web.Response:
+            loop = asyncio.get_running_loop()
+            start, code = loop.time(), "CANCELLED"
+            try:
+                if self._token and not is_open and not self._authorized(request):
+                    code = "UNAUTHENTICATED"
+                    text = "authorization: got no valid bearer token; send the header Authorization: Bearer TOKEN"
+                    return web.json_response({"error": text}, status=401, headers={"WWW-Authenticate": asks})
+                answer = await work(request)
+                code = "OK"
+                return answer
+            except TooLargeError:
+                code = "RESOURCE_EXHAUSTED"
+                text = f"body: got more than {self._most_bytes} bytes, expected at most that many"
+                return web.json_response({"error": text}, status=413)
+            except web.HTTPException:
+                code = "UNIMPLEMENTED"
+                raise
+            except ConnectionError:  # the caller went away in the middle of the body; nobody reads this
+                return web.Response(status=400)
+            except Exception as error:
+                status = status_of(error)
+                code = status.code
+                if code == "INTERNAL":
+                    _log.exception("%s failed over HTTP", call)
+                return web.json_response({"error": status.message}, status=status.http, headers=_when_again(error))
+            finally:
+                seconds = loop.time() - start
+                self._observe(call, code, seconds, headers=request.headers, num_bytes=request.content_length or 0)
+
+        return handle
+
+    def _sent(self, route: Get) -> _Work:
+        if route.is_open:
+            return route.work  # a few bytes, also while nothing fits into the budget
+
+        async def answered(request: web.Request) -> web.Response:
+            answer = await route.work(request)
+            assert isinstance(answer.body, bytes)
+            ticket = self._budget.admit(len(answer.body))
+            try:
+                await _send(request, answer)
+                return answer
+            finally:
+                ticket.release()
+
+        return answered
+
+    def _with_body(self, route: Post) -> _Work:
+        work, most = route.work, self._most_bytes
+
+        async def answered(request: web.Request) -> web.Response:
+            length = request.content_length or 0
+            if length > most:
+                raise TooLargeError
+            ticket = self._budget.admit(length)
+            ticket_of_task.set(ticket)
+            try:
+                answer = await work(request, await _body(request, most, ticket), ticket)
+                await _send(request, answer)
+                return answer
+            finally:
+                ticket.release()
+
+        return answered
+
+    def _authorized(self, request: web.Request) -> bool:
+        kind, _, token = (as_bearer(request.headers.get("Authorization")) or "").partition(" ")
+        # Bytes that are no text are lone surrogates here.
+        given = token.strip().encode(errors="surrogatepass")
+        return kind.lower() == "bearer" and hmac.compare_digest(given, self._token)
+
+    @web.middleware
+    async def _in_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """aiohttp's own errors in the form that the protocol has: clients read JSON, and fail on its text without showing it."""
+        try:
+            return await handler(request)
+        except web.HTTPMethodNotAllowed as error:
+            allowed = " or ".join(sorted(error.allowed_methods))
+            text = f"method: got {_short(request.method)} for path {_short(request.path)}, expected {allowed}"
+            return web.json_response({"error": text}, status=error.status, headers={"Allow": error.headers["Allow"]})
+        except web.HTTPNotFound as error:
+            text = f"path: got {_short(request.path)}, expected {', '.join(p.paths for p in self._protocols)}"
+            return web.json_response({"error": text}, status=error.status)
+        except web.HTTPError as error:
+            return web.json_response({"error": error.text or error.reason}, status=error.status)
+
+
+async def _body(request: web.Request, most: int, ticket: Ticket) -> bytearray:
+    """The body, unpacked where it is compressed: once it is all here, so that nobody who sends slowly keeps others waiting."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for piece in request.content.iter_any():
+                body += piece
+                if len(body) > most:
+                    raise TooLargeError
+                if len(body) > ticket.held:
+                    ticket.resize(len(body))
+    except TimeoutError:
+        raise InputError(f"body: not complete after {_BODY_S:g} s") from None
+    except web.RequestPayloadError as error:
+        why = " ".join(str(error).split())
+        raise InputError(f"body: cannot be read ({why}), expected one as its chunks say") from None
+    encoding = ", ".join(request.headers.getall("Content-Encoding", [])).strip().lower()
+    if encoding in ("", "identity"):
+        return body
+    ticket.grow(largest(len(body), most))
+    unpacked = await asyncio.to_thread(unpack, body, encoding, most)
+    ticket.resize(len(unpacked))
+    return unpacked
+
+
+async def _send(request: web.Request, answer: web.Response) -> None:
+    """Write ``answer`` until the system has taken it, but for the 64 KiB that a connection may keep back.
+
+    Raises:
+        ConnectionError: the caller is gone, or does not read.
+    """
+    try:
+        async with asyncio.timeout(_SENT_S):
+            await answer.prepare(request)
+            await answer.write_eof()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionError(f"the caller has not read its answer for {_SENT_S:g} s") from None
+
+
+def _when_again(error: Exception) -> dict[str, str]:
+    """The header that says after how many seconds, a whole number, another try makes sense."""
+    return {"Retry-After": str(max(1, math.ceil(error.retry_after)))} if isinstance(error, OverloadedError) else {}
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}... ({len(text)} characters)"

@@ -1,0 +1,204 @@
+"""The REST form of the Open Inference Protocol: JSON, and binary tensors behind the JSON, over HTTP/1.1 (aiohttp).
+
+Binary tensors are the protocol's binary extension: the header ``Inference-Header-Content-Length`` says where the JSON ends,
+and a tensor's parameter ``binary_data_size`` how many of the bytes behind it are its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from recinfer.errors import InputError
+from recinfer.serving.engine.memory_budget import Ticket
+from recinfer.serving.server import open_inference as oip
+from recinfer.serving.server.http_server import Get, Post, Route
+from recinfer.serving.server.open_inference_grpc import OpenInference, off_loop, raw_array
+from recinfer.serving.wire.json_codec import json_text, parse_json
+
+__all__ = ["OpenInferenceRest"]
+
+_HEADER_LENGTH = "Inference-Header-Content-Length"
+_PARSED, _WRITTEN = 24, 24  # bytes of Python objects: for one of JSON that is read, for one of a tensor that is written
+_MAX_NAME = 1024
+_DIGITS = re.compile("[0-9]{1,19}")  # int() refuses thousands of them with an error of its own
+
+
+class OpenInferenceRest:
+    """The protocol's paths. See recinfer.serving.server.http_server.HttpProtocol.
+
+    Args:
+        answers: what answers.
+    """
+
+    paths = "/v2, /v2/health/live, /v2/health/ready, /v2/models/MODEL[/versions/VERSION][/ready or /infer]"
+
+    def __init__(self, answers: OpenInference) -> None:
+        self._answers = answers
+
+    def routes(self) -> list[Route]:
+        """Every path of the protocol."""
+        found: list[Route] = [
+            Get("/v2", "ServerMetadata", self._server),
+            Get("/v2/health/live", "ServerLive", self._live, is_open=True),
+            Get("/v2/health/ready", "ServerReady", self._ready, is_open=True),
+            Get("/live", "ServerLive", self._live, is_open=True),
+            Get("/ready", "ServerReady", self._ready, is_open=True),
+        ]
+        for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            found += [
+                Get(path, "ModelMetadata", self._metadata),
+                Get(path + "/ready", "ModelReady", self._model_ready, is_open=True),
+                Post(path + "/infer", "ModelInfer", self._infer),
+            ]
+        return found
+
+    async def _live(self, request: web.Request) -> web.Response:
+        return web.json_response({"live": True})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        ready = self._answers.is_ready()
+        return web.json_response({"ready": ready}, status=200 if ready else 503)
+
+    async def _server(self, request: web.Request) -> web.Response:
+        return web.json_response(oip.server_metadata())
+
+    async def _model_ready(self, request: web.Request) -> web.Response:
+        name, version = _model_of(request)
+        ready = self._answers.model_is_ready(name, version)
+        return web.json_response({"name": name[:_MAX_NAME], "ready": ready}, status=200 if ready else 404)
+
+    async def _metadata(self, request: web.Request) -> web.Response:
+        return web.json_response(oip.model_metadata(self._answers.registry, *_model_of(request)))
+
+    async def _infer(self, request: web.Request, body: bytearray, ticket: Ticket) -> web.Response:
+        name, version = _model_of(request)
+        header = request.headers.get(_HEADER_LENGTH)
+        read, form = await off_loop(len(body), _read, body, header, name, version, ticket)
+        answer = await self._answers.infer(read)
+        head: dict[str, Any] = {
+            "model_name": name,
+            "model_version": answer.version,
+            **({"id": read.id} if read.id else {}),
+        }
+        if answer.parameters:
+            head["parameters"] = answer.parameters
+        size = sum(len(output.data) for output in answer.outputs)
+        return await off_loop(size, _write, head, answer.outputs, form, ticket)
+
+
+def _model_of(request: web.Request) -> tuple[str, str]:
+    return request.match_info["model"], request.match_info.get("version", "")
+
+
+def _read(
+    body: bytearray, header: str | None, name: str, version: str, ticket: Ticket
+) -> tuple[oip.InferRequest, Callable[[str], bool]]:
+    """The request, and which of its outputs are wanted as binary."""
+    length = len(body) if header is None else int(header) if _DIGITS.fullmatch(header) else -1
+    if not 0 <= length <= len(body):
+        raise InputError(
+            f"{_HEADER_LENGTH}: got {str(header)[:40]!r}, expected 0 to {len(body)}, the bytes of the body"
+        )
+    ticket.grow(_PARSED * length)
+    text = body if length == len(body) else body[:length]
+    document = parse_json(text or b"{}")
+    rest = memoryview(body)[length:]
+    inputs = []
+    for item in _list(document, "inputs"):
+        tensor, rest = _input(item, rest)
+        inputs.append(tensor)
+    if len(rest):
+        raise InputError(f"body: got {len(rest)} bytes behind the last binary tensor, expected none")
+    parameters = _parameters(document)
+    wanted = {_string(item, "name"): _parameters(item) for item in _list(document, "outputs")}
+    everything = parameters.get("binary_data_output") is True
+    binary = {key for key, given in wanted.items() if given.get("binary_data", everything) is True}
+    method, request_id = parameters.get("method", ""), document.get("id", "")
+    if not isinstance(method, str) or not isinstance(request_id, str):
+        raise InputError("body: got an id or a parameter method that is no string")
+    request = oip.InferRequest(name, version, request_id, inputs, list(wanted), method)
+    ticket.resize(len(body) + sum(tensor.data.nbytes for tensor in inputs))
+    return request, (lambda key: key in binary) if wanted else (lambda key: everything)
+
+
+def _input(item: dict[str, Any], rest: memoryview) -> tuple[oip.InputTensor, memoryview]:
+    name, datatype = _string(item, "name"), _string(item, "datatype")
+    shape = item.get("shape")
+    if not isinstance(shape, list) or not all(type(size) is int for size in shape):
+        raise InputError(f"input {name!r}: got no shape that is a list of integers")
+    size = _parameters(item).get("binary_data_size")
+    if size is None:
+        return oip.InputTensor(name, datatype, tuple(shape), _array(name, datatype, item.get("data"))), rest
+    if type(size) is not int or not 0 <= size <= len(rest) or "data" in item:
+        raise InputError(f"input {name!r}: got binary_data_size {str(size)[:40]}, of which the body has {len(rest)}")
+    return oip.InputTensor(name, datatype, tuple(shape), raw_array(name, datatype, rest[:size])), rest[size:]
+
+
+def _array(name: str, datatype: str, data: Any) -> np.ndarray:
+    dtype = oip.dtype_of(name, datatype)
+    if not isinstance(data, list):
+        raise InputError(f"input {name!r}: got no data, expected a list or the parameter binary_data_size")
+    try:
+        found = np.array(data).reshape(-1)
+    except ValueError:
+        found = np.array([None])
+    if not found.size:
+        return np.zeros(0, dtype)
+    if found.dtype.kind not in ("fiu" if datatype == "FP32" else "i"):
+        raise InputError(f"input {name!r}: got data that is not {datatype}, expected numbers in rows of one length")
+    if datatype == "INT32" and not -(2**31) <= int(found.min()) <= int(found.max()) < 2**31:
+        raise InputError(f"input {name!r}: got a number beyond INT32")
+    with np.errstate(over="ignore"):  # what is beyond FP32 becomes infinite, which the predictor refuses
+        return found.astype(dtype)
+
+
+def _write(
+    head: dict[str, Any], outputs: list[oip.OutputTensor], is_binary: Callable[[str], bool], ticket: Ticket
+) -> web.Response:
+    described, raw = [], []
+    ticket.resize(sum((1 if is_binary(output.name) else 1 + _WRITTEN) * len(output.data) for output in outputs))
+    for output in outputs:
+        entry: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
+        if is_binary(output.name):
+            entry["parameters"] = {"binary_data_size": len(output.data)}
+            raw.append(output.data)
+        else:
+            entry["data"] = np.frombuffer(output.data, oip.dtype_of(output.name, output.datatype)).tolist()
+        described.append(entry)
+    text = json_text({**head, "outputs": described}).encode()
+    if not raw:
+        ticket.resize(len(text))
+        return web.Response(body=text, content_type="application/json")
+    headers = {_HEADER_LENGTH: str(len(text)), "Content-Type": "application/octet-stream"}
+    ticket.grow(len(text) + sum(map(len, raw)))
+    return web.Response(body=b"".join([text, *raw]), headers=headers)
+
+
+def _list(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    items = document.get(key, [])
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise InputError(f"{key}: got something else than a list of objects")
+    return items
+
+
+def _parameters(item: dict[str, Any]) -> dict[str, Any]:
+    parameters = item.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise InputError("parameters: got something else than an object")
+    return parameters
+
+
+def _string(item: dict[str, Any], key: str) -> str:
+    value = item.get(key)
+    if not isinstance(value, str):
+        raise InputError(f"{key}: got {type(value).__name__}, expected a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{key}: got text with a lone surrogate, expected valid Unicode") from None
+    return value

@@ -1,0 +1,69 @@
+"""What the V1 protocol says of models: the status of their versions, and their metadata in TensorFlow Serving's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recinfer.errors import NotFoundError
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
+from recinfer.serving.server.v1.inputs import DENSE, inputs_of
+
+__all__ = ["metadata", "status", "version_of_label"]
+
+
+def version_of_label(registry: ModelRegistry, name: str, label: str) -> str:
+    """The version of model ``name`` that ``label`` means: by the weights, ``stable`` is the version that most requests go to,
+    and ``canary`` the one other that some go to.
+
+    Raises:
+        NotFoundError: no such model, or a label that none of its versions has.
+    """
+    weights = sorted(registry.weights(name).items(), key=lambda item: -item[1])
+    labels = {"stable": weights[0][0]} | ({"canary": weights[1][0]} if len(weights) == 2 else {})
+    if label not in labels:
+        known = ", ".join(f"{key!r} (version {version!r})" for key, version in labels.items())
+        raise NotFoundError(f"label: got {label[:80]!r} of model {name!r}, expected one of {known}")
+    return labels[label]
+
+
+def status(registry: ModelRegistry, name: str, version: str, is_ready: bool) -> dict[str, Any]:
+    """The versions that are loaded (``version``: that one), and KServe's ``name`` and ``ready`` beside them: whether the
+    server can answer now. Raises NotFoundError."""
+    versions = [registry.get(name, version).version] if version else list(registry.versions(name))
+    fine = {"error_code": "OK", "error_message": ""}
+    found = [{"version": each, "state": "AVAILABLE", "status": fine} for each in versions]
+    return {"name": name, "ready": is_ready, "model_version_status": found}
+
+
+def metadata(model: ServedModel) -> dict[str, Any]:
+    """Signatures of a model: ``serving_default`` predicts, ``lookup`` gives vectors."""
+    predictor = model.predictor
+    inputs = inputs_of(predictor)
+    features = {name: _tensor(name, "DT_INT64", -1, -1) for name in inputs.features}
+    dense = {DENSE: _tensor(DENSE, "DT_FLOAT", -1, inputs.num_dense)} if inputs.num_dense else {}
+    signatures = {}
+    if predictor.manifest.dense is not None:
+        outputs = {
+            output.name: _tensor(output.name, "DT_FLOAT", -1, *output.shape)
+            for output in predictor.manifest.dense.outputs
+        }
+        signatures["serving_default"] = _signature(features | dense, outputs)
+    vectors = {
+        spec.name: _tensor(spec.name, "DT_FLOAT", -1, *([] if spec.pooled else [-1]), spec.dim)
+        for spec in predictor.features
+    }
+    signatures["lookup"] = _signature(features, vectors)
+    return {
+        "model_spec": {"name": model.name, "signature_name": "", "version": model.version},
+        "metadata": {"signature_def": {"signature_def": signatures}},
+    }
+
+
+def _signature(inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, Any]:
+    return {"inputs": inputs, "outputs": outputs, "method_name": "tensorflow/serving/predict"}
+
+
+def _tensor(name: str, dtype: str, *shape: int) -> dict[str, Any]:
+    # Sizes are text here: that is how JSON of protobuf writes 64-bit integers, and TensorFlow Serving with it.
+    dim = [{"size": str(size), "name": ""} for size in shape]
+    return {"dtype": dtype, "tensor_shape": {"dim": dim, "unknown_rank": False}, "name": name}

@@ -1,0 +1,148 @@
+"""What a model takes by the V1 protocol: its features, and its dense columns by the names that its archive knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from recinfer.errors import InputError
+from recinfer.lru import LruCache
+
+if TYPE_CHECKING:
+    from recinfer.inference.predictor import Predictor
+
+__all__ = ["DENSE", "Layout", "ModelInputs", "inputs_of", "text_of"]
+
+DENSE = "dense"
+"""The input that holds all dense columns of a sample as one list; a feature of that name comes first."""
+
+_MAX_LAYOUTS = 64
+_SHOWN = 20
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which inputs a request has, in its order.
+
+    Attributes:
+        features: names of its features.
+        dense: names of its dense columns; ``(DENSE,)`` where they come as one list; none in a lookup.
+        cells: those of the features, of one sample.
+        numbers: those of the dense columns, of one sample.
+    """
+
+    features: tuple[str, ...]
+    dense: tuple[str, ...]
+    cells: Callable[[Row], tuple[Any, ...]]
+    numbers: Callable[[Row], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelInputs:
+    """The inputs of one version of a model.
+
+    Attributes:
+        features: the names of its features, in the archive's order.
+        num_dense: dense numbers of a sample.
+        columns: their names, as the feature contract has them; none where the archive has no contract.
+    """
+
+    features: tuple[str, ...]
+    num_dense: int
+    columns: tuple[str, ...]
+    _layouts: LruCache[tuple[str, ...], Layout] = field(default_factory=lambda: LruCache(_MAX_LAYOUTS), repr=False)
+
+    def layout(self, names: tuple[str, ...], field: str, *, with_dense: bool) -> Layout:
+        """That of a request with these inputs; ``field`` is where they stand.
+
+        Raises:
+            InputError: an input that the model has not, or some dense columns without the others.
+        """
+        key = (*names, "predict" if with_dense else "lookup")
+        found = self._layouts[key]
+        if found is None:
+            found = self._layouts[key] = self._new_layout(names, field, with_dense)
+        return found
+
+    def only(self) -> str | None:
+        """The name of the model's input, where it has one; its samples need not name it."""
+        return self.features[0] if len(self.features) == 1 and not self.num_dense else None
+
+    def _new_layout(self, names: tuple[str, ...], field: str, with_dense: bool) -> Layout:
+        own = set(self.features)
+        features = tuple(name for name in names if name in own)
+        dense: tuple[str, ...] = tuple(name for name in names if name not in own)
+        known = (*self.features, *self.columns, *([DENSE] if self.num_dense else ()))
+        if unknown := [name for name in dense if name not in known]:
+            raise InputError(f"{field}: got {text_of(unknown[0])}, which is no input of this model; {_listed(known)}")
+        if not features:
+            raise InputError(f"{field}: got no feature, expected some of {', '.join(self.features[:_SHOWN])}")
+        if not with_dense:
+            dense = ()
+        elif self.num_dense and not dense:
+            named = f", or the columns {', '.join(self.columns[:_SHOWN])}" if self.columns else ""
+            raise InputError(f"{field}: got no 'dense', expected a list of {self.num_dense} numbers a sample{named}")
+        elif len(dense) > 1 and DENSE in dense:
+            other = next(name for name in dense if name != DENSE)
+            raise InputError(f"{field}: got 'dense' and {other!r}, expected one of them")
+        elif dense and dense != (DENSE,):
+            if missing := [name for name in self.columns if name not in dense]:
+                raise InputError(
+                    f"{field}: got no {missing[0]!r}, expected all of the dense columns {', '.join(self.columns[:_SHOWN])}"
+                )
+            dense = self.columns
+        cells = _getter(features)
+        numbers = itemgetter(DENSE) if dense == (DENSE,) else _getter(dense)
+        return Layout(features, dense, cells, numbers)
+
+
+_known: WeakKeyDictionary[Predictor, ModelInputs] = WeakKeyDictionary()
+
+
+def inputs_of(predictor: Predictor) -> ModelInputs:
+    """What ``predictor`` takes."""
+    found = _known.get(predictor)
+    if found is None:
+        found = _known[predictor] = _inputs(predictor)
+    return found
+
+
+def _inputs(predictor: Predictor) -> ModelInputs:
+    contract = predictor.contract
+    columns = () if contract is None else tuple(feature.name for feature in contract.dense)
+    features = predictor.intake.names
+    if len(columns) != predictor.num_dense or not {DENSE, *features}.isdisjoint(columns):
+        columns = ()  # another list than the model's, or names that mean something else already
+    return ModelInputs(features, predictor.num_dense, columns)
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Row], tuple[Any, ...]]:
+    if not names:
+        return lambda row: ()
+    if len(names) == 1:
+        return lambda row, name=names[0]: (row[name],)  # type: ignore[misc]
+    return itemgetter(*names)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"it takes {', '.join(names[:_SHOWN])}{more}"
+
+
+def text_of(value: object) -> str:
+    """``value`` as an error shows it: in JSON's words, and short."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]  # type: ignore[index]
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, int):
+        return str(value) if abs(value) < 1 << 80 else "a number of more than 24 digits"
+    text = repr(value[:61]) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

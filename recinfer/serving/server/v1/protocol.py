@@ -1,0 +1,93 @@
+"""The paths of the V1 protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from aiohttp import web
+
+from recinfer.errors import NotFoundError
+from recinfer.serving.engine.memory_budget import Ticket
+from recinfer.serving.engine.registry import ModelRegistry
+from recinfer.serving.engine.request import CallName
+from recinfer.serving.server.http_server import Get, Post, Route
+from recinfer.serving.server.open_inference_grpc import off_loop
+from recinfer.serving.server.v1.answers import to_json
+from recinfer.serving.server.v1.described import metadata, status, version_of_label
+from recinfer.serving.server.v1.requests import Asked, read_document, to_message
+from recinfer.serving.wire.limits import Limits
+
+__all__ = ["V1"]
+
+_PARSED, _WRITTEN = 24, 24  # bytes of Python objects: for one of JSON that is read, for one of a vector that is written
+
+Ask = Callable[[CallName, bytes], Awaitable[bytes]]
+
+
+class V1:
+    """The protocol on a port. See recinfer.serving.server.http_server.HttpProtocol.
+
+    Args:
+        registry: the models.
+        limits: bounds on requests.
+        ask: answers a serialized request of ours; raises errors of ours.
+        is_ready: whether the server can answer now.
+    """
+
+    paths = "/v1/models/MODEL[/versions/VERSION or /labels/LABEL][:predict, :lookup or /metadata]"
+
+    def __init__(self, registry: ModelRegistry, limits: Limits, ask: Ask, is_ready: Callable[[], bool]) -> None:
+        self._registry, self._limits, self._ask, self._is_ready = registry, limits, ask, is_ready
+
+    def routes(self) -> list[Route]:
+        """Every path of the protocol."""
+        found: list[Route] = [Get("/v1/models", "V1Models", self._models)]
+        for where in ("", "/versions/{version}", "/labels/{label}"):
+            path = "/v1/models/{model}" + where
+            # The router takes the first that fits, and a model's name may have a colon.
+            found += [
+                Post(path + ":predict", "V1Predict", partial(self._answer, "Predict")),
+                Post(path + ":lookup", "V1Lookup", partial(self._answer, "Lookup")),
+                Get(path + "/metadata", "V1Metadata", self._metadata),
+                Get(path, "V1Status", self._status),
+            ]
+        return found
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"models": self._registry.names()})
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return web.json_response(status(self._registry, *self._named(request), self._is_ready()))
+
+    async def _metadata(self, request: web.Request) -> web.Response:
+        return web.json_response(metadata(self._registry.get(*self._named(request))))
+
+    async def _answer(self, call: CallName, request: web.Request, body: bytearray, ticket: Ticket) -> web.Response:
+        name, version = self._named(request)
+        ticket.grow(_PARSED * len(body))
+        asked = await off_loop(len(body), self._read, body, call, name, version)
+        ticket.resize(len(body) + len(asked.message))
+        try:
+            answer = await self._ask(call, asked.message)
+        except NotFoundError:
+            if version:
+                raise
+            # The version that was drawn may be unloaded since; then it is no more.
+            asked = await off_loop(len(body), self._read, body, call, name, version)
+            answer = await self._ask(call, asked.message)
+        ticket.resize((1 + _WRITTEN) * len(answer))
+        text = await off_loop(len(answer), to_json, call, answer, asked.in_rows)
+        ticket.resize(len(text))
+        return web.Response(body=text, content_type="application/json")
+
+    def _read(self, body: bytearray, call: CallName, name: str, version: str) -> Asked:
+        return to_message(read_document(body), call, self._registry.get(name, version), self._limits)
+
+    def _named(self, request: web.Request) -> tuple[str, str]:
+        """The model and version that a path means; no version where it names none."""
+        found = request.match_info
+        name = found["model"]
+        if "label" in found:
+            return name, version_of_label(self._registry, name, found["label"])
+        return name, found.get("version", "")

@@ -1,0 +1,330 @@
+"""A V1 body, rows or columns of JSON, becomes a request of ours: flat arrays of ids, lengths, weights and dense numbers.
+
+A sample's cell of a feature is a list of ids, one id, or ``{"ids": [...], "weights": [...]}``. Ids are told apart from
+other numbers by their JSON type: 3 is one, 3.0 and true are none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, repeat
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recinfer.errors import InputError
+from recinfer.serving.engine.registry import ServedModel
+from recinfer.serving.engine.request import CallName
+from recinfer.serving.server.v1.inputs import DENSE, ModelInputs, inputs_of, text_of
+from recinfer.serving.wire.fields import bytes_field
+from recinfer.serving.wire.limits import Limits
+from recinfer.serving.wire.proto import inference_pb2 as pb
+
+__all__ = ["SIGNATURES", "Asked", "read_document", "to_message"]
+
+SIGNATURES: dict[CallName, tuple[str, ...]] = {"Predict": ("serving_default", "predict"), "Lookup": ("lookup",)}
+"""What ``signature_name`` may be, by call; empty and left out are the call's own."""
+
+_TOP = {"instances", "inputs", "signature_name"}
+_NUMBERS, _IDS = {int, float}, {int}
+_Cells = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of ours: its message, and whether it came as rows (``instances``)."""
+
+    message: bytes
+    in_rows: bool
+
+
+def read_document(body: bytes | bytearray) -> dict[str, Any]:
+    """The JSON object in ``body``.
+
+    Raises:
+        InputError: no JSON, no object, or an object with a key twice.
+    """
+    try:
+        document = json.loads(body, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        raise InputError(f"body: got text that is not JSON ({reason}), expected a JSON object") from None
+    if type(document) is not dict:
+        raise InputError(f"body: got {text_of(document)}, expected a JSON object")
+    return document
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise InputError(f"body: got the key {text_of(twice)} more than once in one object, expected each once")
+    return found
+
+
+def to_message(document: dict[str, Any], call: CallName, model: ServedModel, limits: Limits) -> Asked:
+    """The request of ours that ``document`` asks of ``model``.
+
+    Raises:
+        InputError: what the model does not take, values of another type, samples that do not fit each other; names the
+            place in the document.
+    """
+    if unknown := [key for key in document if key not in _TOP]:
+        raise InputError(f"body: got {text_of(unknown[0])}, expected instances or inputs, and maybe signature_name")
+    if ("instances" in document) == ("inputs" in document):
+        got = "both instances and inputs" if "inputs" in document else "neither instances nor inputs"
+        raise InputError(f"body: got {got}, expected one of them")
+    _check_signature(document.get("signature_name", ""), call)
+    inputs, with_dense = inputs_of(model.predictor), call == "Predict"
+    in_rows = "instances" in document
+    take = _rows if in_rows else _columns
+    table = take(document["instances" if in_rows else "inputs"], inputs, with_dense, limits.max_batch)
+    head = pb.GetModelRequest(model=model.name, version=model.version).SerializeToString()
+    return Asked(b"".join([head, *table.parts(inputs, limits.max_ids)]), in_rows)
+
+
+def _check_signature(name: Any, call: CallName) -> None:
+    if (name and name not in SIGNATURES[call]) or not isinstance(name, str):
+        raise InputError(f"signature_name: got {text_of(name)}, expected {' or '.join(map(repr, SIGNATURES[call]))}")
+
+
+class _Table:
+    """The cells of B samples: of each feature B, and of the dense columns one row a sample (None: no dense input)."""
+
+    def __init__(
+        self, in_rows: bool, features: tuple[str, ...], cells: Sequence[_Cells], dense: tuple[str, ...], rows: _Cells
+    ) -> None:
+        self._in_rows, self._features, self._cells = in_rows, features, cells
+        self._dense, self._rows = dense, rows
+        self._batch = len(cells[0])
+
+    def parts(self, inputs: ModelInputs, most_ids: int) -> list[bytes | memoryview]:
+        """The fields ``features`` and ``dense`` of a request."""
+        lengths: list[int] = []
+        ids: list[int] = []
+        weights: dict[str, list[float]] = {}
+        if set(map(type, chain.from_iterable(self._cells))) == {list}:  # as most have it, and all at once
+            lengths = list(map(len, chain.from_iterable(self._cells)))
+            ids = list(chain.from_iterable(chain.from_iterable(self._cells)))
+        else:
+            for name, cells in zip(self._features, self._cells):
+                self._take(name, cells, lengths, ids, weights)
+        if len(ids) > most_ids:
+            field = "instances" if self._in_rows else "inputs"
+            raise InputError(f"{field}: got {len(ids)} ids in all, expected at most {most_ids}")
+        values = self._ids(ids)
+        parts: list[bytes | memoryview] = [
+            _features_head(self._features, self._batch),
+            *bytes_field(3, np.array(lengths, np.int32).tobytes()),
+            *bytes_field(4, values.tobytes()),
+        ]
+        if weights:
+            parts += bytes_field(5, self._weights(weights, lengths).tobytes())
+        found = bytes_field(3, *parts)
+        if self._dense:
+            found += bytes_field(4, self._numbers(inputs).tobytes())
+        return found
+
+    def _take(
+        self, name: str, cells: _Cells, lengths: list[int], ids: list[int], weights: dict[str, list[float]]
+    ) -> None:
+        """Add the cells of one feature, of any form."""
+        if set(map(type, cells)) == _IDS:
+            lengths.extend(repeat(1, self._batch))
+            ids.extend(cells)
+            return
+        own: list[float] = []
+        has_weights = False
+        for at, cell in enumerate(cells):
+            given: Any = None
+            if type(cell) is dict:
+                if "ids" not in cell or not cell.keys() <= {"ids", "weights"}:
+                    raise InputError(f"{self._place(name, at)}: got an object, expected one with ids and maybe weights")
+                cell, given = cell["ids"], cell.get("weights")
+            if type(cell) is int:
+                cell = [cell]
+            if type(cell) is not list:
+                raise self._no_id(name, at, cell)
+            ids.extend(cell)
+            lengths.append(len(cell))
+            if given is None:
+                own.extend(repeat(1.0, len(cell)))
+                continue
+            has_weights = True
+            given = given if type(given) is list else [given]
+            if len(given) != len(cell):
+                raise InputError(
+                    f"{self._place(name, at)}: got {len(given)} weights, expected {len(cell)}, one for each of its ids"
+                )
+            if not set(map(type, given)) <= _NUMBERS or not all(map(_is_finite, given)):
+                wrong = next(weight for weight in given if type(weight) not in _NUMBERS or not _is_finite(weight))
+                raise InputError(f"{self._place(name, at)}: got weight {text_of(wrong)}, expected a finite number")
+            own.extend(given)
+        if has_weights:
+            weights[name] = own
+
+    def _ids(self, ids: list[Any]) -> NDArray[np.int64]:
+        if not ids:
+            return np.zeros(0, np.int64)
+        if set(map(type, ids)) == _IDS:
+            try:
+                return np.array(ids, np.int64)
+            except OverflowError:
+                pass
+        for name, cells in zip(self._features, self._cells):
+            for at, cell in enumerate(cells):
+                given = cell["ids"] if type(cell) is dict else cell
+                for one in given if type(given) is list else [given]:
+                    if type(one) is not int or not -(2**63) <= one < 2**63:
+                        raise self._no_id(name, at, one)
+        raise AssertionError("ids that are none, and none that is wrong")
+
+    def _weights(self, weights: dict[str, list[float]], lengths: list[int]) -> NDArray[np.float32]:
+        """One an id of every feature; those of features without any are 1."""
+        batch = self._batch
+        found = []
+        for at, name in enumerate(self._features):
+            own = weights.get(name)
+            found.append(np.ones(sum(lengths[at * batch : (at + 1) * batch])) if own is None else np.array(own, float))
+        with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, which the predictor refuses
+            return np.concatenate(found).astype(np.float32)
+
+    def _numbers(self, inputs: ModelInputs) -> NDArray[np.float32]:
+        """The dense numbers ``[B, num_dense]``."""
+        rows, width = self._rows, inputs.num_dense
+        sized = set(map(type, rows)) <= {list, tuple} and set(map(len, rows)) == {width}
+        if sized and set(map(type, chain.from_iterable(rows))) <= _NUMBERS:
+            try:
+                with np.errstate(over="ignore"):
+                    found = np.array(rows, np.float32)
+                # One sum sees every NaN and infinity; those in a list are left to the predictor, which says where they are.
+                if self._dense == (DENSE,) or math.isfinite(np.vdot(found, found)):
+                    return found
+            except OverflowError:
+                pass
+        for at, row in enumerate(rows):
+            if type(row) not in (list, tuple) or len(row) != width:
+                raise InputError(f"{self._place(DENSE, at)}: got {text_of(row)}, expected a list of {width} numbers")
+            for column, value in enumerate(row):
+                if self._dense != (DENSE,):
+                    place = self._place(self._dense[column], at)
+                else:
+                    place = f"{self._place(DENSE, at)}[{column}]"
+                if type(value) not in _NUMBERS or (not _is_finite(value) and self._dense != (DENSE,)):
+                    raise InputError(f"{place}: got {text_of(value)}, expected a finite number")
+                if type(value) is int and not _is_finite(value):
+                    raise InputError(f"{place}: got {text_of(value)}, expected a number that float32 holds")
+        with np.errstate(over="ignore"):  # each is finite; it is their squares that are too large to add
+            return np.array(rows, np.float32)
+
+    def _place(self, name: str, at: int) -> str:
+        return f"instances[{at}][{name!r}]" if self._in_rows else f"inputs[{name!r}][{at}]"
+
+    def _no_id(self, name: str, at: int, got: Any) -> InputError:
+        expected = "an id of 64 bits" if type(got) is int else "ids, which are whole numbers: a list of them, or one"
+        return InputError(f"{self._place(name, at)}: got {text_of(got)}, expected {expected}")
+
+
+def _is_finite(value: float) -> bool:
+    """Also as float32's range has it, so that the text can name the place."""
+    try:
+        return math.isfinite(value) and abs(value) <= 3.4028235677973366e38
+    except OverflowError:
+        return False
+
+
+@lru_cache(maxsize=1024)
+def _features_head(names: tuple[str, ...], batch: int) -> bytes:
+    return pb.JaggedFeatures(keys=names, batch_size=batch).SerializeToString()
+
+
+def _rows(rows: Any, inputs: ModelInputs, with_dense: bool, most: int) -> _Table:
+    """The cells of ``instances``; every row has the inputs of the first."""
+    if type(rows) is not list:
+        raise InputError(f"instances: got {text_of(rows)}, expected a list with one object a sample")
+    _check_batch("instances", len(rows), most)
+    if set(map(type, rows)) != {dict} or ("ids" in rows[0] and inputs.only() not in (None, "ids")):
+        rows = _named(rows, inputs)
+    layout = inputs.layout(tuple(rows[0]), "instances[0]", with_dense=with_dense)
+    try:
+        if len(set(map(len, rows))) > 1:
+            raise KeyError
+        cells = list(zip(*map(layout.cells, rows)))
+        dense = list(map(layout.numbers, rows)) if layout.dense else []
+    except KeyError:
+        raise _other_inputs(rows) from None
+    return _Table(True, layout.features, cells, layout.dense, dense)
+
+
+def _named(rows: list[Any], inputs: ModelInputs) -> list[dict[str, Any]]:
+    """Rows of a model of one input, which may leave out its name."""
+    only = inputs.only()
+    if only is None:
+        at = next(at for at, row in enumerate(rows) if type(row) is not dict)
+        raise InputError(
+            f"instances[{at}]: got {text_of(rows[at])}, expected an object with the model's inputs by name"
+        )
+    return [row if type(row) is dict and only in row else {only: row} for row in rows]
+
+
+def _other_inputs(rows: list[dict[str, Any]]) -> InputError:
+    first = rows[0].keys()
+    for at, row in enumerate(rows):
+        for missing in first - row.keys():
+            return InputError(
+                f"instances[{at}]: got no {text_of(missing)}, expected the same inputs as in instances[0]"
+            )
+        for extra in row.keys() - first:
+            return InputError(f"instances[{at}]: got {text_of(extra)}, expected the same inputs as in instances[0]")
+    raise AssertionError("rows that differ, and none that does")
+
+
+def _columns(columns: Any, inputs: ModelInputs, with_dense: bool, most: int) -> _Table:
+    """The cells of ``inputs``: by name, a list of one cell a sample, or ``{"ids": [...], "weights": [...]}`` of such lists."""
+    only = inputs.only()
+    if only is not None and (type(columns) is list or (type(columns) is dict and "ids" in columns and only != "ids")):
+        columns = {only: columns}
+    if type(columns) is not dict:
+        raise InputError(f"inputs: got {text_of(columns)}, expected an object with the model's inputs by name")
+    layout = inputs.layout(tuple(columns), "inputs", with_dense=with_dense)
+    lists = {name: _cells(name, columns[name]) for name in (*layout.features, *layout.dense)}
+    batch = len(lists[layout.features[0]])
+    for name, cells in lists.items():
+        if len(cells) != batch:
+            raise InputError(
+                f"inputs[{name!r}]: got {len(cells)} samples, expected {batch} as in {layout.features[0]!r}"
+            )
+    _check_batch("inputs", batch, most)
+    cells = [lists[name] for name in layout.features]
+    if layout.dense == (DENSE,):
+        rows: _Cells = lists[DENSE]
+    else:
+        rows = list(zip(*(_singles(lists[name]) for name in layout.dense)))
+    return _Table(False, layout.features, cells, layout.dense, rows)
+
+
+def _cells(name: str, column: Any) -> list[Any]:
+    if type(column) is list:
+        return column
+    if type(column) is dict and column.keys() == {"ids", "weights"}:
+        ids, weights = column["ids"], column["weights"]
+        if type(ids) is list and type(weights) is list and len(ids) == len(weights):
+            return [{"ids": own, "weights": given} for own, given in zip(ids, weights)]
+        raise InputError(f"inputs[{name!r}]: got ids and weights that are not lists of one length, one entry a sample")
+    raise InputError(f"inputs[{name!r}]: got {text_of(column)}, expected a list with one entry a sample")
+
+
+def _singles(cells: list[Any]) -> list[Any]:
+    """Numbers of a column; also where each stands in a list of its own, as TensorFlow's shape [B, 1] has them."""
+    return [cell[0] if type(cell) is list and len(cell) == 1 else cell for cell in cells]
+
+
+def _check_batch(field: str, batch: int, most: int) -> None:
+    if not 1 <= batch <= most:
+        raise InputError(f"{field}: got {batch} samples, expected 1 to {most}")
