@@ -289,3 +289,16 @@ def test_a_dense_column_is_named_by_its_error(tasks: Server, changed: dict[str, 
 def test_large_finite_numbers_are_taken(tasks: Server):
     """Their squares are beyond float32; they are not."""
     assert ask(tasks, "tasks:predict", {"instances": [TASKS_ROW | {"price": 1e25}]})[0] == 200
+
+
+def test_weights_are_of_weighted_features_alone(server: Server, tasks: Server):
+    code, _, answer = ask(server, "tiny:lookup", {"instances": [{"user": {"ids": [1], "weights": [2]}}]})
+    assert code == 400 and "'user'" in answer["error"], answer
+    whole = ask(tasks, "tasks:predict", {"instances": [TASKS_ROW]})[2]
+    ones = TASKS_ROW | {"user": {"ids": [3], "weights": [1.0]}}
+    assert ask(tasks, "tasks:predict", {"instances": [ones]})[2] == whole
+    bare = TASKS_ROW | {"tags": [1, 2]}
+    ones = TASKS_ROW | {"tags": {"ids": [1, 2], "weights": [1, 1]}}
+    assert (
+        ask(tasks, "tasks:predict", {"instances": [bare]})[2] == ask(tasks, "tasks:predict", {"instances": [ones]})[2]
+    )

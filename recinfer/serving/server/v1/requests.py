@@ -120,12 +120,13 @@ class _Table:
             raise InputError(f"{field}: got {len(ids)} ids in all, expected at most {most_ids}")
         values = self._ids(ids)
         parts: list[bytes | memoryview] = [
-            _features_head(self._features, self._batch),
+            _features_head(self._features, self._batch, tuple(weights)),
             *bytes_field(3, np.array(lengths, np.int32).tobytes()),
             *bytes_field(4, values.tobytes()),
         ]
         if weights:
-            parts += bytes_field(5, self._weights(weights, lengths).tobytes())
+            with np.errstate(over="ignore"):  # each was checked against float32's range
+                parts += bytes_field(5, *(np.array(own, np.float32).tobytes() for own in weights.values()))
         found = bytes_field(3, *parts)
         if self._dense:
             found += bytes_field(4, self._numbers(inputs).tobytes())
@@ -185,16 +186,6 @@ class _Table:
                         raise self._no_id(name, at, one)
         raise AssertionError("ids that are none, and none that is wrong")
 
-    def _weights(self, weights: dict[str, list[float]], lengths: list[int]) -> NDArray[np.float32]:
-        """One an id of every feature; those of features without any are 1."""
-        batch = self._batch
-        found = []
-        for at, name in enumerate(self._features):
-            own = weights.get(name)
-            found.append(np.ones(sum(lengths[at * batch : (at + 1) * batch])) if own is None else np.array(own, float))
-        with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, which the predictor refuses
-            return np.concatenate(found).astype(np.float32)
-
     def _numbers(self, inputs: ModelInputs) -> NDArray[np.float32]:
         """The dense numbers ``[B, num_dense]``."""
         rows, width = self._rows, inputs.num_dense
@@ -240,8 +231,8 @@ def _is_finite(value: float) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _features_head(names: tuple[str, ...], batch: int) -> bytes:
-    return pb.JaggedFeatures(keys=names, batch_size=batch).SerializeToString()
+def _features_head(names: tuple[str, ...], batch: int, weighted: tuple[str, ...]) -> bytes:
+    return pb.JaggedFeatures(keys=names, batch_size=batch, weighted_keys=weighted).SerializeToString()
 
 
 def _rows(rows: Any, inputs: ModelInputs, with_dense: bool, most: int) -> _Table:
