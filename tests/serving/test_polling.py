@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +21,7 @@ import torch
 
 from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.inference.predictor import Predictor, load
+from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.engine.admin import AdminService
 from recinfer.serving.engine.poll import StorePoller
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
@@ -28,7 +33,9 @@ from recinfer.serving.wire.proto import admin_pb2 as admin_pb
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from tests.serving.conftest import build_model, export, make_request
 from tests.serving.test_models import damage
+from tests.waiting import until
 
+RECINFER = [sys.executable, "-m", "recinfer"]
 NUM_KINDS, NUM_VERSIONS, NUM_CALLERS = 5, 50, 4
 
 
@@ -321,3 +328,47 @@ def test_changes_are_in_the_log(followed: Followed, store: Path, kinds: list[Pat
     assert rolled.getMessage() == "Rollback tiny, by CN=ann, reason: clicks fell"
     assert (rolled.change, rolled.model, rolled.who, rolled.reason) == ("Rollback", "tiny", "CN=ann", "clicks fell")  # type: ignore[attr-defined]
     assert "refused: version: got '9'" in refused.getMessage() and refused.levelno == logging.WARNING
+
+
+def test_workers_follow_their_supervisor_and_admin_verbs_reach_all(store: Path, kinds: list[Path]):
+    """The command as users start it: two workers, a store that is looked at, and the verbs of `recinfer admin`."""
+    serve = [
+        "serve",
+        "--model-store",
+        str(store),
+        "--poll",
+        "0.05",
+        "--workers",
+        "2",
+        "--admin",
+        "--port",
+        "0",
+        "--json",
+    ]
+    with subprocess.Popen([*RECINFER, *serve], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            target = f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+
+            def admin(*arguments: str) -> dict[str, dict[str, int]]:
+                said = subprocess.run(
+                    [*RECINFER, "admin", *arguments, "--target", target, "--json"], stdout=subprocess.PIPE, check=True
+                )
+                found = json.loads(said.stdout.splitlines()[-1])["models"]
+                return {m["model"]: {v["version"]: v["weight"] for v in m["versions"]} for m in found}
+
+            put(kinds[1], store, 2)
+            with AdminClient(target) as client:
+                until(lambda: "2" in client.list_models()["tiny"])
+            of_tiny = ("--model", "tiny", "--reason", "a test")
+            assert admin("list") == {"tiny": {"1": 0, "2": 1}}
+            assert admin("load", *of_tiny, "--version", "2") == {"tiny": {"1": 0, "2": 1}}
+            assert admin("weights", *of_tiny, "--weight", "1=9", "--weight", "2=1") == {"tiny": {"1": 9, "2": 1}}
+            assert admin("default", *of_tiny, "--version", "1") == {"tiny": {"1": 1, "2": 0}}
+            assert admin("rollback", *of_tiny) == {"tiny": {"1": 9, "2": 1}}
+            assert admin("rollback", *of_tiny) == {"tiny": {"1": 1, "2": 0}}
+            assert admin("unload", *of_tiny, "--version", "2") == {"tiny": {"1": 1}}
+            assert admin("status") == {"tiny": {"1": 1}}
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)

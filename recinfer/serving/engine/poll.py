@@ -152,7 +152,7 @@ class StorePoller:
 
     def _name_and_weigh(self, model: str, choice: ModelChoice, reason: str) -> None:
         """Labels and weights of the configuration, once they change and all of their versions are served."""
-        if self._set.get(model) == (choice.labels, choice.weights):
+        if self._set.get(model, ({}, {})) == (choice.labels, choice.weights):
             return
         if not {*choice.labels.values(), *choice.weights} <= set(self._served(model)):
             return
@@ -248,7 +248,7 @@ class PollLoop:
         self._asked.put(None)
 
     def _run(self) -> None:
-        reason: str | None = "poll"
+        reason: str | None = "config" if self._seconds is None else "poll"
         while reason is not None:
             try:
                 self._poller.poll(reason)
