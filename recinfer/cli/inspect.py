@@ -29,7 +29,7 @@ def run(
     path: Annotated[Path, typer.Argument(help="Archive folder, plan.json or delta (.rqd).", show_default=False)],
     as_json: JsonOption = False,
 ) -> None:
-    """Show what an archive, a plan or a delta holds: tables, where each piece is, precisions, sizes, hashes.
+    """Show what an archive, a plan or a .rqd file holds: tables, where each piece is, precisions, sizes, hashes.
 
     Of a delta: which rows of which tables it changes, its size, and the archive and the delta that it goes on.
     """
