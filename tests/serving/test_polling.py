@@ -26,11 +26,13 @@ from recinfer.serving.engine.admin import AdminService
 from recinfer.serving.engine.poll import StorePoller
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.engine.store import ModelStore, StoreManager
+from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto import admin_pb2 as admin_pb
 from recinfer.serving.wire.proto import inference_pb2 as pb
+from tests.certificates import need_openssl, self_signed
 from tests.serving.conftest import build_model, export, make_request
 from tests.serving.test_models import damage
 from tests.waiting import until
@@ -372,3 +374,20 @@ def test_workers_follow_their_supervisor_and_admin_verbs_reach_all(store: Path, 
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
+
+
+def test_the_log_names_the_subject_of_a_certificate(store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    need_openssl()
+    folder = self_signed(tmp_path, ("server", "client"), "IP:127.0.0.1")
+    cert, key, authority = (folder / name for name in ("server.pem", "server.key", "client.pem"))
+    security = Security(tls_cert=cert, tls_key=key, client_ca=authority)
+    of_client = {"tls_ca": cert, "tls_cert": authority, "tls_key": folder / "client.key"}
+    models = [ServedModel.of("tiny", load(store / "tiny" / "1"), "1")]
+    with (
+        Server(models, admin=ModelStore(store), security=security) as server,
+        AdminClient(server.target, **of_client) as admin,  # type: ignore[arg-type]
+        caplog.at_level(logging.INFO, logger="recinfer.changes"),
+    ):
+        admin.load("tiny", "1", reason="who am I")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "recinfer.changes"]
+    assert "CN=client" in line and line.endswith("reason: who am I")

@@ -202,7 +202,8 @@ class CoreCall:
     def certificate_subject(self) -> str:
         """The subject of the caller's certificate, else its common name; empty without one."""
         call = self._call
-        found = {} if call is None else cygrpc.auth_context(call)
+        told = {} if call is None else cygrpc.auth_context(call)
+        found = {_text(name): values for name, values in told.items()}
         for name in ("x509_subject", "x509_common_name"):
             if values := found.get(name):
                 return _text(values[0])
