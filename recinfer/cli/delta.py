@@ -36,6 +36,7 @@ def run(
     A process that serves the archive applies it with Predictor.apply_delta, between two requests, and can undo it; a
     server that starts takes it with `recinfer serve --delta`.
     """
+    from recinfer.archive.reader import open_archive
     from recinfer.inference.delta import make_delta
 
     output = Output(as_json)
@@ -47,4 +48,11 @@ def run(
         f"[green]wrote[/green] {out}  sequence {report.sequence}, {report.rows:,} rows of {len(report.changed)} tables, "
         f"{mebibytes(report.num_bytes)}  {seconds:.1f} s"
     )
-    output.finish({"delta": str(out), **asdict(report), "seconds": seconds})
+    whole = open_archive(archive, ranks=()).manifest.bytes_total
+    if report.num_bytes >= whole:
+        output.show(
+            f"[yellow]the delta is larger than the archive ({mebibytes(report.num_bytes)}, {mebibytes(whole)}): "
+            "export the checkpoint as a new version instead[/yellow]"
+        )
+    sizes = {"archive_bytes": whole, "larger_than_archive": report.num_bytes >= whole}
+    output.finish({"delta": str(out), **asdict(report), **sizes, "seconds": seconds})

@@ -1,4 +1,4 @@
-"""``recinfer inspect``: what an archive or a plan holds."""
+"""``recinfer inspect``: what an archive, a plan or a delta holds."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from recinfer.cli.format import mebibytes
 from recinfer.errors import NotFoundError
 
 if TYPE_CHECKING:
+    from recinfer.archive.delta import Delta
     from recinfer.archive.manifest import Manifest
     from recinfer.distributed.planner.plan import Plan
 
-__all__ = ["EXAMPLE", "NAME", "describe_archive", "describe_plan", "run"]
+__all__ = ["EXAMPLE", "NAME", "describe_archive", "describe_delta", "describe_plan", "run"]
 
 NAME = "inspect"
 EXAMPLE = "Example: recinfer inspect movielens.rqa --json | tail -1"
 
 
 def run(
-    path: Annotated[Path, typer.Argument(help="Archive folder or plan.json.", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="Archive folder, plan.json or delta (.rqd).", show_default=False)],
     as_json: JsonOption = False,
 ) -> None:
-    """Show what an archive or a plan holds: tables, where each piece is, precisions, sizes, hashes."""
+    """Show what an archive, a plan or a .rqd file holds: tables, where each piece is, precisions, sizes, hashes.
+
+    Of a delta: which rows of which tables it changes, its size, and the archive and the delta that it goes on.
+    """
     output = Output(as_json)
     if path.is_dir():
         from recinfer.archive.reader import open_archive
@@ -36,6 +40,12 @@ def run(
         manifest = open_archive(path).manifest
         output.show(*_tables(manifest))
         output.finish(describe_archive(manifest))
+    elif path.suffix == ".rqd" and path.exists():
+        from recinfer.archive.delta import read_delta
+
+        delta = read_delta(path)
+        output.show(*_delta_tables(delta, path.stat().st_size))
+        output.finish(describe_delta(delta, path.stat().st_size))
     elif path.exists():
         from recinfer.distributed.planner.plan import Plan
         from recinfer.distributed.planner.stats import format_plan
@@ -44,7 +54,7 @@ def run(
         output.show(*format_plan(plan))
         output.finish(describe_plan(plan))
     else:
-        raise NotFoundError(f"nothing at {path}; expected an archive folder or a plan.json")
+        raise NotFoundError(f"nothing at {path}; expected an archive folder, a plan.json or a delta (.rqd)")
 
 
 def describe_archive(manifest: Manifest) -> dict[str, Any]:
@@ -111,6 +121,50 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
         ],
         "estimates": plan.estimates,
     }
+
+
+def describe_delta(delta: Delta, num_bytes: int) -> dict[str, Any]:
+    """A delta in short, as plain data: what ``inspect --json`` prints of it.
+
+    Args:
+        num_bytes: of its file.
+    """
+    info = delta.info
+    return {
+        "kind": "delta",
+        "format_version": info.format_version,
+        "model": info.model,
+        "version": info.version,
+        "created": info.created,
+        "sequence": info.sequence,
+        "base": info.base,
+        "previous": info.previous,
+        "sha256": delta.sha256,
+        "tables": [
+            {"name": t.table, "module": t.module, "rows": t.rows, "bytes": t.rows * t.row_bytes} for t in info.tables
+        ],
+        "rows": delta.num_rows,
+        "dense_files": [file.path for file in info.files],
+        "num_bytes": num_bytes,
+    }
+
+
+def _delta_tables(delta: Delta, num_bytes: int) -> list[Table]:
+    info = delta.info
+    title = f"delta {info.sequence} of {escape(info.model)} {escape(info.version)}"
+    about = Table(show_header=False, box=None, title=title, title_justify="left")
+    about.add_row("created", info.created)
+    about.add_row("archive", info.base)
+    about.add_row("goes on", "the archive alone" if info.sequence == 1 else f"delta {info.previous}")
+    about.add_row("size", f"{mebibytes(num_bytes)}, {delta.num_rows:,} rows of {len(info.tables)} tables")
+    about.add_row("other files", escape(", ".join(file.path for file in info.files)) or "none")
+    tables = Table("table", "changed rows", "bytes")
+    for t in info.tables:
+        name = f"{t.module}.{t.table}" if t.module else t.table
+        tables.add_row(escape(name), f"{t.rows:,}", mebibytes(t.rows * t.row_bytes))
+    for column in (1, 2):
+        tables.columns[column].justify = "right"
+    return [about, tables]
 
 
 def _tables(manifest: Manifest) -> list[Table]:

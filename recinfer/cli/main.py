@@ -10,6 +10,7 @@ import typer
 
 from recinfer import __version__
 from recinfer.cli import (
+    admin,
     bench,
     calibrate,
     compare,
@@ -65,6 +66,7 @@ for _module in (
     size,
 ):
     app.command(name=_module.NAME, epilog=_module.EXAMPLE)(verb(_module.run))
+app.add_typer(admin.app, name=admin.NAME, epilog=admin.EXAMPLE)
 app.add_typer(bench.app, name=bench.NAME, epilog=bench.EXAMPLE)
 
 

@@ -38,7 +38,11 @@ ModelOption = Annotated[
 ]
 TablePrecisionOption = Annotated[
     list[str] | None,
-    typer.Option("--table-precision", metavar="TABLE=PRECISION", help="Another precision for one table; repeatable."),
+    typer.Option(
+        "--table-precision",
+        metavar="TABLE=PRECISION",
+        help="Another precision for one table, named as `plan` and `inspect` print it (MODULE.TABLE), or for all tables of a name; repeatable.",
+    ),
 ]
 ReferenceOption = Annotated[
     Path | None,

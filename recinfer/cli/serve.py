@@ -43,12 +43,18 @@ def run(options: ServeOptions) -> None:
         from recinfer.serving.server.telemetry.observe import log_as_json
 
         log_as_json()
+    else:
+        from recinfer.serving.engine.change_log import show_changes
+
+        show_changes()
     output = Output(options.as_json, logs=address.log_json)
     if ranks is not None:
         _serve_ranks(ranks, options, security, output)
         return
     if models.admin and models.model_store is None:
         raise ConfigError("admin: it loads versions from a model store; give --model-store DIR")
+    if (models.poll is not None or models.model_config is not None) and models.model_store is None:
+        raise ConfigError("poll and model-config: they say what of a model store is served; give --model-store DIR")
     if models.workers > 1 and not options.worker:
         supervise(
             models.workers,
@@ -60,6 +66,9 @@ def run(options: ServeOptions) -> None:
             security=security,
             one_first=models.model_store is not None,
             timeout=models.worker_timeout,
+            store=models.model_store,
+            poll=models.poll,
+            model_config=models.model_config,
         )
         return
     serve_models(options, security, output)
@@ -131,6 +140,8 @@ def _check_roles(options: ServeOptions) -> None:
             ("--http-port", options.address.http_port is not None),
             ("--workers", options.models.workers > 1),
             ("--admin", options.models.admin),
+            ("--poll", options.models.poll is not None),
+            ("--model-config", options.models.model_config is not None),
             ("--device cuda", device is not Device.cpu),
         )
         if given

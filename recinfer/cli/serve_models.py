@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from recinfer.cli.console import Output
@@ -44,15 +45,17 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
     state = None if link is None else link.restore
     fan_out = _fan_out(options.roles, options.limits, security)
     store = _store(options, fan_out)
-    models = _models(options, fan_out, store, state)
+    following = _Following(options)
+    models = _models(options, fan_out, store, state, following)
     registry = ModelRegistry(models)
     manager = None if store is None else StoreManager(registry, store, state)
-    life = _Life(options, models, fan_out, output, link, manager)
+    following.manager = manager
+    life = _Life(options, models, fan_out, output, link, manager, following)
     serve(
         registry,
         shards=fan_out,
         serving=fan_out is None,
-        on_hangup=None if fan_out is None else fan_out.pool.reload,
+        on_hangup=_on_hangup(fan_out, following),
         host=address.host,
         port=address.port,
         limits=limits_of(options.limits),
@@ -60,7 +63,8 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
         batching=_batching(options.batching),
         security=security,
         share_port=options.worker,
-        admin=manager if options.models.admin else None,
+        admin=manager if options.models.admin or following.wanted else None,
+        admin_open=options.models.admin,
         admin_through=None if link is None else link.change,
         stop=None if link is None else link.gone,
         metrics_port=None if options.worker else address.metrics_port,  # the supervisor's
@@ -68,6 +72,82 @@ def serve_models(options: ServeOptions, security: Security, output: Output) -> N
         on_start=life.start,
     )
     life.end()
+
+
+def _on_hangup(fan_out: FanOut | None, following: _Following) -> Callable[[], None] | None:
+    """What SIGHUP does; None: it ends the process."""
+    if fan_out is None and not following.wanted:
+        return None
+
+    def reload() -> None:
+        if fan_out is not None:
+            fan_out.pool.reload()
+        following.reload()
+
+    return reload
+
+
+class _Following:
+    """What ``--poll`` and ``--model-config`` ask for; a worker's supervisor does it for all workers.
+
+    Raises:
+        ConfigError: the file is bad, and nothing is served yet.
+    """
+
+    def __init__(self, options: ServeOptions) -> None:
+        from recinfer.serving.engine.model_config import ModelChoice
+        from recinfer.serving.engine.poll import PollLoop, StorePoller
+
+        models = options.models
+        self.wanted = models.model_store is not None and (models.poll is not None or models.model_config is not None)
+        self.manager: StoreManager | None = None
+        self.server: Server | None = None
+        self._all = ModelChoice()
+        self._loop: PollLoop | None = None
+        self._poller: StorePoller | None = None
+        if self.wanted:
+            assert models.model_store is not None
+            try:
+                self._poller = StorePoller(models.model_store, self._change, self._state, models.model_config)
+            except ConfigError:
+                if not options.worker:  # one that takes the place of another serves what the others do
+                    raise
+            if self._poller is not None and not options.worker:
+                self._loop = PollLoop(self._poller, models.poll)
+
+    def choose(self, model: str, versions: list[str]) -> list[str]:
+        """Which versions of a model may be served first."""
+        return (self._all if self._poller is None else self._poller.choice(model)).of(versions)
+
+    def start(self, server: Server) -> None:
+        """Look at the store from now on."""
+        self.server = server
+        if self._loop is not None:
+            self._loop.start()
+
+    def reload(self) -> None:
+        """Look at it now; also from a signal handler."""
+        if self._loop is not None:
+            self._loop.reload()
+
+    def stop(self) -> None:
+        """Look no more."""
+        if self._loop is not None:
+            self._loop.stop()
+
+    def _change(self, call: str, data: bytes) -> bytes:
+        from recinfer.serving.wire.loop import start_on_loop
+
+        assert self.server is not None, "it looks once the server runs"
+        calls = self.server.admin_calls
+
+        async def made() -> bytes:
+            return await calls[call](data)
+
+        return start_on_loop(made()).result()
+
+    def _state(self) -> dict[str, Any] | None:
+        return None if self.manager is None else self.manager.state()
 
 
 def _fan_out(roles: RoleOptions, limits: LimitOptions, security: Security) -> FanOut | None:
@@ -124,7 +204,11 @@ def _store(options: ServeOptions, fan_out: FanOut | None) -> ModelStore | None:
 
 
 def _models(
-    options: ServeOptions, fan_out: FanOut | None, store: ModelStore | None, state: dict[str, Any] | None
+    options: ServeOptions,
+    fan_out: FanOut | None,
+    store: ModelStore | None,
+    state: dict[str, Any] | None,
+    following: _Following,
 ) -> list[ServedModel]:
     """The archives that are named, then those of the store; a restarted worker's are those that it had."""
     from recinfer.serving.engine.store import restore
@@ -134,9 +218,9 @@ def _models(
         models = restore(state, models, store)
     elif store is not None and fan_out is not None:
         # As a shard server does: archives that are named are what it serves, and the store is where others come from.
-        models += [] if options.archives else _newest_of_shards(options, fan_out, store)
+        models += [] if options.archives else _newest_of_shards(options, fan_out, store, following)
     elif store is not None:
-        models += _newest(store, models)
+        models += _newest(store, models, following)
     if not models:
         raise ConfigError("nothing to serve: give archive folders, or --model-store DIR with archives in it")
     return models
@@ -171,7 +255,7 @@ def _named(options: ServeOptions, fan_out: FanOut | None, *, restarted: bool) ->
     return models
 
 
-def _newest(store: ModelStore, named: list[ServedModel]) -> list[ServedModel]:
+def _newest(store: ModelStore, named: list[ServedModel], following: _Following) -> list[ServedModel]:
     """The newest version of each model of the store, but for those that are ``named`` already."""
     from recinfer.serving.engine.registry import ServedModel
 
@@ -180,10 +264,14 @@ def _newest(store: ModelStore, named: list[ServedModel]) -> list[ServedModel]:
     def opened(name: str, version: str) -> ServedModel | None:
         return None if (name, version) in here else ServedModel.of(name, store.open(name, version), version)
 
-    return [model for model in store.newest_of_all(opened, needed=not named) if model is not None]
+    return [
+        model for model in store.newest_of_all(opened, needed=not named, choose=following.choose) if model is not None
+    ]
 
 
-def _newest_of_shards(options: ServeOptions, fan_out: FanOut, store: ModelStore) -> list[ServedModel]:
+def _newest_of_shards(
+    options: ServeOptions, fan_out: FanOut, store: ModelStore, following: _Following
+) -> list[ServedModel]:
     from recinfer.serving.engine.registry import ServedModel
 
     device = {"device": options.tables.device.value}
@@ -192,7 +280,7 @@ def _newest_of_shards(options: ServeOptions, fan_out: FanOut, store: ModelStore)
         predictor = unchecked(store.folder / name / version, fan_out, options.models.model_store, device)
         return ServedModel.of(name, predictor, version)
 
-    return store.newest_of_all(opened, ArchiveError)
+    return store.newest_of_all(opened, ArchiveError, choose=following.choose)
 
 
 # --------------------------------------------------------------------------------------------------- from start to stop
@@ -220,6 +308,7 @@ class _Life:
         output: Output,
         link: WorkerLink | None,
         manager: StoreManager | None,
+        following: _Following,
     ) -> None:
         self._options = options
         self._models = list(models)
@@ -227,6 +316,7 @@ class _Life:
         self._output = output
         self._link = link
         self._manager = manager
+        self._following = following
         self._stopped = threading.Event()
         self._server: Server | None = None
 
@@ -260,9 +350,11 @@ class _Life:
                 "metrics_port": shown,
             }
         )
+        self._following.start(self._server)
 
     def end(self) -> None:
         self._stopped.set()
+        self._following.stop()
         if self._fan_out is not None:
             self._fan_out.pool.close()
         if self._link is None:

@@ -75,6 +75,24 @@ class ModelOptions:
     model_store: Annotated[
         Path | None, typer.Option(help="Folder of <model>/<version> archives: the newest version of each is served.")
     ] = None
+    poll: Annotated[
+        float | None,
+        typer.Option(
+            "--poll",
+            min=0.01,
+            metavar="SECONDS",
+            help="Look at the model store so often: versions that appear are served, those that disappear are not.",
+            show_default=False,
+        ),
+    ] = None
+    model_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--model-config",
+            help="TOML or JSON: which models and versions of the store, labels and weights. Read again on SIGHUP and with --poll.",
+            show_default=False,
+        ),
+    ] = None
     admin: Annotated[
         bool, typer.Option("--admin", help="Let callers load, unload and weigh versions of the model store.")
     ] = False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recinfer import env
@@ -52,12 +54,19 @@ def supervise(
     security: Security,
     one_first: bool = False,
     timeout: float,
+    store: Path | None = None,
+    poll: float | None = None,
+    model_config: Path | None = None,
 ) -> None:
     """Run this process's own command line in ``workers`` processes until SIGTERM or Ctrl-C.
 
     The metrics port is this process's own: it shows the sum of what the workers count. The others are held here and
     shared by the workers alone: a second server on one of them is refused, where it would share it without a word.
+
+    Args:
+        store, poll, model_config: the model store that this process follows for all workers, how often, and by which file.
     """
+    from recinfer.serving.engine.poll import PollLoop, StorePoller
     from recinfer.serving.wire.address import hold_address
     from recinfer.serving.workers.supervisor import Supervisor
 
@@ -82,6 +91,15 @@ def supervise(
         one_first=one_first,
         environment=environment,
     )
+    changes = supervisor.changes
+
+    def change(call: str, data: bytes) -> str:
+        return changes.submit(call, base64.b64encode(data).decode()).result()
+
+    loop = None
+    if store is not None and (poll is not None or model_config is not None):
+        loop = PollLoop(StorePoller(store, change, lambda: changes.state, model_config), poll)
+        signal.signal(signal.SIGHUP, lambda *_: loop.reload())
     shown = _Shown(supervisor.status, host, metrics_port, security)
 
     def ready(answer: dict[str, Any]) -> None:
@@ -91,6 +109,8 @@ def supervise(
         doors = {"http_port": answer["http_port"], "metrics_port": bound}
         show_doors(output, what, host, answer["port"], **doors, tls=tls, engines=answer["engines"])
         output.finish({**answer, "metrics_port": bound, "workers": workers})
+        if loop is not None:
+            loop.start()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.stop())
@@ -98,6 +118,8 @@ def supervise(
         supervisor.run(ready)
     finally:
         shown.stop()
+        if loop is not None:
+            loop.stop()
         if http is not None:
             http.close()
     output.note("stopped")

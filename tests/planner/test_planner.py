@@ -379,3 +379,13 @@ def test_planning_imports_no_kernels() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+def test_tables_of_one_name_in_two_modules_are_named_by_module() -> None:
+    root = torch.nn.Module()
+    root.left, root.right = model([(10, 8)]), model([(10, 8)])
+    (name,) = {t.table for t in plan_inference(root, world_size=1).tables}
+    tables = plan_inference(root, world_size=1).tables
+    chosen = {tables[0].name: DataType.INT4, name: DataType.FP16}
+    found = {t.name: t.precision for t in plan_inference(root, world_size=1, per_table_precision=chosen).tables}
+    assert found == {tables[0].name: DataType.INT4, tables[1].name: DataType.FP16}

@@ -29,12 +29,18 @@ class LoadedVersion:
         plan_hash: of the plan in its archive.
         bytes: size of its archive.
         deltas: how many deltas are applied to it.
+        labels: other names of it, which requests may say.
+        age_seconds: since it was loaded.
+        engine: what runs its dense part, ``"onnx"`` or ``"torch"``; empty: it has none.
     """
 
     weight: int
     plan_hash: str
     bytes: int
     deltas: int
+    labels: tuple[str, ...] = ()
+    age_seconds: float = 0.0
+    engine: str = ""
 
 
 Loaded = dict[str, dict[str, LoadedVersion]]
@@ -44,12 +50,16 @@ class AdminClient:
     """Changes what one server serves. Thread-safe; ``close`` it or use ``with``.
 
     Every call gives all models as they are after it, by name and version, the default model first. A call that fails
-    changes nothing. No call is made twice on its own: a change is not asked for again when its answer is lost.
+    changes nothing. No call is made twice on its own: a change is not asked for again when its answer is lost. Each change
+    takes a ``reason``, which the server writes into its log.
 
     Args:
         target, token, tls_ca, tls_cert, tls_key: as InferenceClient has them.
         tls_name: name in the server's certificate, where it is not the target's host; empty: it is.
         timeout: seconds until a call is given up; loading reads and checks a whole archive.
+
+    Attributes:
+        channel: to the server, for other services of it.
 
     Errors are those of InferenceClient.
 
@@ -73,7 +83,7 @@ class AdminClient:
         self._metadata = authorization(token)
         credentials = credentials_of(tls_ca, tls_cert, tls_key)
         options = [("grpc.ssl_target_name_override", tls_name)] if tls_name else []
-        self._channel = (
+        self.channel = (
             grpc.insecure_channel(target)
             if credentials is None
             else grpc.secure_channel(target, credentials, options=options)
@@ -83,41 +93,57 @@ class AdminClient:
         """What is loaded."""
         return self._call("ListModels", pb.ListModelsRequest())
 
-    def load(self, model: str, version: str = "", *, activate: bool = False) -> Loaded:
+    def load(self, model: str, version: str = "", *, activate: bool = False, reason: str = "") -> Loaded:
         """Load a version of the model store (empty: the newest); ``activate``: requests go to it from then on."""
-        return self._call("Load", pb.LoadRequest(model=model, version=version, activate=activate))
+        return self._call(
+            "Load", pb.LoadRequest(model=model, version=version, activate=activate, change=pb.Change(reason=reason))
+        )
 
-    def unload(self, model: str, version: str) -> Loaded:
+    def unload(self, model: str, version: str, *, reason: str = "") -> Loaded:
         """Take a version away; requests that run on it end well."""
-        return self._call("Unload", pb.UnloadRequest(model=model, version=version))
+        return self._call("Unload", pb.UnloadRequest(model=model, version=version, change=pb.Change(reason=reason)))
 
-    def set_default(self, model: str, version: str) -> Loaded:
+    def set_default(self, model: str, version: str, *, reason: str = "") -> Loaded:
         """Send all requests that name no version to this one."""
-        return self._call("SetDefault", pb.SetDefaultRequest(model=model, version=version))
+        return self._call(
+            "SetDefault", pb.SetDefaultRequest(model=model, version=version, change=pb.Change(reason=reason))
+        )
 
-    def set_weights(self, model: str, weights: Mapping[str, int]) -> Loaded:
+    def set_weights(self, model: str, weights: Mapping[str, int], *, reason: str = "") -> Loaded:
         """Spread requests that name no version: ``{"7": 90, "8": 10}``."""
         try:
             items = [pb.VersionWeight(version=version, weight=weight) for version, weight in weights.items()]
         except (TypeError, ValueError):
             raise InputError(f"weights: got {dict(weights)}, expected whole numbers from 0 to 2^32 - 1") from None
-        return self._call("SetWeights", pb.SetWeightsRequest(model=model, weights=items))
+        return self._call(
+            "SetWeights", pb.SetWeightsRequest(model=model, weights=items, change=pb.Change(reason=reason))
+        )
 
-    def rollback(self, model: str) -> Loaded:
+    def set_labels(self, model: str, labels: Mapping[str, str], *, reason: str = "") -> Loaded:
+        """Give a model these labels and no others, each the name of a version: ``{"stable": "7", "canary": "8"}``."""
+        items = [pb.VersionLabel(label=label, version=version) for label, version in labels.items()]
+        return self._call("SetLabels", pb.SetLabelsRequest(model=model, labels=items, change=pb.Change(reason=reason)))
+
+    def rollback(self, model: str, *, reason: str = "") -> Loaded:
         """Go back to the weights before the last change of them."""
-        return self._call("Rollback", pb.RollbackRequest(model=model))
+        return self._call("Rollback", pb.RollbackRequest(model=model, change=pb.Change(reason=reason)))
 
-    def apply_delta(self, model: str, delta: str, version: str = "") -> Loaded:
+    def apply_delta(self, model: str, delta: str, version: str = "", *, reason: str = "") -> Loaded:
         """Apply ``delta``, a file in the model's folder of the store, to a loaded version (empty: the default one)."""
-        return self._call("ApplyDelta", pb.ApplyDeltaRequest(model=model, version=version, delta=delta))
+        return self._call(
+            "ApplyDelta",
+            pb.ApplyDeltaRequest(model=model, version=version, delta=delta, change=pb.Change(reason=reason)),
+        )
 
-    def undo_delta(self, model: str, version: str = "") -> Loaded:
+    def undo_delta(self, model: str, version: str = "", *, reason: str = "") -> Loaded:
         """Take back a version's last delta."""
-        return self._call("UndoDelta", pb.UndoDeltaRequest(model=model, version=version))
+        return self._call(
+            "UndoDelta", pb.UndoDeltaRequest(model=model, version=version, change=pb.Change(reason=reason))
+        )
 
     def close(self) -> None:
         """Close the channel; calls after it fail."""
-        self._channel.close()
+        self.channel.close()
 
     def __enter__(self) -> AdminClient:
         return self
@@ -127,7 +153,7 @@ class AdminClient:
 
     def _call(self, name: str, request: Message) -> Loaded:
         answer = invoke(
-            self._channel.unary_unary(f"/{_SERVICE}/{name}"),
+            self.channel.unary_unary(f"/{_SERVICE}/{name}"),
             request.SerializeToString(),
             self.target,
             self.timeout,
@@ -135,6 +161,18 @@ class AdminClient:
             metadata=self._metadata,
         )
         return {
-            model.model: {v.version: LoadedVersion(v.weight, v.plan_hash, v.bytes, v.deltas) for v in model.versions}
+            model.model: {v.version: _loaded(v) for v in model.versions}
             for model in parse(pb.ModelList, answer).models
         }
+
+
+def _loaded(version: pb.VersionStatus) -> LoadedVersion:
+    return LoadedVersion(
+        version.weight,
+        version.plan_hash,
+        version.bytes,
+        version.deltas,
+        tuple(version.labels),
+        version.age_seconds,
+        version.engine,
+    )

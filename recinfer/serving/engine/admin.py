@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from recinfer.serving.engine.change_log import log_change, log_refused
 from recinfer.serving.engine.store import StoreManager
 from recinfer.serving.wire import codec
 from recinfer.serving.wire.proto import admin_pb2 as pb
@@ -14,14 +15,17 @@ from recinfer.serving.wire.proto import admin_pb2 as pb
 __all__ = ["SERVICE_NAME", "AdminService"]
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Admin"].full_name
-_log = logging.getLogger(__name__)
 
 
 class AdminService:
-    """Answers the admin calls, one at a time, beside the event loop."""
+    """Answers the admin calls, one at a time, beside the event loop.
 
-    def __init__(self, manager: StoreManager) -> None:
-        self.manager = manager
+    Args:
+        logs: write each change into the log; a worker's are written by its supervisor, once for all workers.
+    """
+
+    def __init__(self, manager: StoreManager, *, logs: bool = True) -> None:
+        self.manager, self._logs = manager, logs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recinfer-admin")
 
     def calls(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
@@ -32,17 +36,23 @@ class AdminService:
             "ListModels": self._list,
             "SetDefault": self._set_default,
             "SetWeights": self._set_weights,
+            "SetLabels": self._set_labels,
             "Rollback": self._rollback,
             "ApplyDelta": self._apply_delta,
             "UndoDelta": self._undo_delta,
         }
         return {name: self._beside(name, call) for name, call in work.items()}
 
-    def _beside(self, name: str, call: Callable[[bytes], None]) -> Callable[[bytes], Awaitable[bytes]]:
+    def _beside(self, name: str, call: Callable[[bytes], bytes | None]) -> Callable[[bytes], Awaitable[bytes]]:
         def work(data: bytes) -> bytes:
-            call(data)
-            if name != "ListModels":
-                _log.info("admin: %s done", name)
+            try:
+                data = call(data) or data
+            except Exception as error:
+                if self._logs:
+                    log_refused(name, data, error)
+                raise
+            if self._logs:
+                log_change(name, data)
             return self._models().SerializeToString()
 
         async def answer(data: bytes) -> bytes:
@@ -50,9 +60,12 @@ class AdminService:
 
         return answer
 
-    def _load(self, data: bytes) -> None:
+    def _load(self, data: bytes) -> bytes:
+        """Returns the request with the version that was loaded, where it named none."""
         request = codec.parse(pb.LoadRequest, data)
+        request.version = request.version or self.manager.newest_version(request.model)
         self.manager.load(request.model, request.version, activate=request.activate)
+        return request.SerializeToString()
 
     def _unload(self, data: bytes) -> None:
         request = codec.parse(pb.UnloadRequest, data)
@@ -69,6 +82,10 @@ class AdminService:
         request = codec.parse(pb.SetWeightsRequest, data)
         self.manager.registry.set_weights(request.model, {item.version: item.weight for item in request.weights})
 
+    def _set_labels(self, data: bytes) -> None:
+        request = codec.parse(pb.SetLabelsRequest, data)
+        self.manager.registry.set_labels(request.model, {item.label: item.version for item in request.labels})
+
     def _rollback(self, data: bytes) -> None:
         self.manager.registry.rollback(codec.parse(pb.RollbackRequest, data).model)
 
@@ -84,7 +101,7 @@ class AdminService:
         registry = self.manager.registry
         answer = pb.ModelList()
         for name in registry.names():
-            weights = registry.weights(name)
+            weights, labels = registry.weights(name), registry.labels(name)
             status = answer.models.add(model=name)
             for version, model in registry.versions(name).items():
                 manifest = model.predictor.manifest
@@ -94,5 +111,8 @@ class AdminService:
                     plan_hash=manifest.plan_hash,
                     bytes=manifest.bytes_total,
                     deltas=model.predictor.num_deltas,
+                    labels=sorted(label for label, of in labels.items() if of == version),
+                    age_seconds=time.monotonic() - model.since,
+                    engine=model.predictor.engine or "",
                 )
         return answer

@@ -105,14 +105,14 @@ class InferenceService:
 
     def _decode_lookup(self, data: bytes) -> DecodedRequest:
         request = self._parse(pb.LookupRequest, data)
-        model = self.registry.get(request.model, request.version)
+        model = self.registry.get(request.model, request.version, request.label)
         features = codec.decode_bags(request.features, self.limits)
         vector_bytes = self._check_response_size(model, features)
         return DecodedRequest("Lookup", model, features, None, None, vector_bytes)
 
     def _decode_predict(self, data: bytes) -> DecodedRequest:
         request = self._parse(pb.PredictRequest, data)
-        model = self.registry.get(request.model, request.version)
+        model = self.registry.get(request.model, request.version, request.label)
         context = None
         if request.HasField("context"):
             context = codec.decode_bags(request.context, self.limits, field="context")
@@ -164,7 +164,7 @@ class InferenceService:
     def get_model(self, data: bytes) -> bytes:
         """GetModelRequest -> ModelInfo."""
         request = self._parse(pb.GetModelRequest, data)
-        model = self.registry.get(request.model, request.version)
+        model = self.registry.get(request.model, request.version, request.label)
         predictor = model.predictor
         contract = predictor.manifest.contract
         features = [

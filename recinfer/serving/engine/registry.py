@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.serving.engine.run_cost import RunCost
@@ -66,11 +66,15 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class _Versions:
-    """The versions of one model; ``weights`` sum to more than 0, and ``before`` are those that they replaced."""
+    """The versions of one model; ``weights`` sum to more than 0, and ``before`` are those that they replaced.
+
+    ``labels`` are other names of some of the versions.
+    """
 
     by_name: Mapping[str, ServedModel]
     weights: Mapping[str, int]
     before: Mapping[str, int] | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
 
     def choose(self) -> ServedModel:
         """A version, as often as its weight says."""
@@ -116,13 +120,33 @@ class ModelRegistry:
         """The versions that requests without a version go to, each with its weight; raises NotFoundError."""
         return dict(self._of(self._models, name).weights)
 
-    def get(self, name: str = "", version: str = "") -> ServedModel:
+    def labels(self, name: str) -> dict[str, str]:
+        """The labels of a model, each with its version; raises NotFoundError."""
+        return dict(self._of(self._models, name).labels)
+
+    def resolve_label(self, model: str, label: str) -> str:
+        """The version that ``label`` names of ``model`` (empty: the default one).
+
+        Raises:
+            NotFoundError: there is no such model or label; the message lists what there is.
+        """
+        return self._labelled(model, self._of(self._models, model), label)
+
+    def get(self, name: str = "", version: str = "", label: str = "") -> ServedModel:
         """The model ``name`` (empty: the default one) at ``version`` (empty: one of those with a weight).
+
+        Args:
+            label: names a version, in place of ``version``.
 
         Raises:
             NotFoundError: there is none; the message lists what there is.
+            InputError: both a version and a label.
         """
         versions = self._of(self._models, name)
+        if label:
+            if version:
+                raise InputError(f"version: got {_short(version)} and the label {_short(label)}, expected one of them")
+            return versions.by_name[self._labelled(name, versions, label)]
         if not version:
             return versions.choose()
         self._check_version(name, versions, version)
@@ -147,7 +171,7 @@ class ModelRegistry:
             self._models = {**self._models, model.name: new}
 
     def remove(self, name: str, version: str) -> None:
-        """Forget a version; who has it goes on with it.
+        """Forget a version, and its labels; who has it goes on with it.
 
         Raises:
             NotFoundError: there is none.
@@ -168,7 +192,8 @@ class ModelRegistry:
             models = {key: value for key, value in self._models.items() if key != name or left}
             if left:
                 before = versions.before if versions.before and version not in versions.before else None
-                models[name] = _Versions(left, versions.weights, before)
+                labels = {label: of for label, of in versions.labels.items() if of != version}
+                models[name] = _Versions(left, versions.weights, before, labels)
             self._models = models
 
     def set_weights(self, name: str, weights: Mapping[str, int]) -> None:
@@ -187,7 +212,23 @@ class ModelRegistry:
                 raise InputError(f"weights: got {dict(weights)}, expected at least one above 0")
             # Who has no answer asks again: that is no step further from what to go back to.
             before = versions.before if positive == versions.weights else versions.weights
-            new = _Versions(versions.by_name, positive, before)
+            new = replace(versions, weights=positive, before=before)
+            self._models = {**self._models, name or next(iter(self._models)): new}
+
+    def set_labels(self, name: str, labels: Mapping[str, str]) -> None:
+        """Give a model these labels, each the name of a version, and no others.
+
+        Raises:
+            NotFoundError: a model or version that is not here.
+            InputError: an empty label.
+        """
+        with self._lock:
+            versions = self._of(self._models, name)
+            for label, version in labels.items():
+                if not label:
+                    raise InputError(f"labels: got an empty one for version {_short(version)}, expected a name")
+                self._check_version(name, versions, version)
+            new = replace(versions, labels=dict(labels))
             self._models = {**self._models, name or next(iter(self._models)): new}
 
     def rollback(self, name: str) -> None:
@@ -196,29 +237,34 @@ class ModelRegistry:
             versions = self._of(self._models, name)
             if versions.before is None:
                 raise InputError(f"model: {name!r} has nothing to go back to")
-            new = _Versions(versions.by_name, versions.before, versions.weights)
+            new = replace(versions, weights=versions.before, before=versions.weights)
             self._models = {**self._models, name or next(iter(self._models)): new}
 
-    def spread(self) -> dict[str, list[dict[str, int] | None]]:
-        """By model, the weights of its versions and those that they replaced, or None."""
+    def spread(self) -> dict[str, list[Any]]:
+        """By model, the weights of its versions, those that they replaced, or None, and its labels."""
         return {
-            name: [dict(versions.weights), None if versions.before is None else dict(versions.before)]
+            name: [
+                dict(versions.weights),
+                None if versions.before is None else dict(versions.before),
+                dict(versions.labels),
+            ]
             for name, versions in self._models.items()
         }
 
-    def restore(self, spread: Mapping[str, Sequence[Mapping[str, int] | None]]) -> None:
+    def restore(self, spread: Mapping[str, Sequence[Any]]) -> None:
         """Take over what ``spread`` gave in another process, of which some versions may be missing here.
 
         A model keeps the weights that it has here where none of its versions with a weight there is here.
         """
         with self._lock:
             models = dict(self._models)
-            for name, (weights, before) in spread.items():
+            for name, (weights, before, labels) in spread.items():
                 here = models[name].by_name if name in models else {}
                 left = {version: weight for version, weight in (weights or {}).items() if version in here}
                 if left:
                     back = before if before is not None and before.keys() <= here.keys() else None
-                    models[name] = replace(models[name], weights=left, before=back)
+                    named = {label: version for label, version in labels.items() if version in here}
+                    models[name] = replace(models[name], weights=left, before=back, labels=named)
             self._models = models
 
     @staticmethod
@@ -227,6 +273,13 @@ class ModelRegistry:
         if versions is None:
             raise NotFoundError(f"model: got {_short(name)}, expected one of {', '.join(map(repr, models))}")
         return versions
+
+    def _labelled(self, name: str, versions: _Versions, label: str) -> str:
+        if label not in versions.labels:
+            known = ", ".join(map(repr, versions.labels)) or "none: it has no labels"
+            of = name or next(iter(self._models))
+            raise NotFoundError(f"label: got {_short(label)} of model {of!r}, expected one of {known}")
+        return versions.labels[label]
 
     def _check_version(self, name: str, versions: _Versions, version: str) -> None:
         if version not in versions.by_name:

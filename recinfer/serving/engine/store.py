@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from recinfer.errors import ArchiveError, ConfigError, InputError, NotFoundError, RecinferError, UnavailableError
 from recinfer.inference.predictor import Predictor, load
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
+from recinfer.serving.engine.version_order import natural
 
 __all__ = ["ModelStore", "StoreManager", "restore", "served_state"]
 
@@ -51,7 +52,7 @@ class ModelStore:
     def versions(self, model: str) -> list[str]:
         """Versions of a model, the newest (the highest number) first."""
         found = [path.name for path in self._folders(self._inside(self.folder, model))]
-        return sorted(found, key=_natural, reverse=True)
+        return sorted(found, key=natural, reverse=True)
 
     def _folders(self, folder: Path) -> list[Path]:
         """The archives in ``folder``, without what this user may not read."""
@@ -63,7 +64,7 @@ class ModelStore:
 
     def _holds_archive(self, path: Path) -> bool:
         try:
-            return (path / "manifest.json").is_file()
+            return path.name[0] != "." and (path / "manifest.json").is_file()
         except PermissionError as error:
             self._tell_unread(path, error)
             return False
@@ -89,6 +90,14 @@ class ModelStore:
             predictor.check_request(index)
         return predictor
 
+    def manifest_sha256(self, model: str, version: str) -> str | None:
+        """Of a version's manifest, which lists the hashes of all else; None where there is none that can be read."""
+        try:
+            data = (self._inside(self._inside(self.folder, model), version) / "manifest.json").read_bytes()
+        except OSError:
+            return None
+        return hashlib.sha256(data).hexdigest()
+
     def delta(self, model: str, name: str) -> Path:
         """The file of a delta; raises NotFoundError, or InputError for a name that leads elsewhere."""
         path = self._inside(self._inside(self.folder, model), name)
@@ -101,19 +110,26 @@ class ModelStore:
         """The newest version that is sound; a broken one is logged and passed over. Raises ConfigError, NotFoundError."""
         return self.newest_that(model, lambda version: ServedModel.of(model, self.open(model, version), version))
 
-    def newest_that(self, model: str, opens: Callable[[str], T], broken: type[RecinferError] = RecinferError) -> T:
+    def newest_that(
+        self,
+        model: str,
+        opens: Callable[[str], T],
+        broken: type[RecinferError] = RecinferError,
+        choose: Callable[[str, list[str]], list[str]] = lambda _, versions: versions,
+    ) -> T:
         """What ``opens`` makes of the newest sound version; one that it raises for is logged and passed over.
 
         Args:
             broken: which of recinfer's own errors say that a version is unsound; others are raised. Any exception that is
                 none of recinfer's says so too.
+            choose: which of the model's versions may be tried.
 
         Raises:
             NotFoundError: the store has no version of the model.
             ConfigError: all of them are broken; it says how.
         """
         failed: list[str] = []
-        for version in self.versions(model):
+        for version in choose(model, self.versions(model)):
             try:
                 return opens(version)
             except Exception as error:
@@ -129,20 +145,28 @@ class ModelStore:
         raise _NoSoundVersion(f"model store: model {model[:80]!r} has no version to serve: {'; '.join(failed)}")
 
     def newest_of_all(
-        self, opens: Callable[[str, str], T], broken: type[RecinferError] = RecinferError, *, needed: bool = True
+        self,
+        opens: Callable[[str, str], T],
+        broken: type[RecinferError] = RecinferError,
+        *,
+        needed: bool = True,
+        choose: Callable[[str, list[str]], list[str]] = lambda _, versions: versions,
     ) -> list[T]:
         """What ``opens`` makes of the newest sound version of each model; a model without one is passed over.
 
         Args:
             needed: raise where no model has one, instead of returning nothing.
+            choose: which of a model's versions may be tried, of those that are given to it; none: the model is left out.
 
         Raises:
             ConfigError: there are models, and no sound version of any; it says how each is broken.
         """
         found, failed = [], []
         for model in self.models():
+            if not choose(model, self.versions(model)):
+                continue
             try:
-                found.append(self.newest_that(model, functools.partial(opens, model), broken))
+                found.append(self.newest_that(model, functools.partial(opens, model), broken, choose))
             except _NoSoundVersion as error:
                 failed.append(str(error))
         if failed and needed and not found:
@@ -181,20 +205,32 @@ class StoreManager:
     def load(self, model: str, version: str = "", *, activate: bool = False) -> None:
         """Serve a version of the store; with ``activate`` also as the default one.
 
-        Nothing changes before it has proved itself. Raises InputError, NotFoundError; an archive that is broken too is
-        an InputError here: the caller chose it.
+        Nothing changes before it has proved itself. A version that is served already stays as it is. Raises InputError,
+        NotFoundError; an archive that is broken is an InputError here: the caller chose it. So is one whose content is not
+        what is served under its version.
         """
         with self._lock:
             version = version or self.newest_version(model)
             if model in self.registry.names() and version in self.registry.versions(model):
-                raise InputError(f"version: {version!r} of model {model!r} is loaded already; unload it first")
-            try:
-                predictor = self.store.open(model, version)
-            except (ArchiveError, ConfigError) as error:
-                raise InputError(f"version: {version!r} of model {model!r} is not served: {error}") from None
-            self.registry.add(ServedModel.of(model, predictor, version))
+                self._check_same(model, version)
+            else:
+                try:
+                    predictor = self.store.open(model, version)
+                except (ArchiveError, ConfigError) as error:
+                    raise InputError(f"version: {version!r} of model {model!r} is not served: {error}") from None
+                self.registry.add(ServedModel.of(model, predictor, version))
             if activate:
                 self.registry.set_weights(model, {version: 1})
+
+    def _check_same(self, model: str, version: str) -> None:
+        """Raises InputError where the store has something else than what is served, or nothing any more."""
+        served = self.registry.get(model, version).predictor.content[0]
+        on_disk = self.store.manifest_sha256(model, version)
+        if on_disk is not None and on_disk != served:
+            raise InputError(
+                f"version: {version!r} of model {model!r} is served, and the archive in the store is another one by now "
+                f"(manifest {on_disk[:12]}, served {served[:12]}); give it a version of its own, or unload this one first"
+            )
 
     def apply_delta(self, model: str, version: str, name: str) -> None:
         """Apply a delta of the store to a served version, while it answers requests.
@@ -316,9 +352,3 @@ def _as_it_was(
             rule="X5",
         )
     return model
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Orders "10" behind "9" and "v2" behind "v1"."""
-    parts = re.findall(r"\d+|\D+", name)
-    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts]

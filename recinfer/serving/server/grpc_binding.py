@@ -27,14 +27,15 @@ PARTS: Mapping[str, Sequence[str]] = {
     "CompletionQueue": ("poll",),
     "CompletionType": ("queue_timeout",),
     "StatusCode": tuple(code.name.lower() for code in grpc.StatusCode),
-    "Call": ("start_server_batch", "cancel"),
+    "Call": ("start_server_batch", "cancel", "peer"),
+    "auth_context": (),
     "SendInitialMetadataOperation": (),
     "SendMessageOperation": (),
     "SendStatusFromServerOperation": (),
     "ReceiveMessageOperation": ("message",),
     "ReceiveCloseOnServerOperation": ("cancelled",),
 }
-"""Classes of the binding, and what each must have."""
+"""Classes and functions of the binding, and what each class must have."""
 
 
 def check_binding(binding: Any, version: str) -> None:

@@ -194,6 +194,21 @@ class CoreCall:
 
     # -- wherever it is
 
+    def peer(self) -> str:
+        """Where the caller is, as gRPC says it; empty when the call is over."""
+        call = self._call
+        return "" if call is None else _text(call.peer())
+
+    def certificate_subject(self) -> str:
+        """The subject of the caller's certificate, else its common name; empty without one."""
+        call = self._call
+        told = {} if call is None else cygrpc.auth_context(call)
+        found = {_text(name): values for name, values in told.items()}
+        for name in ("x509_subject", "x509_common_name"):
+            if values := found.get(name):
+                return _text(values[0])
+        return ""
+
     def listen(self, gone: Callable[[], None]) -> None:
         """Have ``gone`` called when the caller goes away before the call is ended, on gRPC's thread."""
         with self._end:
@@ -371,3 +386,7 @@ def _nothing(event: Any) -> None:
 
 _CODES = {code.name: getattr(cygrpc.StatusCode, code.name.lower()) for code in grpc.StatusCode}
 _OK = cygrpc.StatusCode.ok
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

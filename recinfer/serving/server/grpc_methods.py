@@ -30,6 +30,7 @@ __all__ = [
     "Answer",
     "add_standard_services",
     "connection_options",
+    "core_call",
     "deadline",
     "dispatched",
     "generic_handler",
@@ -46,6 +47,9 @@ _MAX_PENDING = 1 << 15
 
 # time.monotonic() after which the caller of this task's call does not wait any more; every call is a task of its own.
 deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
+
+# The call that this task answers.
+core_call: ContextVar[CoreCall | None] = ContextVar("core_call", default=None)
 
 Answer = Callable[[bytes], Awaitable[bytes]]
 
@@ -95,6 +99,7 @@ def handler(call: str, answer: Answer, observer: Observer) -> _Handler:
         if left is not None:
             deadline.set(time.monotonic() + left)
         ticket_of_task.set(context.ticket)
+        core_call.set(context)
         try:
             response = await answer(data)
             context.ticket.resize(len(response))

@@ -34,6 +34,7 @@ def serve(
     share_port: bool = False,
     admin: ModelStore | StoreManager | None = None,
     admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
+    admin_open: bool = True,
     shards: Shards | None = None,
     serving: bool = True,
     grace: float = 10.0,
@@ -45,7 +46,7 @@ def serve(
     """Serve until SIGTERM or SIGINT (Ctrl-C), then drain for up to ``grace`` seconds. Call from the main thread.
 
     Args:
-        http_port, metrics_port, batching, security, share_port, admin, admin_through, shards, serving: as
+        http_port, metrics_port, batching, security, share_port, admin, admin_through, admin_open, shards, serving: as
             :class:`Server` has them.
         stop: set by someone else to end serving, as a signal does.
         on_ready: called with the bound port once requests are accepted.
@@ -65,6 +66,7 @@ def serve(
         share_port=share_port,
         admin=admin,
         admin_through=admin_through,
+        admin_open=admin_open,
         shards=shards,
         serving=serving,
     )

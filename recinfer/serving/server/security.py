@@ -7,6 +7,7 @@ import ipaddress
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import grpc
 import grpc.aio
 
 from recinfer.errors import ConfigError
-from recinfer.serving.server.grpc_call import Ending
+from recinfer.serving.server.grpc_call import CoreCall, Ending
 from recinfer.serving.wire.tls import fits_a_header, load_pem, read_file
 
 __all__ = ["NO_TOKEN", "Security"]
@@ -101,6 +102,14 @@ class Security:
         if self.token is None or path.startswith(_OPEN):
             return True
         return self.allows(next((value for key, value in metadata if key == _HEADER), None))
+
+    def who(self, call: CoreCall) -> str:
+        """Who makes a call, for the log: the subject of the certificate, else the token's fingerprint, else the address."""
+        if subject := call.certificate_subject():
+            return subject
+        if self.token is not None:
+            return f"token {sha256(self.token.encode()).hexdigest()[:8]}"
+        return call.peer() or "unknown"
 
 
 def _is_loopback(host: str) -> bool:

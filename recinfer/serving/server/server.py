@@ -38,6 +38,7 @@ from recinfer.serving.server.health import EndingHealth
 from recinfer.serving.server.open_inference_grpc import SERVICE_NAME as OPEN_INFERENCE
 from recinfer.serving.server.open_inference_grpc import OpenInference
 from recinfer.serving.server.security import Security
+from recinfer.serving.server.signed import signed
 from recinfer.serving.server.telemetry.metrics import ServerMetrics, Status
 from recinfer.serving.server.telemetry.observe import Observer
 from recinfer.serving.wire.address import check_address, join_address
@@ -88,6 +89,7 @@ class Server:
             is no such service.
         admin_through: makes an admin call (its name, the serialized request) in all processes that share the port, this
             one among them by its ``admin_calls``; needed for the service with ``share_port``.
+        admin_open: offer the admin service to callers; else ``admin_calls`` are for this process alone.
         shards: what the predictors' lookups go through, where their rows are on other hosts.
         serving: what health says once the server answers; see :meth:`set_serving`.
 
@@ -114,6 +116,7 @@ class Server:
         share_port: bool = False,
         admin: ModelStore | StoreManager | None = None,
         admin_through: Callable[[str, bytes], Awaitable[bytes]] | None = None,
+        admin_open: bool = True,
         shards: Shards | None = None,
         serving: bool = True,
     ) -> None:
@@ -136,14 +139,15 @@ class Server:
         self._batching = batching or BatchConfig()
         self.open_inference = OpenInference(self.service.registry, self.service.limits, self._ask, self.is_ready)
         self.admin_calls: dict[str, Answer] = {}
-        self._admin_through = admin_through
+        self._admin_through, self._admin_open = admin_through, admin_open
         if admin is not None:
             if share_port and admin_through is None:
                 raise ConfigError("admin: it would change one of the processes that share the port; use one process")
             from recinfer.serving.engine.admin import AdminService
 
             manager = admin if isinstance(admin, StoreManager) else StoreManager(registry, admin)
-            self.admin_calls = {k: self._announced(call) for k, call in AdminService(manager).calls().items()}
+            service = AdminService(manager, logs=admin_through is None)
+            self.admin_calls = {k: self._announced(call) for k, call in service.calls().items()}
         self._http: HttpServer | None = None
         self.http_port = http_port
         self._shards, self._serving = shards, serving
@@ -215,7 +219,7 @@ class Server:
             ],
         )
         server.add_generic_rpc_handlers(self._handlers())
-        names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, *([_ADMIN_NAME] if self.admin_calls else [])]
+        names = [SERVICE_NAME, OPEN_INFERENCE, _HEALTH_NAME, *([_ADMIN_NAME] if self._shows_admin else [])]
         self._health = add_standard_services(server, names, _pool_of_everything(), self._reaches_shards)
         await self._health.show(self._shown(), False)  # before anybody can connect
         if not self._share_port:
@@ -349,13 +353,17 @@ class Server:
             handlers(SERVICE_NAME, {"GetModel": self._get_model}),
             handlers(OPEN_INFERENCE, self.open_inference.calls()),
         ]
-        if self.admin_calls:
+        if self._shows_admin:
             through = self._admin_through
             calls = self.admin_calls
             if through is not None:
                 calls = {call: functools.partial(through, call) for call in calls}
-            found.append(handlers(_ADMIN_NAME, calls))
+            found.append(handlers(_ADMIN_NAME, signed(calls, self._security)))
         return tuple(found)
+
+    @property
+    def _shows_admin(self) -> bool:
+        return self._admin_open and bool(self.admin_calls)
 
     def _announced(self, change: Answer) -> Answer:
         async def answer(data: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recinfer.errors import RecinferError, UnavailableError
+from recinfer.serving.engine.change_log import log_change, log_refused
 from recinfer.serving.workers.process import WorkerProcess
 
 __all__ = ["ModelChanges"]
@@ -17,7 +19,14 @@ _ANSWER_S = 5.0  # for a worker to show that it would take a change
 _CHANGE_S = 3600.0  # loading reads and checks a whole archive
 # What takes back a change that some workers made and another could not, beside the weights that each of them had before.
 # The requests begin with the same fields, so that a change's own request serves to take it back.
-_OPPOSITE = {"Load": "Unload", "SetDefault": None, "SetWeights": None, "Rollback": None, "ApplyDelta": "UndoDelta"}
+_OPPOSITE = {
+    "Load": "Unload",
+    "SetDefault": None,
+    "SetWeights": None,
+    "SetLabels": None,
+    "Rollback": None,
+    "ApplyDelta": "UndoDelta",
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,16 @@ class ModelChanges:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _make(self, call: str, data: str) -> str:
+        request = base64.b64decode(data)
+        try:
+            answer = self._made(call, data)
+        except Exception as error:
+            log_refused(call, request, error)
+            raise
+        log_change(call, request)
+        return answer
+
+    def _made(self, call: str, data: str) -> str:
         with self.lock:
             workers = [worker for worker in self._workers() if not worker.stale]
             _check_all_answer(workers)
@@ -99,7 +118,9 @@ def _take_back(outcome: _Outcome, call: str, data: str) -> list[tuple[WorkerProc
     for worker, said in outcome.made:
         worker.connection.ask("set_spread", spread=said["before"])
     opposite = _OPPOSITE.get(call)
-    return [] if opposite is None else _ask_all([worker for worker, _ in outcome.made], opposite, data).failed
+    # A load of what a worker served already is no change: it goes on serving it.
+    made = [worker for worker, said in outcome.made if not said.get("served_before")]
+    return [] if opposite is None else _ask_all(made, opposite, data).failed
 
 
 def _ask_all(workers: Sequence[WorkerProcess], call: str, data: str) -> _Outcome:

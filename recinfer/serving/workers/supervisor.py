@@ -54,6 +54,9 @@ class Supervisor:
         environment: of the workers; None: this process's. Here they are told that they are workers (see recinfer.env):
             whatever ``command`` makes of its arguments, no worker becomes a supervisor.
 
+    Attributes:
+        changes: of models; who calls ``submit`` on it has a change made in all workers.
+
     Raises:
         ConfigError: no workers, no timeout, or this process is a worker itself.
     """
@@ -90,7 +93,7 @@ class Supervisor:
         self._started_slots: set[int] = set()  # whose workers run, or are about to be started
         self._ended: Status | None = None  # the counts of workers that are gone
         self._began = time.monotonic()
-        self._changes = ModelChanges(self._ready_workers, tell)
+        self.changes = ModelChanges(self._ready_workers, tell)
         self._ready = [threading.Event() for _ in range(workers)]
         self._failed: str | None = None
         self._answer: dict[str, Any] = {}
@@ -127,7 +130,7 @@ class Supervisor:
             _join(slots, self._grace + _STOP_SLACK_S)
             self._send_all(signal.SIGKILL)  # those that hang, or are stopped
             _join(slots, _KILLED_S)
-            self._changes.close()
+            self.changes.close()
             self._socket.close()
         if self._failed is not None:
             raise UnavailableError(self._failed)
@@ -239,7 +242,7 @@ class Supervisor:
 
     def _begin(self, worker: WorkerProcess) -> str:
         """Tell the worker what to begin with, read its line; what went wrong, as text to put behind a message."""
-        changes = self._changes
+        changes = self.changes
         with changes.lock:
             state, generation = changes.state, changes.generation
         worker.connection.ask("begin", restore=state)
@@ -263,7 +266,7 @@ class Supervisor:
     def _asked(self, what: str, arguments: dict[str, Any]) -> Future[str]:
         """A worker got an admin call that changes models."""
         assert what == "change", what
-        return self._changes.submit(arguments["call"], arguments["data"])
+        return self.changes.submit(arguments["call"], arguments["data"])
 
 
 def _state_of(worker: WorkerProcess, seconds: float) -> dict[str, Any] | None:

@@ -92,13 +92,23 @@ class WorkerLink:
         if what == "set_spread":
             return server.service.registry.restore(arguments["spread"])
         assert what == "admin", what
-        before = server.service.registry.spread()
+        before, loaded = server.service.registry.spread(), _loaded(server)
         answer = await server.admin_calls[arguments["call"]](base64.b64decode(arguments["data"]))
-        return {"answer": base64.b64encode(answer).decode(), "before": before, "state": self._state(server)}
+        return {
+            "answer": base64.b64encode(answer).decode(),
+            "before": before,
+            "served_before": arguments["call"] == "Load" and _loaded(server) == loaded,
+            "state": self._state(server),
+        }
 
     def _state(self, server: Server) -> dict[str, Any]:
         # No load holds the manager's lock now: the supervisor has one change made at a time.
         return served_state(server.service.registry) if self._manager is None else self._manager.state()
+
+
+def _loaded(server: Server) -> dict[str, list[str]]:
+    registry = server.service.registry
+    return {name: list(registry.versions(name)) for name in registry.names()}
 
 
 def _from_stdin() -> Connection:

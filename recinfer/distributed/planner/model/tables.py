@@ -114,7 +114,8 @@ def inference_tables(
     tables = []
     for path, module, configs, pooled in embedding_tables(model):
         for config in configs:
-            kind = chosen.get(config.name, precision)
+            full_name = f"{path}.{config.name}" if path else config.name
+            kind = chosen.get(full_name, chosen.get(config.name, precision))
             if kind not in _PRECISIONS:
                 raise ConfigError(f"table {config.name!r}: precision {kind}; expected one of {[str(p) for p in _PRECISIONS]}")  # fmt: skip
             limit = limits.get(config.name)
@@ -143,10 +144,11 @@ def inference_tables(
             f"{type(model).__name__} has no embedding collection to plan: no module with embedding_bag_configs() or "
             "embedding_configs()"
         )
+    full_names = {f"{t.module_path}.{t.name}" if t.module_path else t.name for t in tables}
     names = {t.name for t in tables}
-    unknown = sorted((set(chosen) | set(limits)) - names)
+    unknown = sorted((set(chosen) - names - full_names) | (set(limits) - names))
     if unknown:
-        raise ConfigError(f"constraints name tables {unknown}; the model has {sorted(names)[:20]}")
+        raise ConfigError(f"constraints name tables {unknown}; the model has {sorted(full_names)[:20]}")
     return tables
 
 

@@ -21,7 +21,8 @@ __all__ = ["JsonLines", "Observer", "log_as_json"]
 
 _log = logging.getLogger("recinfer.requests")
 _MAX_ID = 128
-_EXTRA = ("request_id", "call", "code", "ms", "bytes", "protocol")
+_OF_A_CHANGE = ("change", "model", "version", "who", "reason")
+_EXTRA = ("request_id", "call", "code", "ms", "bytes", "protocol", *_OF_A_CHANGE)
 
 
 class Observer:

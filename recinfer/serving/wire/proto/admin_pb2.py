@@ -24,37 +24,43 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17recinfer/v1/admin.proto\x12\x0brecinfer.v1\"?\n\x0bLoadRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08\x61\x63tivate\x18\x03 \x01(\x08\"/\n\rUnloadRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\x13\n\x11ListModelsRequest\"3\n\x11SetDefaultRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"0\n\rVersionWeight\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\r\"O\n\x11SetWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\x07weights\x18\x02 \x03(\x0b\x32\x1a.recinfer.v1.VersionWeight\" \n\x0fRollbackRequest\x12\r\n\x05model\x18\x01 \x01(\t\"B\n\x11\x41pplyDeltaRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05\x64\x65lta\x18\x03 \x01(\t\"2\n\x10UndoDeltaRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"b\n\rVersionStatus\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\r\x12\x11\n\tplan_hash\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\x12\x0e\n\x06\x64\x65ltas\x18\x05 \x01(\r\"J\n\x0bModelStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12,\n\x08versions\x18\x02 \x03(\x0b\x32\x1a.recinfer.v1.VersionStatus\"5\n\tModelList\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.recinfer.v1.ModelStatus2\x9d\x04\n\x05\x41\x64min\x12\x38\n\x04Load\x12\x18.recinfer.v1.LoadRequest\x1a\x16.recinfer.v1.ModelList\x12<\n\x06Unload\x12\x1a.recinfer.v1.UnloadRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nListModels\x12\x1e.recinfer.v1.ListModelsRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nSetDefault\x12\x1e.recinfer.v1.SetDefaultRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nSetWeights\x12\x1e.recinfer.v1.SetWeightsRequest\x1a\x16.recinfer.v1.ModelList\x12@\n\x08Rollback\x12\x1c.recinfer.v1.RollbackRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nApplyDelta\x12\x1e.recinfer.v1.ApplyDeltaRequest\x1a\x16.recinfer.v1.ModelList\x12\x42\n\tUndoDelta\x12\x1d.recinfer.v1.UndoDeltaRequest\x1a\x16.recinfer.v1.ModelListb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17recinfer/v1/admin.proto\x12\x0brecinfer.v1\"%\n\x06\x43hange\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0b\n\x03who\x18\x02 \x01(\t\"d\n\x0bLoadRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08\x61\x63tivate\x18\x03 \x01(\x08\x12#\n\x06\x63hange\x18\x0f \x01(\x0b\x32\x13.recinfer.v1.Change\"T\n\rUnloadRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12#\n\x06\x63hange\x18\x0f \x01(\x0b\x32\x13.recinfer.v1.Change\"\x13\n\x11ListModelsRequest\"X\n\x11SetDefaultRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12#\n\x06\x63hange\x18\x0f \x01(\x0b\x32\x13.recinfer.v1.Change\"0\n\rVersionWeight\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\r\"t\n\x11SetWeightsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\x07weights\x18\x02 \x03(\x0b\x32\x1a.recinfer.v1.VersionWeight\x12#\n\x06\x63hange\x18\x0f \x01(\x0b\x32\x13.recinfer.v1.Change\".\n\x0cVersionLabel\x12\r\n\x05label\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"q\n\x10SetLabelsRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x06labels\x18\x02 \x03(\x0b\x32\x19.recinfer.v1.VersionLabel\x12#\n\x06\x63hange\x18\x0f \x01(\x0b\x32\x13.recinfer.v1.Change\"E\n\x0fRollbackRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12#\n\x06\x63hange\x18\x0f \x01(\x0b\x32\x13.recinfer.v1.Change\"g\n\x11\x41pplyDeltaRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05\x64\x65lta\x18\x03 \x01(\t\x12#\n\x06\x63hange\x18\x0f \x01(\x0b\x32\x13.recinfer.v1.Change\"W\n\x10UndoDeltaRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12#\n\x06\x63hange\x18\x0f \x01(\x0b\x32\x13.recinfer.v1.Change\"\x97\x01\n\rVersionStatus\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\r\x12\x11\n\tplan_hash\x18\x03 \x01(\t\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\x12\x0e\n\x06\x64\x65ltas\x18\x05 \x01(\r\x12\x0e\n\x06labels\x18\x06 \x03(\t\x12\x13\n\x0b\x61ge_seconds\x18\x07 \x01(\x01\x12\x0e\n\x06\x65ngine\x18\x08 \x01(\t\"J\n\x0bModelStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12,\n\x08versions\x18\x02 \x03(\x0b\x32\x1a.recinfer.v1.VersionStatus\"5\n\tModelList\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.recinfer.v1.ModelStatus2\xe1\x04\n\x05\x41\x64min\x12\x38\n\x04Load\x12\x18.recinfer.v1.LoadRequest\x1a\x16.recinfer.v1.ModelList\x12<\n\x06Unload\x12\x1a.recinfer.v1.UnloadRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nListModels\x12\x1e.recinfer.v1.ListModelsRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nSetDefault\x12\x1e.recinfer.v1.SetDefaultRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nSetWeights\x12\x1e.recinfer.v1.SetWeightsRequest\x1a\x16.recinfer.v1.ModelList\x12\x42\n\tSetLabels\x12\x1d.recinfer.v1.SetLabelsRequest\x1a\x16.recinfer.v1.ModelList\x12@\n\x08Rollback\x12\x1c.recinfer.v1.RollbackRequest\x1a\x16.recinfer.v1.ModelList\x12\x44\n\nApplyDelta\x12\x1e.recinfer.v1.ApplyDeltaRequest\x1a\x16.recinfer.v1.ModelList\x12\x42\n\tUndoDelta\x12\x1d.recinfer.v1.UndoDeltaRequest\x1a\x16.recinfer.v1.ModelListb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'recinfer.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOADREQUEST']._serialized_start=40
-  _globals['_LOADREQUEST']._serialized_end=103
-  _globals['_UNLOADREQUEST']._serialized_start=105
-  _globals['_UNLOADREQUEST']._serialized_end=152
-  _globals['_LISTMODELSREQUEST']._serialized_start=154
-  _globals['_LISTMODELSREQUEST']._serialized_end=173
-  _globals['_SETDEFAULTREQUEST']._serialized_start=175
-  _globals['_SETDEFAULTREQUEST']._serialized_end=226
-  _globals['_VERSIONWEIGHT']._serialized_start=228
-  _globals['_VERSIONWEIGHT']._serialized_end=276
-  _globals['_SETWEIGHTSREQUEST']._serialized_start=278
-  _globals['_SETWEIGHTSREQUEST']._serialized_end=357
-  _globals['_ROLLBACKREQUEST']._serialized_start=359
-  _globals['_ROLLBACKREQUEST']._serialized_end=391
-  _globals['_APPLYDELTAREQUEST']._serialized_start=393
-  _globals['_APPLYDELTAREQUEST']._serialized_end=459
-  _globals['_UNDODELTAREQUEST']._serialized_start=461
-  _globals['_UNDODELTAREQUEST']._serialized_end=511
-  _globals['_VERSIONSTATUS']._serialized_start=513
-  _globals['_VERSIONSTATUS']._serialized_end=611
-  _globals['_MODELSTATUS']._serialized_start=613
-  _globals['_MODELSTATUS']._serialized_end=687
-  _globals['_MODELLIST']._serialized_start=689
-  _globals['_MODELLIST']._serialized_end=742
-  _globals['_ADMIN']._serialized_start=745
-  _globals['_ADMIN']._serialized_end=1286
+  _globals['_CHANGE']._serialized_start=40
+  _globals['_CHANGE']._serialized_end=77
+  _globals['_LOADREQUEST']._serialized_start=79
+  _globals['_LOADREQUEST']._serialized_end=179
+  _globals['_UNLOADREQUEST']._serialized_start=181
+  _globals['_UNLOADREQUEST']._serialized_end=265
+  _globals['_LISTMODELSREQUEST']._serialized_start=267
+  _globals['_LISTMODELSREQUEST']._serialized_end=286
+  _globals['_SETDEFAULTREQUEST']._serialized_start=288
+  _globals['_SETDEFAULTREQUEST']._serialized_end=376
+  _globals['_VERSIONWEIGHT']._serialized_start=378
+  _globals['_VERSIONWEIGHT']._serialized_end=426
+  _globals['_SETWEIGHTSREQUEST']._serialized_start=428
+  _globals['_SETWEIGHTSREQUEST']._serialized_end=544
+  _globals['_VERSIONLABEL']._serialized_start=546
+  _globals['_VERSIONLABEL']._serialized_end=592
+  _globals['_SETLABELSREQUEST']._serialized_start=594
+  _globals['_SETLABELSREQUEST']._serialized_end=707
+  _globals['_ROLLBACKREQUEST']._serialized_start=709
+  _globals['_ROLLBACKREQUEST']._serialized_end=778
+  _globals['_APPLYDELTAREQUEST']._serialized_start=780
+  _globals['_APPLYDELTAREQUEST']._serialized_end=883
+  _globals['_UNDODELTAREQUEST']._serialized_start=885
+  _globals['_UNDODELTAREQUEST']._serialized_end=972
+  _globals['_VERSIONSTATUS']._serialized_start=975
+  _globals['_VERSIONSTATUS']._serialized_end=1126
+  _globals['_MODELSTATUS']._serialized_start=1128
+  _globals['_MODELSTATUS']._serialized_end=1202
+  _globals['_MODELLIST']._serialized_start=1204
+  _globals['_MODELLIST']._serialized_end=1257
+  _globals['_ADMIN']._serialized_start=1260
+  _globals['_ADMIN']._serialized_end=1869
 # @@protoc_insertion_point(module_scope)

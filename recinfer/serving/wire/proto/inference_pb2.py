@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1brecinfer/v1/inference.proto\x12\x0brecinfer.v1\"\x91\x01\n\x0eJaggedFeatures\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x12\n\nbatch_size\x18\x02 \x01(\x05\x12\x0f\n\x07lengths\x18\x03 \x01(\x0c\x12\x0e\n\x06values\x18\x04 \x01(\x0c\x12\x0f\n\x07weights\x18\x05 \x01(\x0c\x12\x14\n\x0cvalues_int32\x18\x06 \x01(\x0c\x12\x15\n\rweighted_keys\x18\x07 \x03(\t\"^\n\rLookupRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12-\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x1b.recinfer.v1.JaggedFeatures\"\xae\x01\n\x0eLookupResponse\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x0c\n\x04\x64ims\x18\x02 \x03(\x05\x12\x12\n\nbatch_size\x18\x03 \x01(\x05\x12\x0e\n\x06values\x18\x04 \x01(\x0c\x12\x15\n\rmodel_version\x18\x05 \x01(\t\x12.\n\tsequences\x18\x06 \x03(\x0b\x32\x1b.recinfer.v1.SequenceOutput\x12\x15\n\rmissing_ranks\x18\x07 \x03(\x05\"K\n\x0eSequenceOutput\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\x05\x12\x0f\n\x07lengths\x18\x03 \x01(\x0c\x12\x0e\n\x06values\x18\x04 \x01(\x0c\"\xa9\x01\n\x0ePredictRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12-\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x1b.recinfer.v1.JaggedFeatures\x12\r\n\x05\x64\x65nse\x18\x04 \x01(\x0c\x12,\n\x07\x63ontext\x18\x05 \x01(\x0b\x32\x1b.recinfer.v1.JaggedFeatures\x12\x0b\n\x03raw\x18\x06 \x01(\x0c\":\n\x0bNamedTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0e\n\x06values\x18\x03 \x01(\x0c\"j\n\x0fPredictResponse\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.recinfer.v1.NamedTensor\x12\x15\n\rmodel_version\x18\x02 \x01(\t\x12\x15\n\rmissing_ranks\x18\x03 \x03(\x05\"1\n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"x\n\x0b\x46\x65\x61tureInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0c\n\x04rows\x18\x03 \x01(\x03\x12\x0b\n\x03\x64im\x18\x04 \x01(\x05\x12\x0e\n\x06pooled\x18\x05 \x01(\x08\x12\x0f\n\x07missing\x18\x06 \x01(\t\x12\x10\n\x08weighted\x18\x07 \x01(\x08\"\xc0\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\x08\x66\x65\x61tures\x18\x03 \x03(\x0b\x32\x18.recinfer.v1.FeatureInfo\x12\x11\n\tnum_dense\x18\x04 \x01(\x05\x12\x11\n\tprecision\x18\x05 \x01(\t\x12\x11\n\tplan_hash\x18\x06 \x01(\t\x12\x18\n\x10\x66\x65\x61ture_contract\x18\x07 \x01(\t\x12\x15\n\rneeds_weights\x18\x08 \x01(\x08\x32\xd6\x01\n\tInference\x12\x41\n\x06Lookup\x12\x1a.recinfer.v1.LookupRequest\x1a\x1b.recinfer.v1.LookupResponse\x12\x44\n\x07Predict\x12\x1b.recinfer.v1.PredictRequest\x1a\x1c.recinfer.v1.PredictResponse\x12@\n\x08GetModel\x12\x1c.recinfer.v1.GetModelRequest\x1a\x16.recinfer.v1.ModelInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1brecinfer/v1/inference.proto\x12\x0brecinfer.v1\"\x91\x01\n\x0eJaggedFeatures\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x12\n\nbatch_size\x18\x02 \x01(\x05\x12\x0f\n\x07lengths\x18\x03 \x01(\x0c\x12\x0e\n\x06values\x18\x04 \x01(\x0c\x12\x0f\n\x07weights\x18\x05 \x01(\x0c\x12\x14\n\x0cvalues_int32\x18\x06 \x01(\x0c\x12\x15\n\rweighted_keys\x18\x07 \x03(\t\"m\n\rLookupRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12-\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x1b.recinfer.v1.JaggedFeatures\x12\r\n\x05label\x18\x0f \x01(\t\"\xae\x01\n\x0eLookupResponse\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x0c\n\x04\x64ims\x18\x02 \x03(\x05\x12\x12\n\nbatch_size\x18\x03 \x01(\x05\x12\x0e\n\x06values\x18\x04 \x01(\x0c\x12\x15\n\rmodel_version\x18\x05 \x01(\t\x12.\n\tsequences\x18\x06 \x03(\x0b\x32\x1b.recinfer.v1.SequenceOutput\x12\x15\n\rmissing_ranks\x18\x07 \x03(\x05\"K\n\x0eSequenceOutput\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\x05\x12\x0f\n\x07lengths\x18\x03 \x01(\x0c\x12\x0e\n\x06values\x18\x04 \x01(\x0c\"\xb8\x01\n\x0ePredictRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12-\n\x08\x66\x65\x61tures\x18\x03 \x01(\x0b\x32\x1b.recinfer.v1.JaggedFeatures\x12\r\n\x05\x64\x65nse\x18\x04 \x01(\x0c\x12,\n\x07\x63ontext\x18\x05 \x01(\x0b\x32\x1b.recinfer.v1.JaggedFeatures\x12\x0b\n\x03raw\x18\x06 \x01(\x0c\x12\r\n\x05label\x18\x0f \x01(\t\":\n\x0bNamedTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0e\n\x06values\x18\x03 \x01(\x0c\"j\n\x0fPredictResponse\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.recinfer.v1.NamedTensor\x12\x15\n\rmodel_version\x18\x02 \x01(\t\x12\x15\n\rmissing_ranks\x18\x03 \x03(\x05\"@\n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05label\x18\x0f \x01(\t\"x\n\x0b\x46\x65\x61tureInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05table\x18\x02 \x01(\t\x12\x0c\n\x04rows\x18\x03 \x01(\x03\x12\x0b\n\x03\x64im\x18\x04 \x01(\x05\x12\x0e\n\x06pooled\x18\x05 \x01(\x08\x12\x0f\n\x07missing\x18\x06 \x01(\t\x12\x10\n\x08weighted\x18\x07 \x01(\x08\"\xc0\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\x08\x66\x65\x61tures\x18\x03 \x03(\x0b\x32\x18.recinfer.v1.FeatureInfo\x12\x11\n\tnum_dense\x18\x04 \x01(\x05\x12\x11\n\tprecision\x18\x05 \x01(\t\x12\x11\n\tplan_hash\x18\x06 \x01(\t\x12\x18\n\x10\x66\x65\x61ture_contract\x18\x07 \x01(\t\x12\x15\n\rneeds_weights\x18\x08 \x01(\x08\x32\xd6\x01\n\tInference\x12\x41\n\x06Lookup\x12\x1a.recinfer.v1.LookupRequest\x1a\x1b.recinfer.v1.LookupResponse\x12\x44\n\x07Predict\x12\x1b.recinfer.v1.PredictRequest\x1a\x1c.recinfer.v1.PredictResponse\x12@\n\x08GetModel\x12\x1c.recinfer.v1.GetModelRequest\x1a\x16.recinfer.v1.ModelInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JAGGEDFEATURES']._serialized_start=45
   _globals['_JAGGEDFEATURES']._serialized_end=190
   _globals['_LOOKUPREQUEST']._serialized_start=192
-  _globals['_LOOKUPREQUEST']._serialized_end=286
-  _globals['_LOOKUPRESPONSE']._serialized_start=289
-  _globals['_LOOKUPRESPONSE']._serialized_end=463
-  _globals['_SEQUENCEOUTPUT']._serialized_start=465
-  _globals['_SEQUENCEOUTPUT']._serialized_end=540
-  _globals['_PREDICTREQUEST']._serialized_start=543
-  _globals['_PREDICTREQUEST']._serialized_end=712
-  _globals['_NAMEDTENSOR']._serialized_start=714
-  _globals['_NAMEDTENSOR']._serialized_end=772
-  _globals['_PREDICTRESPONSE']._serialized_start=774
-  _globals['_PREDICTRESPONSE']._serialized_end=880
-  _globals['_GETMODELREQUEST']._serialized_start=882
-  _globals['_GETMODELREQUEST']._serialized_end=931
-  _globals['_FEATUREINFO']._serialized_start=933
-  _globals['_FEATUREINFO']._serialized_end=1053
-  _globals['_MODELINFO']._serialized_start=1056
-  _globals['_MODELINFO']._serialized_end=1248
-  _globals['_INFERENCE']._serialized_start=1251
-  _globals['_INFERENCE']._serialized_end=1465
+  _globals['_LOOKUPREQUEST']._serialized_end=301
+  _globals['_LOOKUPRESPONSE']._serialized_start=304
+  _globals['_LOOKUPRESPONSE']._serialized_end=478
+  _globals['_SEQUENCEOUTPUT']._serialized_start=480
+  _globals['_SEQUENCEOUTPUT']._serialized_end=555
+  _globals['_PREDICTREQUEST']._serialized_start=558
+  _globals['_PREDICTREQUEST']._serialized_end=742
+  _globals['_NAMEDTENSOR']._serialized_start=744
+  _globals['_NAMEDTENSOR']._serialized_end=802
+  _globals['_PREDICTRESPONSE']._serialized_start=804
+  _globals['_PREDICTRESPONSE']._serialized_end=910
+  _globals['_GETMODELREQUEST']._serialized_start=912
+  _globals['_GETMODELREQUEST']._serialized_end=976
+  _globals['_FEATUREINFO']._serialized_start=978
+  _globals['_FEATUREINFO']._serialized_end=1098
+  _globals['_MODELINFO']._serialized_start=1101
+  _globals['_MODELINFO']._serialized_end=1293
+  _globals['_INFERENCE']._serialized_start=1296
+  _globals['_INFERENCE']._serialized_end=1510
 # @@protoc_insertion_point(module_scope)

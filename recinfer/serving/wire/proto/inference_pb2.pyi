@@ -25,14 +25,16 @@ class JaggedFeatures(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[str]] = ..., batch_size: _Optional[int] = ..., lengths: _Optional[bytes] = ..., values: _Optional[bytes] = ..., weights: _Optional[bytes] = ..., values_int32: _Optional[bytes] = ..., weighted_keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("model", "version", "features")
+    __slots__ = ("model", "version", "features", "label")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
     features: JaggedFeatures
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ...) -> None: ...
+    label: str
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., label: _Optional[str] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("keys", "dims", "batch_size", "values", "model_version", "sequences", "missing_ranks")
@@ -65,20 +67,22 @@ class SequenceOutput(_message.Message):
     def __init__(self, key: _Optional[str] = ..., dim: _Optional[int] = ..., lengths: _Optional[bytes] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class PredictRequest(_message.Message):
-    __slots__ = ("model", "version", "features", "dense", "context", "raw")
+    __slots__ = ("model", "version", "features", "dense", "context", "raw", "label")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     DENSE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     RAW_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
     features: JaggedFeatures
     dense: bytes
     context: JaggedFeatures
     raw: bytes
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., dense: _Optional[bytes] = ..., context: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., raw: _Optional[bytes] = ...) -> None: ...
+    label: str
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., features: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., dense: _Optional[bytes] = ..., context: _Optional[_Union[JaggedFeatures, _Mapping]] = ..., raw: _Optional[bytes] = ..., label: _Optional[str] = ...) -> None: ...
 
 class NamedTensor(_message.Message):
     __slots__ = ("name", "shape", "values")
@@ -101,12 +105,14 @@ class PredictResponse(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[NamedTensor, _Mapping]]] = ..., model_version: _Optional[str] = ..., missing_ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
-    __slots__ = ("model", "version")
+    __slots__ = ("model", "version", "label")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+    label: str
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., label: _Optional[str] = ...) -> None: ...
 
 class FeatureInfo(_message.Message):
     __slots__ = ("name", "table", "rows", "dim", "pooled", "missing", "weighted")

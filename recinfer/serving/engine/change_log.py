@@ -1,0 +1,79 @@
+"""Lines of the log about changes of models: what was changed, by whom and why."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from google.protobuf.message import DecodeError, Message
+
+from recinfer.serving.wire.proto import admin_pb2 as pb
+
+__all__ = ["log_change", "log_refused", "show_changes"]
+
+LOGGER = "recinfer.changes"
+_MAX_TEXT = 200
+_log = logging.getLogger(LOGGER)
+
+
+def show_changes() -> None:
+    """Write these lines to stderr as text, for a process whose log is not JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    _log.handlers[:] = [handler]
+    _log.propagate = False
+    _log.setLevel(logging.INFO)
+
+
+def log_change(call: str, data: bytes) -> None:
+    """A change that was made: the name of the admin call and its serialized request."""
+    told = _told(call, data)
+    if told is not None:
+        _log.info("%s", _line(told), extra=told)
+
+
+def log_refused(call: str, data: bytes, error: Exception) -> None:
+    """A change that was asked for and not made."""
+    told = _told(call, data)
+    if told is not None:
+        _log.warning("%s, refused: %s", _line(told), error, extra=told)
+
+
+def _told(call: str, data: bytes) -> dict[str, Any] | None:
+    """What a line says, by name; None: the call changes nothing."""
+    kind = getattr(pb, f"{call}Request", None)
+    if kind is None or "change" not in kind.DESCRIPTOR.fields_by_name:
+        return None
+    try:
+        request = kind.FromString(data)
+    except DecodeError:
+        return None
+    who, reason = (_short(text) for text in (request.change.who, request.change.reason))
+    told = {"change": call, "model": _short(request.model), "version": _short(_subject(request))}
+    return told | {"who": who or "unknown", "reason": reason or "none given"}
+
+
+def _subject(request: Message) -> str:
+    """The version that a change is about, or the shares or labels of several."""
+    fields: Any = request
+    names = request.DESCRIPTOR.fields_by_name
+    if "weights" in names:
+        return ", ".join(f"{item.version}={item.weight}" for item in fields.weights)
+    if "labels" in names:
+        return ", ".join(f"{item.label}={item.version}" for item in fields.labels)
+    version = fields.version if "version" in names else ""
+    if "delta" in names:
+        return f"{version} delta {fields.delta}".strip()
+    return f"{version} and made the default" if "activate" in names and fields.activate else version
+
+
+def _line(told: dict[str, Any]) -> str:
+    what = " ".join(filter(None, (told["model"], told["version"])))
+    return f"{told['change']} {what}, by {told['who']}, reason: {told['reason']}"
+
+
+def _short(text: str) -> str:
+    """One line, as a caller's text may hold line ends that look like lines of the log."""
+    line = "".join(char if char.isprintable() else " " for char in text)
+    return line if len(line) <= _MAX_TEXT else line[: _MAX_TEXT - 3] + "..."

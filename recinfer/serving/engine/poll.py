@@ -1,0 +1,278 @@
+"""Follows a model store on disk: versions that appear are served, those that disappear are not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from recinfer.errors import ConfigError, RecinferError
+from recinfer.serving.engine.model_config import ModelChoice, parse_model_config, read_text
+from recinfer.serving.engine.version_order import natural
+from recinfer.serving.wire.proto import admin_pb2 as pb
+
+__all__ = ["PollLoop", "StorePoller", "versions_on_disk"]
+
+_log = logging.getLogger(__name__)
+_SERVE_ALL = ModelChoice()
+_SERVE_NONE = ModelChoice(latest=0)
+Fingerprint = tuple[tuple[str, int, int], ...]
+
+
+def versions_on_disk(folder: Path) -> dict[str, Path]:
+    """Versions of a model, the newest first: folders with a manifest whose name begins with no dot. Raises OSError."""
+    found = [path for path in folder.iterdir() if path.name[0] != "." and (path / "manifest.json").is_file()]
+    return {path.name: path for path in sorted(found, key=lambda path: natural(path.name), reverse=True)}
+
+
+class StorePoller:
+    """Looks at a store when asked to, and has what changed served.
+
+    A version is tried once; one that is refused is tried again when its files have changed. A version becomes the default
+    one when it is loaded and is newer than all that are served, unless the configuration has weights: what an operator
+    does meanwhile (rollback, weights, unload) stays. Versions that did not come from the store are left alone.
+
+    Args:
+        folder: the store.
+        change: makes an admin call, its name and its serialized request; raises errors of ours.
+        state: what is served, as recinfer.serving.engine.store.served_state has it; None: not known now.
+        config: a file of recinfer.serving.engine.model_config; it is read at each look.
+
+    Raises:
+        ConfigError: the file is bad; later, a bad one is logged and the last good one stays.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        change: Callable[[str, bytes], object],
+        state: Callable[[], Mapping[str, Any] | None],
+        config: Path | None = None,
+    ) -> None:
+        self.folder, self.config = folder, config
+        self._change, self._state = change, state
+        self._tried: dict[tuple[str, str], Fingerprint] = {}  # what each version was when it was loaded or refused
+        self._set: dict[
+            str, tuple[Mapping[str, str], Mapping[str, int]]
+        ] = {}  # labels and weights of the configuration
+        self._told: dict[str, str] = {}  # what was logged, by what it is about
+        self._text: str | None = None
+        self._choices: dict[str, ModelChoice] | None = None
+        if config is not None:
+            text = read_text(config)
+            self._choices, self._text = self._checked(text), text
+
+    def choice(self, model: str) -> ModelChoice:
+        """What is to be served of a model."""
+        return _SERVE_ALL if self._choices is None else self._choices.get(model, _SERVE_NONE)
+
+    def poll(self, reason: str = "poll") -> None:
+        """Look once, and make all changes; what fails is logged once.
+
+        Args:
+            reason: of the changes, for the log.
+        """
+        self._read_config()
+        state = self._state()
+        if state is None:
+            return
+        try:
+            names = [path.name for path in sorted(self.folder.iterdir()) if path.is_dir() and path.name[0] != "."]
+        except OSError as error:  # a disk that is not there for a moment: nothing is unloaded for that
+            self._tell("", f"model store: {self.folder} cannot be read, nothing is changed: {error.strerror}")
+            return
+        self._told.pop("", None)
+        for model in dict.fromkeys([*names, *(model for model, _ in self._tried)]):
+            try:
+                found = versions_on_disk(self.folder / model)
+            except FileNotFoundError:
+                found = {}
+            except OSError as error:
+                self._tell(model, f"model store: {self.folder / model} cannot be read: {error.strerror}")
+                continue
+            self._follow(model, found, reason)
+
+    def _read_config(self) -> None:
+        """Take over the file where it has changed and is good; else the last good one stays."""
+        if self.config is None:
+            return
+        try:
+            text = read_text(self.config)
+            if text != self._text:
+                self._choices, self._text = self._checked(text), text
+                _log.info("model config: %s is taken over", self.config)
+        except ConfigError as error:
+            self._tell("config", f"model config: the one before stays, since {error}")
+        else:
+            self._told.pop("config", None)
+
+    def _checked(self, text: str) -> dict[str, ModelChoice]:
+        assert self.config is not None
+        choices = parse_model_config(text, self.config.name)
+        for model, choice in choices.items():
+            try:
+                found = versions_on_disk(self.folder / model)
+            except OSError:
+                found = {}
+            if not found:
+                raise ConfigError(f"{self.config.name}: models.{model}: the store {self.folder} has no version of it")
+            try:
+                choice.check(model, list(found))
+            except ConfigError as error:
+                raise ConfigError(f"{self.config.name}: {error}") from None
+        return choices
+
+    def _follow(self, model: str, found: Mapping[str, Path], reason: str) -> None:
+        choice = self.choice(model)
+        wanted = choice.of(list(found))
+        for version in wanted:
+            self._try(model, version, found[version], choice, reason)
+        if self._choices is not None and model in self._choices:
+            self._name_and_weigh(model, choice, reason)
+        known = {version for name, version in self._tried if name == model}
+        self._unload(model, known - set(wanted), reason)
+
+    def _try(self, model: str, version: str, path: Path, choice: ModelChoice, reason: str) -> None:
+        seen = _fingerprint(path)
+        key = (model, version)
+        if seen is None or self._tried.get(key) == seen:
+            return
+        served = self._served(model)
+        first = key not in self._tried
+        self._tried[key] = seen
+        if first and version in served:  # since the server began
+            return
+        newest = not choice.weights and all(natural(version) > natural(other) for other in served)
+        request = pb.LoadRequest(model=model, version=version, activate=newest, change=_change(reason))
+        self._made("Load", request, f"{model} {version}")
+
+    def _name_and_weigh(self, model: str, choice: ModelChoice, reason: str) -> None:
+        """Labels and weights of the configuration, once they change and all of their versions are served."""
+        if self._set.get(model, ({}, {})) == (choice.labels, choice.weights):
+            return
+        if not {*choice.labels.values(), *choice.weights} <= set(self._served(model)):
+            return
+        labels = [pb.VersionLabel(label=label, version=version) for label, version in choice.labels.items()]
+        done = self._made("SetLabels", pb.SetLabelsRequest(model=model, labels=labels, change=_change(reason)), model)
+        if done and choice.weights:
+            weights = [pb.VersionWeight(version=version, weight=weight) for version, weight in choice.weights.items()]
+            done = self._made(
+                "SetWeights", pb.SetWeightsRequest(model=model, weights=weights, change=_change(reason)), model
+            )
+        if done:
+            self._set[model] = (choice.labels, choice.weights)
+
+    def _unload(self, model: str, gone: set[str], reason: str) -> None:
+        served = self._served(model)
+        for version in gone - set(served):
+            self._tried.pop((model, version), None)
+        ending = [version for version in served if version in gone]
+        if not ending:
+            return
+        left = [version for version in served if version not in gone]
+        weights = self._weights(model)
+        if not left and self._is_default(model):
+            keep = max(weights, key=natural)
+            self._tell(f"{model} {keep}", f"model store: {model} {keep} is gone from disk; as the last one it stays")
+            ending, left = [version for version in ending if version != keep], [keep]
+        if left and any(version in ending for version in weights):
+            kept = {version: weight for version, weight in weights.items() if version not in ending}
+            shares = kept or {max(left, key=natural): 1}
+            items = [pb.VersionWeight(version=version, weight=weight) for version, weight in shares.items()]
+            request = pb.SetWeightsRequest(model=model, weights=items, change=_change(reason))
+            if not self._made("SetWeights", request, model):
+                return
+        # What has a weight comes last: where nothing is left, it goes with the model.
+        for version in sorted(ending, key=lambda version: version in weights):
+            last = pb.UnloadRequest(model=model, version=version, change=_change(reason))
+            if self._made("Unload", last, f"{model} {version}"):
+                self._tried.pop((model, version), None)
+                self._told.pop(f"{model} {version}", None)
+                self._set.pop(model, None)
+
+    def _made(self, call: str, request: Any, about: str) -> bool:
+        """Whether the change was made; the log has why not, once."""
+        try:
+            self._change(call, request.SerializeToString())
+        except Exception as error:  # a broken archive may fail anywhere
+            why = str(error) if isinstance(error, RecinferError) else f"{type(error).__name__}: {error}"
+            self._tell(about, f"model store: {call} of {about} is passed over until it changes: {why}")
+            return False
+        self._told.pop(about, None)
+        return True
+
+    def _tell(self, about: str, text: str) -> None:
+        if self._told.get(about) != text:
+            self._told[about] = text
+            _log.error("%s", text)
+
+    def _served(self, model: str) -> list[str]:
+        state = self._state() or {"versions": ()}
+        return [version for name, version, *_ in state["versions"] if name == model]
+
+    def _weights(self, model: str) -> dict[str, int]:
+        state = self._state() or {"weights": {}}
+        return dict(state["weights"].get(model, [{}])[0])
+
+    def _is_default(self, model: str) -> bool:
+        """Whether requests without a model go to it; they would go to another if it were unloaded."""
+        state = self._state() or {"versions": ()}
+        return next((name == model for name, *_ in state["versions"]), False)
+
+
+class PollLoop:
+    """A thread that polls every ``seconds`` (None: never by itself), and whenever it is asked to.
+
+    ``reload`` may be called by a signal handler: a SimpleQueue may be put into in the middle of anything.
+    """
+
+    def __init__(self, poller: StorePoller, seconds: float | None) -> None:
+        self._poller, self._seconds = poller, seconds
+        self._asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="recinfer-poll", daemon=True)
+
+    def start(self) -> None:
+        """Look for the first time now."""
+        self._thread.start()
+
+    def reload(self) -> None:
+        """Read the configuration and the store again."""
+        self._asked.put("config")
+
+    def stop(self) -> None:
+        """Look no more; what is under way goes on."""
+        self._asked.put(None)
+
+    def _run(self) -> None:
+        reason: str | None = "config" if self._seconds is None else "poll"
+        while reason is not None:
+            try:
+                self._poller.poll(reason)
+            except Exception:  # a bug of ours must not end polling
+                _log.exception("model store: a look at %s failed", self._poller.folder)
+            try:
+                reason = self._asked.get(timeout=self._seconds)
+            except queue.Empty:
+                reason = "poll"
+
+
+def _fingerprint(folder: Path) -> Fingerprint | None:
+    """Name, size and time of change of all files; None where one goes away meanwhile."""
+    found = []
+    try:
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                path = os.path.join(parent, name)
+                stat = os.stat(path)
+                found.append((path, stat.st_size, stat.st_mtime_ns))
+    except OSError:
+        return None
+    return tuple(sorted(found))
+
+
+def _change(reason: str) -> pb.Change:
+    return pb.Change(reason=reason, who="model store")

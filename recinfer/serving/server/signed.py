@@ -1,0 +1,30 @@
+"""Admin calls whose requests say who makes them: the word of the server, not of the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from recinfer.serving.server.grpc_methods import Answer, core_call
+from recinfer.serving.server.security import Security
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.proto import admin_pb2 as pb
+
+__all__ = ["signed"]
+
+
+def signed(calls: Mapping[str, Answer], security: Security) -> dict[str, Answer]:
+    """``calls`` by method, those that change something with ``change.who`` of their requests filled in."""
+    return {name: _signed(name, call, security) for name, call in calls.items()}
+
+
+def _signed(name: str, call: Answer, security: Security) -> Answer:
+    kind = getattr(pb, f"{name}Request")
+    if "change" not in kind.DESCRIPTOR.fields_by_name:
+        return call
+
+    async def answer(data: bytes) -> bytes:
+        request, made_by = codec.parse(kind, data), core_call.get()
+        request.change.who = "unknown" if made_by is None else security.who(made_by)
+        return await call(request.SerializeToString())
+
+    return answer

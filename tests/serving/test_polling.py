@@ -1,0 +1,393 @@
+"""A server follows its model store: versions come and go while callers ask, and a configuration says which are served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from recinfer.errors import ConfigError, InputError, NotFoundError
+from recinfer.inference.predictor import Predictor, load
+from recinfer.serving.client.admin import AdminClient
+from recinfer.serving.engine.admin import AdminService
+from recinfer.serving.engine.poll import StorePoller
+from recinfer.serving.engine.registry import ModelRegistry, ServedModel
+from recinfer.serving.engine.store import ModelStore, StoreManager
+from recinfer.serving.server.security import Security
+from recinfer.serving.server.server import SERVICE_NAME, Server
+from recinfer.serving.wire import codec
+from recinfer.serving.wire.loop import run_on_loop
+from recinfer.serving.wire.proto import admin_pb2 as admin_pb
+from recinfer.serving.wire.proto import inference_pb2 as pb
+from tests.certificates import need_openssl, self_signed
+from tests.serving.conftest import build_model, export, make_request
+from tests.serving.test_models import damage
+from tests.waiting import until
+
+RECINFER = [sys.executable, "-m", "recinfer"]
+NUM_KINDS, NUM_VERSIONS, NUM_CALLERS = 5, 50, 4
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Archives of different weights: neighbouring versions never answer alike."""
+    folder = tmp_path_factory.mktemp("kinds")
+    return [export(build_model(n), folder / str(n), "tiny", "x", num_dense=3) for n in range(NUM_KINDS)]
+
+
+def put(archive: Path, store: Path, version: int | str) -> None:
+    """Hard links below a hidden name, then the version's name: it appears whole."""
+    hidden = store / "tiny" / f".{version}"
+    shutil.copytree(archive, hidden, copy_function=os.link)
+    hidden.rename(store / "tiny" / str(version))
+
+
+class Followed:
+    """A registry that follows a store, without a server."""
+
+    def __init__(self, store: Path, predictor: Predictor, version: str, config: Path | None = None) -> None:
+        self.registry = ModelRegistry([ServedModel.of("tiny", predictor, version)])
+        manager = StoreManager(self.registry, ModelStore(store))
+        self.calls = AdminService(manager).calls()
+        self.poller = StorePoller(store, self.change, manager.state, config)
+
+    def change(self, call: str, data: bytes) -> bytes:
+        return asyncio.run(self.calls[call](data))  # type: ignore[arg-type]
+
+    def poll(self) -> tuple[list[str], dict[str, int]]:
+        self.poller.poll()
+        return sorted(self.registry.versions("tiny")), self.registry.weights("tiny")
+
+
+@pytest.fixture
+def store(kinds: list[Path], tmp_path: Path) -> Path:
+    """tiny/1 alone."""
+    put(kinds[0], tmp_path / "store", 1)
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def followed(store: Path) -> Followed:
+    return Followed(store, load(store / "tiny" / "1"), "1")
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+class Callers:
+    """Threads that predict until they are stopped; each answer is compared with that of the version that it names."""
+
+    def __init__(self, target: str, kinds: list[Path]) -> None:
+        self.answers: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self._target, self._stop = target, threading.Event()
+        self._predictors = [load(kind) for kind in kinds]
+        self._counts = [0] * NUM_CALLERS
+        self._turn = threading.Condition()
+        self._threads = [threading.Thread(target=self._call, args=(n,)) for n in range(NUM_CALLERS)]
+
+    def _call(self, number: int) -> None:
+        dense, kjt = make_request(number, 3)
+        expected = [predictor.predict(dense, kjt)["output"] for predictor in self._predictors]
+        data = codec.encode_predict_request(dense, kjt)
+        with grpc.insecure_channel(self._target) as channel:
+            predict = channel.unary_unary(f"/{SERVICE_NAME}/Predict")
+            while not self._stop.is_set():
+                try:
+                    outputs, version = codec.decode_predict_response(predict(data, timeout=120))
+                    if torch.allclose(outputs["output"], expected[int(version) % NUM_KINDS], rtol=0, atol=1e-6):
+                        self.answers[version] += 1
+                    else:
+                        self.wrong.append(f"version {version}")
+                except Exception as error:
+                    self.wrong.append(repr(error))
+                with self._turn:
+                    self._counts[number] += 1
+                    self._turn.notify_all()
+
+    def wait(self, more: int) -> None:
+        """Until each has asked ``more`` times from now on."""
+        with self._turn:
+            goals = [count + more for count in self._counts]
+            assert self._turn.wait_for(lambda: all(c >= g for c, g in zip(self._counts, goals)), timeout=300)
+
+    def __enter__(self) -> Callers:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.fixture
+def served(store: Path) -> Iterator[tuple[Server, StorePoller]]:
+    """A server on tiny/1, and what polls for it."""
+    registry = ModelRegistry([ServedModel.of("tiny", load(store / "tiny" / "1"), "1")])
+    manager = StoreManager(registry, ModelStore(store))
+    with Server(registry, admin=manager) as server:
+
+        def change(call: str, data: bytes) -> bytes:
+            async def made() -> bytes:
+                return await server.admin_calls[call](data)
+
+            return run_on_loop(made(), timeout=120)
+
+        yield server, StorePoller(store, change, manager.state)
+
+
+def test_50_versions_come_and_go_while_callers_ask(served: tuple[Server, StorePoller], store: Path, kinds: list[Path]):
+    server, poller = served
+    poller.poll()
+    put(kinds[0], store, 5)
+    shutil.rmtree(store / "tiny" / "1")
+    poller.poll()
+    with Callers(server.target, kinds) as callers:
+        for version in range(6, 6 + NUM_VERSIONS):
+            put(kinds[version % NUM_KINDS], store, version)
+            poller.poll()
+            callers.wait(2)
+            shutil.rmtree(store / "tiny" / str(version - 1))
+            poller.poll()
+            callers.wait(2)
+    assert callers.wrong == []
+    assert len(callers.answers) >= NUM_VERSIONS
+    assert list(server.service.registry.versions("tiny")) == [str(5 + NUM_VERSIONS)]
+
+
+def test_a_newer_version_becomes_the_default_and_an_older_one_does_not(
+    followed: Followed, store: Path, kinds: list[Path]
+):
+    assert followed.poll() == (["1"], {"1": 1})
+    put(kinds[1], store, 10)
+    put(kinds[2], store, 9)
+    assert followed.poll() == (["1", "10", "9"], {"10": 1})
+    shutil.rmtree(store / "tiny" / "10")
+    assert followed.poll() == (["1", "9"], {"9": 1})
+
+
+def test_what_an_operator_does_stays(followed: Followed, store: Path, kinds: list[Path]):
+    put(kinds[1], store, 2)
+    followed.poll()
+    followed.registry.rollback("tiny")
+    assert followed.poll() == (["1", "2"], {"1": 1})
+    followed.registry.remove("tiny", "2")
+    assert followed.poll() == (["1"], {"1": 1})
+
+
+def test_a_bad_version_is_logged_once_and_tried_again_when_it_changes(
+    followed: Followed, store: Path, kinds: list[Path], caplog: pytest.LogCaptureFixture
+):
+    shutil.copytree(kinds[1], store / "tiny" / "2")
+    damage(store / "tiny" / "2")
+    for _ in range(3):
+        assert followed.poll() == (["1"], {"1": 1})
+    assert len([line for line in errors(caplog) if "Load of tiny 2" in line]) == 1
+    shutil.copytree(kinds[1], store / "tiny" / "2", dirs_exist_ok=True)
+    assert followed.poll() == (["1", "2"], {"2": 1})
+
+
+def test_a_folder_that_is_being_copied_is_served_when_it_is_whole(followed: Followed, store: Path, kinds: list[Path]):
+    files = sorted(
+        (path for path in kinds[1].rglob("*") if path.is_file()), key=lambda path: path.name != "manifest.json"
+    )
+    for path in files:  # the manifest first, the worst order
+        assert followed.poll() == (["1"], {"1": 1})
+        to = store / "tiny" / "2" / path.relative_to(kinds[1])
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, to)
+    assert followed.poll() == (["1", "2"], {"2": 1})
+
+
+def test_another_content_under_a_served_version_is_refused_once(
+    followed: Followed, store: Path, kinds: list[Path], caplog: pytest.LogCaptureFixture
+):
+    followed.poll()
+    shutil.rmtree(store / "tiny" / "1")
+    put(kinds[1], store, 1)
+    for _ in range(2):
+        assert followed.poll() == (["1"], {"1": 1})
+    (line,) = errors(caplog)
+    assert "is served, and the archive in the store is another one by now" in line
+
+
+def test_the_last_version_stays_when_it_disappears(followed: Followed, store: Path, kinds: list[Path]):
+    followed.poll()
+    shutil.rmtree(store / "tiny")
+    assert followed.poll() == (["1"], {"1": 1})
+    put(kinds[2], store, 0)
+    assert followed.poll() == (["0"], {"0": 1})
+
+
+def test_a_store_that_cannot_be_read_unloads_nothing(followed: Followed, store: Path, caplog: pytest.LogCaptureFixture):
+    followed.poll()
+    store.rename(store.with_name("elsewhere"))
+    for _ in range(2):
+        assert followed.poll() == (["1"], {"1": 1})
+    assert len([line for line in errors(caplog) if "cannot be read" in line]) == 1
+
+
+def test_a_version_that_is_no_part_of_the_store_is_left_alone(store: Path, kinds: list[Path]):
+    followed = Followed(store, load(kinds[3]), "10")
+    assert followed.poll() == (["1", "10"], {"10": 1})
+    shutil.rmtree(store / "tiny" / "1")
+    put(kinds[1], store, 2)
+    assert followed.poll()[0] == ["10", "2"]
+
+
+def test_a_config_says_versions_labels_and_weights(store: Path, kinds: list[Path], caplog: pytest.LogCaptureFixture):
+    for version in (2, 3):
+        put(kinds[version], store, version)
+    config = store.parent / "models.toml"
+    config.write_text('[models.tiny]\nversions = {latest = 2}\nlabels = {stable = "2", canary = "3"}\n')
+    with config.open("a") as file:
+        file.write('weights = {"2" = 90, "3" = 10}\n')
+    followed = Followed(store, load(store / "tiny" / "3"), "3", config)
+    assert followed.poll() == (["2", "3"], {"2": 90, "3": 10})
+    assert followed.registry.resolve_label("tiny", "stable") == "2"
+    good = config.read_text()
+    for bad, said in (
+        (good.replace('"2", canary', '"7", canary'), "names version '7'"),
+        (good + "[models.none]\n", "has no version of it"),
+        ("models = 3", "expected `models` alone"),
+        (good.replace("latest = 2", "latest = 0"), "with N from 1"),
+        (good.replace("= 90", "= -90"), "whole number from 0"),
+        ("[models", "Expected"),
+    ):
+        config.write_text(bad)
+        caplog.clear()
+        for _ in range(2):
+            assert followed.poll() == (["2", "3"], {"2": 90, "3": 10})
+        (line,) = errors(caplog)
+        assert "the one before stays" in line and said in line
+        with pytest.raises(ConfigError, match=said):
+            Followed(store, load(store / "tiny" / "3"), "3", config)
+    config.write_text('[models.tiny]\nversions = ["1"]\nlabels = {stable = "1"}')
+    assert followed.poll() == (["1"], {"1": 1})
+    assert followed.registry.labels("tiny") == {"stable": "1"}
+
+
+def test_a_load_again_is_fine_and_labels_are_names_of_versions(store: Path, kinds: list[Path]):
+    put(kinds[1], store, 2)
+    followed = Followed(store, load(store / "tiny" / "1"), "1")
+    request = admin_pb.LoadRequest(model="tiny", version="2", activate=True).SerializeToString()
+    for _ in range(2):
+        followed.change("Load", request)
+        assert followed.registry.weights("tiny") == {"2": 1}
+    registry = followed.registry
+    registry.set_labels("tiny", {"stable": "1"})
+    assert registry.get("tiny", label="stable").version == registry.resolve_label("", "stable") == "1"
+    with pytest.raises(NotFoundError, match="label: got 'x' of model 'tiny', expected one of 'stable'"):
+        registry.resolve_label("tiny", "x")
+    with pytest.raises(InputError, match="expected one of them"):
+        registry.get("tiny", "1", "stable")
+    registry.rollback("tiny")
+    registry.set_weights("tiny", {"2": 1})
+    registry.remove("tiny", "1")
+    assert registry.labels("tiny") == {}
+
+
+def test_a_request_may_say_a_label(served: tuple[Server, StorePoller], store: Path, kinds: list[Path]):
+    server, poller = served
+    put(kinds[1], store, 2)
+    poller.poll()
+    server.service.registry.set_labels("tiny", {"stable": "1", "canary": "2"})
+    dense, kjt = make_request(0, 3)
+    request = codec.parse(pb.PredictRequest, codec.encode_predict_request(dense, kjt))
+    for label, version in (("stable", "1"), ("canary", "2")):
+        request.label = label
+        answer = server.service.predict(request.SerializeToString())
+        assert codec.parse(pb.PredictResponse, answer).model_version == version
+
+
+def test_changes_are_in_the_log(followed: Followed, store: Path, kinds: list[Path], caplog: pytest.LogCaptureFixture):
+    put(kinds[1], store, 2)
+    logging.getLogger("recinfer.changes").propagate = True
+    with caplog.at_level(logging.INFO, logger="recinfer.changes"):
+        followed.poll()
+        request = admin_pb.RollbackRequest(model="tiny", change=admin_pb.Change(reason="clicks\nfell", who="CN=ann"))
+        followed.change("Rollback", request.SerializeToString())
+        with pytest.raises(NotFoundError):
+            followed.change("Unload", admin_pb.UnloadRequest(model="tiny", version="9").SerializeToString())
+    loaded, rolled, refused = caplog.records
+    assert loaded.getMessage() == "Load tiny 2 and made the default, by model store, reason: poll"
+    assert rolled.getMessage() == "Rollback tiny, by CN=ann, reason: clicks fell"
+    assert (rolled.change, rolled.model, rolled.who, rolled.reason) == ("Rollback", "tiny", "CN=ann", "clicks fell")  # type: ignore[attr-defined]
+    assert "refused: version: got '9'" in refused.getMessage() and refused.levelno == logging.WARNING
+
+
+def test_workers_follow_their_supervisor_and_admin_verbs_reach_all(store: Path, kinds: list[Path]):
+    """The command as users start it: two workers, a store that is looked at, and the verbs of `recinfer admin`."""
+    serve = [
+        "serve",
+        "--model-store",
+        str(store),
+        "--poll",
+        "0.05",
+        "--workers",
+        "2",
+        "--admin",
+        "--port",
+        "0",
+        "--json",
+    ]
+    with subprocess.Popen([*RECINFER, *serve], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            target = f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+
+            def admin(*arguments: str) -> dict[str, dict[str, int]]:
+                said = subprocess.run(
+                    [*RECINFER, "admin", *arguments, "--target", target, "--json"], stdout=subprocess.PIPE, check=True
+                )
+                found = json.loads(said.stdout.splitlines()[-1])["models"]
+                return {m["model"]: {v["version"]: v["weight"] for v in m["versions"]} for m in found}
+
+            put(kinds[1], store, 2)
+            with AdminClient(target) as client:
+                until(lambda: "2" in client.list_models()["tiny"])
+            of_tiny = ("--model", "tiny", "--reason", "a test")
+            assert admin("list") == {"tiny": {"1": 0, "2": 1}}
+            assert admin("load", *of_tiny, "--version", "2") == {"tiny": {"1": 0, "2": 1}}
+            assert admin("weights", *of_tiny, "--weight", "1=9", "--weight", "2=1") == {"tiny": {"1": 9, "2": 1}}
+            assert admin("default", *of_tiny, "--version", "1") == {"tiny": {"1": 1, "2": 0}}
+            assert admin("rollback", *of_tiny) == {"tiny": {"1": 9, "2": 1}}
+            assert admin("rollback", *of_tiny) == {"tiny": {"1": 1, "2": 0}}
+            assert admin("unload", *of_tiny, "--version", "2") == {"tiny": {"1": 1}}
+            assert admin("status") == {"tiny": {"1": 1}}
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def test_the_log_names_the_subject_of_a_certificate(store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    need_openssl()
+    folder = self_signed(tmp_path, ("server", "client"), "IP:127.0.0.1")
+    cert, key, authority = (folder / name for name in ("server.pem", "server.key", "client.pem"))
+    security = Security(tls_cert=cert, tls_key=key, client_ca=authority)
+    of_client = {"tls_ca": cert, "tls_cert": authority, "tls_key": folder / "client.key"}
+    models = [ServedModel.of("tiny", load(store / "tiny" / "1"), "1")]
+    with (
+        Server(models, admin=ModelStore(store), security=security) as server,
+        AdminClient(server.target, **of_client) as admin,  # type: ignore[arg-type]
+        caplog.at_level(logging.INFO, logger="recinfer.changes"),
+    ):
+        admin.load("tiny", "1", reason="who am I")
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "recinfer.changes"]
+    assert "CN=client" in line and line.endswith("reason: who am I")
