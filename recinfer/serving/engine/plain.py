@@ -117,7 +117,7 @@ class PlainReader:
         except RecinferError:
             return None
         state = model.predictor.state
-        tables = state.direct or state.away
+        tables = state.direct or state.remote
         if tables is None:
             return None
         if beside is None:
