@@ -111,7 +111,7 @@ class Lookups(Protocol):
         ...
 
     @property
-    def away(self) -> Any:
+    def remote(self) -> Any:
         """The same where the rows are on other hosts (recinfer.serving.shards.remote_tables.RemoteTables); None elsewhere."""
         ...
 
@@ -242,7 +242,7 @@ class LocalLookups:
         join_columns: on CPU, copy tables that are cut by columns into whole rows.
     """
 
-    away: Any = None
+    remote: Any = None
     begin: Begin | None = None
 
     def __init__(

@@ -101,9 +101,9 @@ class LoadedModel(States):
         return self.state.lookups.direct
 
     @property
-    def away(self) -> Any:
+    def remote(self) -> Any:
         """The tables of other hosts for small requests, where the model allows it; see recinfer.serving.engine.remote_byte_path."""
-        return self.state.lookups.away
+        return self.state.lookups.remote
 
     @property
     def manifest(self) -> Manifest:

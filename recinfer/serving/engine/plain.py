@@ -29,6 +29,23 @@ _LEAST_PART = 64
 _MOST_BYTES, _MOST_IDS, _MOST_FLOATS = 4 << 20, 1 << 18, 1 << 22
 
 
+class RequestParts(NamedTuple):
+    """Where the parts of a request lie in its bytes: RequestParts in ``wire/_wire.c``.
+
+    Attributes:
+        model, version: as the request names them; empty where it does not.
+        dense_at, dense_bytes: where its dense inputs are, and their size.
+        features: (bytes of the keys, fields of a BagPlaces); ``context``: the same, None where there is none.
+    """
+
+    model: str
+    version: str
+    dense_at: int
+    dense_bytes: int
+    features: tuple[bytes, tuple[Any, ...]]
+    context: tuple[bytes, tuple[Any, ...]] | None
+
+
 class PlainRequest(NamedTuple):
     """Where the parts of a request lie in ``data``, and what they are for.
 
@@ -108,29 +125,31 @@ class PlainReader:
         """What ``data`` asks; None for what is not plain."""
         if len(data) > self._most_bytes or (found := read_request(data)) is None:
             return None
-        name, version, dense_at, dense_bytes, (block, places), beside = found
+        parts = RequestParts._make(found)
+        block, places = parts.features
         bags, context = BagPlaces._make(places), None
         if bags.ids > self._most_ids or bags.batch > self._limits.max_batch or bags.keys > self._limits.max_keys:
             return None
         try:
-            model = self._registry.get(name, version)
+            model = self._registry.get(parts.model, parts.version)
         except RecinferError:
             return None
         state = model.predictor.state
-        tables = state.direct or state.away
+        tables = state.direct or state.remote
         if tables is None:
             return None
-        if beside is None:
+        if parts.context is None:
             order = tables.order(block) or tables.learn(block, _keys(block))
         else:
-            blocks, context = (block, beside[0]), BagPlaces._make(beside[1])
+            context_block, context_places = parts.context
+            blocks, context = (block, context_block), BagPlaces._make(context_places)
             all_ids, all_keys = bags.ids + context.ids, bags.keys + context.keys
             if state.direct is None or all_ids > self._most_ids or all_keys > self._limits.max_keys:
                 return None
             order = tables.order(blocks) or tables.learn(blocks, *map(_keys, blocks))
         if order is None or bags.batch * order.columns > self._most_floats:
             return None
-        return PlainRequest(data, model, state, tables, order, bags, dense_at, dense_bytes, context)
+        return PlainRequest(data, model, state, tables, order, bags, parts.dense_at, parts.dense_bytes, context)
 
 
 def _keys(block: bytes) -> tuple[str, ...]:

@@ -62,12 +62,12 @@ class Entry:
         work: what the runner needs of it.
     """
 
-    __slots__ = ("is_told", "key", "request", "samples", "since", "work")
+    __slots__ = ("key", "notified", "request", "samples", "since", "work")
 
     def __init__(self, request: Request, key: Hashable, samples: int, work: Any = None) -> None:
         self.request, self.key, self.samples, self.work = request, key, samples, work
         self.since = 0.0
-        self.is_told = False  # its request has been told that it waits
+        self.notified = False  # whether its request was notified that it waits
 
 
 class Runner(Protocol):
@@ -309,15 +309,15 @@ class Scheduler:
                 entry.request.reply(error)
 
     def _tell_waiting(self) -> None:
-        """Requests that have to wait for a thread are told so, once."""
-        told: list[Request] = []
+        """Requests that have to wait for a thread are notified, once."""
+        waiting: list[Request] = []
         with self._lock:
             for lane in self._lanes.values():
                 for entry in reversed(lane):
-                    if entry.is_told:
+                    if entry.notified:
                         break
-                    entry.is_told = True
-                    told.append(entry.request)
-        for request in told:
+                    entry.notified = True
+                    waiting.append(entry.request)
+        for request in waiting:
             if request.waits is not None:
                 request.waits()

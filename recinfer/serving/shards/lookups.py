@@ -74,9 +74,9 @@ class RemoteLookups:
         self._rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}
         self._weighted = any(part.needs_weights for part in self.parts)
         self._limits: LruCache[tuple[str, ...], NDArray[np.uint64]] = LruCache(_MAX_ORDERS)
-        self.away = self._away()
+        self.remote = self._remote()
 
-    def _away(self) -> RemoteTables | None:
+    def _remote(self) -> RemoteTables | None:
         (part, *others), split = self.parts, self._splits[0]
         if others or not split.layout.pooled or part.info.is_weighted:
             return None

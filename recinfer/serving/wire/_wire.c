@@ -17,6 +17,12 @@ typedef struct {
     Py_ssize_t num_keys;
 } Features;
 
+/* recinfer.serving.engine.plain.RequestParts, in the order of its fields. */
+typedef struct {
+    Span model, version, dense;
+    Features features, context;
+} RequestParts;
+
 static int once(Span *target, Span span) {
     if (target->at != NULL)
         return 0;
@@ -78,10 +84,9 @@ static int is_whole(const Features *features) {
            (uint64_t)features->lengths.size == 4 * features->batch * (uint64_t)features->num_keys;
 }
 
-static int read_request(const uint8_t *data, Py_ssize_t size, Span *model, Span *version, Span *dense,
-                        Features *features, Features *context) {
+static int read_request(const uint8_t *data, Py_ssize_t size, RequestParts *parts) {
     Reader reader = {data, data + size};
-    Span message = {NULL, 0}, beside = {NULL, 0};
+    Span features = {NULL, 0}, context = {NULL, 0};
     while (reader.at < reader.end) {
         uint64_t tag;
         Span span, *target;
@@ -89,19 +94,19 @@ static int read_request(const uint8_t *data, Py_ssize_t size, Span *model, Span 
             return 0;
         switch (tag >> 3) {
         case 1:
-            target = model;
+            target = &parts->model;
             break;
         case 2:
-            target = version;
+            target = &parts->version;
             break;
         case 3:
-            target = &message;
+            target = &features;
             break;
         case 4:
-            target = dense;
+            target = &parts->dense;
             break;
         case 5:
-            target = &beside;
+            target = &context;
             break;
         default:
             return 0;
@@ -109,9 +114,10 @@ static int read_request(const uint8_t *data, Py_ssize_t size, Span *model, Span 
         if (!once(target, span))
             return 0;
     }
-    if (message.at == NULL || !read_features(message, features) || !is_whole(features))
+    if (features.at == NULL || !read_features(features, &parts->features) || !is_whole(&parts->features))
         return 0;
-    return beside.at == NULL || (read_features(beside, context) && context->batch == 1 && is_whole(context));
+    return context.at == NULL ||
+           (read_features(context, &parts->context) && parts->context.batch == 1 && is_whole(&parts->context));
 }
 
 /* The bytes of the keys, and a recinfer.quant.bags.BagPlaces without its name. */
@@ -125,7 +131,7 @@ static PyObject *places_of(const Features *features, const uint8_t *bytes) {
 
 PyDoc_STRVAR(read_doc,
              "read_request(data)\n--\n\n"
-             "(model, version, dense at, bytes of dense, features, context) of a serialized LookupRequest or PredictRequest;\n"
+             "The fields of a recinfer.serving.engine.plain.RequestParts for a serialized LookupRequest or PredictRequest;\n"
              "None for one that is not of the plain kind. features and context, which is None where there is none: (bytes of the\n"
              "keys, the fields of a recinfer.quant.bags.BagPlaces). Places are offsets in `data`. What the ids are, nobody has\n"
              "looked at. A LookupRequest knows no context.");
@@ -137,24 +143,23 @@ static PyObject *read_method(PyObject *module, PyObject *data) {
         return NULL;
     }
     const uint8_t *bytes = (const uint8_t *)PyBytes_AsString(data);
-    Span model = {NULL, 0}, version = {NULL, 0}, dense = {NULL, 0};
-    Features features = {0}, context = {0};
-    if (!read_request(bytes, PyBytes_Size(data), &model, &version, &dense, &features, &context))
+    RequestParts parts = {0};
+    if (!read_request(bytes, PyBytes_Size(data), &parts))
         Py_RETURN_NONE;
-    PyObject *places = places_of(&features, bytes), *beside = Py_None;
-    if (context.num_keys)
-        beside = places_of(&context, bytes);
+    PyObject *features = places_of(&parts.features, bytes), *context = Py_None;
+    if (parts.context.num_keys)
+        context = places_of(&parts.context, bytes);
     else
-        Py_INCREF(beside);
-    if (places == NULL || beside == NULL) {
-        Py_XDECREF(places);
-        Py_XDECREF(beside);
+        Py_INCREF(context);
+    if (features == NULL || context == NULL) {
+        Py_XDECREF(features);
+        Py_XDECREF(context);
         return NULL;
     }
     PyObject *found = Py_BuildValue(
-        "s#s#nnNN", model.at == NULL ? "" : (const char *)model.at, model.size,
-        version.at == NULL ? "" : (const char *)version.at, version.size,
-        dense.at == NULL ? (Py_ssize_t)0 : (Py_ssize_t)(dense.at - bytes), dense.size, places, beside);
+        "s#s#nnNN", parts.model.at == NULL ? "" : (const char *)parts.model.at, parts.model.size,
+        parts.version.at == NULL ? "" : (const char *)parts.version.at, parts.version.size,
+        parts.dense.at == NULL ? (Py_ssize_t)0 : (Py_ssize_t)(parts.dense.at - bytes), parts.dense.size, features, context);
     if (found == NULL && PyErr_ExceptionMatches(PyExc_UnicodeDecodeError)) {
         PyErr_Clear();
         Py_RETURN_NONE;
