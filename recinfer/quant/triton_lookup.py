@@ -13,9 +13,10 @@ Shape suffixes: F keys of the input, B batch, N ids, D output columns.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,13 +37,16 @@ except ImportError as error:
 __all__ = ["Launch", "Read", "TritonTables"]
 
 _BITS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2, DataType.FP16: 16, DataType.FP32: 32}
-_OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_OUTPUT_DTYPES = (torch.float32, torch.float16)
 _MOST_COLUMNS = 256  # of a program; wider tables take several
-_FIELDS = 12  # of a program's description, in the order in which _lookup reads them
+_FIELDS = 13  # of a program's description, in the order in which _lookup reads them
 
 
 @triton.jit
-def _row_values(starts, take, first, columns, BITS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNMENT: tl.constexpr):
+def _row_values(
+    starts, take, first, columns,
+    BITS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNMENT: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """Columns ``first`` to ``first + COLUMNS`` of the rows that begin at ``starts`` [rows, 1], float32; 0 where not taken."""
     if BITS == 32:
         column = first + tl.arange(0, COLUMNS)[None, :]
@@ -62,8 +66,11 @@ def _row_values(starts, take, first, columns, BITS: tl.constexpr, COLUMNS: tl.co
             scale += tl.load(starts + 1, mask=take, other=0).to(tl.uint32) << 8
             bias = tl.load(starts + 2, mask=take, other=0).to(tl.uint32)
             bias += tl.load(starts + 3, mask=take, other=0).to(tl.uint32) << 8
-        byte = first // per_byte + tl.arange(0, COLUMNS // per_byte)[None, :]
-        packed = tl.load(starts + 4 + byte, mask=take & (byte * per_byte < columns), other=0)
+        byte = tl.multiple_of(first // per_byte, 4) + tl.arange(0, COLUMNS // per_byte)[None, :]
+        end = (columns + per_byte - 1) // per_byte
+        if per_byte <= UNIT:
+            end = tl.multiple_of(end, UNIT // per_byte)
+        packed = tl.load(starts + 4 + byte, mask=take & (byte < end), other=0)
         if BITS == 8:
             codes = packed
         elif BITS == 4:
@@ -78,16 +85,21 @@ def _row_values(starts, take, first, columns, BITS: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit
 def _tile(
-    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, bad_ptr, chunk_ptr, key, batch, out_stride, out_layer,
+    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, bad_ptr, chunk_ptr, key, batch, out_layer,
     BITS: tl.constexpr, ALIGNMENT: tl.constexpr, POOLED: tl.constexpr, WEIGHTED: tl.constexpr,
-    TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """``TILE`` bags of one key, or single ids, and ``COLUMNS`` columns of one table."""
     start = tl.multiple_of(tl.load(chunk_ptr + 2), ALIGNMENT)
     row_bytes = tl.multiple_of(tl.load(chunk_ptr + 3), ALIGNMENT)
     first_row, rows = tl.load(chunk_ptr + 4), tl.load(chunk_ptr + 5)
     table_rows, default = tl.load(chunk_ptr + 6), tl.load(chunk_ptr + 7)
-    first, columns, out_column = tl.load(chunk_ptr + 8), tl.load(chunk_ptr + 9), tl.load(chunk_ptr + 10)
+    # The compiler makes wide loads and stores only of what it knows to be aligned, masks included.
+    first = tl.multiple_of(tl.load(chunk_ptr + 8), 16)
+    columns = tl.multiple_of(tl.load(chunk_ptr + 9), UNIT)
+    out_column = tl.multiple_of(tl.load(chunk_ptr + 10), UNIT)
+    out_stride = tl.multiple_of(tl.load(chunk_ptr + 12), UNIT)
+    layer_start = tl.multiple_of((tl.load(chunk_ptr + 11) >> 1) * out_layer, UNIT)
     lane = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     if POOLED:
         there = lane < batch
@@ -112,15 +124,15 @@ def _tile(
         row = chosen - first_row
         take = inside & (chosen >= 0) & (row >= 0) & (row < rows)
         starts = rows_ptr + start + tl.where(take, row, 0)[:, None] * row_bytes
-        values = _row_values(starts, take[:, None], first, columns, BITS, COLUMNS, ALIGNMENT)
+        values = _row_values(starts, take[:, None], first, columns, BITS, COLUMNS, ALIGNMENT, UNIT)
         if WEIGHTED:
             values *= tl.load(weights_ptr + at, mask=inside, other=0.0).to(tl.float32)[:, None]
         total += values
-    if POOLED:
+    if POOLED:  # noqa: SIM102  the first is known when the kernel is compiled, the second when it runs
         if tl.load(chunk_ptr + 11) & 1 != 0:  # MEAN
             total = total / tl.maximum(end - begin, 1).to(tl.float32)[:, None]
     column = first + tl.arange(0, COLUMNS)[None, :]
-    place = (tl.load(chunk_ptr + 11) >> 1) * out_layer + out_row[:, None] * out_stride + out_column + column
+    place = layer_start + out_row[:, None] * out_stride + out_column + column
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=there[:, None] & (column < columns))
     if first == 0:
         count = tl.sum(bad, axis=0)
@@ -128,23 +140,26 @@ def _tile(
             tl.atomic_add(bad_ptr + tl.load(chunk_ptr), count)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "out_layer"])
 def _lookup(
-    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, bad_ptr, chunks_ptr, keys_ptr, batch, out_stride, out_layer,
+    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, bad_ptr, chunks_ptr, keys_ptr, batch, out_layer,
     TYPES: tl.constexpr, ALIGNMENT: tl.constexpr, POOLED: tl.constexpr, WEIGHTED: tl.constexpr,
-    TILE: tl.constexpr, COLUMNS: tl.constexpr, FIELDS: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles of bags or ids, descriptions of a table's columns). ``TYPES`` is the sum of the widths that occur."""
+    """Grid: (tiles of bags or ids, descriptions of a table's columns).
+
+    ``TYPES`` is the sum of the bits of the precisions that occur, ``ALIGNMENT`` divides the place of every row, ``UNIT`` the
+    columns of every table and the output's stride.
+    """
     chunk_ptr = chunks_ptr + tl.program_id(1) * FIELDS
     key = tl.load(keys_ptr + tl.load(chunk_ptr)).to(tl.int64)
     bits = tl.load(chunk_ptr + 1)
     for width in tl.static_range(5):
-        BITS: tl.constexpr = 2 << width
-        if (TYPES & BITS) != 0:
-            if bits == BITS:
+        if (TYPES & (2 << width)) != 0:  # noqa: SIM102  the same
+            if bits == 2 << width:
                 _tile(
-                    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, bad_ptr, chunk_ptr, key, batch, out_stride,
-                    out_layer, BITS, ALIGNMENT, POOLED, WEIGHTED, TILE, COLUMNS,
+                    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, bad_ptr, chunk_ptr, key, batch, out_layer,
+                    2 << width, ALIGNMENT, POOLED, WEIGHTED, TILE, COLUMNS, UNIT,
                 )  # fmt: skip
 
 
@@ -181,7 +196,7 @@ class TritonTables:
         reads: in the order of the output's columns; all pooled or all unpooled. Column pieces of a table are neighbours.
         buffers: hold the rows; kept, never copied. INT rows may begin at any byte; at an alignment of 4 or more the kernel
             loads scale and bias at once.
-        output_dtype: float32, float16 or bfloat16. Sums are float32.
+        output_dtype: float32 or float16. Sums are float32.
         launch: how the kernel is cut.
 
     Attributes:
@@ -231,6 +246,7 @@ class TritonTables:
                 self.places.append((layer, column))
             self.layers = max(used.values())
             self.total_dim = max(column + width for (_, column), width in zip(self.places, widths))
+        self._unit = math.gcd(16, *widths)
         device = buffers.device
         chunks = [self._chunk(n, first) for n, width in enumerate(widths) for first in range(0, width, self.columns)]
         self._chunks = torch.tensor(chunks, dtype=torch.int64, device=device)
@@ -261,6 +277,7 @@ class TritonTables:
             rect.cols,
             out_column,
             2 * layer + (read.pooling is PoolingType.MEAN),
+            self.total_dim,
         ]
         assert len(fields) == _FIELDS
         return fields
@@ -309,11 +326,12 @@ class TritonTables:
         grid = (-(-lanes // tile), len(self._chunks))
         _lookup[grid](
             self._base, ids, offsets, ids if weights is None else weights, out, bad, self._chunks,
-            self.keys if keys is None else keys, batch, self.total_dim, out.stride(0),
+            self.keys if keys is None else keys, batch, out.stride(0),
             TYPES=self._types, ALIGNMENT=self.buffers.row_alignment & -self.buffers.row_alignment, POOLED=self.pooled,
-            WEIGHTED=weights is not None, TILE=tile, COLUMNS=self.columns, FIELDS=_FIELDS, num_warps=self.launch.warps,
+            WEIGHTED=weights is not None, TILE=tile, COLUMNS=self.columns, UNIT=self._unit, FIELDS=_FIELDS, num_warps=self.launch.warps,
         )  # fmt: skip
         return out
+
 
 def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
