@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recinfer"
 
 # A module belongs to the longest prefix it matches. A layer may import itself and what ALLOWED names, nothing else.
-BASE = {"errors", "env", "files", "group_device", "ignored", "lazy", "lru", "streamable"}
+BASE = {"errors", "env", "fbgemm", "files", "group_device", "ignored", "lazy", "lru", "streamable"}
 MODEL_CODE = BASE | {"sparse", "modules"}
 RECT = {"distributed.layout.rect"}  # plain numbers, for everything that knows where tables lie
 LAYOUT = RECT | {"distributed.layout", "distributed.types"}
@@ -27,6 +27,7 @@ SERVING = {"serving"} | {f"serving.{part}" for part in ("wire", "engine", "clien
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "env": {"errors"},
+    "fbgemm": set(),
     "files": set(),
     "group_device": {"env"},
     "ignored": set(),
