@@ -101,6 +101,8 @@ def lookups(device: torch.device, batches: list[int], rows: int, repeats: int, t
                         for line in [one_lookup(lookup, batch, length, rows, device, repeats)]
                     ]
                 del buffers, placed, reads, lookup
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
     return found
 
 
@@ -154,7 +156,7 @@ def gpu_tests(device: torch.device) -> dict[str, Any]:
     found = {}
     trials = {"kernel": ["tests/quant/test_triton.py"], "gpu": ["tests/gpu", "-m", "gpu"]}
     for name, chosen in trials.items():
-        # Without the suite's conftest and its packages where hypothesis is missing: pytest then says so, and the file does.
+        # Tests of what is not installed fail to be collected: the summary has them as errors.
         command = [
             sys.executable,
             "-m",

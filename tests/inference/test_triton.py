@@ -11,11 +11,18 @@ import pytest
 import torch
 
 import recinfer
+from recinfer.distributed.layout.rect import Rect, tile
+from recinfer.distributed.quant.place import on_one_device
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType
+from recinfer.quant.buffers import Placed, allocate
+from recinfer.quant.embedding_modules import EmbeddingBagCollection
 from recinfer.quant.kernels import choose_kernel
+from recinfer.quant.lookup import PooledLookup
+from recinfer.quant.rows import slice_packed_columns
 from recinfer.quant.triton_batch import TritonBatch
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_archive, make_request
+from tests.quant.cases import float_bags, random_features
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'recinfer[triton]'")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has this on a GPU")
@@ -44,7 +51,11 @@ def test_an_archive_needs_no_fbgemm(tmp_path: Path) -> None:
 import sys
 sys.modules["fbgemm_gpu"] = None  # as if it were not installed
 import torch, recinfer
+from recinfer.quant.buffers import Placed, allocate
+from recinfer.quant.embedding_modules import EmbeddingBagCollection
 from recinfer.quant.kernels import choose_kernel
+from recinfer.quant.lookup import PooledLookup
+from recinfer.quant.rows import slice_packed_columns
 from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_request
 print(choose_kernel("cuda"))
 model = recinfer.load({str(archive.root)!r})
@@ -70,3 +81,26 @@ def test_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_kernel("cuda").name == "triton"
     with pytest.raises(UnavailableError, match=r"install it: pip install 'recinfer\[cpu\]'"):
         choose_kernel("cpu")
+
+
+def test_one_device_holds_whole_tables_whatever_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy that a single GPU gets, made on the CPU: row pieces are joined, column pieces stay pieces."""
+    module = EmbeddingBagCollection.from_float(float_bags(), data_type=DataType.INT8)
+    configs = {c.name: c for c in module.embedding_bag_configs()}
+    rows, dim = configs["c"].num_embeddings, configs["c"].embedding_dim
+    rects = [Rect(0, a, b, c, d, "c") for c, d in ((0, 8), (8, dim)) for a, b in ((0, 100), (100, rows))]
+    here, placed = allocate([Placed(rect, DataType.INT8) for rect in rects], torch.device("cpu"))
+    packed = module.packed_table("c")
+    for spot in placed:
+        r = spot.rect
+        here.write(spot, slice_packed_columns(packed[r.row_start : r.row_stop], dim, DataType.INT8, r.col_start, r.col_stop))  # fmt: skip
+    strips = {"c": tile("c", rows, dim, rects)}
+    by_rect = {"c": {spot.rect: spot for spot in placed}}
+    whole = on_one_device([configs["c"]], strips, by_rect, here, torch.device("cpu"))
+    monkeypatch.setenv("RECINFER_KERNEL", "triton")
+    lookup = PooledLookup([configs["c"]], whole.pieces, whole.buffers)
+    features = random_features([configs["c"]], 6)
+    assert lookup(features).keys() == ["f2", "f3"]
+    monkeypatch.setenv("RECINFER_KERNEL", "fbgemm")
+    alone = PooledLookup([configs["c"]], {"c": (module.placed["c"],)}, module.storage)
+    torch.testing.assert_close(lookup(features).values(), alone(features).values(), rtol=1e-6, atol=1e-6)

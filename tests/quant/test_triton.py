@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from recinfer.distributed.layout.rect import Rect
@@ -89,27 +87,6 @@ def check(
 def test_every_precision_pooling_and_width(data_type: DataType, pooling: PoolingType, dim: int) -> None:
     alignment = 16 if dim % 8 else 1
     check([(data_type, dim)], [pooling], batch=5, weighted=pooling is not NONE and dim % 16 == 0, alignment=alignment)
-
-
-@given(
-    tables=st.lists(st.tuples(st.sampled_from(PACKED_TYPES), st.integers(1, 40)), min_size=1, max_size=5),
-    means=st.lists(st.booleans(), min_size=5, max_size=5),
-    pooled=st.booleans(),
-    weighted=st.booleans(),
-    batch=st.integers(1, 9),
-    alignment=st.sampled_from([1, 4, 16, 32]),
-    seed=st.integers(0, 2**16),
-    dtype=st.sampled_from([torch.int32, torch.int64]),
-    output_dtype=st.sampled_from([torch.float32, torch.float16]),
-    elements=st.sampled_from([1, 64, 2048]),
-)
-@settings(max_examples=40)
-def test_tables_of_all_kinds_in_one_launch(tables, means, pooled, weighted, batch, alignment, seed, dtype, output_dtype, elements) -> None:  # type: ignore[no-untyped-def]  # fmt: skip
-    poolings = [(MEAN if mean else SUM) if pooled else NONE for mean, _ in zip(means, tables)]
-    check(
-        tables, poolings, batch=batch, weighted=weighted and pooled, alignment=alignment, seed=seed, dtype=dtype,
-        output_dtype=output_dtype, launch=Launch(elements, 4),
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("data_type", PACKED_TYPES, ids=lambda t: t.value)
