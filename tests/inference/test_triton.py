@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import recinfer
+from recinfer.cli.main import app
 from recinfer.distributed.layout.rect import Rect, tile
 from recinfer.distributed.quant.place import on_one_device
 from recinfer.errors import ConfigError, UnavailableError
@@ -104,3 +107,13 @@ def test_one_device_holds_whole_tables_whatever_their_pieces(monkeypatch: pytest
     monkeypatch.setenv("RECINFER_KERNEL", "fbgemm")
     alone = PooledLookup([configs["c"]], {"c": (module.placed["c"],)}, module.storage)
     torch.testing.assert_close(lookup(features).values(), alone(features).values(), rtol=1e-6, atol=1e-6)
+
+
+def test_inspect_says_which_kernel_a_gpu_would_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, archive = make_archive(tmp_path, precision=DataType.INT8, ranks=1, kinds=("table_wise",))
+    monkeypatch.setattr("recinfer.fbgemm.INSTALLED", False)
+    monkeypatch.delenv("RECINFER_KERNEL", raising=False)
+    done = CliRunner().invoke(app, ["inspect", str(archive.root), "--device", "cuda", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["kernel"], found["kernel_reason"]) == ("triton", "FBGEMM is not installed, Triton is")
