@@ -168,7 +168,7 @@ def gpu_tests(device: torch.device) -> dict[str, Any]:
             *chosen,
         ]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-        summary = re.findall(r"^.*\d+ (?:passed|failed|skipped|error).*$", done.stdout, re.M)
+        summary = re.findall(r"^.*\d+ (?:passed|failed|skipped|error).* in .*$", done.stdout, re.M)
         found[name] = {
             "rc": done.returncode,
             "summary": summary[-1:],
