@@ -161,7 +161,6 @@ def gpu_tests(device: torch.device) -> dict[str, Any]:
             sys.executable,
             "-m",
             "pytest",
-            "-q",
             "-p",
             "no:cacheprovider",
             "--continue-on-collection-errors",
