@@ -50,7 +50,7 @@ $(STAMP)/run: $(STAMP)/$(TORCH) pyproject.toml setup.py $(wildcard recinfer/*/*.
 	@touch $@
 
 $(STAMP)/dev: $(STAMP)/run
-	$(PIP) --editable '.[$(EXTRAS),serve,arrow,torchserve,plot,dev]'
+	$(PIP) --editable '.[$(EXTRAS),serve,arrow,torchserve,plot,triton,dev]'
 	@touch $@
 
 install: $(STAMP)/run

@@ -8,6 +8,7 @@ LOCAL_WORLD_SIZE          ranks on this host, as torchrun sets it
 INTRA_NODE_BANDWIDTH      bytes per millisecond between ranks of one host, for the planner
 CROSS_NODE_BANDWIDTH      bytes per millisecond between hosts, for the planner
 STORAGE_RESERVE_PERCENT   0 to 1: memory that the planner leaves free, default 0.15
+RECINFER_KERNEL           fbgemm or triton: what looks packed rows up; else FBGEMM where it is installed
 
 and one that it sets, where it is not set:
 ORT_DISABLE_TELEMETRY     1: onnxruntime's Linux wheels have telemetry on, with a thread of its own
@@ -18,6 +19,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from typing import Literal
 
 from recinfer.errors import ConfigError
 
@@ -27,6 +29,7 @@ __all__ = [
     "debug",
     "intra_node_bandwidth",
     "keep_onnxruntime_quiet",
+    "kernel",
     "local_world_size",
     "set_torchrun",
     "storage_reserve_percent",
@@ -47,6 +50,14 @@ def debug() -> bool:
 def token() -> str | None:
     """``RECINFER_TOKEN``; None when not set or empty."""
     return os.environ.get("RECINFER_TOKEN", "").strip() or None
+
+
+def kernel() -> Literal["fbgemm", "triton"] | None:
+    """``RECINFER_KERNEL``; None when not set or empty. Raises ConfigError for anything but fbgemm and triton."""
+    given = os.environ.get("RECINFER_KERNEL", "").strip().lower()
+    if given not in ("", "fbgemm", "triton"):
+        raise ConfigError(f"environment variable RECINFER_KERNEL={given!r}; expected fbgemm or triton")
+    return None if given == "" else "triton" if given == "triton" else "fbgemm"
 
 
 def supervised() -> bool:

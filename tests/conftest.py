@@ -11,14 +11,22 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
-# How long an example takes says how busy the machine is, and nothing of the code: none is too slow.
-settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# A landing must not hang on the day's luck: CI draws the same examples each time. Elsewhere they are random, and a case
-# that fails there goes into its test as an @example.
-settings.register_profile("ci", settings.get_profile("here"), derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "here")
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # tools/gpu_trial.py runs the kernel's tests where only torch, Triton, numpy and pytest are
+    pass
+else:
+    # How long an example takes says how busy the machine is, and nothing of the code: none is too slow.
+    settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # A landing must not hang on the day's luck: CI draws the same examples each time. Elsewhere they are random, and a
+    # case that fails there goes into its test as an @example.
+    settings.register_profile("ci", settings.get_profile("here"), derandomize=True)
+    settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+# Triton reads this when it is imported, which torch may do for its own reasons long before our kernel's tests run.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shell's background jobs ignore Ctrl-C, and so would all programs that tests start from there.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

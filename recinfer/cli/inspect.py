@@ -12,7 +12,7 @@ from rich.table import Table
 
 from recinfer.cli.console import JsonOption, Output
 from recinfer.cli.format import mebibytes
-from recinfer.errors import NotFoundError
+from recinfer.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from recinfer.archive.delta import Delta
@@ -27,6 +27,9 @@ EXAMPLE = "Example: recinfer inspect movielens.rqa --json | tail -1"
 
 def run(
     path: Annotated[Path, typer.Argument(help="Archive folder, plan.json or delta (.rqd).", show_default=False)],
+    device: Annotated[
+        str | None, typer.Option("--device", help="Say which kernel would look rows up on cpu or cuda, and why.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what an archive, a plan or a .rqd file holds: tables, where each piece is, precisions, sizes, hashes.
@@ -34,12 +37,22 @@ def run(
     Of a delta: which rows of which tables it changes, its size, and the archive and the delta that it goes on.
     """
     output = Output(as_json)
+    kernel = None
+    if device is not None:
+        if device.partition(":")[0] not in ("cpu", "cuda"):
+            raise ConfigError(f"--device {device}: expected cpu or cuda")
+        from recinfer.quant.kernels import choose_kernel
+
+        kernel = choose_kernel(device)
     if path.is_dir():
         from recinfer.archive.reader import open_archive
 
         manifest = open_archive(path).manifest
         output.show(*_tables(manifest))
-        output.finish(describe_archive(manifest))
+        if kernel is not None:
+            output.show(f"lookups on {device}: {kernel.name} ({kernel.reason})")
+        described = {} if kernel is None else {"kernel": kernel.name, "kernel_reason": kernel.reason}
+        output.finish({**describe_archive(manifest), **described})
     elif path.suffix == ".rqd" and path.exists():
         from recinfer.archive.delta import read_delta
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, unique
 
-import fbgemm_gpu  # noqa: F401  registers the ops
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from recinfer import fbgemm  # noqa: F401  registers the ops
 from recinfer.distributed.types import CommOp, NoOpQuantizedCommCodec, QuantizedCommCodec, QuantizedCommCodecs
 from recinfer.errors import ConfigError
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,9 @@ from recinfer.quant._tables import pack as _pack
 from recinfer.quant._tables import pool as _pool
 from recinfer.quant.bags import BagPlaces
 from recinfer.quant.lookup import PooledLookup
-from recinfer.quant.tbe import TableBatch
+
+if TYPE_CHECKING:
+    from recinfer.quant.tbe import TableBatch
 
 __all__ = ["MAX_HEADS", "DirectOrder", "DirectPieces", "DirectTables"]
 

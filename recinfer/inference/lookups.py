@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from recinfer.archive.manifest import Manifest, ModuleInfo
 from recinfer.archive.mapping import MappedShards
@@ -292,7 +292,7 @@ def _direct(manifest: Manifest, part: _LocalPart) -> DirectTables | None:
     if not isinstance(lookup, PooledLookup) or part.info.is_weighted:
         return None
     batch = lookup.batch
-    if batch.weights.device.type != "cpu" or batch.storage.managed is not None:
+    if not isinstance(batch, nn.Module) or batch.weights.device.type != "cpu" or batch.storage.managed is not None:
         return None
     means = {table.name for table in manifest.configs(part.info.path) if getattr(table, "pooling") is PoolingType.MEAN}  # noqa: B009
     used = [read.rect.table in means for read in batch.reads]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recinfer import fbgemm
 from recinfer.errors import InputError
 from recinfer.lru import LruCache
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
@@ -68,7 +69,11 @@ class FeatureArranger:
         order, order_F = known
         if features.values().device.type == "meta" and features.length_per_key_or_none() is None:
             return self._shapes_of(features)
-        few = features.values().device.type == "cpu" and 0 < features.stride() * len(order) <= _SMALL_BAGS
+        few = (
+            fbgemm.INSTALLED
+            and features.values().device.type == "cpu"
+            and 0 < features.stride() * len(order) <= _SMALL_BAGS
+        )
         if few and not torch.compiler.is_compiling():
             return self._permuted(features, order_F)
         return features.permute(order)

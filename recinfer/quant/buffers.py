@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from recinfer import fbgemm
 from recinfer.distributed.layout.rect import Rect
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from recinfer.quant.rows import row_bytes
@@ -128,6 +129,8 @@ def allocate(
 
 
 def _managed(size: int, device: torch.device) -> Tensor:
-    """Zeroed host memory that the GPU reads over the bus."""
+    """Zeroed host memory that the GPU reads over the bus: FBGEMM's managed memory, or pinned pages without it."""
+    if not fbgemm.INSTALLED:
+        return torch.zeros(size + SLACK_BYTES, dtype=torch.uint8, pin_memory=True)
     like = torch.zeros(1, dtype=torch.uint8, device=device)
     return torch.ops.fbgemm.new_unified_tensor(like, [size + SLACK_BYTES], False).zero_()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,10 @@ from recinfer.modules.embedding_configs import BaseEmbeddingConfig, DataType, ch
 from recinfer.quant.buffers import Buffers, Placed, allocate, whole_table
 from recinfer.quant.packing import pack_rows
 from recinfer.quant.rows import QPARAM_BYTES, row_bytes, unpack_rows
-from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
 from recinfer.sparse.opaque import Opaque
+
+if TYPE_CHECKING:
+    from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
 
 __all__ = ["PackedTable", "QuantizedCollection"]
 

@@ -8,7 +8,7 @@ Names and signatures are TorchRec's (``torchrec.quant.embedding_modules``). Weig
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,11 @@ from recinfer.modules.embedding_configs import (
 from recinfer.quant.buffers import Placed
 from recinfer.quant.collection import PackedTable, QuantizedCollection
 from recinfer.quant.lookup import PooledLookup, SequenceLookup
-from recinfer.quant.tbe import OUTPUT_DTYPES, IntNBitTableBatchedEmbeddingBagsCodegen
+from recinfer.quant.rows import OUTPUT_DTYPES
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+if TYPE_CHECKING:
+    from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
 
 __all__ = [
     "EmbeddingBagCollection",

@@ -11,19 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from recinfer import fbgemm
 from recinfer.distributed.layout.rect import tile
 from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.buffers import Buffers, Placed
+from recinfer.quant.kernels import table_batch
 from recinfer.quant.rows import padded_dim
-from recinfer.quant.tbe import TableBatch
 from recinfer.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+if TYPE_CHECKING:
+    from recinfer.quant.tbe import TableBatch
 
 __all__ = ["PooledLookup", "SequenceLookup", "SequenceTables", "WidthCall", "embedding_names"]
 
@@ -69,7 +73,10 @@ def _offsets(features: KeyedJaggedTensor) -> Tensor:
         lengths = features.lengths()
         if lengths.dtype not in (torch.int32, torch.int64):
             lengths = lengths.long()
-        offsets = torch.ops.fbgemm.asynchronous_complete_cumsum.default(lengths)
+        if fbgemm.INSTALLED:
+            offsets = torch.ops.fbgemm.asynchronous_complete_cumsum.default(lengths)
+        else:
+            offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
         features._offsets = offsets
     return offsets
 
@@ -118,12 +125,12 @@ class PooledLookup(nn.Module):
         # scales its MEAN columns, which gives the same bits.
         mixed = len(poolings) > 1
         op_pooling = PoolingType.SUM if mixed else poolings.pop()
-        self.batch = TableBatch([piece for _, piece in reads], op_pooling, buffers, output_dtype=output_dtype)
+        self.batch = table_batch([piece for _, piece in reads], op_pooling, buffers, output_dtype=output_dtype)
         self._op_knows_rows = self.batch.knows_rows
         self._run = self.batch.forward  # past nn.Module's call machinery, which costs as much as the op's dispatch
         self.arranger = FeatureArranger([feature for feature, _ in reads], [piece.rect.rows for _, piece in reads])
         means = {c.name for c in configs if c.pooling is PoolingType.MEAN}
-        self._mean_runs = _mean_runs(self.batch.reads, means) if mixed else []
+        self._mean_runs = _mean_runs(self.batch.reads, self.batch.widths, means) if mixed else []
         self._column_offsets = [0, *accumulate(self.dims)]
 
     def forward(self, features: KeyedJaggedTensor, *, check: bool = True) -> KeyedTensor:
@@ -161,17 +168,16 @@ class PooledLookup(nn.Module):
         num_features = len(self.arranger.features)
         lengths_FB = (offsets[1:] - offsets[:-1]).view(num_features, -1)
         for first, last, column, width in self._mean_runs:
-            inverse_BF = (1.0 / lengths_FB[first:last].clamp(min=1).float()).t()
+            inverse_BF = (1.0 / lengths_FB[first:last].clamp(min=1).float()).t().to(out_BD.device)
             run = out_BD[:, column : column + (last - first) * width]
             run.view(-1, last - first, width).mul_(inverse_BF.unsqueeze(2))  # in float32, whatever the output is
 
 
-def _mean_runs(reads: Sequence[Placed], means: Set[str]) -> list[tuple[int, int, int, int]]:
+def _mean_runs(reads: Sequence[Placed], widths: Sequence[int], means: Set[str]) -> list[tuple[int, int, int, int]]:
     """(first op feature, last + 1, first column, padded width) of neighbouring MEAN features of one width."""
     runs: list[tuple[int, int, int, int]] = []
     column = 0
-    for number, read in enumerate(reads):
-        width = padded_dim(read.rect.cols, read.data_type)
+    for number, (read, width) in enumerate(zip(reads, widths)):
         if read.rect.table in means:
             if runs and runs[-1][1] == number and runs[-1][3] == width:
                 runs[-1] = (runs[-1][0], number + 1, runs[-1][2], width)
@@ -220,7 +226,7 @@ class SequenceTables:
         self.widths = [read.rect.cols for read in reads]
         self.calls = []
         for numbers in by_width.values():
-            batch = TableBatch([reads[i] for i in numbers], PoolingType.NONE, buffers, output_dtype=output_dtype)
+            batch = table_batch([reads[i] for i in numbers], PoolingType.NONE, buffers, output_dtype=output_dtype)
             mine = [taken[i] for i in numbers]
             self.calls.append(WidthCall(batch, numbers, None if mine == in_order else mine))
         self.knows_rows = all(call.batch.knows_rows for call in self.calls)
@@ -286,5 +292,5 @@ class SequenceLookup(nn.Module):
             columns = [next(rows) for _ in range(count)]
             joined = columns[0] if count == 1 else torch.cat(columns, dim=1)
             ids = arranged.values()[starts_F[i] : starts_F[i + 1]] if self.need_indices else None
-            result[name] = JaggedTensor(values=joined, lengths=lengths_FB[i], weights=ids)
+            result[name] = JaggedTensor(values=joined, lengths=lengths_FB[i].to(joined.device), weights=ids)
         return result

@@ -17,7 +17,6 @@ from recinfer.errors import InputError
 from recinfer.modules.embedding_configs import DataType
 from recinfer.quant._rows import pack_rows as _pack_rows
 from recinfer.quant.rows import CODE_BITS, FLOAT_TYPES, row_bytes
-from recinfer.quant.tbe import quantize_rows
 
 __all__ = ["BLOCK_ELEMENTS", "RowError", "RowPacker", "pack_rows"]
 
@@ -127,6 +126,8 @@ class RowPacker:
             self._check(weight_RD, table, first_row)
         if odd:  # which of the zeros FBGEMM takes for the bias, it alone knows
             rows = torch.from_numpy(self._odd[:odd].astype(np.int64))
+            from recinfer.quant.tbe import quantize_rows  # FBGEMM, which rows of other elements do without
+
             out_RP[rows] = quantize_rows(weight_RD[rows], bits)
         error.weight_squares += weight_squares
         if self._measure:

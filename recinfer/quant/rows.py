@@ -25,6 +25,7 @@ from recinfer.modules.embedding_configs import DataType
 __all__ = [
     "CODE_BITS",
     "FLOAT_TYPES",
+    "OUTPUT_DTYPES",
     "PACKED_TYPES",
     "QPARAM_BYTES",
     "columns_per_byte",
@@ -47,6 +48,10 @@ CODE_BITS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
 
 FLOAT_TYPES = {DataType.FP16: torch.float16, DataType.FP32: torch.float32}
 """What the elements are, of the precisions that have none."""
+
+
+OUTPUT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+"""What looked-up vectors may be; bfloat16 by FBGEMM only."""
 
 
 def _check_type(data_type: DataType) -> None:

@@ -8,6 +8,7 @@ shares the same bytes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from recinfer.errors import ConfigError, UnavailableError
 from recinfer.modules.embedding_configs import DataType, PoolingType
 from recinfer.quant.buffers import Buffers, Memory, Placed
-from recinfer.quant.rows import QPARAM_BYTES, padded_dim
+from recinfer.quant.rows import OUTPUT_DTYPES, QPARAM_BYTES, padded_dim
 from recinfer.quant.threads import SplitLookup
 
 try:
@@ -37,7 +38,6 @@ except ImportError as error:
     ) from error
 
 __all__ = [
-    "OUTPUT_DTYPES",
     "IntNBitTableBatchedEmbeddingBagsCodegen",
     "TableBatch",
     "embedding_location",
@@ -57,8 +57,6 @@ _POOLING_MODES = {
     PoolingType.NONE: PoolingMode.NONE,
 }
 _OUTPUT_TYPES = {torch.float32: SparseType.FP32, torch.float16: SparseType.FP16, torch.bfloat16: SparseType.BF16}
-OUTPUT_DTYPES = frozenset(_OUTPUT_TYPES)
-"""What looked-up vectors may be."""
 
 
 def embedding_location(memory: Memory, device: torch.device) -> EmbeddingLocation:
@@ -105,6 +103,7 @@ class TableBatch(nn.Module):
 
     Attributes:
         tables: what is read, each once.
+        widths: columns of each read in the output, padded.
         knows_rows: whether the op refuses ids beyond the tables' rows.
         real_columns: int64, those of the op's output that are columns of a table; None: all are. The op pads columns of INT4
             and INT2 tables to whole bytes.
@@ -129,24 +128,25 @@ class TableBatch(nn.Module):
         self.pooling = pooling
         self.storage = buffers
         self.output_dtype = output_dtype
+        self._cache_lock = threading.Lock()
         self._through_cache: IntNBitTableBatchedEmbeddingBagsCodegen | None = None
         self._split: SplitLookup | None = None
         buffer, alignment = buffers.near, buffers.row_alignment
         self.register_buffer("weights", buffer, persistent=False)
         device = buffer.device
         memories = [buffers.memory_of(read) for read in self.reads]
-        self._widths = [padded_dim(read.rect.cols, read.data_type) for read in self.reads]
-        if pooling is PoolingType.NONE and len(set(self._widths)) > 1:
-            raise ConfigError(f"unpooled tables of one batch must have one width; got {sorted(set(self._widths))}")
-        column_offsets = [0, *accumulate(self._widths)]
-        self.total_dim = self._widths[0] if pooling is PoolingType.NONE and self._widths else column_offsets[-1]
+        self.widths = [padded_dim(read.rect.cols, read.data_type) for read in self.reads]
+        if pooling is PoolingType.NONE and len(set(self.widths)) > 1:
+            raise ConfigError(f"unpooled tables of one batch must have one width; got {sorted(set(self.widths))}")
+        column_offsets = [0, *accumulate(self.widths)]
+        self.total_dim = self.widths[0] if pooling is PoolingType.NONE and self.widths else column_offsets[-1]
         real = [start + c for start, read in zip(column_offsets, self.reads) for c in range(read.rect.cols)]
         padded = pooling is not PoolingType.NONE and len(real) < column_offsets[-1]
         self.register_buffer("real_columns", torch.tensor(real, device=device) if padded else None, persistent=False)
         near = all(memory == "near" for memory in memories)
         managed = buffers.managed
         self._managed = managed if managed is not None else torch.empty(0, dtype=torch.uint8, device=device)
-        widths = list(zip(self.reads, self._widths))
+        widths = list(zip(self.reads, self.widths))
         widest = {t: max((w for read, w in widths if read.data_type is t), default=0) for t in _SPARSE_TYPES}
 
         def tensor(data: list[int], dtype: torch.dtype) -> Tensor:
@@ -217,7 +217,9 @@ class TableBatch(nn.Module):
             [B, total padded columns], or [N, padded width] when unpooled.
         """
         if self._through_cache is not None:
-            return self._through_cache(indices, offsets, per_sample_weights)
+            # The module fills its cache, then looks up: another thread between the two would put other rows there.
+            with self._cache_lock:
+                return self._through_cache(indices, offsets, per_sample_weights)
         if self._split is not None and self._split.wants(indices):
             return self._split(self._alone, indices, offsets, per_sample_weights)
         return self._alone(indices, offsets, per_sample_weights)
@@ -234,7 +236,7 @@ class TableBatch(nn.Module):
         on_host = self.weights.device.type == "cpu" and self.pooling is not PoolingType.NONE
         self._split = None
         if threads > 1 and on_host and len(self.reads) > 1:
-            self._split = SplitLookup(threads, self._widths, self._part, self.output_dtype)
+            self._split = SplitLookup(threads, self.widths, self._part, self.output_dtype)
 
     def _part(self, first: int, last: int) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
         """The op over features ``first:last`` alone; it takes all ids and the offsets of its bags."""
@@ -267,7 +269,8 @@ class TableBatch(nn.Module):
     def forget_cached(self) -> None:
         """Rows of ``"cached"`` tables were written: the cache reads them anew."""
         if self._through_cache is not None:
-            self._through_cache.reset_cache_states()
+            with self._cache_lock:
+                self._through_cache.reset_cache_states()
 
     def fbgemm_module(self) -> IntNBitTableBatchedEmbeddingBagsCodegen:
         """FBGEMM's own TBE module over the same bytes (built at the first call), for registration and inspection."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -128,3 +131,24 @@ def test_a_table_of_100_million_rows_on_meta() -> None:
     assert [s.rect.rows for s in sharded.shards if s.rect.table == "a"] == [25_000_000] * 4
     features = random_features(configs, 3).to(torch.device("meta"))
     assert module(features).values().shape == (3, 256)
+
+
+def test_threads_take_turns_at_the_cache_of_a_batch() -> None:
+    """The module with the cache fills it and then looks up; it is stood for by one that sees whether two threads are inside."""
+    module = EmbeddingBagCollection.from_float(float_bags([SUM] * 4))
+    batch = module._lookup.batch
+    inside, overlaps = threading.Semaphore(1), []
+
+    def through_cache(*given: object) -> torch.Tensor:
+        alone = inside.acquire(blocking=False)
+        overlaps.append(not alone)
+        time.sleep(0.01)
+        if alone:
+            inside.release()
+        return torch.zeros(1)
+
+    batch.__dict__["_through_cache"] = through_cache
+    ids, offsets = torch.zeros(0, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: batch(ids, offsets), range(12)))
+    assert len(overlaps) == 12 and not any(overlaps)

@@ -14,11 +14,11 @@ import abc
 from collections.abc import Sequence
 from math import prod
 
-import fbgemm_gpu  # noqa: F401  registers the ops
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recinfer import fbgemm  # noqa: F401  registers the ops
 from recinfer.distributed.comm.shapes import (
     All2AllPooledInfo,
     All2AllSequenceInfo,

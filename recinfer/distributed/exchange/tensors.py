@@ -11,11 +11,11 @@ from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 
-import fbgemm_gpu  # noqa: F401  registers the ops
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from recinfer import fbgemm  # noqa: F401  registers the ops
 from recinfer.distributed.comm.transport import Pending, start_all_to_all
 from recinfer.distributed.types import Awaitable
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,10 @@ from recinfer.distributed.types import rank_device
 from recinfer.errors import CheckpointError, ConfigError
 from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.buffers import allocate
-from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+if TYPE_CHECKING:
+    from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
 
 __all__ = [
     "InferGroupedEmbeddingsLookup",

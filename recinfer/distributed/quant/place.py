@@ -26,9 +26,19 @@ from recinfer.distributed.types import ParameterSharding, ShardingEnv, ShardingT
 from recinfer.errors import ConfigError, NotFoundError
 from recinfer.modules.embedding_configs import BaseEmbeddingConfig
 from recinfer.quant.buffers import Buffers, Memory, Placed, allocate, whole_table
+from recinfer.quant.kernels import choose_kernel
 from recinfer.quant.rows import join_packed_columns, row_bytes, slice_packed_columns
 
-__all__ = ["PackedTables", "WholeTables", "kernel_of", "memory_of", "place_buffer", "place_module"]
+__all__ = [
+    "PackedTables",
+    "WholeTables",
+    "check_devices",
+    "kernel_of",
+    "memory_of",
+    "on_one_device",
+    "place_buffer",
+    "place_module",
+]
 
 _MEMORY: dict[EmbeddingLocation, Memory] = {
     EmbeddingLocation.DEVICE: "near",
@@ -136,6 +146,17 @@ def _rank_devices(params: Mapping[str, ParameterSharding], env: ShardingEnv) -> 
     return devices
 
 
+def check_devices(devices: Mapping[int, torch.device]) -> None:
+    """Refuse a plan that asks for GPUs this machine does not have."""
+    have = torch.cuda.device_count()
+    for rank, device in sorted(devices.items()):
+        if device.type == "cuda" and (device.index or 0) >= have:
+            raise ConfigError(
+                f"rank {rank} is planned on {device}, but this machine has {have} CUDA devices; "
+                "plan for that many ranks, or for compute_device='cpu'"
+            )
+
+
 def place_buffer(
     tables: Sequence[BaseEmbeddingConfig],
     shards: Sequence[Placed],
@@ -176,10 +197,44 @@ def place_buffer(
     placed = [by_rect[name][rect] for name, found in strips.items() for strip in found for rect in strip.rects]
     kind, here = torch.device(device).type, Buffers(buffer)
     devices = {r: torch.device("cpu") if kind == "cpu" else torch.device(kind, r) for r in range(world_size)}
+    # Our kernel takes ids from the host itself; FBGEMM's goes through the steps, which copy them.
+    if kind == "cuda" and world_size == 1 and fused is not False and choose_kernel(device).name == "triton":
+        check_devices(devices)
+        whole: WholeTables | None = on_one_device(tables, strips, by_rect, here, devices[0])
+        return PackedTables(tuple(placed), here.rows, devices, here, whole)
     whole = _merged(strips, by_rect, here) if kind == "cpu" and fused is not False else None
     if whole is not None and join_columns:
         whole = _joined(tables, whole)
     return PackedTables(tuple(placed), here.rows, devices, here, whole)
+
+
+def on_one_device(
+    configs: Sequence[BaseEmbeddingConfig],
+    strips: Mapping[str, Sequence[Strip]],
+    by_rect: Mapping[str, Mapping[Rect, Placed]],
+    here: Buffers,
+    device: torch.device,
+) -> WholeTables:
+    """Copies of all tables on the one device that has them, column pieces whole rows of their own: one lookup reads them.
+
+    Rows whose compute kernel says so stay in host memory, which the device reads.
+    """
+    spots, pieces = [], []
+    for config in configs:
+        for strip in strips[config.name]:
+            shards = [by_rect[config.name][rect] for rect in strip.rects]
+            rect = replace(shards[0].rect, row_start=0, row_stop=strip.edges[-1])
+            spots.append(replace(shards[0], rect=rect, offset=0))
+            pieces.append(shards)
+    buffers, placed = allocate(spots, device)
+    found: dict[str, list[Placed]] = {}
+    for spot, shards in zip(placed, pieces):
+        found.setdefault(spot.rect.table, []).append(spot)
+        width = spot.row_bytes(buffers.row_alignment)
+        for shard in shards:
+            part = replace(spot, rect=shard.rect, offset=spot.offset + shard.rect.row_start * width)
+            buffers.write(part, here.rows(shard))
+    return WholeTables(found, buffers)
 
 
 def _merged(

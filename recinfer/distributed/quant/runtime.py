@@ -6,7 +6,7 @@ has collectives, FBGEMM's op over packed rows where it has kernels that learn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +26,9 @@ from recinfer.distributed.exchange.sequence import SequenceShardingContext, Shar
 from recinfer.distributed.layout.rect import Rect
 from recinfer.distributed.quant.place import memory_of
 from recinfer.distributed.tables.slots import ShardLayout
-from recinfer.errors import ConfigError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.buffers import Buffers, Placed
-from recinfer.quant.tbe import TableBatch
+from recinfer.quant.kernels import table_batch
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
@@ -38,20 +37,8 @@ __all__ = [
     "PooledFromDevices",
     "RankLookup",
     "RowsFromDevices",
-    "check_devices",
     "tables_of",
 ]
-
-
-def check_devices(devices: Mapping[int, torch.device]) -> None:
-    """Refuse a plan that asks for GPUs this machine does not have."""
-    have = torch.cuda.device_count()
-    for rank, device in sorted(devices.items()):
-        if device.type == "cuda" and (device.index or 0) >= have:
-            raise ConfigError(
-                f"rank {rank} is planned on {device}, but this machine has {have} CUDA devices; "
-                "plan for that many ranks, or for compute_device='cpu'"
-            )
 
 
 # ---------------------------------------------------------------- lookups
@@ -82,7 +69,7 @@ class GroupLookup:
         self.config = config
         self.is_weighted = is_weighted
         reads = [placed for placed, t in zip(tables, config.embedding_tables) for _ in t.feature_names]
-        self.batch = TableBatch(
+        self.batch = table_batch(
             reads, config.pooling if pooled else PoolingType.NONE, buffers, output_dtype=output_dtype
         )
         self._cols = config.embedding_tables[0].local_cols  # unpooled tables of a group have one width

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,13 +18,12 @@ from recinfer.distributed.embedding_types import (
 from recinfer.distributed.exchange.pooled import PooledContext
 from recinfer.distributed.exchange.sequence import SequenceShardingContext
 from recinfer.distributed.layout.edges import sharding_spec
-from recinfer.distributed.quant.place import PackedTables, kernel_of
+from recinfer.distributed.quant.place import PackedTables, check_devices, kernel_of
 from recinfer.distributed.quant.runtime import (
     FeaturesToDevices,
     PooledFromDevices,
     RankLookup,
     RowsFromDevices,
-    check_devices,
 )
 from recinfer.distributed.tables.slots import ShardLayout
 from recinfer.distributed.types import ParameterSharding, ShardedModule, ShardingType
@@ -38,8 +37,10 @@ from recinfer.quant.arranger import FeatureArranger
 from recinfer.quant.buffers import Placed, allocate
 from recinfer.quant.lookup import PooledLookup, SequenceLookup, embedding_names
 from recinfer.quant.rows import row_bytes
-from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+
+if TYPE_CHECKING:
+    from recinfer.quant.tbe import IntNBitTableBatchedEmbeddingBagsCodegen
 
 __all__ = ["ShardedQuantTables"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ from recinfer.inference.direct import DirectPieces
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.bags import BagPlaces
 from recinfer.quant.buffers import Buffers
+from recinfer.quant.kernels import table_batch
 from recinfer.quant.lookup import SequenceTables
-from recinfer.quant.tbe import TableBatch
 from recinfer.serving.shards._ranks import read_find
 from recinfer.serving.shards.layout import ModuleLayout, RankModule, module_layouts
 from recinfer.serving.shards.messages import (
@@ -45,6 +45,9 @@ from recinfer.serving.shards.messages import (
 )
 from recinfer.serving.shards.versions import base_of, version_key
 from recinfer.serving.wire.limits import Limits
+
+if TYPE_CHECKING:
+    from recinfer.quant.tbe import TableBatch
 
 __all__ = ["MAX_VERSIONS", "ShardModel", "ShardTables"]
 
@@ -83,7 +86,7 @@ class _RankTables:
         self._least = int(self._rows.min())
         self._weighted = layout.info.is_weighted
         self._names = tuple(map(str, range(self._streams)))
-        self._rank_sums = TableBatch(reads, mine.pooling, buffers) if self._pooled else None
+        self._rank_sums = table_batch(reads, mine.pooling, buffers) if self._pooled else None
         self._rank_rows = None if self._pooled else SequenceTables(reads, stream_of, buffers)
         # The op refuses ids beyond the rows by itself (it takes -1 for a row that was pruned away: no bag gets anything
         # of it).

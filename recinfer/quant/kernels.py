@@ -1,0 +1,72 @@
+"""Which kernel looks packed rows up: FBGEMM's or ours in Triton. The one place that decides."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+
+import torch
+
+from recinfer import env, fbgemm
+from recinfer.errors import UnavailableError
+from recinfer.modules.embedding_configs import PoolingType
+from recinfer.quant.buffers import Buffers, Placed
+
+if TYPE_CHECKING:
+    from recinfer.quant.tbe import TableBatch
+
+__all__ = ["Kernel", "choose_kernel", "table_batch"]
+
+
+class Kernel(NamedTuple):
+    """A kernel and, in one sentence, why it is the one."""
+
+    name: Literal["fbgemm", "triton"]
+    reason: str
+
+
+def choose_kernel(device: torch.device | str) -> Kernel:
+    """The kernel for tables on ``device``. Needs no GPU.
+
+    ``RECINFER_KERNEL`` decides where it is set. Else FBGEMM where it is installed; on CUDA without it, Triton.
+
+    Raises:
+        UnavailableError: the kernel is not installed.
+    """
+    kind, wanted = torch.device(device).type, env.kernel()
+    have = {"fbgemm": fbgemm.INSTALLED, "triton": importlib.util.find_spec("triton") is not None}
+    if wanted is not None:
+        if not have[wanted]:
+            raise UnavailableError(f"RECINFER_KERNEL={wanted}, but it is not installed; {_install(wanted, kind)}")
+        return Kernel(wanted, f"RECINFER_KERNEL={wanted}")
+    if have["fbgemm"]:
+        return Kernel("fbgemm", "FBGEMM is installed, and nothing else was asked for")
+    if kind != "cuda":
+        raise UnavailableError(f"FBGEMM is not installed; {_install('fbgemm', kind)}")
+    if have["triton"]:
+        return Kernel("triton", "FBGEMM is not installed, Triton is")
+    raise UnavailableError(f"neither Triton nor FBGEMM is installed; {_install('triton', kind)}")
+
+
+def _install(kernel: str, kind: str) -> str:
+    extra = "triton" if kernel == "triton" else "cuda" if kind == "cuda" else "cpu"
+    return f"install it: pip install 'recinfer[{extra}]'"
+
+
+def table_batch(
+    reads: Sequence[Placed],
+    pooling: PoolingType,
+    buffers: Buffers,
+    *,
+    output_dtype: torch.dtype = torch.float32,
+) -> TableBatch:
+    """One call over packed tables by the kernel that :func:`choose_kernel` names; arguments as of ``TableBatch``."""
+    if choose_kernel(buffers.device).name == "triton":
+        from recinfer.quant.triton_batch import TritonBatch
+
+        # The same calls; a union would make every caller name both.
+        return cast("TableBatch", TritonBatch(reads, pooling, buffers, output_dtype=output_dtype))
+    from recinfer.quant.tbe import TableBatch
+
+    return TableBatch(reads, pooling, buffers, output_dtype=output_dtype)

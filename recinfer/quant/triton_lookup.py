@@ -1,0 +1,352 @@
+"""A Triton kernel that looks up packed rows: all tables of a device in one launch, on a GPU or in Triton's interpreter.
+
+The kernel reads the rows of :mod:`recinfer.quant.rows` as they lie in memory. A program takes a tile of bags (or of single
+ids, unpooled) and up to 256 columns of one table; sums are float32, in the order of the ids. It also counts ids out of
+range, so that nothing has to wait for the device before a lookup.
+
+On a machine without a GPU the same code runs in Triton's interpreter: set ``TRITON_INTERPRET=1`` before Python starts. That
+is for tests; it is thousands of times slower than FBGEMM.
+
+Shape suffixes: F keys of the input, B batch, N ids, D output columns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recinfer.errors import ConfigError, UnavailableError
+from recinfer.modules.embedding_configs import DataType, PoolingType
+from recinfer.quant.buffers import Buffers, Placed
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise UnavailableError(
+        "Triton is not installed; torch's CUDA builds bring it, elsewhere install recinfer with its extra 'triton': "
+        f"pip install 'recinfer[triton]' ({error})"
+    ) from error
+
+__all__ = ["Launch", "Read", "TritonTables"]
+
+_BITS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2, DataType.FP16: 16, DataType.FP32: 32}
+_OUTPUT_DTYPES = (torch.float32, torch.float16)
+_MOST_COLUMNS = 256  # of a program; wider tables take several
+_FIELDS = 13  # of a program's description, in the order in which _lookup reads them
+
+
+@triton.jit
+def _row_values(
+    starts, take, first, columns,
+    BITS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNMENT: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Columns ``first`` to ``first + COLUMNS`` of the rows that begin at ``starts`` [rows, 1], float32; 0 where not taken."""
+    if BITS == 32:
+        column = first + tl.arange(0, COLUMNS)[None, :]
+        pointers = starts.to(tl.pointer_type(tl.float32)) + column
+        return tl.load(pointers, mask=take & (column < columns), other=0.0)
+    elif BITS == 16:
+        column = first + tl.arange(0, COLUMNS)[None, :]
+        pointers = starts.to(tl.pointer_type(tl.float16)) + column
+        return tl.load(pointers, mask=take & (column < columns), other=0.0).to(tl.float32)
+    else:
+        per_byte: tl.constexpr = 8 // BITS
+        if ALIGNMENT >= 4:  # scale and bias in one load
+            both = tl.load(starts.to(tl.pointer_type(tl.uint32)), mask=take, other=0)
+            scale, bias = both & 0xFFFF, both >> 16
+        else:  # a row may begin at any byte
+            scale = tl.load(starts, mask=take, other=0).to(tl.uint32)
+            scale += tl.load(starts + 1, mask=take, other=0).to(tl.uint32) << 8
+            bias = tl.load(starts + 2, mask=take, other=0).to(tl.uint32)
+            bias += tl.load(starts + 3, mask=take, other=0).to(tl.uint32) << 8
+        byte = tl.multiple_of(first // per_byte, 4) + tl.arange(0, COLUMNS // per_byte)[None, :]
+        end = (columns + per_byte - 1) // per_byte
+        if per_byte <= UNIT:
+            end = tl.multiple_of(end, UNIT // per_byte)
+        packed = tl.load(starts + 4 + byte, mask=take & (byte < end), other=0)
+        if BITS == 8:
+            codes = packed
+        elif BITS == 4:
+            codes = tl.interleave(packed & 15, packed >> 4)
+        else:
+            even = tl.interleave(packed & 3, (packed >> 4) & 3)
+            codes = tl.interleave(even, tl.interleave((packed >> 2) & 3, packed >> 6))
+        scale = scale.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        bias = bias.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        return codes.to(tl.float32) * scale + bias
+
+
+@triton.jit
+def _tile(
+    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, bad_ptr, chunk_ptr, key, batch, out_layer,
+    BITS: tl.constexpr, ALIGNMENT: tl.constexpr, POOLED: tl.constexpr, WEIGHTED: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """``TILE`` bags of one key, or single ids, and ``COLUMNS`` columns of one table."""
+    start = tl.multiple_of(tl.load(chunk_ptr + 2), ALIGNMENT)
+    row_bytes = tl.multiple_of(tl.load(chunk_ptr + 3), ALIGNMENT)
+    first_row, rows = tl.load(chunk_ptr + 4), tl.load(chunk_ptr + 5)
+    table_rows, default = tl.load(chunk_ptr + 6), tl.load(chunk_ptr + 7)
+    # The compiler makes wide loads and stores only of what it knows to be aligned, masks included.
+    first = tl.multiple_of(tl.load(chunk_ptr + 8), 16)
+    columns = tl.multiple_of(tl.load(chunk_ptr + 9), UNIT)
+    out_column = tl.multiple_of(tl.load(chunk_ptr + 10), UNIT)
+    out_stride = tl.multiple_of(tl.load(chunk_ptr + 12), UNIT)
+    layer_start = tl.multiple_of((tl.load(chunk_ptr + 11) >> 1) * out_layer, UNIT)
+    lane = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    if POOLED:
+        there = lane < batch
+        begin = tl.load(offsets_ptr + key * batch + lane, mask=there, other=0).to(tl.int64)
+        end = tl.load(offsets_ptr + key * batch + lane + 1, mask=there, other=0).to(tl.int64)
+        out_row = lane
+    else:
+        begin = tl.load(offsets_ptr + key * batch).to(tl.int64) + lane
+        there = begin < tl.load(offsets_ptr + (key + 1) * batch).to(tl.int64)
+        end = tl.where(there, begin + 1, begin)
+        out_row = begin
+    most = tl.max(end - begin, axis=0)
+    total = tl.zeros((TILE, COLUMNS), dtype=tl.float32)
+    bad = tl.zeros((TILE,), dtype=tl.int32)
+    for step in range(0, most):
+        at = begin + step
+        inside = at < end
+        given = tl.load(ids_ptr + at, mask=inside, other=0).to(tl.int64)
+        valid = (given >= 0) & (given < table_rows)
+        bad += (inside & (valid == 0)).to(tl.int32)
+        chosen = tl.where(valid, given, default)  # a default of -1 is no row
+        row = chosen - first_row
+        take = inside & (chosen >= 0) & (row >= 0) & (row < rows)
+        starts = rows_ptr + start + tl.where(take, row, 0)[:, None] * row_bytes
+        values = _row_values(starts, take[:, None], first, columns, BITS, COLUMNS, ALIGNMENT, UNIT)
+        if WEIGHTED:
+            values *= tl.load(weights_ptr + at, mask=inside, other=0.0).to(tl.float32)[:, None]
+        total += values
+    if POOLED:  # noqa: SIM102  the first is known when the kernel is compiled, the second when it runs
+        if tl.load(chunk_ptr + 11) & 1 != 0:  # MEAN
+            total = total / tl.maximum(end - begin, 1).to(tl.float32)[:, None]
+    column = first + tl.arange(0, COLUMNS)[None, :]
+    place = layer_start + out_row[:, None] * out_stride + out_column + column
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=there[:, None] & (column < columns))
+    if first == 0:
+        count = tl.sum(bad, axis=0)
+        if count > 0:
+            tl.atomic_add(bad_ptr + tl.load(chunk_ptr), count)
+
+
+@triton.jit(do_not_specialize=["batch", "out_layer"])
+def _lookup(
+    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, bad_ptr, chunks_ptr, keys_ptr, batch, out_layer,
+    TYPES: tl.constexpr, ALIGNMENT: tl.constexpr, POOLED: tl.constexpr, WEIGHTED: tl.constexpr,
+    TILE: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles of bags or ids, descriptions of a table's columns).
+
+    ``TYPES`` is the sum of the bits of the precisions that occur, ``ALIGNMENT`` divides the place of every row, ``UNIT`` the
+    columns of every table and the output's stride.
+    """
+    chunk_ptr = chunks_ptr + tl.program_id(1) * FIELDS
+    key = tl.load(keys_ptr + tl.load(chunk_ptr)).to(tl.int64)
+    bits = tl.load(chunk_ptr + 1)
+    for width in tl.static_range(5):
+        if (TYPES & (2 << width)) != 0:  # noqa: SIM102  the same
+            if bits == 2 << width:
+                _tile(
+                    rows_ptr, ids_ptr, offsets_ptr, weights_ptr, out_ptr, bad_ptr, chunk_ptr, key, batch, out_layer,
+                    2 << width, ALIGNMENT, POOLED, WEIGHTED, TILE, COLUMNS, UNIT,
+                )  # fmt: skip
+
+
+class Read(NamedTuple):
+    """What one lookup of a key reads.
+
+    Attributes:
+        placed: the rows. Ids count from the table's first row: those of other rows than ``placed.rect``'s give zeros, so
+            the sum over the row pieces of a table is the table's lookup.
+        key: number of the input's key whose ids it takes.
+        pooling: SUM or MEAN; NONE for one row an id.
+        table_rows: rows of the whole table, beyond which ids are out of range; None: ``placed.rect.row_stop``.
+        default: the row that an id out of range stands for; None: it gives zeros, and the caller refuses the request.
+    """
+
+    placed: Placed
+    key: int
+    pooling: PoolingType = PoolingType.SUM
+    table_rows: int | None = None
+    default: int | None = None
+
+
+class Launch(NamedTuple):
+    """How the kernel is cut: elements of a program's tile, and warps that run it. Measured by tools/gpu_trial.py."""
+
+    elements: int = 2048
+    warps: int = 4
+
+
+class TritonTables:
+    """Lookups of packed tables of any precision and width in one launch.
+
+    Args:
+        reads: in the order of the output's columns; all pooled or all unpooled. Column pieces of a table are neighbours.
+        buffers: hold the rows; kept, never copied. INT rows may begin at any byte; at an alignment of 4 or more the kernel
+            loads scale and bias at once.
+        output_dtype: float32 or float16. Sums are float32.
+        launch: how the kernel is cut.
+
+    Attributes:
+        total_dim: columns of the output: of all reads, or of the widest output of a key when unpooled.
+
+    Raises:
+        ConfigError: reads that do not go together, or an output type that is not offered.
+    """
+
+    def __init__(
+        self,
+        reads: Sequence[Read],
+        buffers: Buffers,
+        *,
+        output_dtype: torch.dtype = torch.float32,
+        launch: Launch | None = None,
+    ) -> None:
+        if output_dtype not in _OUTPUT_DTYPES:
+            raise ConfigError(f"output_dtype: got {output_dtype}; expected one of {sorted(map(str, _OUTPUT_DTYPES))}")
+        if not reads:
+            raise ConfigError("reads: got none; expected at least one table to look up")
+        unpooled = {read.pooling is PoolingType.NONE for read in reads}
+        if len(unpooled) > 1:
+            raise ConfigError("reads: got pooled and unpooled tables; expected one launch for each of the two")
+        self.reads, self.buffers, self.output_dtype = tuple(reads), buffers, output_dtype
+        self.launch = launch or Launch()
+        self.pooled = not unpooled.pop()
+        widths = [read.placed.rect.cols for read in reads]
+        self.columns = min(_MOST_COLUMNS, max(16, _power_of_two(max(widths))))
+        self._types = sum({_BITS[read.placed.data_type] for read in reads})
+        # Where each read's output is: (layer, first column). Unpooled reads of one key lie in layers of their own, but for
+        # the column pieces of one table.
+        self.places: list[tuple[int, int]] = []
+        self.layers = 1
+        if self.pooled:
+            self.places = [(0, column) for column in [0, *accumulate(widths)][:-1]]
+            self.total_dim = sum(widths)
+        else:
+            used: dict[int, int] = {}
+            for number, read in enumerate(reads):
+                rect, before = read.placed.rect, reads[number - 1] if number else None
+                if before and before.key == read.key and before.placed.rect.table == rect.table and rect.col_start:
+                    layer, column = self.places[-1][0], self.places[-1][1] + widths[number - 1]
+                else:
+                    layer, column = used.get(read.key, 0), 0
+                    used[read.key] = layer + 1
+                self.places.append((layer, column))
+            self.layers = max(used.values())
+            self.total_dim = max(column + width for (_, column), width in zip(self.places, widths))
+        self._unit = math.gcd(16, *widths)
+        device = buffers.device
+        chunks = [self._chunk(n, first) for n, width in enumerate(widths) for first in range(0, width, self.columns)]
+        self._chunks = torch.tensor(chunks, dtype=torch.int64, device=device)
+        self.keys = torch.tensor([read.key for read in reads], dtype=torch.int32, device=device)
+        self._base = _without_storage(buffers.near)
+
+    def _chunk(self, number: int, first: int) -> list[int]:
+        """What one column of programs is told."""
+        read, alignment = self.reads[number], self.buffers.row_alignment
+        placed, rect, (layer, out_column) = read.placed, read.placed.rect, self.places[number]
+        start = placed.offset
+        if self.buffers.memory_of(placed) != "near" and self.buffers.managed is not None:
+            # The kernel takes one pointer: rows in the other buffer lie at a distance from it. A GPU and its host share
+            # one address space, so the distance reaches pinned host memory too.
+            start += self.buffers.managed.data_ptr() - self.buffers.near.data_ptr()
+        table_rows = rect.row_stop if read.table_rows is None else read.table_rows
+        default = -1 if read.default is None else read.default
+        fields = [
+            number,
+            _BITS[placed.data_type],
+            start,
+            placed.row_bytes(alignment),
+            rect.row_start,
+            rect.rows,
+            table_rows,
+            default,
+            first,
+            rect.cols,
+            out_column,
+            2 * layer + (read.pooling is PoolingType.MEAN),
+            self.total_dim,
+        ]
+        assert len(fields) == _FIELDS
+        return fields
+
+    def new_counter(self) -> Tensor:
+        """Zeroed counts of ids out of range, int32 ``[reads]``, on the device."""
+        return torch.zeros(len(self.reads), dtype=torch.int32, device=self.buffers.device)
+
+    def __call__(
+        self,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        *,
+        batch: int,
+        bad: Tensor,
+        keys: Tensor | None = None,
+        most_ids: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Look up. Returns at once: on a GPU the answer is there when the current stream gets to it.
+
+        Args:
+            ids: int32 or int64 ``[N]``, on the tables' device.
+            offsets: of bags, int32 or int64 ``[F x B + 1]``, key after key.
+            weights: of ids, float ``[N]``; None: 1.
+            batch: B.
+            bad: int32 ``[reads]``; each read's ids out of range are added to its count. Zeros for those that have no default
+                row; read it when the answer is needed anyway.
+            keys: int32 ``[reads]``, the key that each read takes in this input; None: those of the reads.
+            most_ids: unpooled only: no key has more ids than this; None: N.
+            out: where to write, contiguous.
+
+        Returns:
+            ``[B, total_dim]``; unpooled ``[layers, N, total_dim]``, see :attr:`places`. Columns beyond a read's own are
+            not written.
+        """
+        _check_can_run(ids.device)
+        lanes = batch if self.pooled else (ids.numel() if most_ids is None else most_ids)
+        shape = (batch, self.total_dim) if self.pooled else (self.layers, ids.numel(), self.total_dim)
+        if out is None:
+            out = torch.empty(shape, dtype=self.output_dtype, device=ids.device)
+        if lanes == 0:
+            return out
+        tile = min(_power_of_two(lanes), max(1, self.launch.elements // self.columns))
+        grid = (-(-lanes // tile), len(self._chunks))
+        _lookup[grid](
+            self._base, ids, offsets, ids if weights is None else weights, out, bad, self._chunks,
+            self.keys if keys is None else keys, batch, out.stride(0),
+            TYPES=self._types, ALIGNMENT=self.buffers.row_alignment & -self.buffers.row_alignment, POOLED=self.pooled,
+            WEIGHTED=weights is not None, TILE=tile, COLUMNS=self.columns, UNIT=self._unit, FIELDS=_FIELDS, num_warps=self.launch.warps,
+        )  # fmt: skip
+        return out
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _without_storage(buffer: Tensor) -> Tensor:
+    """A tensor that begins where ``buffer`` does. The interpreter copies the storage of every argument, which is all tables."""
+    if buffer.device.type != "cpu":
+        return buffer
+    return torch.frombuffer((ctypes.c_uint8 * 1).from_address(buffer.data_ptr()), dtype=torch.uint8)
+
+
+def _check_can_run(device: torch.device) -> None:
+    if device.type != "cuda" and isinstance(_lookup, triton.JITFunction):
+        raise ConfigError(
+            f"Triton's kernel was asked to run on {device.type}; it runs on a GPU, or in Triton's interpreter, which "
+            "TRITON_INTERPRET=1 in the environment switches on before Python starts; on CPU use FBGEMM's kernel"
+        )

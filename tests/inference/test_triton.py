@@ -1,0 +1,119 @@
+"""An archive answered by the Triton kernel: the same answers as FBGEMM's, and no need of FBGEMM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import recinfer
+from recinfer.cli.main import app
+from recinfer.distributed.layout.rect import Rect, tile
+from recinfer.distributed.quant.place import on_one_device
+from recinfer.errors import ConfigError, UnavailableError
+from recinfer.modules.embedding_configs import DataType
+from recinfer.quant.buffers import Placed, allocate
+from recinfer.quant.embedding_modules import EmbeddingBagCollection
+from recinfer.quant.kernels import choose_kernel
+from recinfer.quant.lookup import PooledLookup
+from recinfer.quant.rows import slice_packed_columns
+from recinfer.quant.triton_batch import TritonBatch
+from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_archive, make_request
+from tests.quant.cases import float_bags, random_features
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'recinfer[triton]'")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has this on a GPU")
+
+
+@pytest.mark.parametrize("precision", [DataType.INT8, DataType.INT4])
+@pytest.mark.parametrize("kinds", [("table_wise",), ("row_wise", "column_wise")])
+def test_an_archive_gives_the_same_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: DataType, kinds: tuple[str, ...]
+) -> None:
+    _, archive = make_archive(tmp_path, precision=precision, ranks=2, kinds=kinds)
+    request, dense = make_request(RANKER_ROWS, 5, seed=9), torch.ones(5, NUM_DENSE)
+    theirs = recinfer.load(archive.root)
+    monkeypatch.setenv("RECINFER_KERNEL", "triton")
+    mine = recinfer.load(archive.root)
+    assert isinstance(mine._state.lookups.parts[0].run.__self__.batch, TritonBatch)
+    one, other = mine.lookup(request).pooled, theirs.lookup(request).pooled
+    assert one is not None and other is not None
+    torch.testing.assert_close(one.values(), other.values(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mine.predict(dense, request)["output"], theirs.predict(dense, request)["output"])
+
+
+def test_an_archive_needs_no_fbgemm(tmp_path: Path) -> None:
+    _, archive = make_archive(tmp_path, precision=DataType.INT8, ranks=1, kinds=("table_wise",))
+    program = f"""
+import sys
+sys.modules["fbgemm_gpu"] = None  # as if it were not installed
+import torch, recinfer
+from recinfer.quant.buffers import Placed, allocate
+from recinfer.quant.embedding_modules import EmbeddingBagCollection
+from recinfer.quant.kernels import choose_kernel
+from recinfer.quant.lookup import PooledLookup
+from recinfer.quant.rows import slice_packed_columns
+from tests.archive.models import NUM_DENSE, RANKER_ROWS, make_request
+print(choose_kernel("cuda"))
+model = recinfer.load({str(archive.root)!r})
+print(model.predict(torch.ones(3, NUM_DENSE), make_request(RANKER_ROWS, 3, seed=1))["output"].shape)
+assert sys.modules["fbgemm_gpu"] is None
+"""
+    environment = {**os.environ, "RECINFER_KERNEL": "triton", "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "torch.Size([3" in done.stdout
+
+
+def test_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RECINFER_KERNEL", raising=False)
+    assert choose_kernel("cpu").name == "fbgemm"
+    monkeypatch.setenv("RECINFER_KERNEL", "triton")
+    assert choose_kernel("cuda:3") == ("triton", "RECINFER_KERNEL=triton")
+    monkeypatch.setenv("RECINFER_KERNEL", "cutlass")
+    with pytest.raises(ConfigError, match="RECINFER_KERNEL='cutlass'; expected fbgemm or triton"):
+        choose_kernel("cpu")
+    monkeypatch.delenv("RECINFER_KERNEL")
+    monkeypatch.setattr("recinfer.fbgemm.INSTALLED", False)
+    assert choose_kernel("cuda").name == "triton"
+    with pytest.raises(UnavailableError, match=r"install it: pip install 'recinfer\[cpu\]'"):
+        choose_kernel("cpu")
+
+
+def test_one_device_holds_whole_tables_whatever_their_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy that a single GPU gets, made on the CPU: row pieces are joined, column pieces stay pieces."""
+    module = EmbeddingBagCollection.from_float(float_bags(), data_type=DataType.INT8)
+    configs = {c.name: c for c in module.embedding_bag_configs()}
+    rows, dim = configs["c"].num_embeddings, configs["c"].embedding_dim
+    rects = [Rect(0, a, b, c, d, "c") for c, d in ((0, 8), (8, dim)) for a, b in ((0, 100), (100, rows))]
+    here, placed = allocate([Placed(rect, DataType.INT8) for rect in rects], torch.device("cpu"))
+    packed = module.packed_table("c")
+    for spot in placed:
+        r = spot.rect
+        here.write(spot, slice_packed_columns(packed[r.row_start : r.row_stop], dim, DataType.INT8, r.col_start, r.col_stop))  # fmt: skip
+    strips = {"c": tile("c", rows, dim, rects)}
+    by_rect = {"c": {spot.rect: spot for spot in placed}}
+    whole = on_one_device([configs["c"]], strips, by_rect, here, torch.device("cpu"))
+    monkeypatch.setenv("RECINFER_KERNEL", "triton")
+    lookup = PooledLookup([configs["c"]], whole.pieces, whole.buffers)
+    features = random_features([configs["c"]], 6)
+    assert lookup(features).keys() == ["f2", "f3"]
+    monkeypatch.setenv("RECINFER_KERNEL", "fbgemm")
+    alone = PooledLookup([configs["c"]], {"c": (module.placed["c"],)}, module.storage)
+    torch.testing.assert_close(lookup(features).values(), alone(features).values(), rtol=1e-6, atol=1e-6)
+
+
+def test_inspect_says_which_kernel_a_gpu_would_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, archive = make_archive(tmp_path, precision=DataType.INT8, ranks=1, kinds=("table_wise",))
+    monkeypatch.setattr("recinfer.fbgemm.INSTALLED", False)
+    monkeypatch.delenv("RECINFER_KERNEL", raising=False)
+    done = CliRunner().invoke(app, ["inspect", str(archive.root), "--device", "cuda", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["kernel"], found["kernel_reason"]) == ("triton", "FBGEMM is not installed, Triton is")

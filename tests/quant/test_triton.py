@@ -1,0 +1,240 @@
+"""The Triton kernel against the plain-torch reference: in Triton's interpreter, or on a GPU where there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from recinfer.distributed.layout.rect import Rect
+from recinfer.errors import ConfigError
+from recinfer.modules.embedding_configs import DataType, PoolingType
+from recinfer.quant.buffers import Buffers, Placed, allocate
+from recinfer.quant.reference import reference_lookup, reference_pack
+from recinfer.quant.rows import PACKED_TYPES, slice_packed_columns
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'recinfer[triton]'")
+from recinfer.quant.triton_lookup import Launch, Read, TritonTables
+
+SUM, MEAN, NONE = PoolingType.SUM, PoolingType.MEAN, PoolingType.NONE
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS = 37
+DIMS = [4, 8, 12, 20, 64, 100, 128, 200, 256, 260, 512, 1024]
+
+
+def packed(data_type: DataType, dim: int, seed: int, rows: int = ROWS) -> Tensor:
+    return reference_pack(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), data_type)
+
+
+def placed_in_memory(tables: list[tuple[DataType, int]], alignment: int) -> tuple[Buffers, list[Placed], list[Tensor]]:
+    """Tables t0, t1 ... of ``ROWS`` rows, and their packed rows."""
+    wanted = [Placed(Rect(0, 0, ROWS, 0, dim, f"t{i}"), kind) for i, (kind, dim) in enumerate(tables)]
+    buffers, placed = allocate(wanted, DEVICE, alignment)
+    rows = [packed(kind, dim, i) for i, (kind, dim) in enumerate(tables)]
+    for spot, of_table in zip(placed, rows):
+        buffers.write(spot, of_table)
+    return buffers, placed, rows
+
+
+def bags(keys: int, batch: int, seed: int, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, offsets and weights; a third of the bags are empty."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (torch.randint(0, 6, (keys * batch,), generator=generator) - 2).clamp(min=0)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    ids = torch.randint(0, ROWS, (int(offsets[-1]),), generator=generator)
+    return ids.to(dtype), offsets.to(dtype), torch.rand(len(ids), generator=generator)
+
+
+def check(
+    tables: list[tuple[DataType, int]],
+    poolings: list[PoolingType],
+    *,
+    batch: int,
+    weighted: bool,
+    alignment: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.int64,
+    output_dtype: torch.dtype = torch.float32,
+    launch: Launch | None = None,
+) -> None:
+    buffers, placed, rows = placed_in_memory(tables, alignment)
+    ids, offsets, weights = bags(len(tables), batch, seed, dtype)
+    reads = [Read(table, key, pooling) for key, (table, pooling) in enumerate(zip(placed, poolings))]
+    lookup = TritonTables(reads, buffers, output_dtype=output_dtype, launch=launch)
+    bad, given_weights = lookup.new_counter(), weights.to(DEVICE) if weighted else None
+    out = lookup(ids.to(DEVICE), offsets.to(DEVICE), given_weights, batch=batch, bad=bad).cpu()
+    assert out.dtype == output_dtype and not bad.any()
+    for key, (kind, dim) in enumerate(tables):
+        edges = offsets[key * batch : (key + 1) * batch + 1]
+        mine = slice(int(edges[0]), int(edges[-1]))
+        want = reference_lookup(
+            rows[key], dim, kind, ids[mine], edges - edges[0], poolings[key], weights[mine] if weighted else None
+        )
+        layer, column = lookup.places[key]
+        got = out if lookup.pooled else out[layer, mine]
+        rtol, atol = (1e-6, 1e-6) if output_dtype is torch.float32 else (1e-3, 1e-3)
+        torch.testing.assert_close(got[:, column : column + dim].float(), want, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("data_type", PACKED_TYPES, ids=lambda t: t.value)
+@pytest.mark.parametrize("pooling", [SUM, MEAN, NONE], ids=lambda p: p.value)
+@pytest.mark.parametrize("dim", DIMS)
+def test_every_precision_pooling_and_width(data_type: DataType, pooling: PoolingType, dim: int) -> None:
+    alignment = 16 if dim % 8 else 1
+    check([(data_type, dim)], [pooling], batch=5, weighted=pooling is not NONE and dim % 16 == 0, alignment=alignment)
+
+
+@pytest.mark.parametrize("data_type", PACKED_TYPES, ids=lambda t: t.value)
+@pytest.mark.parametrize("pooling", [SUM, MEAN], ids=lambda p: p.value)
+def test_pieces_of_rows_and_columns_add_up_to_the_table(data_type: DataType, pooling: PoolingType) -> None:
+    """Every rank takes all ids and its own rows; the sum of the ranks' outputs is the unsharded lookup."""
+    dim, cut, column = 24, 15, 8
+    rows = packed(data_type, dim, 1)
+    ids, offsets, weights = (x.to(DEVICE) for x in bags(1, 6, 3))
+    total = torch.zeros(6, dim, device=DEVICE)
+    for rank, (first, last) in enumerate([(0, cut), (cut, ROWS)]):
+        rects = [Rect(rank, first, last, *cols, "t") for cols in ((0, column), (column, dim))]
+        buffers, placed = allocate([Placed(rect, data_type) for rect in rects], DEVICE)
+        for spot, rect in zip(placed, rects):
+            buffers.write(spot, slice_packed_columns(rows[first:last], dim, data_type, rect.col_start, rect.col_stop))
+        lookup = TritonTables([Read(p, 0, pooling, table_rows=ROWS) for p in placed], buffers)
+        bad = lookup.new_counter()
+        total += lookup(ids, offsets, weights, batch=6, bad=bad)
+        assert not bad.any(), "rows of another rank are not out of range"
+    want = reference_lookup(rows, dim, data_type, ids.cpu(), offsets.cpu(), pooling, weights.cpu())
+    torch.testing.assert_close(total.cpu(), want, rtol=1e-6, atol=1e-6)
+
+
+def test_ids_out_of_range_follow_the_policy_and_are_counted() -> None:
+    buffers, placed, rows = placed_in_memory([(DataType.INT8, 8), (DataType.INT4, 300)], 16)
+    lookup = TritonTables([Read(placed[0], 0), Read(placed[1], 1, default=2)], buffers)
+    ids = torch.tensor([3, -1, ROWS, 5, 2**40, 1], device=DEVICE)
+    offsets = torch.tensor([0, 2, 3, 5, 6], device=DEVICE)
+    bad = lookup.new_counter()
+    out = lookup(ids, offsets, batch=2, bad=bad).cpu()
+    assert bad.tolist() == [2, 1]
+    first = reference_lookup(rows[0], 8, DataType.INT8, torch.tensor([3]), torch.tensor([0, 1, 1]))
+    second = reference_lookup(rows[1], 300, DataType.INT4, torch.tensor([5, 2, 1]), torch.tensor([0, 2, 3]))
+    torch.testing.assert_close(out, torch.cat([first, second], dim=1), rtol=1e-6, atol=1e-6)
+    lookup(ids, offsets, batch=2, bad=bad)
+    assert bad.tolist() == [4, 2], "counts add up until the caller zeroes them"
+
+
+def test_keys_may_come_in_any_order_and_be_read_twice() -> None:
+    buffers, placed, rows = placed_in_memory([(DataType.INT8, 8), (DataType.FP16, 4), (DataType.INT2, 12)], 16)
+    ids, offsets, _ = bags(3, 4, 5)
+    on_device = ids.to(DEVICE), offsets.to(DEVICE)
+    for pooling in (SUM, NONE):
+        lookup = TritonTables([Read(placed[0], 1, pooling), Read(placed[1], 1, pooling), Read(placed[2], 0, pooling)], buffers)  # fmt: skip
+        for keys in ([1, 1, 0], [2, 2, 1]):
+            order = torch.tensor(keys, dtype=torch.int32, device=DEVICE)
+            out = lookup(*on_device, batch=4, bad=lookup.new_counter(), keys=order).cpu()
+            for number, (table, key) in enumerate(zip(placed, keys)):
+                edges = offsets[key * 4 : key * 4 + 5]
+                mine = slice(int(edges[0]), int(edges[-1]))
+                want = reference_lookup(rows[number], table.rect.cols, table.data_type, ids[mine], edges - edges[0], pooling)  # fmt: skip
+                layer, column = lookup.places[number]
+                got = out if lookup.pooled else out[layer, mine]
+                torch.testing.assert_close(got[:, column : column + table.rect.cols], want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="maps a sparse file into host memory")
+def test_rows_beyond_two_gibibytes(tmp_path: Path) -> None:
+    """A file of 6 GB that is one hole but for two rows: nothing reads the rest of it."""
+    rows, dim = 45_000_000, 128  # of 132 bytes
+    table = Placed(Rect(0, 0, rows, 0, dim, "t"), DataType.INT8)
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.truncate(table.bytes())
+    buffer = torch.from_file(str(path), shared=True, size=table.bytes(), dtype=torch.uint8)
+    two = packed(DataType.INT8, dim, 7, 2)
+    ids = torch.tensor([20_000_000, rows - 1])
+    for row, there in zip(two, ids.tolist()):
+        buffer[there * 132 : there * 132 + 132] = row
+    for dtype in (torch.int32, torch.int64):
+        lookup = TritonTables([Read(table, 0, NONE)], Buffers(buffer))
+        out = lookup(ids.to(dtype), torch.tensor([0, 1, 2]), batch=2, bad=lookup.new_counter())
+        want = reference_lookup(two, dim, DataType.INT8, torch.tensor([0, 1]), torch.arange(3), NONE)
+        torch.testing.assert_close(out[0], want, rtol=1e-6, atol=1e-6)
+    assert path.stat().st_blocks * 512 < 1 << 20
+
+
+def test_rows_in_the_second_buffer() -> None:
+    _, placed, rows = placed_in_memory([(DataType.INT8, 8), (DataType.INT4, 8)], 16)
+    near, far = allocate([placed[0]], DEVICE, 16)[0], allocate([placed[1]], torch.device("cpu"), 16)[0]
+    pinned = far.near.pin_memory() if DEVICE.type == "cuda" else far.near
+    buffers = Buffers(near.near, pinned, 16)
+    tables = [placed[0], Placed(placed[1].rect, DataType.INT4, 0, "managed")]
+    for table, packed_rows in zip(tables, rows):
+        buffers.write(table, packed_rows)
+    ids, offsets, _ = bags(2, 3, 2)
+    lookup = TritonTables([Read(table, key) for key, table in enumerate(tables)], buffers)
+    out = lookup(ids.to(DEVICE), offsets.to(DEVICE), batch=3, bad=lookup.new_counter()).cpu()
+    for key in range(2):
+        edges = offsets[key * 3 : key * 3 + 4]
+        mine = ids[int(edges[0]) : int(edges[-1])]
+        want = reference_lookup(rows[key], 8, tables[key].data_type, mine, edges - edges[0])
+        torch.testing.assert_close(out[:, key * 8 : key * 8 + 8], want, rtol=1e-6, atol=1e-6)
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    buffers, placed, _ = placed_in_memory([(DataType.INT8, 8)], 16)
+    with pytest.raises(ConfigError, match="pooled and unpooled"):
+        TritonTables([Read(placed[0], 0, SUM), Read(placed[0], 0, NONE)], buffers)
+    with pytest.raises(ConfigError, match=r"output_dtype: got torch\.float64"):
+        TritonTables([Read(placed[0], 0)], buffers, output_dtype=torch.float64)
+    with pytest.raises(ConfigError, match="expected at least one"):
+        TritonTables([], buffers)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from recinfer.quant import triton_lookup
+
+kernel = triton_lookup._lookup
+names = kernel.arg_names
+pointers = {"rows_ptr": "u8", "ids_ptr": "i64", "offsets_ptr": "i64", "weights_ptr": "fp32", "out_ptr": "fp32",
+            "bad_ptr": "i32", "chunks_ptr": "i64", "keys_ptr": "i32"}
+for types, pooled, alignment in ((8, True, 16), (4, True, 16), (16, True, 16), (62, False, 1)):
+    fixed = dict(TYPES=types, ALIGNMENT=alignment, POOLED=pooled, WEIGHTED=pooled, TILE=16, COLUMNS=128, UNIT=16,
+                 FIELDS=triton_lookup._FIELDS)
+    signature = {**{n: "*" + t for n, t in pointers.items()}, "batch": "i32", "out_layer": "i32",
+                 **dict.fromkeys(fixed, "constexpr")}
+    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in fixed.items()},
+                       {(names.index(n),): [["tt.divisibility", 16]] for n in pointers})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    ptx = made.asm["ptx"]
+    print(types, alignment, len(made.asm["cubin"]) > 0, "ld.global.b8" in ptx or "ld.global.u8" in ptx, "st.global.v4" in ptx)
+"""
+
+
+def test_the_kernel_compiles_for_a_gpu_with_wide_loads_and_stores() -> None:
+    """Triton compiles without a GPU: for Hopper here. Aligned rows are read by words, not by bytes, and written by four."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert lines == ["8 16 True False True", "4 16 True False True", "16 16 True False True", "62 1 True True True"]
+
+
+def test_without_the_interpreter_a_cpu_is_refused() -> None:
+    program = """
+import torch
+from recinfer.distributed.layout.rect import Rect
+from recinfer.modules.embedding_configs import DataType
+from recinfer.quant.buffers import Placed, allocate
+from recinfer.quant.triton_lookup import Read, TritonTables
+buffers, (table,) = allocate([Placed(Rect(0, 0, 3, 0, 4, "t"), DataType.INT8)], torch.device("cpu"))
+lookup = TritonTables([Read(table, 0)], buffers)
+lookup(torch.tensor([1]), torch.tensor([0, 1]), batch=1, bad=lookup.new_counter())
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1 and "TRITON_INTERPRET=1 in the environment" in done.stderr

@@ -1,0 +1,221 @@
+"""Runs the GPU tests and the lookup benchmarks on one machine and writes what they found into one JSON file.
+
+From a checkout: ``python tools/gpu_trial.py --out gpu_trial.json``. The kernel's part needs torch (a CUDA build), Triton, numpy and
+pytest: neither FBGEMM nor a network. Tests of what is not installed there are left out, and the file says which. On a machine without a
+GPU ``TRITON_INTERPRET=1 python tools/gpu_trial.py --device cpu --tiny`` runs every line of it but the CUDA graphs; its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from recinfer.distributed.layout.rect import Rect  # noqa: E402
+from recinfer.modules.embedding_configs import DataType  # noqa: E402
+from recinfer.quant.buffers import Placed, allocate  # noqa: E402
+from recinfer.quant.triton_lookup import Launch, Read, TritonTables  # noqa: E402
+
+ALIGNMENTS = (4, 16, 32)
+LAUNCHES = (Launch(1024, 2), Launch(2048, 4), Launch(4096, 4), Launch(4096, 8))
+MODELS = {"criteo_26x64": (26, 64, 1), "tables_200x128": (200, 128, 20)}  # tables, dim, ids a bag
+
+
+def timed(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Seconds of one ``run``, the median of ``repeats``, after two that do not count."""
+    seconds = []
+    for number in range(repeats + 2):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            took = start.elapsed_time(end) / 1e3
+        else:
+            at = time.perf_counter()
+            run()
+            took = time.perf_counter() - at
+        if number >= 2:
+            seconds.append(took)
+    return statistics.median(seconds)
+
+
+def copy_rate(device: torch.device, size: int) -> float:
+    """Bytes a second of a copy on the device, read and written bytes both counted."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / timed(lambda: target.copy_(source), device, 20)
+
+
+def tables_of(count: int, dim: int, rows: int, kind: DataType, device: torch.device, alignment: int) -> Any:
+    """Tables of random bytes: what a row says does not change how long it takes."""
+    wanted = [Placed(Rect(0, 0, rows, 0, dim, f"t{i}"), kind) for i in range(count)]
+    buffers, placed = allocate(wanted, device, alignment)
+    buffers.near.random_(0, 100)
+    return buffers, placed
+
+
+def graph_of(run: Callable[[], Any]) -> Any:
+    """``run`` as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def lookups(device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool) -> list[dict[str, Any]]:
+    """A line per model, precision, alignment, launch and batch."""
+    found = []
+    for name, (count, dim, length) in MODELS.items():
+        count, length = (3, min(length, 2)) if tiny else (count, length)
+        for kind in (DataType.INT8, DataType.INT4):
+            for alignment in ALIGNMENTS:
+                buffers, placed = tables_of(count, dim, rows, kind, device, alignment)
+                reads = [Read(table, key) for key, table in enumerate(placed)]
+                for launch in LAUNCHES:
+                    lookup = TritonTables(reads, buffers, launch=launch)
+                    found += [
+                        {"model": name, "precision": kind.value, "alignment": alignment, "launch": list(launch), **line}
+                        for batch in batches
+                        for line in [one_lookup(lookup, batch, length, rows, device, repeats)]
+                    ]
+                del buffers, placed, reads, lookup
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+    return found
+
+
+def one_lookup(
+    lookup: TritonTables, batch: int, length: int, rows: int, device: torch.device, repeats: int
+) -> dict[str, Any]:
+    """Seconds and bytes of a lookup; 32 samples and fewer also as a CUDA graph. Bytes: rows as stored, ids, offsets, outputs."""
+    keys = len(lookup.reads)
+    ids = torch.randint(0, rows, (keys * batch * length,), device=device)
+    offsets = torch.arange(0, keys * batch * length + 1, length, device=device)
+    bad, out = lookup.new_counter(), torch.empty(batch, lookup.total_dim, device=device)
+
+    def run() -> None:
+        lookup(ids, offsets, batch=batch, bad=bad, out=out)
+
+    seconds = timed(run, device, repeats)
+    row_bytes = sum(r.placed.row_bytes(lookup.buffers.row_alignment) for r in lookup.reads) * batch * length
+    moved = row_bytes + 8 * (ids.numel() + offsets.numel()) + out.numel() * out.element_size()
+    line = {"batch": batch, "seconds": seconds, "row_bytes": row_bytes, "bytes": moved, "rate": moved / seconds}
+    if device.type == "cuda" and batch <= 32:
+        graph = graph_of(run)
+        line["graph_seconds"] = timed(graph.replay, device, repeats)
+    return line
+
+
+def bags_of_torch(
+    device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool
+) -> list[dict[str, Any]]:
+    """``torch.nn.functional.embedding_bag`` on FP16 rows, one call a table; FP32 in a trial on the CPU."""
+    found = []
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    for name, (count, dim, length) in MODELS.items():
+        count, length = (3, min(length, 2)) if tiny else (count, length)
+        tables = [torch.zeros(rows, dim, dtype=dtype, device=device) for _ in range(count)]
+        for batch in batches:
+            ids = [torch.randint(0, rows, (batch, length), device=device) for _ in tables]
+
+            def run(ids: list[torch.Tensor] = ids, tables: list[torch.Tensor] = tables) -> None:
+                for table, mine in zip(tables, ids):
+                    torch.nn.functional.embedding_bag(mine, table, mode="sum")
+
+            found.append({"model": name, "batch": batch, "dtype": str(dtype), "seconds": timed(run, device, repeats)})
+    return found
+
+
+def gpu_tests(device: torch.device) -> dict[str, Any]:
+    """The kernel's tests, then those marked ``gpu``: how many passed, and what failed."""
+    environment = (
+        {**os.environ} if device.type == "cpu" else {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    )
+    found = {}
+    trials = {"kernel": ["tests/quant/test_triton.py"], "gpu": ["tests/gpu", "-m", "gpu"]}
+    for name, chosen in trials.items():
+        # Tests of what is not installed fail to be collected: the summary has them as errors.
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "--continue-on-collection-errors",
+            *chosen,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+        summary = re.findall(r"^.*\d+ (?:passed|failed|skipped|error).* in .*$", done.stdout, re.M)
+        found[name] = {
+            "rc": done.returncode,
+            "summary": summary[-1:],
+            "tail": done.stdout[-3000:] + done.stderr[-1000:],
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu_trial.json"), help="the JSON file to write")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="sizes that the interpreter manages; times mean nothing")
+    parser.add_argument("--no-tests", action="store_true", help="only the benchmarks")
+    parser.add_argument("--rows", type=int, help="of each table; default 1,000,000, or 100 with --tiny")
+    given = parser.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "torch sees no CUDA device; on a machine without one: --device cpu --tiny, with TRITON_INTERPRET=1"
+        )
+    device, tiny = torch.device(given.device), given.tiny
+    rows = given.rows or (100 if tiny else 1_000_000)
+    batches = [1, 3] if tiny else [1, 32, 256, 2048, 16384, 65536]
+    repeats = 1 if tiny else 20
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu {platform.machine()}, interpreted",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "fbgemm": importlib.util.find_spec("fbgemm_gpu") is not None,
+        "rows": rows,
+    }
+
+    def add(name: str, run: Callable[[], Any]) -> None:
+        """What a part found, or its error: one that fails does not lose the others. Written at once."""
+        print(f"{name} ...", flush=True)
+        try:
+            report[name] = run()
+        except Exception as error:
+            report[name] = {"error": f"{type(error).__name__}: {error}"}
+        given.out.write_text(json.dumps(report, indent=1))
+
+    if not given.no_tests:
+        add("tests", lambda: gpu_tests(device))
+    add("copy_rate", lambda: copy_rate(device, 1 << 20 if tiny else 1 << 30))
+    add("lookups", lambda: lookups(device, batches, rows, repeats, tiny))
+    add("embedding_bag", lambda: bags_of_torch(device, batches, rows, repeats, tiny))
+    print(f"wrote {given.out}")
+
+
+if __name__ == "__main__":
+    main()
