@@ -165,7 +165,7 @@ class ManifestOptions:
         Path | None, typer.Option("--out", help="Folder for the manifests.", rich_help_panel=_K8S, show_default=False)
     ] = None
     image: Annotated[str, typer.Option(help="Image that has recinfer, see docker/.", rich_help_panel=_K8S)] = (
-        "recinfer:0.1.0-cpu"
+        "recinfer:0.2.0-cpu"
     )
     namespace: Annotated[str, typer.Option(help="Where everything lives.", rich_help_panel=_K8S)] = "recinfer"
     claim: Annotated[
