@@ -48,7 +48,7 @@ class RayOptions:
         int | None, typer.Option(min=1, help="The same of rankers.", rich_help_panel=_RAY, show_default="--rankers")
     ] = None
     cool_down: Annotated[
-        float, typer.Option(min=1, help="Seconds of low load before there is a server less.", rich_help_panel=_RAY)
+        float, typer.Option(min=1, help="Seconds of low load before one server is removed.", rich_help_panel=_RAY)
     ] = 300.0
     token_file: Annotated[
         Path | None,
