@@ -1,7 +1,7 @@
 """Compares estimates with TorchRec's, option by option: ``python -m benchmarks.planner_parity --torchrec-python PATH``.
 
 Each case lists every option of a few tables on both sides and compares rectangles, six perf parts and both memories of
-every shard. What differs on purpose is listed by ``EXPECTED`` (and explained in docs/decisions.md); anything else is
+every shard. What differs on purpose is listed by ``EXPECTED`` (see docs/decisions/0018-planner-estimates-follow-torchrec-with-listed-differences.md); anything else is
 reported and makes the run fail.
 """
 
@@ -53,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
         "weighted": True,
     },
 }
-# (case or "*", field) -> why; the paragraph of docs/decisions.md says more.
+# (case or "*", field) -> why; docs/decisions/0018-planner-estimates-follow-torchrec-with-listed-differences.md says more.
 EXPECTED = {
     ("row-wise adagrad", "hbm"): "state of 4 bytes a row and shard; TorchRec divides it over column shards",
     ("row-wise adagrad", "ddr"): "state of 4 bytes a row and shard; TorchRec divides it over column shards",

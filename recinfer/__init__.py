@@ -9,7 +9,7 @@ from recinfer.lazy import lazy_names
 
 check_compiled()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "AsyncInferenceClient",
     "DataType",

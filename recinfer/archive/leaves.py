@@ -1,4 +1,4 @@
-"""The embedding modules of a model: where they are, what they read, how their outputs are named."""
+"""Lists a model's embedding modules, with their features and output names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products that an ONNX model gathers for a narrow layer become the layer's own choice: zero weights for those it left out."""
+"""Replaces a gather before a narrow ONNX layer by zero weights in that layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard before ``torch.export.load``: a ``model.pt2`` that holds anything but a graph and numbers is refused.
+"""Checks ``model.pt2`` before ``torch.export.load``: it may hold a graph and numbers only.
 
 torch unpickles some entries of a program file and evaluates its symbolic expressions and guards as Python. An archive
 is data, so nothing of the kind is let through: rule D1.

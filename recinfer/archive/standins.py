@@ -1,4 +1,4 @@
-"""What stands for embedding modules and for forward's arguments while the dense part is cut out of a model."""
+"""Placeholders for embedding modules and forward's arguments during the export of the dense part."""
 
 from __future__ import annotations
 

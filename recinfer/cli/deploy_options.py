@@ -48,7 +48,7 @@ class RayOptions:
         int | None, typer.Option(min=1, help="The same of rankers.", rich_help_panel=_RAY, show_default="--rankers")
     ] = None
     cool_down: Annotated[
-        float, typer.Option(min=1, help="Seconds of low load before there is a server less.", rich_help_panel=_RAY)
+        float, typer.Option(min=1, help="Seconds of low load before one server is removed.", rich_help_panel=_RAY)
     ] = 300.0
     token_file: Annotated[
         Path | None,
@@ -165,7 +165,7 @@ class ManifestOptions:
         Path | None, typer.Option("--out", help="Folder for the manifests.", rich_help_panel=_K8S, show_default=False)
     ] = None
     image: Annotated[str, typer.Option(help="Image that has recinfer, see docker/.", rich_help_panel=_K8S)] = (
-        "recinfer:0.1.0-cpu"
+        "recinfer:0.2.0-cpu"
     )
     namespace: Annotated[str, typer.Option(help="Where everything lives.", rich_help_panel=_K8S)] = "recinfer"
     claim: Annotated[

@@ -56,7 +56,7 @@ def serve_ranks(
     lock: bool,
     socket_port: int = 0,
 ) -> None:
-    """Run a shard server until it is told to stop."""
+    """Run a shard server until a signal stops it."""
     from recinfer.serving.engine.store import ModelStore
     from recinfer.serving.server.shard_server import ShardServer, serve_shards
     from recinfer.serving.shards.tables import ShardTables

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def serve_models(options: ServeOptions, security: Security, output: Output) -> None:
-    """Serve until told to stop.
+    """Serve until a signal stops the server.
 
     Raises:
         ConfigError: nothing to serve, or deltas of several archives.

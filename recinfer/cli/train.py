@@ -61,7 +61,7 @@ def run(
     ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the learning curve, for example curve.png.")] = None,
     save_every: Annotated[
-        int | None, typer.Option(min=1, help="Steps between checkpoints, for --resume; kept beside --out.")
+        int | None, typer.Option(min=1, help="Steps between checkpoints, for --resume; kept next to --out.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of --save-every.")] = False,
     as_json: JsonOption = False,

@@ -1,4 +1,4 @@
-"""Parts of a contract that are read off the training rows: scales of numbers, vocabularies of text."""
+"""Computes the parts of a feature contract that depend on the training rows: scales of numbers, vocabularies of text."""
 
 from __future__ import annotations
 

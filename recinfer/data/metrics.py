@@ -1,4 +1,4 @@
-"""How good predictions are: the area under the ROC curve, the log-loss and the normalized entropy, in numpy."""
+"""Metrics of predictions: the area under the ROC curve, the log-loss and the normalized entropy, in numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows are trained on and which are held out."""
+"""Splits rows into training rows and held-out rows."""
 
 from __future__ import annotations
 

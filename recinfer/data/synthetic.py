@@ -1,4 +1,4 @@
-"""Rows in the format of the Criteo set, made up, with a signal planted in them that a model can find.
+"""Synthetic rows in Criteo's format, with a signal that a model can learn.
 
 Columns as in the real set: ``label``, 13 counts ``I1..I13`` with a heavy tail, 26 categories ``C1..C26`` as 8 hex
 digits whose frequencies follow a bounded Zipf law; both may be empty. A click is a coin thrown with the probability

@@ -1,4 +1,4 @@
-"""How the text of a sparse feature becomes an id: by hash, by vocabulary, or as the number it spells."""
+"""How the text of a sparse feature becomes an id: by hash, by vocabulary, or by parsing it as a number."""
 
 from __future__ import annotations
 

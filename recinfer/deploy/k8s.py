@@ -55,7 +55,7 @@ class K8sOptions:
     """
 
     namespace: str = "recinfer"
-    image: str = "recinfer:0.1.0-cpu"
+    image: str = "recinfer:0.2.0-cpu"
     name: str | None = None
     replicas: int = 2
     rankers: int = 2
@@ -77,7 +77,7 @@ class K8sOptions:
             if value is not None and not _SUBDOMAIN.match(value):
                 raise ConfigError(f"{what}: got {value[:80]!r}, expected a name of a-z, 0-9, '-' and '.'")
         if not _IMAGE.match(self.image):
-            raise ConfigError(f"image: got {self.image[:80]!r}, expected one as in registry/recinfer:0.1.0-cpu")
+            raise ConfigError(f"image: got {self.image[:80]!r}, expected one as in registry/recinfer:0.2.0-cpu")
         if not _CPUS.match(self.cpus):
             raise ConfigError(f"cpus: got {self.cpus!r}, expected more than 0, as in 2, 0.5 or 500m")
         for what, least, most in (

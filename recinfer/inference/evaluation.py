@@ -1,4 +1,4 @@
-"""A float model and its quantized archive on the same held-out rows: AUC, log-loss, normalized entropy, and who is to blame.
+"""A float model and its quantized archive on the same held-out rows: AUC, log-loss, normalized entropy, and the loss from each table alone.
 
 The float model is not loaded: the rows that the data read are picked out while the tables stream by (FloatRows), and the
 dense program runs on them. So a model of any size is evaluated in the memory of the rows that the data touch.

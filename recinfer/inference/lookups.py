@@ -1,4 +1,4 @@
-"""Where embeddings come from: the seam between a predictor and its tables, with the tables of this process behind it.
+"""The interface between a predictor and its tables, and its implementation for tables in this process.
 
 A predictor says what it wants (:class:`Ask`) and goes on with what was found, so the same steps run where the rows are
 mapped here (:func:`run_now`) and where they are on other hosts and have to be waited for (:func:`run_steps`).

@@ -1,4 +1,4 @@
-"""What an export knows before it writes: where the tables are, the manifest so far, the dense part, the requests."""
+"""Prepares an export: finds the tables, and makes the manifest, the dense part and the golden requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bar of long jobs (export, reshard, delta): bytes done, bytes a second, time left."""
+"""The progress bar of export, reshard and delta: bytes done, bytes per second, time left."""
 
 from __future__ import annotations
 

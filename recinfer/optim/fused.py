@@ -1,4 +1,4 @@
-"""Optimizers that run inside the backward of a lookup: what they look like from outside."""
+"""The public interface of optimizers that run in the backward of a lookup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a tensor lies on this rank, and where in the whole: of a ShardedTensor, a DTensor or a plain one."""
+"""The part of a tensor that this rank holds, and its position: of a ShardedTensor, a DTensor or a plain one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of looked-up vectors that the process keeps for the next call, instead of asking the kernel for it again."""
+"""Output buffers that the process reuses between lookups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain-torch twins of the quantized kernels: the second road that every fast path is checked against.
+"""Plain-torch twins of the quantized kernels: the reference that tests compare every fast path with.
 
 Nothing here is fast, and nothing here touches FBGEMM. Formulas: row-wise asymmetric quantization with fp16 scale and
 bias, rounding half to even, as FBGEMM's ``FloatToFusedNBitRowwiseQuantizedSBHalf`` does on its scalar path.

@@ -1,4 +1,4 @@
-"""The one seam to FBGEMM's table-batched embeddings (TBE): quantize rows, look packed rows up, register TBE modules.
+"""The interface to FBGEMM's table-batched embeddings (TBE): quantize rows, look packed rows up, register TBE modules.
 
 No other file imports FBGEMM's TBE classes. The lookup calls the op itself on tables that lie anywhere in one uint8
 buffer, so tables are never copied into a module's own storage: a memory-mapped archive serves as it is. FBGEMM's

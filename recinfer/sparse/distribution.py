@@ -1,4 +1,4 @@
-"""What a KeyedJaggedTensor sends to other ranks, and how the received pieces become one again.
+"""Splits a KeyedJaggedTensor for other ranks and joins the received pieces.
 
 Shapes: ``F`` keys a rank receives, ``W`` ranks that sent. Received tensors are rank-major (rank, key, example); a
 KeyedJaggedTensor is key-major (key, rank, example); ``recat`` is the order of the (rank, key) pieces that does it.

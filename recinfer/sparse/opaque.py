@@ -1,4 +1,4 @@
-"""The mark of modules whose inside neither torch.fx nor TorchScript sees."""
+"""Marks modules that torch.fx and TorchScript treat as leaves."""
 
 from __future__ import annotations
 

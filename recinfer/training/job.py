@@ -1,4 +1,4 @@
-"""A whole training as one piece of plain data, and the three ways to run it: here, on new ranks, on torchrun's ranks."""
+"""The description of a training run, and three ways to start it: in this process, on new ranks, on torchrun's ranks."""
 
 from __future__ import annotations
 

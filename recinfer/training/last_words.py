@@ -1,4 +1,4 @@
-"""What ranks say before they end where nobody watches them all: so those that lose a peer can name it.
+"""Messages that ranks leave before they exit, so that other ranks can name the one they lost.
 
 Under torchrun on several hosts, a rank whose peer is killed on another host only sees a connection close.
 """

@@ -1,4 +1,4 @@
-"""How good a model is on the rows held out, over all ranks: torchmetrics that add up what every rank has seen."""
+"""Metrics on the held-out rows over all ranks: torchmetrics that add up what every rank has seen."""
 
 from __future__ import annotations
 

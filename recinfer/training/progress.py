@@ -1,4 +1,4 @@
-"""The progress bar of a training, on stderr, so that stdout stays free for results."""
+"""The progress bar of a training, on stderr, because stdout carries the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the batches of a training come from: examples in memory, or files read anew in every pass.
+"""Sources of training batches: examples in memory, or files read anew in every pass.
 
 Every rank takes its share of the same global batches: step ``k`` of a pass trains on rows ``k * W * B`` to
 ``(k + 1) * W * B`` of the pass's order, rank ``r`` of ``W`` on the ``r``-th part of them. So a run on ``W`` ranks with

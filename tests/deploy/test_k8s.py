@@ -223,7 +223,7 @@ def test_wrong_options_are_named(wrong: dict[str, Any], message: str):
 
 @pytest.mark.parametrize(
     "image",
-    ["recinfer", "recinfer:0.1.0-cpu", "r.example:5000/a/b_c:1", "[::1]:5000/recinfer:1", f"r/x:1@sha256:{64 * 'a'}"],
+    ["recinfer", "recinfer:0.2.0-cpu", "r.example:5000/a/b_c:1", "[::1]:5000/recinfer:1", f"r/x:1@sha256:{64 * 'a'}"],
 )
 def test_images_are_named_as_registries_do(image: str):
     assert K8sOptions(image=image).image == image

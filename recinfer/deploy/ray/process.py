@@ -1,4 +1,4 @@
-"""One ``recinfer serve`` as a child of this process: started, asked how it is, told to end. What an actor on a node does."""
+"""Starts, monitors and stops one ``recinfer serve`` as a child process, for an actor on a Ray node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many requests may wait, how long the wait is expected to be, and what a refused caller is told."""
+"""How many requests may wait, how long the wait is expected to be, and the error that a refused caller gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How busy a server is, where no queue of its own shows it: what waits for a thread that reads sockets waits in these."""
+"""How busy a server is, where no queue of its own shows it: calls that wait for a thread that reads sockets wait in these."""
 
 from __future__ import annotations
 

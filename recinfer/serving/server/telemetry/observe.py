@@ -1,4 +1,4 @@
-"""What is told about each request: counted, written to the log as one JSON line, and traced where OpenTelemetry is.
+"""What is recorded about each request: counted, written to the log as one JSON line, and traced where OpenTelemetry is.
 
 A request's id is its ``x-request-id`` metadata (or HTTP header), else a new one.
 """

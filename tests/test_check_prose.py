@@ -1,0 +1,31 @@
+"""tools/check_prose.py finds banned phrases, and leaves ordinary English alone."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.check_prose import check, find, user_strings
+
+
+@pytest.mark.parametrize(
+    "text", ["Every ranker is told.", "what\nwaits goes first", "30 s of patience", "A crowd of callers"]
+)
+def test_banned_phrases_are_found(text: str) -> None:
+    assert list(find(text))
+
+
+@pytest.mark.parametrize(
+    "text", ["The two are told apart by name.", "It crowds out others.", "Next door.", "What a call returns"]
+)
+def test_ordinary_english_passes(text: str) -> None:
+    assert not list(find(text))
+
+
+def test_strings_that_a_user_reads_are_checked() -> None:
+    source = '"""Doc."""\nx = "not shown"\noption(help="Help.")\nraise ValueError(f"Bad {x}.")\n'
+    assert {text for _, text in user_strings(source)} == {"Doc.", "Help.", "Bad ", "."}
+
+
+def test_a_problem_names_file_line_and_replacement(tmp_path: Path) -> None:
+    tmp_path.joinpath("README.md").write_text("Fine.\nEvery ranker is told.\n")
+    assert check(tmp_path) == ["README.md:2: 'is told': write is notified, gets an error, or is reported"]

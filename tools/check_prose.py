@@ -1,0 +1,74 @@
+"""Finds banned words in the documentation, error messages, help texts and module docstrings.
+
+Run ``python tools/check_prose.py`` from the repository root. It prints file:line, the phrase and its replacement, and exits with 1
+if it found any. docs/glossary.md explains the list.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+BANNED = {
+    r"\bat the door\b|\b(?:two|three|other|every|all) doors\b": "protocol, port or endpoint",
+    r"\b(?:is|are|was|were) told(?! apart)\b": "is notified, gets an error, or is reported",
+    r"\bwho asks\b": "caller or client",
+    r"\bwhat waits\b": "queued requests",
+    r"\ba server less\b": "one server fewer, or scale-down",
+    r"\bis refused by name\b": "fails with an error that names it",
+    r"\bcrowds?\b(?! out)": "concurrent requests",
+    r"\blookouts?\b": "monitor or watcher",
+    r"\bof patience\b": "timeout",
+    r"\btold beside\b|\bis beside it\b": "also reported",
+}
+"""Regular expression -> what to write instead."""
+
+_EXEMPT = {"docs/glossary.md", "docs/decisions.md"}
+
+
+def find(text: str, first_line: int = 1) -> Iterator[tuple[int, str, str]]:
+    """Gives line number, phrase and replacement for each banned phrase in ``text``; a phrase may span two lines."""
+    for pattern, instead in BANNED.items():
+        for match in re.finditer(pattern.replace(" ", r"\s+"), text, re.IGNORECASE):
+            yield first_line + text.count("\n", 0, match.start()), " ".join(match.group().split()), instead
+
+
+def user_strings(source: str) -> Iterator[tuple[int, str]]:
+    """Gives first line and text of the module docstring, ``help=`` texts and the strings of ``raise`` statements."""
+    tree = ast.parse(source)
+    roots: list[ast.AST] = []
+    if ast.get_docstring(tree) is not None:
+        roots.append(tree.body[0])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise):
+            roots.append(node)
+        elif isinstance(node, ast.keyword) and node.arg == "help":
+            roots.append(node.value)
+    for root in roots:
+        for node in ast.walk(root):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.lineno, node.value
+
+
+def check(root: Path) -> list[str]:
+    """One line for each banned phrase in the repository at ``root``."""
+    problems = []
+    pages = [root / "README.md", root / "CHANGELOG.md", *sorted((root / "docs").rglob("*.md"))]
+    for path in pages:
+        name = path.relative_to(root).as_posix()
+        if name not in _EXEMPT and path.exists():
+            problems += [f"{name}:{n}: {phrase!r}: write {how}" for n, phrase, how in find(path.read_text())]
+    for path in sorted((root / "recinfer").rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        for line, text in user_strings(path.read_text()):
+            problems += [f"{name}:{n}: {phrase!r}: write {how}" for n, phrase, how in find(text, line)]
+    return problems
+
+
+if __name__ == "__main__":
+    found = check(Path(__file__).parent.parent)
+    print("\n".join(found) or "check_prose: no banned words")
+    sys.exit(bool(found))
