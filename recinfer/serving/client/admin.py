@@ -161,8 +161,7 @@ class AdminClient:
             metadata=self._metadata,
         )
         return {
-            model.model: {v.version: _loaded(v) for v in model.versions}
-            for model in parse(pb.ModelList, answer).models
+            model.model: {v.version: _loaded(v) for v in model.versions} for model in parse(pb.ModelList, answer).models
         }
 
 
