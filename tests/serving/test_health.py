@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from recinfer.inference.predictor import Predictor, load
+from recinfer.serving.server import health
 from recinfer.serving.server.health import LIVENESS, READINESS
 from recinfer.serving.server.security import Security
 from recinfer.serving.server.server import SERVICE_NAME, Server
@@ -121,3 +122,24 @@ def test_readiness_follows_the_ranks(archive: Path, tmp_path: Path, default_rows
         assert get(server.http_port, "/v2/health/live") == (200, {"live": True})
         ready = channel.unary_unary("/inference.GRPCInferenceService/ServerReady")(b"", timeout=60)
         assert open_inference_pb2.ServerReadyResponse.FromString(ready).ready == default_rows
+
+
+def test_open_watches_are_bounded_and_the_next_one_is_refused(predictor: Predictor, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(health, "_MOST_WATCHES", 2, raising=False)
+    with Server({"tiny": predictor}) as server, grpc.insecure_channel(server.target) as channel:
+        stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+        open_ones = [stub.Watch(request, timeout=60) for _ in range(2)]
+        assert [next(watch).status for watch in open_ones] == [SERVING, SERVING]
+        with pytest.raises(grpc.RpcError) as refused:
+            next(stub.Watch(request, timeout=60))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refused.value.details().startswith("2 Watch calls are open")
+        assert stub.Check(request, timeout=60).status == SERVING
+
+        open_ones[0].cancel()
+        assert server._health is not None
+        until(lambda: len(server._health._watching) < 2)
+        again = stub.Watch(request, timeout=60)
+        assert next(again).status == SERVING
+        for watch in (open_ones[1], again):
+            watch.cancel()
