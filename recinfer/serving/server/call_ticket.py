@@ -10,7 +10,11 @@ from recinfer.serving.engine.memory_budget import MemoryBudget, Ticket
 __all__ = ["Bounds", "CallTicket"]
 
 _SLOW_LOOKS = 3  # looks after which a message that is not complete counts as the largest one
-_SENT_S = 30.0  # an answer that its caller has not taken by then is given up
+_SENT_S = 30.0
+"""An answer that its caller has not taken whole by then is given up, also one that is still being read, but slowly: gRPC's core
+takes a message whole and says only that all of it is sent, so nobody here can see how much of it is. An answer of 64 MiB
+needs a link of 18 Mbit/s."""
+
 _RECEIVING, _RUNNING, _SENDING = range(3)
 
 
