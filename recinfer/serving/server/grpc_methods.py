@@ -67,7 +67,8 @@ def connection_options() -> list[tuple[str, int]]:
         # connections' calls together but the queue's; this ends them. Other callers move on unnoticed.
         ("grpc.max_connection_age_ms", _AGE_MS),
         ("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS),
-        # What one unpacks to is not known before it is there.
+        # What one unpacks to is not known before it is there. gRPC's core refuses such a call before it gives it to anybody,
+        # as UNIMPLEMENTED, "Compression algorithm 'gzip' is disabled.", and lets nobody change that text.
         ("grpc.compression_enabled_algorithms_bitset", _IDENTITY),
         # Beyond the first some calls, and beyond the second all, would be dropped as a bare CANCELLED, which nobody counts.
         ("grpc.server.max_pending_requests", _MAX_PENDING),
