@@ -73,6 +73,7 @@ lint: $(STAMP)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/gen_proto.py --check
+	$(BIN)/python tools/check_prose.py
 
 format: $(STAMP)/dev
 	$(BIN)/ruff check --fix .

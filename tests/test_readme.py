@@ -19,8 +19,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "rec
 def test_the_commands_and_the_example_of_the_readme_run(tmp_path: Path) -> None:
     (commands,) = blocks(ROOT / "README.md", "bash")
     (example,) = blocks(ROOT / "README.md", "python")
-    with held_port() as port:
-        changes = {"--limit 20000": "--limit 2000", "--wait 60": "--wait 600", "8500": str(port)}
+    with held_port() as port, held_port() as http:
+        changes = {"--limit 20000": "--limit 2000", "--wait 60": "--wait 600", "8500": str(port), "8501": str(http)}
         done = run_page(f"{commands}wait\npython - <<'END'\n{example}END\n", tmp_path, changes)
     assert done.returncode == 0, done.stderr
     assert "C1" in done.stdout
@@ -43,6 +43,18 @@ def test_the_blocks_of_the_howto_run_in_order(tmp_path: Path) -> None:
     assert not re.findall(
         r"^ {4}\S.*", re.sub(r"^```.*?^```", "", (ROOT / "docs/howto.md").read_text(), flags=re.M | re.S), flags=re.M
     ), "docs/howto.md has an indented code block, which nothing runs: fence it with its language"
+
+
+@pytest.mark.parametrize("page", ["rest.md", "operate.md"])
+def test_the_blocks_of_a_page_run_in_order(page: str, tmp_path: Path) -> None:
+    for needed in ("onnx", "aiohttp", "torchmetrics"):
+        pytest.importorskip(needed)
+    script, skipped = script_of(ROOT / "docs" / page)
+    assert not skipped
+    with held_port() as port, held_port() as http:
+        done = run_page(script, tmp_path, {"8500": str(port), "8501": str(http), "--wait 60": "--wait 600"})
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert {"rest.md": '"predictions"', "operate.md": "canary"}[page] in done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

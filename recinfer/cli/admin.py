@@ -232,15 +232,16 @@ def _open(options: ListOptions) -> AdminClient:
 def _health(options: ListOptions) -> str:
     """The word of the health service, or UNREACHABLE."""
     import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from recinfer.serving.client.client import HEALTH_CHECK, IS_SERVING
 
     with _open(options) as admin:
-        stub = health_pb2_grpc.HealthStub(admin.channel)
+        check = admin.channel.unary_unary(HEALTH_CHECK)
         try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=min(options.client.timeout, 10.0))
+            answer = check(b"", timeout=min(options.client.timeout, 10.0))
         except grpc.RpcError:
             return "UNREACHABLE"
-    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    return "SERVING" if answer == IS_SERVING else "NOT_SERVING"
 
 
 def _model(options: ListOptions) -> str:

@@ -180,6 +180,14 @@ class TableBatch(nn.Module):
         if device.type == "cuda" and "cached" in memories:
             self._through_cache = self.fbgemm_module()  # which keeps the cache's state and fills it before each lookup
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take: all but the lock, which each object has for itself."""
+        return {name: value for name, value in vars(self).items() if name != "_cache_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._cache_lock = threading.Lock()
+
     def _offset(self, read: Placed) -> int:
         """Byte offset for the op. On CPU it takes one buffer, so the second one's tables lie at a distance from it.
 

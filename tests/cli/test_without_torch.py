@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from recinfer.inference.predictor import load
+from recinfer.serving.engine.store import ModelStore
 from recinfer.serving.server.server import Server
 from tests.cli.conftest import Exported
 
@@ -39,6 +40,8 @@ CALLS: dict[str, list[str]] = {
     "predict": ["--input", "{folder}/ids.json"],
     "lookup": ["--feature", "user=3,9;1", "--feature", "item=5;"],
     "bench serve": ["--duration", "0.05"],
+    "admin list": [],
+    "admin status": [],
 }
 # Verbs that compute here, with arguments that get them as far as the missing package.
 COMPUTES: dict[str, list[str]] = {
@@ -52,7 +55,7 @@ COMPUTES: dict[str, list[str]] = {
 
 @pytest.fixture(scope="module")
 def target(exported: Exported) -> Iterator[str]:
-    with Server({"tiny": load(exported.archive)}) as server:
+    with Server({"tiny": load(exported.archive)}, admin=ModelStore(exported.archive.parent)) as server:
         yield server.target
 
 

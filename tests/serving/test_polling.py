@@ -21,6 +21,7 @@ import torch
 
 from recinfer.errors import ConfigError, InputError, NotFoundError
 from recinfer.inference.predictor import Predictor, load
+from recinfer.serving.client import AsyncInferenceClient, InferenceClient
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.engine.admin import AdminService
 from recinfer.serving.engine.poll import StorePoller
@@ -315,6 +316,20 @@ def test_a_request_may_say_a_label(served: tuple[Server, StorePoller], store: Pa
         answer = server.service.predict(request.SerializeToString())
         assert codec.parse(pb.PredictResponse, answer).model_version == version
 
+    async def ask(label: str) -> str:
+        async with AsyncInferenceClient(server.target, label=label, timeout=60) as mine:
+            return (await mine.get_model()).version
+
+    for label, version in (("stable", "1"), ("canary", "2")):
+        with InferenceClient(server.target, label=label, timeout=60) as client:
+            assert client.lookup(kjt).model_version == version
+            with InferenceClient(server.target, version=version, timeout=60) as same:
+                assert torch.equal(client.predict(dense, kjt)["output"], same.predict(dense, kjt)["output"])
+            assert client.get_model().version == version
+        assert asyncio.run(ask(label)) == version
+    with pytest.raises(InputError, match="expected one of them"):
+        InferenceClient(server.target, version="1", label="stable")
+
 
 def test_changes_are_in_the_log(followed: Followed, store: Path, kinds: list[Path], caplog: pytest.LogCaptureFixture):
     put(kinds[1], store, 2)
@@ -325,7 +340,7 @@ def test_changes_are_in_the_log(followed: Followed, store: Path, kinds: list[Pat
         followed.change("Rollback", request.SerializeToString())
         with pytest.raises(NotFoundError):
             followed.change("Unload", admin_pb.UnloadRequest(model="tiny", version="9").SerializeToString())
-    loaded, rolled, refused = caplog.records
+    loaded, rolled, refused = (record for record in caplog.records if record.name == "recinfer.changes")
     assert loaded.getMessage() == "Load tiny 2 and made the default, by model store, reason: poll"
     assert rolled.getMessage() == "Rollback tiny, by CN=ann, reason: clicks fell"
     assert (rolled.change, rolled.model, rolled.who, rolled.reason) == ("Rollback", "tiny", "CN=ann", "clicks fell")  # type: ignore[attr-defined]

@@ -114,13 +114,11 @@ def test_versions_and_labels(predictor: Predictor):
     with Server(registry, http_port=0) as server:
         body = {"instances": [ROW]}
         assert ask(server, "tiny/versions/2:predict", body)[0] == 200
+        registry.set_labels("tiny", {"stable": "1"})
         assert ask(server, "tiny/labels/stable:predict", body)[0] == 200
         code, _, answer = ask(server, "tiny/labels/canary:predict", body)
-        assert (code, answer["error"]) == (
-            404,
-            "label: got 'canary' of model 'tiny', expected one of 'stable' (version '1')",
-        )
-        registry.set_weights("tiny", {"1": 95, "2": 5})
+        assert (code, answer["error"]) == (404, "label: got 'canary' of model 'tiny', expected one of 'stable'")
+        registry.set_labels("tiny", {"stable": "1", "canary": "2"})
         assert get(server, "/v1/models/tiny/labels/canary")[2]["model_version_status"][0]["version"] == "2"
         assert get(server, "/v1/models/tiny/labels/stable/metadata")[2]["model_spec"]["version"] == "1"
         assert [one["version"] for one in get(server, "/v1/models/tiny")[2]["model_version_status"]] == ["1", "2"]

@@ -43,9 +43,9 @@ __all__ = [
 _SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 # gRPC's health service in the two messages that a client needs: HealthCheckRequest{service = 1} and
 # HealthCheckResponse{status = 1}; the package that holds them is for servers.
-_HEALTH = "grpc.health.v1.Health"
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _CALLS, _CHECK = ("Lookup", "Predict", "GetModel"), "Check"
-_HEALTH_REQUEST, _IS_SERVING = b"".join(bytes_field(1, _SERVICE.encode())), b"\x08\x01"
+_HEALTH_REQUEST, IS_SERVING = b"".join(bytes_field(1, _SERVICE.encode())), b"\x08\x01"
 _POLL_S = 0.05
 _START_WITH = "recinfer serve ARCHIVE --port N"
 
@@ -63,14 +63,18 @@ class _Client:
         throttle: bool,
         token: str,
         tensors: bool | None,
+        label: str,
     ) -> None:
         if retries < 0:
             raise InputError(f"retries: got {retries}, expected 0 or more")
-        for what, name in (("model", model), ("version", version)):
+        for what, name in (("model", model), ("version", version), ("label", label)):
             if not isinstance(name, str) or any("\ud800" <= c <= "\udfff" for c in name):
                 raise InputError(f"{what}: got {name!r:.80}, expected text")
         Retries(target, retries, timeout, None)  # which knows what a timeout is
-        self.target, self.model, self.version, self.timeout, self.retries = target, model, version, timeout, retries
+        if version and label:
+            raise InputError(f"version: got {version!r:.80} and the label {label!r:.80}, expected one of them")
+        self.target, self.model, self.version, self.label = target, model, version, label
+        self.timeout, self.retries = timeout, retries
         # One a call, as a server may have no room for predictions and much for lookups.
         self._throttles = {call: Throttle() for call in ("Lookup", "Predict")} if throttle else {}
         self._metadata = authorization(token)
@@ -79,16 +83,17 @@ class _Client:
         self.tensors = torch_is_installed() if tensors is None else tensors
 
     def _lookup_request(self, features: Any) -> bytes:
-        return encode_lookup_request(features, self.model, self.version)
+        return encode_lookup_request(features, self.model, self.version, self.label)
 
     def _predict_request(self, dense: Any, features: Any, context: Any) -> bytes:
-        return encode_predict_request(dense, features, self.model, self.version, context=context)
+        return encode_predict_request(dense, features, self.model, self.version, label=self.label, context=context)
 
     def _raw_request(self, rows: Any) -> bytes:
-        return pb.PredictRequest(model=self.model, version=self.version, raw=as_raw(rows)).SerializeToString()
+        request = pb.PredictRequest(model=self.model, version=self.version, label=self.label, raw=as_raw(rows))
+        return request.SerializeToString()
 
     def _model_request(self) -> bytes:
-        return pb.GetModelRequest(model=self.model, version=self.version).SerializeToString()
+        return pb.GetModelRequest(model=self.model, version=self.version, label=self.label).SerializeToString()
 
     def _not_ready(self, seconds: float) -> UnavailableError:
         return UnavailableError(f"the server at {self.target} is not ready after {seconds:g} s")
@@ -113,6 +118,7 @@ class InferenceClient(_Client):
         tls_ca: PEM file of the authority that signed the server's certificate; None: no TLS.
         tls_cert, tls_key: PEM files of this client's certificate, for mutual TLS.
         tls_name: name in the server's certificate, where it is not the target's host; empty: it is.
+        label: label of every call's version, such as ``canary``, in place of ``version``; empty: none.
         tensors: answers hold torch's tensors (True; torch is then imported) or numpy's arrays (False); None: tensors where torch
             is installed.
 
@@ -137,15 +143,16 @@ class InferenceClient(_Client):
         tls_key: Path | None = None,
         tls_name: str = "",
         tensors: bool | None = None,
+        label: str = "",
     ) -> None:
-        super().__init__(target, model, version, timeout, retries, throttle, token, tensors)
+        super().__init__(target, model, version, timeout, retries, throttle, token, tensors, label)
         credentials, options = security_of(tls_ca, tls_cert, tls_key, tls_name)
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=options)
         else:
             self._channel = grpc.secure_channel(target, credentials, options=options)
         self._methods = {call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in _CALLS}
-        self._methods[_CHECK] = self._channel.unary_unary(f"/{_HEALTH}/{_CHECK}")
+        self._methods[_CHECK] = self._channel.unary_unary(HEALTH_CHECK)
 
     def lookup(self, features: Any, *, timeout: float | None = None) -> Embeddings:
         """Embeddings of some or all features of the model, given in any order."""
@@ -194,7 +201,7 @@ class InferenceClient(_Client):
     def is_ready(self, *, timeout: float | None = None) -> bool:
         """Whether the server answers and takes requests."""
         try:
-            return self._call(_CHECK, _HEALTH_REQUEST, timeout, retries=0) == _IS_SERVING
+            return self._call(_CHECK, _HEALTH_REQUEST, timeout, retries=0) == IS_SERVING
         except RecinferError:
             return False
 
@@ -260,8 +267,9 @@ class AsyncInferenceClient(_Client):
         tls_key: Path | None = None,
         tls_name: str = "",
         tensors: bool | None = None,
+        label: str = "",
     ) -> None:
-        super().__init__(target, model, version, timeout, retries, throttle, token, tensors)
+        super().__init__(target, model, version, timeout, retries, throttle, token, tensors, label)
         self._credentials, self._options = security_of(tls_ca, tls_cert, tls_key, tls_name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -299,7 +307,7 @@ class AsyncInferenceClient(_Client):
     async def is_ready(self, *, timeout: float | None = None) -> bool:
         """As InferenceClient.is_ready."""
         try:
-            return await self._call(_CHECK, _HEALTH_REQUEST, timeout, retries=0) == _IS_SERVING
+            return await self._call(_CHECK, _HEALTH_REQUEST, timeout, retries=0) == IS_SERVING
         except RecinferError:
             return False
 
@@ -358,7 +366,7 @@ class AsyncInferenceClient(_Client):
             else:
                 self._channel = grpc.aio.secure_channel(self.target, self._credentials, options=self._options)
             self._methods = {call: self._channel.unary_unary(f"/{_SERVICE}/{call}") for call in _CALLS}
-            self._methods[_CHECK] = self._channel.unary_unary(f"/{_HEALTH}/{_CHECK}")
+            self._methods[_CHECK] = self._channel.unary_unary(HEALTH_CHECK)
         elif loop is not self._loop:
             raise InputError("this client made its first call on another event loop; make one for each loop")
         return self._methods[call]

@@ -66,9 +66,9 @@ def array_of(field: str, data: bytes, dtype: np.dtype, expected: int | None, why
 
 
 @lru_cache(maxsize=256)
-def _request_head(model: str, version: str) -> bytes:
-    # All requests of ours begin with the same two fields.
-    return pb.LookupRequest(model=model, version=version).SerializeToString()
+def _request_head(model: str, version: str, label: str) -> bytes:
+    # All requests of ours have these fields, by the same numbers.
+    return pb.LookupRequest(model=model, version=version, label=label).SerializeToString()
 
 
 @lru_cache(maxsize=256)
@@ -90,17 +90,17 @@ def _encode_features(features: FeatureArrays, number: int = 3) -> list[Buffer]:
     return bytes_field(number, *parts)
 
 
-def encode_lookup_request(features: Any, model: str = "", version: str = "") -> bytes:
+def encode_lookup_request(features: Any, model: str = "", version: str = "", label: str = "") -> bytes:
     """A serialized LookupRequest of ``features``, see :func:`recinfer.columns.as_features`.
 
     Raises:
         InputError: features that are none, ids that are not int32 or int64, or a batch size that varies by key.
     """
-    return b"".join([_request_head(model, version), *_encode_features(as_features(features))])
+    return b"".join([_request_head(model, version, label), *_encode_features(as_features(features))])
 
 
 def encode_predict_request(
-    dense: Any, features: Any, model: str = "", version: str = "", *, context: Any = None
+    dense: Any, features: Any, model: str = "", version: str = "", *, label: str = "", context: Any = None
 ) -> bytes:
     """A serialized PredictRequest from ``dense [B, num_dense]`` (None: none) and the features of the same B samples.
 
@@ -110,7 +110,7 @@ def encode_predict_request(
         InputError: as encode_lookup_request, or ``dense`` is not a matrix of numbers of the batch size.
     """
     sparse = as_features(features)
-    parts = [_request_head(model, version), *_encode_features(sparse)]
+    parts = [_request_head(model, version, label), *_encode_features(sparse)]
     if dense is not None:
         matrix = as_matrix(dense)
         if matrix.shape[0] != sparse.batch:

@@ -4,26 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from recinfer.errors import NotFoundError
 from recinfer.serving.engine.registry import ModelRegistry, ServedModel
 from recinfer.serving.server.v1.inputs import DENSE, inputs_of
 
-__all__ = ["metadata", "status", "version_of_label"]
-
-
-def version_of_label(registry: ModelRegistry, name: str, label: str) -> str:
-    """The version of model ``name`` that ``label`` means: by the weights, ``stable`` is the version that most requests go to,
-    and ``canary`` the one other that some go to.
-
-    Raises:
-        NotFoundError: no such model, or a label that none of its versions has.
-    """
-    weights = sorted(registry.weights(name).items(), key=lambda item: -item[1])
-    labels = {"stable": weights[0][0]} | ({"canary": weights[1][0]} if len(weights) == 2 else {})
-    if label not in labels:
-        known = ", ".join(f"{key!r} (version {version!r})" for key, version in labels.items())
-        raise NotFoundError(f"label: got {label[:80]!r} of model {name!r}, expected one of {known}")
-    return labels[label]
+__all__ = ["metadata", "status"]
 
 
 def status(registry: ModelRegistry, name: str, version: str, is_ready: bool) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from recinfer.serving.engine.request import CallName
 from recinfer.serving.server.http_server import Get, Post, Route
 from recinfer.serving.server.open_inference_grpc import off_loop
 from recinfer.serving.server.v1.answers import to_json
-from recinfer.serving.server.v1.described import metadata, status, version_of_label
+from recinfer.serving.server.v1.described import metadata, status
 from recinfer.serving.server.v1.requests import Asked, read_document, to_message
 from recinfer.serving.wire.limits import Limits
 
@@ -89,5 +89,5 @@ class V1:
         found = request.match_info
         name = found["model"]
         if "label" in found:
-            return name, version_of_label(self._registry, name, found["label"])
+            return name, self._registry.resolve_label(name, found["label"])
         return name, found.get("version", "")
