@@ -6,6 +6,8 @@
 #   make parity  sharded training against the unsharded module: every type, batch and kernel, on 1 to 4 ranks
 #   make lint    ruff (lint and format), mypy, and that the generated code is what proto/ says
 #   make bench   the side-by-side benchmarks
+#   make bench-report  run the benchmarks of docs/benchmarks.md (25 minutes on a quiet machine), write the page and its plots
+#   make docs    build the documentation site into site/; broken links are errors
 #   make proto   regenerate the protobuf and gRPC code from proto/
 #   make clean   remove .venv and every build product
 #
@@ -28,7 +30,7 @@ TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml | head -
 STAMP := $(VENV)/.made
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test parity lint format bench proto clean install install-dev
+.PHONY: help demo test parity lint format bench bench-report docs proto clean install install-dev
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -51,6 +53,10 @@ $(STAMP)/run: $(STAMP)/$(TORCH) pyproject.toml setup.py $(wildcard recinfer/*/*.
 
 $(STAMP)/dev: $(STAMP)/run
 	$(PIP) --editable '.[$(EXTRAS),serve,arrow,torchserve,plot,triton,dev]'
+	@touch $@
+
+$(STAMP)/docs: $(STAMP)/dev
+	$(PIP) --editable '.[$(EXTRAS),docs]'
 	@touch $@
 
 install: $(STAMP)/run
@@ -87,10 +93,22 @@ bench: $(STAMP)/dev
 		echo "== python -m benchmarks.$$bench"; OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.$$bench </dev/null; \
 	done
 
+# BENCH_ARGS: for example "--quick", "--only serving" or "--torchrec-python PATH".
+BENCH_ARGS ?=
+
+bench-report: $(STAMP)/dev
+	$(BIN)/python -m benchmarks.report $(BENCH_ARGS)
+
+# The pages of the reference are made from the code first.
+docs: $(STAMP)/docs
+	$(BIN)/python tools/docs_reference.py
+	$(BIN)/python tools/docs_diagrams.py --check
+	$(BIN)/zensical build --strict
+
 proto: $(STAMP)/dev
 	$(BIN)/python tools/gen_proto.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output logs
+	rm -rf $(VENV) build dist site .cache *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output logs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find recinfer -name "*.so" -delete

@@ -1,7 +1,7 @@
 """Arguments of TorchRec's that do nothing here, and what happens to a program that gives one.
 
 What asks for something that recinfer does not do warns once, or is refused where the result would be another. For the
-rest nothing is lost: any value gives the same result. docs/coming-from-torchrec.md has the first two.
+rest nothing is lost: any value gives the same result. docs/explanation/coming-from-torchrec.md has the first two.
 """
 
 from __future__ import annotations

@@ -1,45 +1,63 @@
-"""Pages of the documentation as programs: their code blocks, from the first to the last, as one shell script."""
+"""Pages of the documentation as programs: their code blocks, from the first to the last, as one shell script.
+
+Two HTML comments in a page say how it is run. ``<!-- not run: reason -->`` before a block leaves the block out.
+``<!-- starts from: page.md -->`` says that the page begins in a folder with the files that another page leaves; any other
+page begins in an empty folder.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["NOT_RUN", "blocks", "run_page", "script_of", "shell_environment"]
+from tests.ports import held_port
+
+__all__ = ["blocks", "finished", "run_page", "script_of", "shell_environment", "starts_from"]
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_RUN = "# Not run here: "
-"""How a block begins that needs more than a test has; the rest of the line says what."""
+_BLOCK = re.compile(r"(?:<!-- not run: (.*?) -->\n)?^```(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+_CHANGES = {
+    # A smaller set of rows, and more patience with a busy machine than a reader needs.
+    "--limit 20000": "--limit 2000",
+    "--wait 60": "--wait 600",
+    "wait_until_ready(60)": "wait_until_ready(600)",
+}
+_PORTS = ("8500", "8501", "9500")
 
 
 def blocks(page: Path, language: str) -> list[str]:
     """The fenced blocks of one language."""
-    return [code for _, tag, code in _fenced(page) if tag == language]
+    return [found[3] for found in _BLOCK.finditer(page.read_text()) if found[2] == language]
 
 
-def _fenced(page: Path) -> list[tuple[int, str, str]]:
-    """Line, language and code of each fenced block."""
-    text = page.read_text()
-    found = re.finditer(r"^```(\w+)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, each.start()) + 1, each[1], each[2]) for each in found]
+def starts_from(page: Path) -> Path | None:
+    """The page whose files a page needs; None: it begins in an empty folder."""
+    found = re.search(r"<!-- starts from: (\S+) -->", page.read_text())
+    return (page.parent / found[1]).resolve() if found else None
 
 
-def script_of(page: Path, more: str = "") -> tuple[str, list[str]]:
-    """The page's bash and Python blocks as a bash script, and why others are not in it.
+def script_of(page: Path) -> tuple[str, list[str]]:
+    """The page's bash and Python blocks as a bash script, and "page: reason" of each block that is not run.
 
     A Python block runs in an interpreter of its own; one that begins with ``# name.py`` becomes that file.
     """
-    script, skipped = [more], []
-    for line, language, code in _fenced(page):
+    text = page.read_text()
+    script, skipped = [], []
+    for found in _BLOCK.finditer(text):
+        reason, language, code = found.groups()
         if language not in ("bash", "python"):
             continue
-        if code.startswith(NOT_RUN):
-            skipped.append(f"{page.name}:{line}: {code.splitlines()[0].removeprefix(NOT_RUN)}")
+        if reason:
+            skipped.append(f"{page.name}: {reason}")
             continue
+        line = text.count("\n", 0, found.start(2)) + 1
         script.append(f"echo '== {page.name}:{line}' | tee /dev/stderr\n")
         if language == "python":
             name = re.match(r"# (\w+\.py)\n", code)
@@ -69,19 +87,62 @@ def shell_environment(folder: Path, beside: str = "") -> dict[str, str]:
 
 
 def run_page(
-    script: str, folder: Path, changes: Mapping[str, str] | None = None, beside: str = ""
+    script: str, folder: Path, changes: Mapping[str, str] | None = None, beside: str = "", begin: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in an empty folder, with some of its text changed; whatever it leaves in the background is ended."""
-    # At once: what a text is changed to may be another one that is to be changed.
-    script = re.sub("|".join(map(re.escape, changes)), lambda found: changes[found[0]], script) if changes else script
-    work = folder / "work"
-    work.mkdir()
-    return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", "trap 'kill -9 $(jobs -p) 2>/dev/null || true' EXIT\n" + script],
-        cwd=work,
-        env=shell_environment(folder, beside),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    """Run a script in the new folder ``folder/work``; whatever it leaves in the background is ended.
+
+    Args:
+        changes: text of the script -> what is run instead, besides what all pages have changed: ports that are free, fewer
+            rows, longer waits.
+        begin: a folder whose files are there when the script begins; None: none are.
+    """
+    with contextlib.ExitStack() as stack:
+        ports = {port: str(stack.enter_context(held_port())) for port in _PORTS}
+        changes = {**_CHANGES, **ports, **(changes or {})}
+        # At once: what a text is changed to may be another one that is to be changed.
+        script = re.sub("|".join(map(re.escape, changes)), lambda found: changes[found[0]], script)
+        work = folder / "work"
+        if begin is None:
+            work.mkdir(parents=True)
+        else:
+            shutil.copytree(begin, work)
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", "trap 'kill -9 $(jobs -p) 2>/dev/null || true' EXIT\n" + script],
+            cwd=work,
+            env=shell_environment(folder, beside),
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def finished(page: Path, shared: Path) -> tuple[Path, str]:
+    """The folder in which a page's blocks were run, and what they printed. Must not be changed: copy it.
+
+    Pages that start from the same page share one run of it, over the processes of a test run.
+
+    Args:
+        shared: a folder that all processes of the test run have.
+
+    Raises:
+        AssertionError: with the end of what was printed, if a command failed.
+    """
+    before = starts_from(page)
+    begin = finished(before, shared)[0] if before else None
+    home = shared / f"page-{page.stem}"
+    with _locked(shared / f"{home.name}.lock"):
+        if not (home / "printed").exists():
+            shutil.rmtree(home, ignore_errors=True)
+            home.mkdir()
+            done = run_page(script_of(page)[0], home, begin=begin)
+            assert done.returncode == 0, f"{page.name}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            (home / "printed").write_text(done.stdout)
+    return home / "work", (home / "printed").read_text()

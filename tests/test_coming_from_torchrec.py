@@ -11,7 +11,7 @@ import pytest
 
 from tests.pages import ROOT, blocks, run_page, script_of
 
-PAGE = ROOT / "docs/coming-from-torchrec.md"
+PAGE = ROOT / "docs/explanation/coming-from-torchrec.md"
 
 
 def said(package: str) -> list[str]:

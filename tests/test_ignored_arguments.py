@@ -229,7 +229,7 @@ def test_it_is_said_once_a_place_and_only_when_given() -> None:
 
 
 def test_the_page_has_what_warns_and_what_is_refused() -> None:
-    page = (TESTS.parent / "docs/coming-from-torchrec.md").read_text()
+    page = (TESTS.parent / "docs/explanation/coming-from-torchrec.md").read_text()
     rows = []
     for row in IGNORED:
         if row.happens == "nothing":

@@ -145,7 +145,7 @@ def outside() -> frozenset[str]:
     names = [*PLACES]
     for listed in ("documented_api.json", "imported_names.json"):
         names += json.loads((TESTS / listed).read_text())
-    for path in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py")]:
+    for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.py")]:
         names += re.findall(r"^\s*(?:from|import) (recinfer[.\w]*)", path.read_text(), re.MULTILINE)
     return frozenset(map(module_of, names))
 

@@ -1,1 +1,1 @@
-"""See docs/tour.md."""
+"""See docs/explanation/request.md."""

@@ -44,7 +44,7 @@ def run(
 ) -> None:
     """Pack an archive for TorchServe, with recinfer's handler.
 
-    The entry is small and names the archive's folder, which has to stay. docs/torchserve.md starts TorchServe on it.
+    The entry is small and names the archive's folder, which has to stay. docs/how-to/torchserve.md starts TorchServe on it.
     """
     from recinfer.serving.mar import pack
 

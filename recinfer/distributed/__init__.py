@@ -1,4 +1,4 @@
-"""Sharding of models over ranks: the planner, sharded modules, training pipelines. See docs/tour.md."""
+"""Sharding of models over ranks: the planner, sharded modules, training pipelines. See docs/explanation/request.md."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Serving: clients and servers over one wire format, the engine that answers, and tables on other hosts; see docs/tour.md."""
+"""Serving: clients and servers over one wire format, the engine that answers, and tables on other hosts; see docs/explanation/request.md."""

@@ -56,7 +56,7 @@ def pack(
         archive_at: where TorchServe finds the archive, if not where it is now (a path inside a container).
         workers: worker processes TorchServe starts; they share the mapped archive's memory.
         batch_size: requests TorchServe hands to a worker at once. With more than 1, an error keeps its HTTP code but
-            not its gRPC status (see docs/torchserve.md).
+            not its gRPC status (see docs/how-to/torchserve.md).
         max_batch_delay_ms: how long it waits for a batch to fill.
         max_response_bytes: bytes of the answers to one batch. More than TorchServe's own max_response_size (6,553,500
             unless set) would kill the worker, so the handler refuses before that; raise the two together.

@@ -65,6 +65,6 @@ def test_plans_of_the_sharding_tutorial(kind: str, expected: str) -> None:
     ("ranks", "expected"), [(1, "d7054e08725dab24"), (2, "2ca08bf6a20268a1"), (4, "4c7f7accc640207a")]
 )
 def test_plans_to_serve(ranks: int, expected: str) -> None:
-    """As docs/howto.md plans, with tables that fit one rank of four only when they are cut."""
+    """As docs/how-to/ plans, with tables that fit one rank of four only when they are cut."""
     shapes = [(3_000_000, 64), (500_000, 128), (100_000, 16), (40, 8)]
     assert plan_inference(model(shapes), world_size=ranks, ddr_gb=1.2 / ranks).hash[:16] == expected

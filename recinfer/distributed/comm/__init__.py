@@ -1,4 +1,4 @@
-"""Who shares a host (the names here, TorchRec's), and how blocks of numbers travel between ranks. See docs/tour.md."""
+"""Who shares a host (the names here, TorchRec's), and how blocks of numbers travel between ranks. See docs/explanation/request.md."""
 
 from __future__ import annotations
 

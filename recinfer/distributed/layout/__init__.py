@@ -1,1 +1,1 @@
-"""Where the rectangles of tables lie on ranks. See docs/tour.md."""
+"""Where the rectangles of tables lie on ranks. See docs/explanation/request.md."""

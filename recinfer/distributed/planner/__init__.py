@@ -1,4 +1,4 @@
-"""The planner: which rank holds which rectangle of which table, on which kernel. See docs/tour.md.
+"""The planner: which rank holds which rectangle of which table, on which kernel. See docs/explanation/request.md.
 
 Three folders, each of which imports those before it: ``model`` says what there is to plan (the hardware, the tables, what
 a shard takes), ``plan`` is a plan as data, ``solve`` finds one. The modules beside them are the ways in, most at the places

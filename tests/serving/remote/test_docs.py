@@ -1,4 +1,4 @@
-"""The commands of docs/scale-out.md run as they stand, on free ports."""
+"""The commands of docs/tutorials/many-hosts.md run as they stand, on free ports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_from_one_process_to_many_hosts(tmp_path: Path):
-    page = (ROOT / "docs" / "scale-out.md").read_text()
+    page = (ROOT / "docs/tutorials/many-hosts.md").read_text()
     commands = "".join(re.findall(r"^```bash\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL))
     commands = commands.replace("--limit 20000", "--limit 2000")
     ports = {port: str(free_port()) for port in ("8500", "8580", "50051", "50081")}
