@@ -64,7 +64,9 @@ def test_the_blocks_of_a_page_run_in_order(page: Path, tmp_path_factory: pytest.
 def test_every_code_block_of_a_run_page_is_fenced() -> None:
     for page in RUN:
         prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
-        loose = [line for line in re.findall(r"^ {4}\S.*", prose, flags=re.M) if not re.search(r"^!!! ", prose, flags=re.M)]
+        loose = [
+            line for line in re.findall(r"^ {4}\S.*", prose, flags=re.M) if not re.search(r"^!!! ", prose, flags=re.M)
+        ]
         assert not loose, f"{page.name} has an indented code block, which nothing runs: fence it with its language"
 
 
@@ -137,7 +139,9 @@ def test_the_tour_names_what_exists() -> None:
     for path, name in mentioned:
         assert (ROOT / path).exists(), f"docs/explanation/request.md names {path}, which does not exist"
         if name:
-            assert name in names_in(ROOT / path), f"docs/explanation/request.md names {name} in {path}, which does not define it"
+            assert name in names_in(ROOT / path), (
+                f"docs/explanation/request.md names {name} in {path}, which does not define it"
+            )
 
 
 def test_no_page_names_this_machine() -> None:
