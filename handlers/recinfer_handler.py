@@ -2,7 +2,7 @@
 
 A request body is our protobuf (``application/octet-stream``) or JSON (``application/json``), the answer has the same
 form. It is a Predict unless the request says ``lookup``: over REST in the header ``X-Recinfer-Method``, over TorchServe's
-gRPC in an input named ``method`` beside the one named ``body``. docs/torchserve.md shows both.
+gRPC in an input named ``method`` beside the one named ``body``. docs/how-to/torchserve.md shows both.
 
 The archive is not in the model file: ``handler.archive`` in the model's config names its folder, and it is mapped there.
 """
