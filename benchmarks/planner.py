@@ -229,6 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(f"{n}x{w}" for n, w in SIZES))
     parser.add_argument("--torchrec-python", help="interpreter that can import torchrec")
+    parser.add_argument("--modes", help="of inference,train,forward, separated by commas")
     parser.add_argument("--timeout", type=float, default=120, help="seconds that TorchRec gets for a plan")
     parser.add_argument("--calibrated", action="store_true", help="planned against measured instead")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -251,7 +252,8 @@ def main(argv: list[str] | None = None) -> int:
         for case in args.cases.split(","):
             num, world = (int(x) for x in case.split("x"))
             # "forward" is there to compare: TorchRec's idea of inference, planned by both with the same estimates.
-            for mode in ("inference", "train", "forward") if args.torchrec_python else ("inference", "train"):
+            modes = ["inference", "train", "forward"] if args.torchrec_python else ["inference", "train"]
+            for mode in args.modes.split(",") if args.modes else modes:
                 name = f"{num} x {world} {mode}"
                 results[name] = _in_process(num, world, mode)
                 print(_row(name, "recinfer", results[name], BARS.get((num, world, mode))), flush=True)

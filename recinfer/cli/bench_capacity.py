@@ -36,7 +36,9 @@ class LoadOptions:
     p99_ms: Annotated[float, typer.Option("--p99-ms", min=0.01, help="99 % of requests are answered within this.")]
     trace: Annotated[
         Path | None,
-        typer.Option(help="When requests come and how large they are: JSON lines or CSV; see docs/how-to/measure-capacity.md."),
+        typer.Option(
+            help="When requests come and how large they are: JSON lines or CSV; see docs/how-to/measure-capacity.md."
+        ),
     ] = None
     call: Annotated[
         RequestKind | None, typer.Option(help="What requests are.", show_default="predict, if the model can")

@@ -141,7 +141,9 @@ def read_trace(path: Path) -> Trace:
             batches.append(batch)
             ids.append(total)
     except FileNotFoundError:
-        raise NotFoundError(f"no trace {str(path)!r}; docs/how-to/measure-capacity.md says what one looks like") from None
+        raise NotFoundError(
+            f"no trace {str(path)!r}; docs/how-to/measure-capacity.md says what one looks like"
+        ) from None
     except OSError as error:
         raise InputError(f"cannot read trace {str(path)!r}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -74,7 +74,9 @@ def read_hosts(path: Path) -> tuple[HostType, ...]:
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise NotFoundError(f"no host types {str(path)!r}; docs/how-to/choose-hosts.md says what the file looks like") from None
+        raise NotFoundError(
+            f"no host types {str(path)!r}; docs/how-to/choose-hosts.md says what the file looks like"
+        ) from None
     except (ValueError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not JSON: {error}") from None
     if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (FORMAT, VERSION):
