@@ -234,6 +234,10 @@ TITLES: dict[str, tuple[str, Callable[[list[Any]], str]]] = {
 }
 
 
+def _count(runs: list[Any]) -> str:
+    return f"{len(runs)} run{'s' if len(runs) != 1 else ''}"
+
+
 def page(sections: Sections) -> str:
     """docs/benchmarks.md."""
     parts = [HEAD]
@@ -242,7 +246,7 @@ def page(sections: Sections) -> str:
         parts.append(f"## {title}\n\n{body(section['runs'])}\n![{title}](images/bench-{name}.svg)\n")
         host, found = section["machine"], section["versions"]
         parts.append(
-            f"{section['date']}, commit {section['commit']}, {len(section['runs'])} runs, {host['processor']}, {host['cores']} cores, "
+            f"{section['date']}, commit {section['commit']}, {_count(section['runs'])}, {host['processor']}, {host['cores']} cores, "
             f"{host['memory_gib']} GiB, load before the run {section['load_before']}; "
             + ", ".join(f"{package} {version}" for package, version in found.items())
             + ".\n"

@@ -11,6 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks import report_page as figures
 
@@ -28,7 +29,12 @@ def _plot(path: Path, label: str) -> Iterator[Any]:
         yield axes
         axes.set_ylabel(label)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=9)
+        if axes.get_yscale() == "log":  # 2 and 5, not 10 to some power
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        columns = len(axes.get_legend_handles_labels()[1])
+        figure.legend(loc="outside upper center", ncols=min(3, columns), frameon=False, fontsize=9)
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)
 
@@ -78,10 +84,14 @@ def _serving(runs: list[Any], path: Path) -> None:
         ]
 
     bars = {"recinfer": rates("ours"), "TorchServe": rates("torchserve"), "bare gRPC echo": rates("echo")}
-    labels = [f"{row['batch']} samples\n{row['concurrency']} callers" for row in lines]
+    labels = [f"{_some(row['batch'], 'sample')}\n{_some(row['concurrency'], 'caller')}" for row in lines]
     with _plot(path, "requests per second") as axes:
         _bars(axes, labels, bars, [OURS, PEER, FLOOR])
         axes.set_yscale("log")
+
+
+def _some(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def _planner(runs: list[Any], path: Path) -> None:
@@ -106,6 +116,7 @@ def _training(runs: list[Any], path: Path) -> None:
         _bars(axes, [kind.replace("_", "-") for kind in kinds], bars, [OURS, "#8fb4de"])
         axes.axhline(1, color=PEER, lw=1, ls="--", label="TorchRec")
         axes.set_yscale("log")
+        axes.set_ylim(bottom=0.3)
 
 
 def _scaleout(runs: list[Any], path: Path) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tests.ports import held_port
+from tests.warm_shell import warm_tools
 
 __all__ = ["blocks", "finished", "run_page", "script_of", "shell_environment", "starts_from"]
 
@@ -70,20 +71,19 @@ def script_of(page: Path) -> tuple[str, list[str]]:
 def shell_environment(folder: Path, beside: str = "") -> dict[str, str]:
     """An environment in which `recinfer` is this source tree's, installed or not, and `python` runs this interpreter.
 
-    ``beside``: a folder of further packages, looked at last.
+    ``beside``: a folder of further packages, looked at last. Without it both are forked from a warm interpreter.
     """
+    if not beside:
+        return {**os.environ, "PATH": f"{warm_tools()}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     tools = folder / "bin"
     tools.mkdir()
     for name, module in (("recinfer", " -m recinfer"), ("python", "")):
         (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{module} "$@"\n')
         (tools / name).chmod(0o755)
-    paths = [str(ROOT)]
-    if beside:  # at the end of the path, which PYTHONPATH cannot say
-        (folder / "beside").mkdir()
-        (folder / "beside/sitecustomize.py").write_text(f"import sys\nsys.path.append({beside!r})\n")
-        paths.append(str(folder / "beside"))
+    (folder / "beside").mkdir()  # at the end of the path, which PYTHONPATH cannot say
+    (folder / "beside/sitecustomize.py").write_text(f"import sys\nsys.path.append({beside!r})\n")
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "beside")])}
 
 
 def run_page(

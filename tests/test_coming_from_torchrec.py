@@ -1,10 +1,11 @@
-"""The page for who comes from TorchRec is true: its blocks run, under recinfer and, where it is installed, under TorchRec."""
+"""The pages for users of TorchRec are true: their blocks run, under recinfer and, where it is installed, under TorchRec."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tests.pages import ROOT, blocks, run_page, script_of
 
 PAGE = ROOT / "docs/explanation/coming-from-torchrec.md"
+TUTORIAL = ROOT / "docs/tutorials/torchrec-model.md"
 
 
 def said(package: str) -> list[str]:
@@ -27,16 +29,28 @@ def test_the_traps_are_none_under_recinfer(tmp_path: Path) -> None:
     assert done.stdout.split() == said("recinfer")
 
 
-def test_the_page_runs_beside_torchrec(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """With both packages in one interpreter, as a TorchRec user who tries recinfer has them."""
-    beside, given = "", request.config.getoption("--torchrec-python")
-    if importlib.util.find_spec("torchrec") is None:
-        if not given:
-            pytest.skip("torchrec is not installed; --torchrec-python PATH names an interpreter that has it")
-        where = "import pathlib, torchrec; print(pathlib.Path(torchrec.__file__).parents[1])"
-        beside = subprocess.run([given, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
+@pytest.fixture
+def torchrec(request: pytest.FixtureRequest) -> str:
+    """The folder that has torchrec, for the end of a path: both packages in one interpreter, as a TorchRec user has them."""
+    given = request.config.getoption("--torchrec-python")
+    if importlib.util.find_spec("torchrec") is None and not given:
+        pytest.skip("torchrec is not installed; --torchrec-python PATH names an interpreter that has it")
+    where = "import pathlib, torchrec; print(pathlib.Path(torchrec.__file__).parents[1])"
+    return subprocess.run(
+        [given or sys.executable, "-c", where], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_the_page_runs_beside_torchrec(tmp_path: Path, torchrec: str) -> None:
     script, skipped = script_of(PAGE)
-    done = run_page(script, tmp_path, beside=beside)
+    done = run_page(script, tmp_path, beside=torchrec)
     assert done.returncode == 0 and not skipped, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     for package in ("torchrec", "recinfer"):
         assert (tmp_path / f"work/{package}.txt").read_text().split() == said(package)
+
+
+def test_the_tutorial_runs_with_torchrec(tmp_path: Path, torchrec: str) -> None:
+    script, skipped = script_of(TUTORIAL)
+    done = run_page(script, tmp_path, beside=torchrec)
+    assert done.returncode == 0 and len(skipped) == 1, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert "output" in done.stdout

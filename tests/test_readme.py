@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import report_page
 from tests.pages import blocks, finished, run_page, script_of, starts_from
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +30,7 @@ PAGES = [
 RUN = [page for page in PAGES if page.parent.name in ("tutorials", "how-to")]
 ELSEWHERE = {"many-hosts.md", "torchrec-model.md"}
 """Tutorials that tests/serving/remote/test_docs.py and tests/test_coming_from_torchrec.py run."""
-REASONS = ("needs ", "it installs packages", "takes minutes", "waits for the branch ")
+REASONS = ("needs ", "it installs packages", "takes minutes")
 """How the reasons begin for which a block is not run."""
 
 
@@ -36,7 +38,7 @@ def test_the_commands_and_the_example_of_the_readme_run(tmp_path: Path) -> None:
     script, skipped = script_of(ROOT / "README.md")
     done = run_page(script, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert all("needs " in reason or "it installs" in reason or "waits for" in reason for reason in skipped)
+    assert all("needs " in reason or "it installs" in reason for reason in skipped)
     assert done.stdout.endswith("torch.Size([1, 16]) torch.Size([1, 16])\n")
     (example,) = blocks(ROOT / "README.md", "python")
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
@@ -68,6 +70,14 @@ def test_every_code_block_of_a_run_page_is_fenced() -> None:
             line for line in re.findall(r"^ {4}\S.*", prose, flags=re.M) if not re.search(r"^!!! ", prose, flags=re.M)
         ]
         assert not loose, f"{page.name} has an indented code block, which nothing runs: fence it with its language"
+
+
+def test_the_readme_and_the_page_have_the_figures_of_the_data() -> None:
+    """Every figure of the README's table is one of docs/benchmarks.json, which has the raw result of every run."""
+    assert not report_page.stale(ROOT)
+    sections = json.loads((ROOT / report_page.DATA).read_text())["sections"]
+    assert list(sections) == ["lookup", "serving", "planner", "training", "scaleout"]
+    assert all(section["runs"] and section["commands"] and section["date"] for section in sections.values())
 
 
 def test_the_pictures_are_those_of_their_sources() -> None:

@@ -79,7 +79,9 @@ def render(script: Path, chromium: str) -> None:
         raise SystemExit(f"not rendered: {', '.join(sorted(missing))}; the first error of Mermaid stops the rest")
     IMAGES.mkdir(exist_ok=True)
     for name, text in found.items():
-        (IMAGES / f"{name}.svg").write_text(stamp(sources[name]) + html.unescape(text) + "\n")
+        picture = html.unescape(text).replace("<svg ", '<svg style="background: white" ', 1)
+        picture = re.sub(r'(<svg [^>]*?) style="(?!background)[^"]*"', r"\1", picture, count=1)
+        (IMAGES / f"{name}.svg").write_text(stamp(sources[name]) + picture + "\n")
 
 
 def main() -> int:

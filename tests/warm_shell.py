@@ -1,0 +1,158 @@
+"""`recinfer` and `python` for scripts of the documentation, forked from one interpreter that has imported what takes seconds.
+
+A page runs some three commands, and each would import torch anew. Here a server, ``python -m tests.warm_shell SOCKET``, imports it
+once and forks a process for each command, with the command's own arguments, folder, environment, standard streams and signals.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+__all__ = ["warm_tools"]
+
+ROOT = Path(__file__).resolve().parent.parent
+# Nothing that starts threads when it is imported, as grpc and onnxruntime do: they do not live on in a fork.
+_PRELOAD = (
+    "numpy",
+    "torch",
+    "torch.export",
+    "fbgemm_gpu",
+    "torchmetrics",
+    "recinfer.archive.writer",
+    "recinfer.checkpoint",
+    "recinfer.inference.delta",
+    "recinfer.inference.export",
+    "recinfer.inference.predictor",
+    "recinfer.inference.reshard",
+    "recinfer.models.dlrm",
+    "recinfer.training.loop",
+)
+# A command: it hands its streams to the server, passes signals on, and ends as the process there ends.
+_CLIENT = """#!{python} -ISE
+import json, os, signal, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({path!r})
+said = json.dumps({{"tool": {tool!r}, "arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ)}}).encode()
+socket.send_fds(server, [len(said).to_bytes(8, "little")], [0, 1, 2])
+server.sendall(said)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, lambda number, _: server.sendall(bytes([number])))
+sys.exit((server.recv(1) or b"\\xff")[0])
+"""
+
+
+@functools.cache
+def warm_tools() -> Path:
+    """A folder with the programs `recinfer` and `python`; their server runs until this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="recinfer-warm-"))
+    path = folder / "socket"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.warm_shell", str(path)]
+    server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.kill)
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n", "what a command needs was not imported; stderr says why"
+    tools = folder / "bin"
+    tools.mkdir()
+    for tool in ("recinfer", "python"):
+        (tools / tool).write_text(_CLIENT.format(python=sys.executable, path=str(path), tool=tool))
+        (tools / tool).chmod(0o755)
+    return tools
+
+
+def _next_command(path: str) -> dict[str, Any]:
+    """Serves commands for ever; returns in the process that has been forked for one."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(64)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes below
+        print("ready", flush=True)
+        while True:
+            ready, _, _ = select.select([listener, 0], [], [])
+            if 0 in ready:  # the end of its input: the test run has ended, however it did
+                sys.exit()
+            connection, _ = listener.accept()
+            if os.fork():
+                connection.close()
+                continue
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            command = _received(connection)
+            child = os.fork()
+            if child:
+                _watch(connection, child)
+            connection.close()
+            return command
+
+
+def _received(connection: socket.socket) -> dict[str, Any]:
+    """What a client said; its streams become this process's."""
+    length, streams, _, _ = socket.recv_fds(connection, 8, 3)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    size = int.from_bytes(length, "little")
+    return json.loads(connection.recv(size, socket.MSG_WAITALL))
+
+
+def _watch(connection: socket.socket, child: int) -> None:
+    """Passes signals on and reports the end; a client that was killed takes its process with it. Does not return."""
+    ended = os.pidfd_open(child)
+    while True:
+        ready, _, _ = select.select([connection, ended], [], [])
+        if ended in ready:
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            connection.sendall(bytes([code if code >= 0 else 128 - code]))
+            os._exit(0)
+        number = connection.recv(1)
+        os.kill(child, number[0] if number else signal.SIGKILL)
+        if not number:
+            os._exit(0)
+
+
+def _main() -> None:
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    command = _next_command(sys.argv[1])
+    os.chdir(command["folder"])
+    os.environ.clear()
+    os.environ.update(command["environment"])
+    arguments = command["arguments"]
+    sys.path[0] = ""
+    main = type(sys)("__main__")
+    if command["tool"] == "recinfer":
+        arguments = ["-m", "recinfer", *arguments]
+    match arguments:
+        case ["-m", name, *rest]:
+            sys.argv = [name, *rest]
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        case ["-c", code, *rest]:
+            sys.argv = ["-c", *rest]
+            sys.modules["__main__"] = main
+            exec(compile(code, "<string>", "exec"), main.__dict__)
+        case [] | ["-", *_]:
+            sys.argv = ["-"]
+            sys.modules["__main__"] = main
+            exec(compile(sys.stdin.read(), "<stdin>", "exec"), main.__dict__)
+        case [file, *rest]:
+            sys.argv = [file, *rest]
+            sys.path[0] = str(Path(file).resolve().parent)
+            runpy.run_path(file, run_name="__main__")
+
+
+if __name__ == "__main__":
+    _main()
