@@ -31,6 +31,8 @@ def server(predictor: Predictor, predictors: dict[str, Predictor], tasks_predict
     """A server of models of every kind, one with a name that needs quoting."""
     models = {"tiny": predictor, "two tasks/v:1": tasks_predictor, **predictors}
     with Server(models, http_port=0, limits=Limits(max_batch=64)) as running:
+        registry = running.service.registry
+        registry.set_labels("tiny", {"stable": registry.get("tiny").version})
         yield running
 
 
@@ -60,6 +62,7 @@ def test_it_has_the_models_features_columns_and_limits(document: dict[str, Any])
         "paths"
     ].keys()
     assert "/v1/models/weighted:predict" not in document["paths"]  # it only looks up
+    assert [path for path in document["paths"] if "labels" in path and "/tiny/" not in path] == []  # they have none
 
 
 def test_each_example_is_a_request_that_is_answered_as_described(server: Server, document: dict[str, Any]):

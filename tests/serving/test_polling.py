@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import logging.handlers
 import os
 import shutil
 import signal
@@ -331,16 +332,24 @@ def test_a_request_may_say_a_label(served: tuple[Server, StorePoller], store: Pa
         InferenceClient(server.target, version="1", label="stable")
 
 
-def test_changes_are_in_the_log(followed: Followed, store: Path, kinds: list[Path], caplog: pytest.LogCaptureFixture):
+def test_changes_are_in_the_log(followed: Followed, store: Path, kinds: list[Path], monkeypatch: pytest.MonkeyPatch):
     put(kinds[1], store, 2)
-    logging.getLogger("recinfer.changes").propagate = True
-    with caplog.at_level(logging.INFO, logger="recinfer.changes"):
+    # Only this handler: `serve` in this process, in another test, leaves its own on the logger.
+    handler = logging.handlers.BufferingHandler(100)
+    log = logging.getLogger("recinfer.changes")
+    monkeypatch.setattr(log, "handlers", [handler])
+    monkeypatch.setattr(log, "propagate", False)
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
         followed.poll()
         request = admin_pb.RollbackRequest(model="tiny", change=admin_pb.Change(reason="clicks\nfell", who="CN=ann"))
         followed.change("Rollback", request.SerializeToString())
         with pytest.raises(NotFoundError):
             followed.change("Unload", admin_pb.UnloadRequest(model="tiny", version="9").SerializeToString())
-    loaded, rolled, refused = (record for record in caplog.records if record.name == "recinfer.changes")
+    finally:
+        log.setLevel(level)
+    loaded, rolled, refused = handler.buffer
     assert loaded.getMessage() == "Load tiny 2 and made the default, by model store, reason: poll"
     assert rolled.getMessage() == "Rollback tiny, by CN=ann, reason: clicks fell"
     assert (rolled.change, rolled.model, rolled.who, rolled.reason) == ("Rollback", "tiny", "CN=ann", "clicks fell")  # type: ignore[attr-defined]

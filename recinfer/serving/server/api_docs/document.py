@@ -40,7 +40,7 @@ def document(registry: ModelRegistry, limits: Limits, *, needs_token: bool) -> d
         prefix = f"{_NO_NAME.sub('_', name)}.{at}." if _NO_NAME.search(name) else f"{name}."
         made = schemas_of(model, registry, limits, prefix)
         schemas |= made.components
-        paths |= _model_paths(model, prefix, made.examples)
+        paths |= _model_paths(model, prefix, made.examples, list(registry.labels(name)))
     about = _ABOUT.format(bytes=limits.max_message_bytes, batch=limits.max_batch, ids=limits.max_ids)
     components: dict[str, Any] = {"schemas": schemas}
     whole = {
@@ -71,14 +71,15 @@ def _common_paths() -> dict[str, Any]:
     return found
 
 
-def _model_paths(model: ServedModel, prefix: str, examples: dict[str, Any]) -> dict[str, Any]:
-    """Of one model: by itself, by a version, and in V1 by a label."""
+def _model_paths(model: ServedModel, prefix: str, examples: dict[str, Any], labels: list[str]) -> dict[str, Any]:
+    """Of one model: by itself, by a version, and in V1 by a label where it has labels."""
     found: dict[str, Any] = {}
     version = {"name": "version", "schema": {"type": "string", "default": model.version}}
-    label = {"name": "label", "schema": {"type": "string", "default": "stable"}}
+    label = {"name": "label", "schema": {"type": "string", "enum": labels, "default": labels[0]}} if labels else None
     status = {"type": "object", "required": ["model_version_status"]}
     name, anything = quote(model.name, safe=""), {"type": "object"}
-    for where, parameter in (("", None), ("/versions/{version}", version), ("/labels/{label}", label)):
+    ways = [("", None), ("/versions/{version}", version), *([("/labels/{label}", label)] if label else [])]
+    for where, parameter in ways:
         given = [] if parameter is None else [{**parameter, "in": "path", "required": True}]
         suffix = "" if parameter is None else f"_{parameter['name']}"
         path, v2 = f"/v1/models/{name}{where}", f"/v2/models/{name}{where}"
@@ -93,7 +94,7 @@ def _model_paths(model: ServedModel, prefix: str, examples: dict[str, Any]) -> d
             path: _get(_V1, f"Versions of {model.name} and their state", prefix + "status", status),
             path + "/metadata": _get(_V1, f"Inputs and outputs of {model.name}", prefix + "metadata", anything),
         }
-        if parameter is not label:
+        if parameter is None or parameter is version:
             made[v2] = _get(_V2, f"Inputs and outputs of {model.name}", prefix + "v2Metadata", anything)
             made[v2 + "/ready"] = _get(
                 _HEALTH, f"Whether {model.name} takes requests", prefix + "ready", anything, is_open=True
