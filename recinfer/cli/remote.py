@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recinfer.cli.addresses import show_addresses
 from recinfer.cli.console import Output
-from recinfer.cli.doors import show_doors
 from recinfer.errors import ArchiveError, ConfigError
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def serve_ranks(
         listed = ", ".join(map(str, tables.ranks))
         held = ", ".join(f"{m.manifest.model} {m.manifest.version}" for m in tables.models()) or "no version yet"
         what, tls = f"ranks {listed} of {held}", security.tls_cert is not None
-        show_doors(output, what, host, server.port, metrics_port=server.metrics_port, tls=tls)
+        show_addresses(output, what, host, server.port, metrics_port=server.metrics_port, tls=tls)
         output.finish(
             {
                 "ranks": list(tables.ranks),

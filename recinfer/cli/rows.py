@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.errors import ConfigError, InputError
+from recinfer.serving.client.bulk import DENSE
 
 __all__ = ["read_rows"]
 
-_DENSE = "dense"
 _READ_ROWS = 4096  # of a parquet file at a time
 
 
@@ -58,7 +58,7 @@ def _csv(path: Path) -> Iterator[Any]:
 
 def _cell(name: str, text: str) -> Any:
     words = text.split()
-    if name == _DENSE:
+    if name == DENSE:
         return [float(word) for word in words]
     pairs = [word.partition(":") for word in words]
     try:

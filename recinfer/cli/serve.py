@@ -113,10 +113,10 @@ def _serve_ranks(ranks: list[int], options: ServeOptions, security: Security, ou
 
 
 def _check_ports(address: AddressOptions) -> None:
-    """Raises ConfigError for two doors on one port, which workers, who share theirs, would both open."""
-    doors = {"--port": address.port, "--http-port": address.http_port, "--metrics-port": address.metrics_port}
+    """Raises ConfigError for two servers on one port, which workers, who share theirs, would both open."""
+    ports = {"--port": address.port, "--http-port": address.http_port, "--metrics-port": address.metrics_port}
     at: dict[int, str] = {}
-    for name, port in doors.items():
+    for name, port in ports.items():
         if port and (other := at.setdefault(port, name)) != name:
             raise ConfigError(f"got {other} {port} and {name} {port}, expected a port for each; 0 takes a free one")
 

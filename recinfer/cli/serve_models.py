@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from recinfer.cli.addresses import show_addresses
 from recinfer.cli.console import Output
-from recinfer.cli.doors import show_doors
 from recinfer.cli.remote import set_serving_when_there, shard_fan_out, unchecked, version_in
 from recinfer.cli.serve_options import BatchOptions, LimitOptions, RoleOptions, ServeOptions, TableOptions
 from recinfer.errors import ArchiveError, ConfigError, NotFoundError
@@ -95,17 +95,15 @@ class _Following:
     """
 
     def __init__(self, options: ServeOptions) -> None:
-        from recinfer.serving.engine.model_config import ModelChoice
-        from recinfer.serving.engine.poll import PollLoop, StorePoller
-
         models = options.models
         self.wanted = models.model_store is not None and (models.poll is not None or models.model_config is not None)
         self.manager: StoreManager | None = None
         self.server: Server | None = None
-        self._all = ModelChoice()
         self._loop: PollLoop | None = None
         self._poller: StorePoller | None = None
         if self.wanted:
+            from recinfer.serving.engine.poll import PollLoop, StorePoller
+
             assert models.model_store is not None
             try:
                 self._poller = StorePoller(models.model_store, self._change, self._state, models.model_config)
@@ -117,7 +115,7 @@ class _Following:
 
     def choose(self, model: str, versions: list[str]) -> list[str]:
         """Which versions of a model may be served first."""
-        return (self._all if self._poller is None else self._poller.choice(model)).of(versions)
+        return versions if self._poller is None else self._poller.choice(model).of(versions)
 
     def start(self, server: Server) -> None:
         """Look at the store from now on."""
@@ -336,8 +334,8 @@ class _Life:
         http_port, shown = self._server.http_port, self._server.metrics_port
         if self._link is None:  # else the supervisor says it, once for all workers
             tls = self._options.security.tls_cert is not None
-            doors = {"http_port": http_port, "metrics_port": shown}
-            show_doors(output, ", ".join(served), address.host, port, **doors, tls=tls, engines=engines)
+            ports = {"http_port": http_port, "metrics_port": shown}
+            show_addresses(output, ", ".join(served), address.host, port, **ports, tls=tls, engines=engines)
         output.finish(
             {
                 "model": self._models[0].name,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recinfer import env
+from recinfer.cli.addresses import show_addresses
 from recinfer.cli.console import Output
-from recinfer.cli.doors import show_doors
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ def supervise(
         bound = shown.start()
         what = f"{', '.join(answer['serving'])} in {workers} processes"
         tls = security.tls_cert is not None
-        doors = {"http_port": answer["http_port"], "metrics_port": bound}
-        show_doors(output, what, host, answer["port"], **doors, tls=tls, engines=answer["engines"])
+        ports = {"http_port": answer["http_port"], "metrics_port": bound}
+        show_addresses(output, what, host, answer["port"], **ports, tls=tls, engines=answer["engines"])
         output.finish({**answer, "metrics_port": bound, "workers": workers})
         if loop is not None:
             loop.start()
@@ -129,7 +129,7 @@ class _Shown:
     """The metrics port, when there is one."""
 
     def __init__(self, status: Any, host: str, port: int | None, security: Security) -> None:
-        self._door: Any = None
+        self._metrics: Any = None
         if port is None:
             return
         import asyncio
@@ -141,20 +141,20 @@ class _Shown:
             return await asyncio.to_thread(status)  # it waits for the workers
 
         check_address(host, port)
-        self._door = MetricsServer(beside, host, port, allows=security.allows, tls=security.tls_context())
+        self._metrics = MetricsServer(beside, host, port, allows=security.allows, tls=security.tls_context())
 
     def start(self) -> int | None:
         """Bind and answer; the port."""
-        if self._door is None:
+        if self._metrics is None:
             return None
         from recinfer.serving.wire.loop import run_on_loop
 
-        run_on_loop(self._door.start())
-        return int(self._door.port)
+        run_on_loop(self._metrics.start())
+        return int(self._metrics.port)
 
     def stop(self) -> None:
         """Close the port."""
-        if self._door is not None:
+        if self._metrics is not None:
             from recinfer.serving.wire.loop import run_on_loop
 
-            run_on_loop(self._door.stop(), timeout=5.0)
+            run_on_loop(self._metrics.stop(), timeout=5.0)

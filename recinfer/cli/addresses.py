@@ -1,4 +1,4 @@
-"""What a server says of where it listens."""
+"""The lines that a server prints when it starts: what it serves, and at which addresses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rich.markup import escape
 from recinfer.cli.console import Output
 from recinfer.serving.wire.address import join_address
 
-__all__ = ["show_doors"]
+__all__ = ["show_addresses"]
 
 
-def show_doors(
+def show_addresses(
     output: Output,
     what: str,
     host: str,
