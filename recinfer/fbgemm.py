@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["INSTALLED"]
+__all__ = ["HAS_CUDA", "INSTALLED"]
 
 try:
-    import fbgemm_gpu  # noqa: F401  registers the ops
+    import fbgemm_gpu  # registers the operators
 except ImportError:
-    INSTALLED = False
+    INSTALLED = HAS_CUDA = False
 else:
     INSTALLED = True
+    HAS_CUDA = getattr(fbgemm_gpu, "__variant__", "") != "cpu"  # the package fbgemm-gpu-cpu has operators for CPU alone

@@ -29,24 +29,30 @@ class Kernel(NamedTuple):
 def choose_kernel(device: torch.device | str) -> Kernel:
     """The kernel for tables on ``device``. Needs no GPU.
 
-    ``RECINFER_KERNEL`` decides where it is set. Else FBGEMM where it is installed; on CUDA without it, Triton.
+    ``RECINFER_KERNEL`` decides where it is set. Else FBGEMM where its build for the device is installed; on CUDA without it,
+    Triton.
 
     Raises:
         UnavailableError: the kernel is not installed.
     """
     kind, wanted = torch.device(device).type, env.kernel()
-    have = {"fbgemm": fbgemm.INSTALLED, "triton": importlib.util.find_spec("triton") is not None}
+    no_fbgemm = "FBGEMM is not installed" if not fbgemm.INSTALLED else "FBGEMM's build here is the one for CPU"
+    have = {
+        "fbgemm": fbgemm.HAS_CUDA if kind == "cuda" else fbgemm.INSTALLED,
+        "triton": importlib.util.find_spec("triton") is not None,
+    }
     if wanted is not None:
         if not have[wanted]:
-            raise UnavailableError(f"RECINFER_KERNEL={wanted}, but it is not installed; {_install(wanted, kind)}")
+            why = no_fbgemm if wanted == "fbgemm" else "Triton is not installed"
+            raise UnavailableError(f"RECINFER_KERNEL={wanted}, but {why}; {_install(wanted, kind)}")
         return Kernel(wanted, f"RECINFER_KERNEL={wanted}")
     if have["fbgemm"]:
         return Kernel("fbgemm", "FBGEMM is installed, and nothing else was asked for")
     if kind != "cuda":
-        raise UnavailableError(f"FBGEMM is not installed; {_install('fbgemm', kind)}")
+        raise UnavailableError(f"{no_fbgemm}; {_install('fbgemm', kind)}")
     if have["triton"]:
-        return Kernel("triton", "FBGEMM is not installed, Triton is")
-    raise UnavailableError(f"neither Triton nor FBGEMM is installed; {_install('triton', kind)}")
+        return Kernel("triton", f"{no_fbgemm}, and Triton is installed")
+    raise UnavailableError(f"{no_fbgemm}, and Triton is not installed; {_install('triton', kind)}")
 
 
 def _install(kernel: str, kind: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -76,9 +76,6 @@ class TritonBatch:
 
     def forget_cached(self) -> None:
         """Nothing: rows in host memory are read where they are."""
-
-    def _part(self, first: int, last: int) -> Callable[..., Any]:
-        raise AssertionError("only FBGEMM's lookups on CPU run in parts")
 
     def fbgemm_module(self) -> NoReturn:
         """Raises UnavailableError: there is none."""

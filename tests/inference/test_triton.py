@@ -80,6 +80,15 @@ def test_which_kernel_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="RECINFER_KERNEL='cutlass'; expected fbgemm or triton"):
         choose_kernel("cpu")
     monkeypatch.delenv("RECINFER_KERNEL")
+    monkeypatch.setattr("recinfer.fbgemm.HAS_CUDA", True)
+    assert choose_kernel("cuda").name == "fbgemm"
+    monkeypatch.setattr("recinfer.fbgemm.HAS_CUDA", False)  # as of fbgemm-gpu-cpu, whatever the machine
+    assert choose_kernel("cpu").name == "fbgemm"
+    assert choose_kernel("cuda") == ("triton", "FBGEMM's build here is the one for CPU, and Triton is installed")
+    monkeypatch.setenv("RECINFER_KERNEL", "fbgemm")
+    with pytest.raises(UnavailableError, match="RECINFER_KERNEL=fbgemm, but FBGEMM's build here is the one for CPU"):
+        choose_kernel("cuda")
+    monkeypatch.delenv("RECINFER_KERNEL")
     monkeypatch.setattr("recinfer.fbgemm.INSTALLED", False)
     assert choose_kernel("cuda").name == "triton"
     with pytest.raises(UnavailableError, match=r"install it: pip install 'recinfer\[cpu\]'"):
@@ -116,4 +125,4 @@ def test_inspect_says_which_kernel_a_gpu_would_get(tmp_path: Path, monkeypatch: 
     done = CliRunner().invoke(app, ["inspect", str(archive.root), "--device", "cuda", "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["kernel"], found["kernel_reason"]) == ("triton", "FBGEMM is not installed, Triton is")
+    assert (found["kernel"], found["kernel_reason"]) == ("triton", "FBGEMM is not installed, and Triton is installed")

@@ -198,10 +198,11 @@ def place_buffer(
     kind, here = torch.device(device).type, Buffers(buffer)
     devices = {r: torch.device("cpu") if kind == "cpu" else torch.device(kind, r) for r in range(world_size)}
     # Our kernel takes ids from the host itself; FBGEMM's goes through the steps, which copy them.
-    if kind == "cuda" and world_size == 1 and fused is not False and choose_kernel(device).name == "triton":
-        check_devices(devices)
-        whole: WholeTables | None = on_one_device(tables, strips, by_rect, here, devices[0])
-        return PackedTables(tuple(placed), here.rows, devices, here, whole)
+    if kind == "cuda" and world_size == 1 and fused is not False:
+        check_devices(devices)  # before a kernel for them is looked for
+        if choose_kernel(device).name == "triton":
+            whole: WholeTables | None = on_one_device(tables, strips, by_rect, here, devices[0])
+            return PackedTables(tuple(placed), here.rows, devices, here, whole)
     whole = _merged(strips, by_rect, here) if kind == "cpu" and fused is not False else None
     if whole is not None and join_columns:
         whole = _joined(tables, whole)
