@@ -277,7 +277,7 @@ def test_a_config_says_versions_labels_and_weights(store: Path, kinds: list[Path
         for _ in range(2):
             assert followed.poll() == (["2", "3"], {"2": 90, "3": 10})
         (line,) = errors(caplog)
-        assert "the one before stays" in line and said in line
+        assert "keeps the configuration it has" in line and said in line
         with pytest.raises(ConfigError, match=said):
             Followed(store, load(store / "tiny" / "3"), "3", config)
     config.write_text('[models.tiny]\nversions = ["1"]\nlabels = {stable = "1"}')

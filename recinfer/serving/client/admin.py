@@ -31,7 +31,7 @@ class LoadedVersion:
         deltas: how many deltas are applied to it.
         labels: other names of it, which requests may say.
         age_seconds: since it was loaded.
-        engine: what runs its dense part, ``"onnx"`` or ``"torch"``; empty: it has none.
+        engine: what runs its dense part, ``"onnxruntime"`` or ``"torch"``; empty: it has none.
     """
 
     weight: int

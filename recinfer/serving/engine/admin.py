@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from recinfer.archive.manifest import ENGINE_PACKAGES
 from recinfer.serving.engine.change_log import log_change, log_refused
 from recinfer.serving.engine.store import StoreManager
 from recinfer.serving.wire import codec
@@ -113,6 +114,6 @@ class AdminService:
                     deltas=model.predictor.num_deltas,
                     labels=sorted(label for label, of in labels.items() if of == version),
                     age_seconds=time.monotonic() - model.since,
-                    engine=model.predictor.engine or "",
+                    engine="" if model.predictor.engine is None else ENGINE_PACKAGES[model.predictor.engine],
                 )
         return answer

@@ -28,19 +28,19 @@ def show_changes() -> None:
 
 def log_change(call: str, data: bytes) -> None:
     """A change that was made: the name of the admin call and its serialized request."""
-    told = _told(call, data)
-    if told is not None:
-        _log.info("%s", _line(told), extra=told)
+    fields = _fields_of(call, data)
+    if fields is not None:
+        _log.info("%s", _line(fields), extra=fields)
 
 
 def log_refused(call: str, data: bytes, error: Exception) -> None:
     """A change that was asked for and not made."""
-    told = _told(call, data)
-    if told is not None:
-        _log.warning("%s, refused: %s", _line(told), error, extra=told)
+    fields = _fields_of(call, data)
+    if fields is not None:
+        _log.warning("%s, refused: %s", _line(fields), error, extra=fields)
 
 
-def _told(call: str, data: bytes) -> dict[str, Any] | None:
+def _fields_of(call: str, data: bytes) -> dict[str, Any] | None:
     """What a line says, by name; None: the call changes nothing."""
     kind = getattr(pb, f"{call}Request", None)
     if kind is None or "change" not in kind.DESCRIPTOR.fields_by_name:
@@ -50,27 +50,27 @@ def _told(call: str, data: bytes) -> dict[str, Any] | None:
     except DecodeError:
         return None
     who, reason = (_short(text) for text in (request.change.who, request.change.reason))
-    told = {"change": call, "model": _short(request.model), "version": _short(_subject(request))}
-    return told | {"who": who or "unknown", "reason": reason or "none given"}
+    fields = {"change": call, "model": _short(request.model), "version": _short(_subject(request))}
+    return fields | {"who": who or "unknown", "reason": reason or "none given"}
 
 
 def _subject(request: Message) -> str:
     """The version that a change is about, or the shares or labels of several."""
-    fields: Any = request
+    message: Any = request
     names = request.DESCRIPTOR.fields_by_name
     if "weights" in names:
-        return ", ".join(f"{item.version}={item.weight}" for item in fields.weights)
+        return ", ".join(f"{item.version}={item.weight}" for item in message.weights)
     if "labels" in names:
-        return ", ".join(f"{item.label}={item.version}" for item in fields.labels)
-    version = fields.version if "version" in names else ""
+        return ", ".join(f"{item.label}={item.version}" for item in message.labels)
+    version = message.version if "version" in names else ""
     if "delta" in names:
-        return f"{version} delta {fields.delta}".strip()
-    return f"{version} and made the default" if "activate" in names and fields.activate else version
+        return f"{version} delta {message.delta}".strip()
+    return f"{version} and made the default" if "activate" in names and message.activate else version
 
 
-def _line(told: dict[str, Any]) -> str:
-    what = " ".join(filter(None, (told["model"], told["version"])))
-    return f"{told['change']} {what}, by {told['who']}, reason: {told['reason']}"
+def _line(fields: dict[str, Any]) -> str:
+    what = " ".join(filter(None, (fields["model"], fields["version"])))
+    return f"{fields['change']} {what}, by {fields['who']}, reason: {fields['reason']}"
 
 
 def _short(text: str) -> str:

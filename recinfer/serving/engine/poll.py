@@ -59,7 +59,7 @@ class StorePoller:
         self._set: dict[
             str, tuple[Mapping[str, str], Mapping[str, int]]
         ] = {}  # labels and weights of the configuration
-        self._told: dict[str, str] = {}  # what was logged, by what it is about
+        self._logged: dict[str, str] = {}  # what was logged, by what it is about
         self._text: str | None = None
         self._choices: dict[str, ModelChoice] | None = None
         if config is not None:
@@ -83,16 +83,16 @@ class StorePoller:
         try:
             names = [path.name for path in sorted(self.folder.iterdir()) if path.is_dir() and path.name[0] != "."]
         except OSError as error:  # a disk that is not there for a moment: nothing is unloaded for that
-            self._tell("", f"model store: {self.folder} cannot be read, nothing is changed: {error.strerror}")
+            self._log_once("", f"model store: {self.folder} cannot be read, nothing is changed: {error.strerror}")
             return
-        self._told.pop("", None)
+        self._logged.pop("", None)
         for model in dict.fromkeys([*names, *(model for model, _ in self._tried)]):
             try:
                 found = versions_on_disk(self.folder / model)
             except FileNotFoundError:
                 found = {}
             except OSError as error:
-                self._tell(model, f"model store: {self.folder / model} cannot be read: {error.strerror}")
+                self._log_once(model, f"model store: {self.folder / model} cannot be read: {error.strerror}")
                 continue
             self._follow(model, found, reason)
 
@@ -106,9 +106,9 @@ class StorePoller:
                 self._choices, self._text = self._checked(text), text
                 _log.info("model config: %s is taken over", self.config)
         except ConfigError as error:
-            self._tell("config", f"model config: the one before stays, since {error}")
+            self._log_once("config", f"model config: the server keeps the configuration it has, since {error}")
         else:
-            self._told.pop("config", None)
+            self._logged.pop("config", None)
 
     def _checked(self, text: str) -> dict[str, ModelChoice]:
         assert self.config is not None
@@ -177,7 +177,10 @@ class StorePoller:
         weights = self._weights(model)
         if not left and self._is_default(model):
             keep = max(weights, key=natural)
-            self._tell(f"{model} {keep}", f"model store: {model} {keep} is gone from disk; as the last one it stays")
+            self._log_once(
+                f"{model} {keep}",
+                f"model store: {model} {keep} is gone from disk, and is served on as the model's last version",
+            )
             ending, left = [version for version in ending if version != keep], [keep]
         if left and any(version in ending for version in weights):
             kept = {version: weight for version, weight in weights.items() if version not in ending}
@@ -191,7 +194,7 @@ class StorePoller:
             last = pb.UnloadRequest(model=model, version=version, change=_change(reason))
             if self._made("Unload", last, f"{model} {version}"):
                 self._tried.pop((model, version), None)
-                self._told.pop(f"{model} {version}", None)
+                self._logged.pop(f"{model} {version}", None)
                 self._set.pop(model, None)
 
     def _made(self, call: str, request: Any, about: str) -> bool:
@@ -200,14 +203,16 @@ class StorePoller:
             self._change(call, request.SerializeToString())
         except Exception as error:  # a broken archive may fail anywhere
             why = str(error) if isinstance(error, RecinferError) else f"{type(error).__name__}: {error}"
-            self._tell(about, f"model store: {call} of {about} is passed over until it changes: {why}")
+            self._log_once(
+                about, f"model store: {call} of {about} failed, and is tried again when the files change: {why}"
+            )
             return False
-        self._told.pop(about, None)
+        self._logged.pop(about, None)
         return True
 
-    def _tell(self, about: str, text: str) -> None:
-        if self._told.get(about) != text:
-            self._told[about] = text
+    def _log_once(self, about: str, text: str) -> None:
+        if self._logged.get(about) != text:
+            self._logged[about] = text
             _log.error("%s", text)
 
     def _served(self, model: str) -> list[str]:

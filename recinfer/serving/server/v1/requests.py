@@ -10,20 +10,19 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from recinfer.columns import FeatureArrays
 from recinfer.errors import InputError
 from recinfer.serving.engine.registry import ServedModel
 from recinfer.serving.engine.request import CallName
 from recinfer.serving.server.v1.inputs import DENSE, ModelInputs, inputs_of, text_of
-from recinfer.serving.wire.fields import bytes_field
+from recinfer.serving.wire.arrays import encode_lookup_request, encode_predict_request
 from recinfer.serving.wire.limits import Limits
-from recinfer.serving.wire.proto import inference_pb2 as pb
 
 __all__ = ["SIGNATURES", "Asked", "read_document", "to_message"]
 
@@ -85,8 +84,11 @@ def to_message(document: dict[str, Any], call: CallName, model: ServedModel, lim
     in_rows = "instances" in document
     take = _rows if in_rows else _columns
     table = take(document["instances" if in_rows else "inputs"], inputs, with_dense, limits.max_batch)
-    head = pb.GetModelRequest(model=model.name, version=model.version).SerializeToString()
-    return Asked(b"".join([head, *table.parts(inputs, limits.max_ids)]), in_rows)
+    features = table.features(limits.max_ids)
+    if with_dense:
+        dense = table.numbers(inputs) if table.has_dense else None
+        return Asked(encode_predict_request(dense, features, model.name, model.version), in_rows)
+    return Asked(encode_lookup_request(features, model.name, model.version), in_rows)
 
 
 def _check_signature(name: Any, call: CallName) -> None:
@@ -104,8 +106,13 @@ class _Table:
         self._dense, self._rows = dense, rows
         self._batch = len(cells[0])
 
-    def parts(self, inputs: ModelInputs, most_ids: int) -> list[bytes | memoryview]:
-        """The fields ``features`` and ``dense`` of a request."""
+    @property
+    def has_dense(self) -> bool:
+        """Whether the request has dense numbers."""
+        return bool(self._dense)
+
+    def features(self, most_ids: int) -> FeatureArrays:
+        """The ids and weights of the request; raises InputError."""
         lengths: list[int] = []
         ids: list[int] = []
         weights: dict[str, list[float]] = {}
@@ -118,19 +125,12 @@ class _Table:
         if len(ids) > most_ids:
             field = "instances" if self._in_rows else "inputs"
             raise InputError(f"{field}: got {len(ids)} ids in all, expected at most {most_ids}")
-        values = self._ids(ids)
-        parts: list[bytes | memoryview] = [
-            _features_head(self._features, self._batch, tuple(weights)),
-            *bytes_field(3, np.array(lengths, np.int32).tobytes()),
-            *bytes_field(4, values.tobytes()),
-        ]
+        given = None
         if weights:
             with np.errstate(over="ignore"):  # each was checked against float32's range
-                parts += bytes_field(5, *(np.array(own, np.float32).tobytes() for own in weights.values()))
-        found = bytes_field(3, *parts)
-        if self._dense:
-            found += bytes_field(4, self._numbers(inputs).tobytes())
-        return found
+                given = np.concatenate([np.array(own, np.float32) for own in weights.values()])
+        counts = np.array(lengths, np.int32)
+        return FeatureArrays(self._features, self._batch, counts, self._ids(ids), given, tuple(weights))
 
     def _take(
         self, name: str, cells: _Cells, lengths: list[int], ids: list[int], weights: dict[str, list[float]]
@@ -186,7 +186,7 @@ class _Table:
                         raise self._no_id(name, at, one)
         raise AssertionError("ids that are none, and none that is wrong")
 
-    def _numbers(self, inputs: ModelInputs) -> NDArray[np.float32]:
+    def numbers(self, inputs: ModelInputs) -> NDArray[np.float32]:
         """The dense numbers ``[B, num_dense]``."""
         rows, width = self._rows, inputs.num_dense
         sized = set(map(type, rows)) <= {list, tuple} and set(map(len, rows)) == {width}
@@ -228,11 +228,6 @@ def _is_finite(value: float) -> bool:
         return math.isfinite(value) and abs(value) <= 3.4028235677973366e38
     except OverflowError:
         return False
-
-
-@lru_cache(maxsize=1024)
-def _features_head(names: tuple[str, ...], batch: int, weighted: tuple[str, ...]) -> bytes:
-    return pb.JaggedFeatures(keys=names, batch_size=batch, weighted_keys=weighted).SerializeToString()
 
 
 def _rows(rows: Any, inputs: ModelInputs, with_dense: bool, most: int) -> _Table:
