@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.pages import ROOT, blocks, run_page, script_of
 
@@ -54,3 +55,18 @@ def test_the_tutorial_runs_with_torchrec(tmp_path: Path, torchrec: str) -> None:
     done = run_page(script, tmp_path, beside=torchrec)
     assert done.returncode == 0 and len(skipped) == 1, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert "output" in done.stdout
+
+
+def test_packed_rows_and_vectors_equal_torchrecs_to_the_bit(tmp_path: Path, torchrec: str) -> None:
+    program = (ROOT / "tests/quant/quantize_program.py").read_text()
+    script = "".join(
+        f"cat > {package}_program.py <<'END'\n{program.replace('torchrec', package)}END\n"
+        f"python {package}_program.py {tmp_path / package}.pt\n"
+        for package in ("torchrec", "recinfer")
+    )
+    done = run_page(script, tmp_path, beside=torchrec)
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs, ours = torch.load(tmp_path / "torchrec.pt"), torch.load(tmp_path / "recinfer.pt")
+    assert theirs.keys() == ours.keys() and len(ours) == 24
+    for name, found in ours.items():
+        assert torch.equal(theirs[name][:, : found.shape[1]], found), name  # TorchRec pads rows to 16 bytes

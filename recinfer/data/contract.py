@@ -390,8 +390,7 @@ def _build(kind: type[_T], entry: Any, what: str) -> _T:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{what}: got {entry!r:.80}, expected an object")
     known = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    unknown = sorted(set(entry) - known)
-    if unknown:
+    if unknown := sorted(set(entry) - known):
         raise ConfigError(f"{what} {entry.get('name', '')!r}: unknown keys {unknown}; known: {sorted(known)}")
     try:
         return kind(**entry)
