@@ -8,7 +8,9 @@ Each commit is checked out into a worktree of its own and its C parts are built 
 first commit writes the archive (26 INT8 tables, two ranks), so the second one must read what the first one wrote. Of each
 commit run one ``recinfer serve`` with all tables, and a ranker with two shard servers. The load is one process with one
 asyncio channel. A cell is a call, a batch and a number of callers; its ratio is the median over turns of the second commit's
-rate over the first one's, and both are measured in each turn, so that a machine that changes changes both.
+rate over the first one's, and both are measured in each turn, so that a machine that changes changes both. Beside it stands
+the same ratio of the servers' CPU time per answer: where the load generator is the slower side, the rates show its limit and
+the CPU time shows the server's.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -77,8 +79,29 @@ def environment(tree: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(tree)}
 
 
+@dataclass(frozen=True)
+class Running:
+    """A server that callers reach on ``port``; ``pids`` are the processes that work for its answers."""
+
+    port: int
+    pids: tuple[int, ...]
+
+    def cpu(self) -> float:
+        """Seconds of processor that the processes took so far."""
+        tasks = (task for pid in self.pids for task in Path(f"/proc/{pid}/task").iterdir())
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+@dataclass
+class Ratios:
+    """The second commit over the first one, by turn: answers a second, and CPU time per answer."""
+
+    rates: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+
 @contextmanager
-def serving(tree: Path, *arguments: object) -> Iterator[int]:
+def serving(tree: Path, *arguments: object) -> Iterator[Running]:
     """``recinfer serve`` of a tree on a free port, which it prints."""
     command = [sys.executable, "-m", "recinfer", "serve", *map(str, arguments), "--port", "0", "--json"]
     server = subprocess.Popen(
@@ -89,26 +112,26 @@ def serving(tree: Path, *arguments: object) -> Iterator[int]:
         line = next((line for line in server.stdout if line.startswith("{")), None)
         if line is None:
             raise SystemExit(f"a server did not start: {' '.join(command)} in {tree}")
-        yield int(json.loads(line)["port"])
+        yield Running(int(json.loads(line)["port"]), (server.pid,))
     finally:
         server.terminate()
         server.wait(30)
 
 
-def start(stack: ExitStack, tree: Path, archive: Path, folder: Path) -> dict[str, int]:
-    """Ports of a tree's server and ranker."""
-    ports = {"server": stack.enter_context(serving(tree, archive))}
-    ranks = {
-        str(rank): [f"127.0.0.1:{stack.enter_context(serving(tree, archive, '--ranks', rank))}"] for rank in (0, 1)
-    }
+def start(stack: ExitStack, tree: Path, archive: Path, folder: Path) -> dict[str, Running]:
+    """A tree's server, and its ranker with two shard servers."""
+    server = stack.enter_context(serving(tree, archive))
+    ranks = [stack.enter_context(serving(tree, archive, "--ranks", rank)) for rank in (0, 1)]
     shards = folder / "shards.json"
     folder.mkdir(exist_ok=True)
-    shards.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": ranks}))
-    ports["ranker"] = stack.enter_context(serving(tree, archive, "--shards", shards))
-    for port in ports.values():
-        with InferenceClient(f"127.0.0.1:{port}") as client:
+    addresses = {str(rank): [f"127.0.0.1:{running.port}"] for rank, running in enumerate(ranks)}
+    shards.write_text(json.dumps({"format": "recinfer.shards", "version": 1, "ranks": addresses}))
+    ranker = stack.enter_context(serving(tree, archive, "--shards", shards))
+    for running in (server, ranker):
+        with InferenceClient(f"127.0.0.1:{running.port}") as client:
             client.wait_until_ready(60)
-    return ports
+    pids = ranker.pids + tuple(pid for running in ranks for pid in running.pids)
+    return {"server": server, "ranker": Running(ranker.port, pids)}
 
 
 def encoded(cell: Cell) -> bytes:
@@ -119,27 +142,34 @@ def encoded(cell: Cell) -> bytes:
     return codec.encode_predict_request(dense, features)
 
 
-def compare(servers: list[dict[str, int]], cells: list[Cell], turns: int, seconds: float) -> dict[Cell, list[float]]:
-    """The second server's rate over the first one's, by cell and turn."""
+def compare(servers: list[dict[str, Running]], cells: list[Cell], turns: int, seconds: float) -> dict[Cell, Ratios]:
+    """The second server over the first one, by cell and turn."""
     loop: asyncio.AbstractEventLoop = new_loop()
-    found: dict[Cell, list[float]] = {cell: [] for cell in cells}
+    found = {cell: Ratios() for cell in cells}
     for turn in range(turns):
         for cell in cells:
             data, path = encoded(cell), f"/{SERVICE_NAME}/{cell.call}"
-            rates = [0.0, 0.0]
+            rates, cpu = [0.0, 0.0], [0.0, 0.0]
             for at in (0, 1) if turn % 2 == 0 else (1, 0):  # neither is always the first
-                took = loop.run_until_complete(calls(servers[at][cell.where], path, data, seconds, cell.callers))
-                rates[at] = len(took)
-            found[cell].append(rates[1] / rates[0])
+                running = servers[at][cell.where]
+                before = running.cpu()
+                rates[at] = len(loop.run_until_complete(calls(running.port, path, data, seconds, cell.callers)))
+                cpu[at] = (running.cpu() - before) / rates[at]
+            found[cell].rates.append(rates[1] / rates[0])
+            found[cell].cpu.append(cpu[1] / cpu[0])
         print(f"turn {turn + 1} of {turns}", file=sys.stderr, flush=True)
     return found
 
 
-def show(found: dict[Cell, list[float]]) -> None:
+def show(found: dict[Cell, Ratios]) -> None:
     """A line a cell, and the geometric mean of all."""
     for cell, ratios in found.items():
-        print(f"{cell}: {statistics.median(ratios):5.2f} times  ({min(ratios):.2f} to {max(ratios):.2f})")
-    medians = [statistics.median(ratios) for ratios in found.values()]
+        rates, cpu = ratios.rates, ratios.cpu
+        print(
+            f"{cell}: answers a second {statistics.median(rates):5.2f} times ({min(rates):.2f} to {max(rates):.2f}), "
+            f"CPU per answer {statistics.median(cpu):5.2f} times ({min(cpu):.2f} to {max(cpu):.2f})"
+        )
+    medians = [statistics.median(ratios.rates) for ratios in found.values()]
     print(f"all cells, geometric mean: {math.exp(statistics.fmean(map(math.log, medians))):.3f} times")
     print(f"worst cell: {min(medians):.2f} times, best: {max(medians):.2f}")
 
@@ -175,7 +205,7 @@ def main() -> None:
         archive = Path(built.stdout.splitlines()[-1])
         servers = [start(stack, tree, archive, folder / f"shards-{at}") for at, tree in enumerate(trees)]
         found = compare(servers, cells, options.turns, options.seconds)
-    print(f"{options.after} over {options.before}: answers a second")
+    print(f"{options.after} over {options.before}")
     show(found)
 
 
