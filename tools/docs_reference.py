@@ -141,7 +141,8 @@ def errors() -> str:
     lines = [
         "# Errors and exit codes\n",
         "Every error that recinfer raises on purpose is a subclass of `recinfer.errors.RecinferError`. A message says what came, what "
-        "was expected and what to do.\n",
+        "was expected and what to do. The message of an `ArchiveError` begins with the rule that is broken, for example `[C2]`: "
+        "[Archive format](archive-format.md) lists the rules F1 to C2, [Delta format](delta-format.md) X1 to X8.\n",
         "| error | is a | meaning | gRPC | HTTP |",
         "|---|---|---|---|---|",
     ]
