@@ -32,7 +32,8 @@ def command_line() -> str:
         r"^\*\*Commands\*\*:\n\n(?:\* .*\n)+", "", text, flags=re.MULTILINE
     )  # cut short by typer; the table of contents has them
     text = re.sub(r"^\* `--(?:install|show)-completion`.*\n", "", html.unescape(text), flags=re.MULTILINE)
-    return text.replace("[default: x", "[x").replace("<", r"\<").replace(r"`\<", "`<")
+    parts = text.replace("[default: x", "[x").split("`")  # every other one is code
+    return "`".join(part if at % 2 else part.replace("<", r"\<") for at, part in enumerate(parts))
 
 
 def grpc_api() -> str:
