@@ -131,6 +131,14 @@ def test_the_reference_has_every_command_call_and_metric(tmp_path: Path) -> None
     assert all(f"`{name}" in metrics for name in re.findall(r'"(recinfer_\w+)"', source))
 
 
+def test_sphinx_marks_of_docstrings_become_markdown() -> None:
+    pytest.importorskip("griffe")
+    from docs_docstrings import markdown_of
+
+    text = "See :func:`recinfer.load` and :class:`~recinfer.a.B`.\n\nExample::\n\n    load(x[::2])\n"
+    assert markdown_of(text) == "See `load` and `B`.\n\nExample:\n\n    load(x[::2])\n"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text())
