@@ -1,8 +1,10 @@
-"""The parts of recinfer that are compiled; everything else about the package is in pyproject.toml."""
+"""The parts of recinfer that are compiled, and the page of the package index; everything else is in pyproject.toml."""
 
 from __future__ import annotations
 
+import re
 import sysconfig
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -61,7 +63,29 @@ class BuildExt(build_ext):
         return True
 
 
+def index_page(readme: str, repository: str | None) -> str:
+    """The README for a package index, where relative links lead nowhere.
+
+    Links and pictures lead to ``repository``. Without one, links keep their text alone and pictures are left out.
+    """
+
+    def replaced(found: re.Match[str]) -> str:
+        picture, text, target = found.groups()
+        if target.startswith(("http://", "https://", "#")):
+            return found[0]
+        if not repository:
+            return "" if picture else text
+        return f"{picture}[{text}]({repository.rstrip('/')}/{'raw' if picture else 'blob'}/HEAD/{target})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", replaced, readme)
+
+
+HERE = Path(__file__).resolve().parent
+URLS = tomllib.loads((HERE / "pyproject.toml").read_text())["project"].get("urls", {})
+
 setup(
+    long_description=index_page((HERE / "README.md").read_text(), URLS.get("Repository")),
+    long_description_content_type="text/markdown",
     cmdclass={"build_ext": BuildExt},
     ext_modules=[
         extension("quant/_rows", "recinfer/quant/_half.h"),

@@ -133,7 +133,7 @@ def lookup_section(runs: list[Any]) -> str:
         ]
         for name in names
     ]
-    said = "Time of one lookup divided by the time of the bare FBGEMM operator on ready offsets (1 is as fast; lower is better). 26 tables "
+    said = "Time of one lookup divided by the time of the bare FBGEMM operator, called with offsets (1 is as fast; lower is better). 26 tables "
     said += "in the shape of Criteo's, INT8, 64 columns, one id per bag, one thread; sharded tables are on 2 ranks of one host.\n\n"
     return said + table(["", *(f"batch {b}" for b in batches)], rows)
 
@@ -269,7 +269,7 @@ def readme_rows(sections: Sections) -> Iterator[list[str]]:
             for kind in ("table-wise", "row-wise")
         )
         yield [
-            "Lookup of 256 samples: time / bare FBGEMM operator's (lower is better)",
+            "Time of a lookup of 256 samples, divided by the bare FBGEMM operator's (lower is better)",
             own,
             f"TorchRec, scripted: {peer}",
         ]
@@ -277,8 +277,9 @@ def readme_rows(sections: Sections) -> Iterator[list[str]]:
         for batch in (1, 256):
             ratio = rate_ratio(runs["serving"], "ours", "torchserve", "Predict", batch, 1)
             echo = rate_ratio(runs["serving"], "ours", "echo", "Predict", batch, 1)
-            said = f"Predict of {batch}, one caller: rate / TorchServe's (higher is better)"
-            yield [said, cell(ratio, 1), f"a bare gRPC echo's rate: recinfer / echo {cell(echo)}"]
+            samples = "1 sample" if batch == 1 else f"{batch} samples"
+            said = f"Predict requests per second ({samples}, one caller), divided by TorchServe's (higher is better)"
+            yield [said, cell(ratio, 1), f"TorchServe: 1; divided by a bare gRPC echo's: {cell(echo)}"]
     if "planner" in runs:
         case = [case for case in runs["planner"][0] if not case.endswith(" torchrec")][-1]
         tables, _, ranks = case.removesuffix(" train").partition(" x ")
@@ -287,7 +288,7 @@ def readme_rows(sections: Sections) -> Iterator[list[str]]:
             for name in (case, f"{case} torchrec")
         ]
         yield [
-            f"Plan of {tables} tables on {ranks} ranks: time, gap to a lower bound",
+            f"Time to plan {tables} tables on {ranks} ranks, and gap of the plan (lower is better; 1 is optimal)",
             figures[0],
             f"TorchRec: {figures[1]}",
         ]
@@ -295,11 +296,19 @@ def readme_rows(sections: Sections) -> Iterator[list[str]]:
         kinds = ", ".join(
             f"{kind.replace('_', '-')} {cell(training_ratio(runs['training'], kind))}" for kind in runs["training"][0]
         )
-        yield ["Training on 2 processes: samples per second / TorchRec's (higher is better)", kinds, "TorchRec: 1"]
+        yield [
+            "Training samples per second on 2 processes, divided by TorchRec's (higher is better)",
+            kinds,
+            "TorchRec: 1",
+        ]
     if "scaleout" in runs:
         added = added_ms(runs["scaleout"], "Predict 256", "two shards", "single")
         bare = added_ms(runs["scaleout"], "Predict 256", "bare fan-out", "bare")
-        yield ["Two shard servers add to a Predict of 256", cell(added, 2, " ms"), f"bare gRPC: {cell(bare, 2, ' ms')}"]
+        yield [
+            "Latency that two shard servers add to a Predict of 256 samples (lower is better)",
+            cell(added, 2, " ms"),
+            f"bare gRPC: {cell(bare, 2, ' ms')}",
+        ]
 
 
 def readme_table(sections: Sections) -> str:

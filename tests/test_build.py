@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -92,6 +93,23 @@ def test_one_wheel_serves_python_3_11_and_later(tree: Path) -> None:
         assert b"Tag: cp311-abi3-linux_" in archive.read(about)
     libraries = [f"recinfer/{name}.abi3.so" for name in COMPILED]
     assert sorted(name for name in names if name.endswith(".so")) == libraries
+
+
+def test_no_link_of_the_package_index_page_leads_nowhere(tree: Path) -> None:
+    def page() -> str:
+        done = python(tree, "setup.py", "-q", "egg_info")
+        assert done.returncode == 0, done.stderr
+        return (tree / "recinfer.egg-info/PKG-INFO").read_text()
+
+    relative = re.compile(r"\]\((?!https?://|#)")
+    assert relative.search((tree / "README.md").read_text())
+    assert "Description-Content-Type: text/markdown" in page()
+    assert not relative.search(page()) and "Coming from TorchRec" in page()
+    with (tree / "pyproject.toml").open("a") as file:
+        file.write('\n[project.urls]\nRepository = "https://example.org/recinfer"\n')
+    assert not relative.search(page())
+    assert "](https://example.org/recinfer/blob/HEAD/docs/explanation/coming-from-torchrec.md)" in page()
+    assert "](https://example.org/recinfer/raw/HEAD/docs/images/bench-serving.svg)" in page()
 
 
 def test_all_that_is_compiled_is_asked_for_and_uses_the_limited_api() -> None:

@@ -21,6 +21,17 @@ def test_ordinary_english_passes(text: str) -> None:
     assert not list(find(text))
 
 
+def test_some_phrases_are_banned_in_pages_alone(tmp_path: Path) -> None:
+    text = "It answers 5 requests a second, beside others.\n"
+    assert not list(find(text))
+    assert [phrase for _, phrase, _ in find(text, page=True)] == ["requests a second", "beside"]
+    (tmp_path / "docs").mkdir()
+    tmp_path.joinpath("docs/made.md").write_text(text)
+    assert len(check(tmp_path)) == 2
+    tmp_path.joinpath(".gitignore").write_text("/docs/made.md\n")
+    assert not check(tmp_path)
+
+
 def test_strings_that_a_user_reads_are_checked() -> None:
     source = '"""Doc."""\nx = "not shown"\noption(help="Help.")\nraise ValueError(f"Bad {x}.")\n'
     assert {text for _, text in user_strings(source)} == {"Doc.", "Help.", "Bad ", "."}

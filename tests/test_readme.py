@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -80,6 +81,36 @@ def test_the_readme_and_the_page_have_the_figures_of_the_data() -> None:
     assert all(section["runs"] and section["commands"] and section["date"] for section in sections.values())
 
 
+def test_a_changed_figure_is_found(tmp_path: Path) -> None:
+    for name in (report_page.DATA, report_page.PAGE, report_page.README):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    assert not report_page.stale(tmp_path)
+    for name in (report_page.README, report_page.PAGE):
+        page = tmp_path / name
+        text = page.read_text()
+        figure = re.findall(r"\d\.\d+ \(\d\.\d+-\d\.\d+\)", text)[0]
+        page.write_text(text.replace(figure, "9.99" + figure[4:], 1))
+        assert report_page.stale(tmp_path) == [name]
+        page.write_text(text)
+
+
+SPEED = re.compile(
+    r"\d ?[uµ]s\b|\d times (?:faster|slower|the (?:speed|rate|time|throughput))"
+    r"|\d (?:requests|lookups|predictions|samples|answers|calls) (?:per|a) second"
+)
+
+
+def test_speeds_are_on_the_benchmark_page_alone() -> None:
+    """Decision records have the figures of their day; the README has a table that is made from the data."""
+    for page in PAGES:
+        if page.parent.name == "decisions" or page == ROOT / report_page.PAGE:
+            continue
+        before, _, rest = page.read_text().partition(report_page.BEGIN)
+        text = before + rest.partition(report_page.END)[2]
+        assert not SPEED.findall(text), f"{page.relative_to(ROOT)}: link to {report_page.PAGE} instead"
+
+
 def test_the_pictures_are_those_of_their_sources() -> None:
     assert not docs_diagrams.stale()
 
@@ -98,6 +129,14 @@ def test_the_reference_has_every_command_call_and_metric(tmp_path: Path) -> None
     source = (ROOT / "recinfer/serving/server/telemetry/prometheus.py").read_text()
     metrics = (tmp_path / "metrics.md").read_text()
     assert all(f"`{name}" in metrics for name in re.findall(r'"(recinfer_\w+)"', source))
+
+
+def test_sphinx_marks_of_docstrings_become_markdown() -> None:
+    pytest.importorskip("griffe")
+    from docs_docstrings import markdown_of
+
+    text = "See :func:`recinfer.load` and :class:`~recinfer.a.B`.\n\nExample::\n\n    load(x[::2])\n"
+    assert markdown_of(text) == "See `load` and `B`.\n\nExample:\n\n    load(x[::2])\n"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -32,7 +32,8 @@ def command_line() -> str:
         r"^\*\*Commands\*\*:\n\n(?:\* .*\n)+", "", text, flags=re.MULTILINE
     )  # cut short by typer; the table of contents has them
     text = re.sub(r"^\* `--(?:install|show)-completion`.*\n", "", html.unescape(text), flags=re.MULTILINE)
-    return text.replace("[default: x", "[x").replace("<", r"\<").replace(r"`\<", "`<")
+    parts = text.replace("[default: x", "[x").split("`")  # every other one is code
+    return "`".join(part if at % 2 else part.replace("<", r"\<") for at, part in enumerate(parts))
 
 
 def grpc_api() -> str:
@@ -50,8 +51,8 @@ def grpc_api() -> str:
             raise SystemExit("protoc failed; its message is above")
         files = FileDescriptorSet.FromString(out.read_bytes()).file
     parts = [
-        "# gRPC API\n\nThe port of a server answers `Inference` and the Open Inference Protocol (KServe v2), with `--admin` also "
-        "`Admin`. It has gRPC's health service and reflection. A shard server answers `Shards`. The files are in `proto/`.\n"
+        "# gRPC API\n\nThe gRPC port of a server serves `Inference`, the Open Inference Protocol (KServe v2), health and reflection, "
+        "and with `--admin` also `Admin`. A shard server serves `Shards`. The files are in `proto/`.\n"
     ]
     for file in files:
         parts += _file_of(file)
@@ -70,7 +71,7 @@ def _file_of(file: object) -> Iterator[str]:
     name = file.name  # type: ignore[attr-defined]
     yield f"## {Path(name).stem.capitalize()}\n\n`proto/{name}`. " + " ".join(" ".join(head).split()) + "\n"
     for number, service in enumerate(file.service):  # type: ignore[attr-defined]
-        yield f"### Service {service.name}\n\n{said(6, number)}\n\n| call | takes | gives | |\n|---|---|---|---|"
+        yield f"### Service {service.name}\n\n{said(6, number)}\n\n| call | request | response | |\n|---|---|---|---|"
         for at, call in enumerate(service.method):
             ends = (kind.rpartition(".")[2] for kind in (call.input_type, call.output_type))
             takes, gives = (f"[{kind}](#{kind.lower()})" for kind in ends)
@@ -111,9 +112,9 @@ def metrics() -> str:
     rows = [(kind or "Histogram", name, said) for kind, name, said in re.findall(made, source)]
     lines = [
         "# Metrics\n",
-        "`recinfer serve --metrics-port PORT` gives these at `/metrics` in Prometheus' text format and as JSON at `/status.json`. "
-        "[Monitor a server](../how-to/monitor.md) shows how to read them. Rankers alone have `recinfer_shard_calls_total`, "
-        "`recinfer_shard_up`, `recinfer_shard_outstanding` and `recinfer_default_rows_total`; shard servers alone have "
+        "`recinfer serve --metrics-port PORT` serves these metrics at `/metrics` in Prometheus' text format, and as JSON at `/status.json`. "
+        "[Monitor a server](../how-to/monitor.md) shows how to read them. Only rankers have `recinfer_shard_calls_total`, "
+        "`recinfer_shard_up`, `recinfer_shard_outstanding` and `recinfer_default_rows_total`; only shard servers have "
         "`recinfer_shard_busy`, `recinfer_shard_running`, `recinfer_shard_refused_total` and `recinfer_shard_mapped_bytes`.\n",
         "| metric | type | |",
         "|---|---|---|",
@@ -141,7 +142,8 @@ def errors() -> str:
     lines = [
         "# Errors and exit codes\n",
         "Every error that recinfer raises on purpose is a subclass of `recinfer.errors.RecinferError`. A message says what came, what "
-        "was expected and what to do.\n",
+        "was expected and what to do. The message of an `ArchiveError` begins with the rule that is broken, for example `[C2]`: "
+        "[Archive format](archive-format.md) lists the rules F1 to C2, [Delta format](delta-format.md) X1 to X8.\n",
         "| error | is a | meaning | gRPC | HTTP |",
         "|---|---|---|---|---|",
     ]
@@ -152,10 +154,10 @@ def errors() -> str:
         said = " ".join((kind.__doc__ or "").split("\n\n")[0].split()).replace("``", "`")
         lines.append(f"| `{name}` | {bases} | {said} | {code} | {http} |")
     lines.append(
-        "\nA [shard server](../explanation/shards-and-rankers.md) gives `FAILED_PRECONDITION` for a version that it has not mapped. "
+        "\nA [shard server](../explanation/shards-and-rankers.md) returns `FAILED_PRECONDITION` for a version that it has not mapped. "
         "`UNAVAILABLE`, `DEADLINE_EXCEEDED` and `RESOURCE_EXHAUSTED` may succeed later; clients retry the first and the last "
         "within the caller's timeout.\n\n"
-        "## Exit codes\n\n| code | meaning |\n|---|---|\n| 0 | The command did what it says. |\n"
+        "## Exit codes\n\n| code | meaning |\n|---|---|\n| 0 | The command succeeded. |\n"
         "| 1 | A check failed: `verify`, `compare`, `migrate`, `export --reference`, `export --max-auc-drop`, `size`, `bench capacity`. |\n"
         '| 2 | The command failed; with `--json` the object is `{"error": ...}`. |\n| 130 | Ctrl-C |\n\n'
         "`recinfer --debug VERB` or `RECINFER_DEBUG=1` shows tracebacks.\n"

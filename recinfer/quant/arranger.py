@@ -22,7 +22,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["FeatureArranger"]
 
-_SMALL_BAGS = 16384  # measured: 2026-11-20, docs/decisions.md
+_SMALL_BAGS = 16384  # bags above which slicing beats FBGEMM's permute (measured at 26 features)
 _MAX_ORDERS = 64  # that are remembered; clients send a handful
 
 
