@@ -11,7 +11,7 @@ from recinfer.errors import NotFoundError
 from recinfer.serving.engine.memory_budget import Ticket
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.engine.request import CallName
-from recinfer.serving.server.http_server import Get, Post, Route
+from recinfer.serving.server.http_server import Get, Post, Route, count_json
 from recinfer.serving.server.open_inference_grpc import off_loop
 from recinfer.serving.server.v1.answers import to_json
 from recinfer.serving.server.v1.described import metadata, status
@@ -20,7 +20,7 @@ from recinfer.serving.wire.limits import Limits
 
 __all__ = ["V1"]
 
-_PARSED, _WRITTEN = 24, 24  # bytes of Python objects: for one of JSON that is read, for one of a vector that is written
+_WRITTEN = 24  # bytes of Python objects and text for one of a vector
 
 Ask = Callable[[CallName, bytes], Awaitable[bytes]]
 
@@ -65,7 +65,7 @@ class V1:
 
     async def _answer(self, call: CallName, request: web.Request, body: bytearray, ticket: Ticket) -> web.Response:
         name, version = self._named(request)
-        ticket.grow(_PARSED * len(body))
+        count_json(ticket, len(body))
         asked = await off_loop(len(body), self._read, body, call, name, version)
         ticket.resize(len(body) + len(asked.message))
         try:
