@@ -58,7 +58,12 @@ class V1:
         return web.json_response({"models": self._registry.names()})
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response(status(self._registry, *self._named(request), self._is_ready()))
+        try:
+            return web.json_response(status(self._registry, *self._named(request), self._is_ready()))
+        except NotFoundError:
+            if request.path.endswith((":predict", ":lookup")):
+                raise web.HTTPMethodNotAllowed(request.method, ["POST"]) from None
+            raise
 
     async def _metadata(self, request: web.Request) -> web.Response:
         return web.json_response(metadata(self._registry.get(*self._named(request))))
