@@ -150,7 +150,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "rows no list": ({"instances": ROW}, "instances: got an object"),
     "row no object": ({"instances": [ROW, 3]}, "instances[1]: got 3"),
     "columns no object": ({"inputs": [1]}, "inputs: got a list of 1"),
-    "key twice": (b'{"instances": [{"user": [1], "user": [2]}]}', "body: got the key 'user' more than once in one object, expected each once"),
+    "key twice": (
+        b'{"instances": [{"user": [1], "user": [2]}]}',
+        "body: got the key 'user' more than once in one object, expected each once",
+    ),
     "missing in all": ({"instances": [{"user": [1], "dense": [0, 0, 0]}]}, "missing features: 'item'"),
     "missing in one": (row(user=...), "instances[1]: got no 'user'"),
     "unknown feature": ({"instances": [{**ROW, "nobody": [1]}]}, "instances[0]: got 'nobody'"),

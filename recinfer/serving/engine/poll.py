@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.errors import ConfigError, RecinferError
+from recinfer.serving.engine.change_log import BY_POLLING
 from recinfer.serving.engine.model_config import ModelChoice, parse_model_config, read_text
 from recinfer.serving.engine.version_order import natural
 from recinfer.serving.wire.proto import admin_pb2 as pb
@@ -284,4 +285,4 @@ def _fingerprint(folder: Path) -> Fingerprint | None:
 
 
 def _change(reason: str) -> pb.Change:
-    return pb.Change(reason=reason, who="model store")
+    return pb.Change(reason=reason, who=BY_POLLING)

@@ -40,14 +40,15 @@ def found(roll: Roll) -> tuple[str, torch.Tensor]:
 def test_a_version_is_tried_until_all_shards_have_it(
     archives: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    with rolling(archives, tmp_path) as roll, caplog.at_level(logging.ERROR):
+    with rolling(archives, tmp_path) as roll, caplog.at_level(logging.WARNING, logger="recinfer"):
         poller = poller_of(roll)
         poller.poll()
         roll.bring(archives["2"], "2", roll.hosts[:3])
         for _ in range(3):
             poller.poll()
         assert found(roll)[0] == "1"
-        (said,) = [record.getMessage() for record in caplog.records if "model store:" in record.getMessage()]
+        (said,) = [record.getMessage() for record in caplog.records if f"Load of {MODEL} 2" in record.getMessage()]
+        assert not [record for record in caplog.records if "refused" in record.getMessage()]
         assert "127.0.0.4" in said and "tried again at the next look" in said
 
         shutil.copytree(archives["2"], roll.hosts[3] / MODEL / "2")  # no file of the ranker's changes
