@@ -18,6 +18,7 @@ from recinfer.serving.engine.memory_budget import Ticket
 from recinfer.serving.server import open_inference as oip
 from recinfer.serving.server.http_server import Get, Post, Route, count_json
 from recinfer.serving.server.open_inference_grpc import OpenInference, off_loop, raw_array
+from recinfer.serving.wire.fields import Buffer
 from recinfer.serving.wire.json_codec import json_pieces, json_text, parse_json
 
 __all__ = ["OpenInferenceRest"]
@@ -161,7 +162,7 @@ def _write(
     head: dict[str, Any], outputs: list[oip.OutputTensor], is_binary: Callable[[str], bool], ticket: Ticket
 ) -> web.Response:
     described: list[str] = []
-    raw: list[bytes] = []
+    raw: list[Buffer] = []
     ticket.resize(sum((1 if is_binary(output.name) else 1 + _WRITTEN) * len(output.data) for output in outputs))
     for output in outputs:
         entry: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
