@@ -6,6 +6,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import countOf
 from typing import Any
 
 import numpy as np
@@ -123,9 +124,10 @@ def _of_lists(columns: Mapping[str, Any]) -> FeatureArrays | None:
     All ids become an array at once: one numpy operation a feature would cost more than all of this.
     """
     ids: list[int] = []
-    lengths: list[int] = []
-    batch, one_each = -1, True
-    for column in columns.values():
+    sizes: list[int] = []  # how many ids each sample has, of the columns in ``ragged``; of the others 1
+    ragged: list[int] = []
+    batch = -1
+    for number, column in enumerate(columns.values()):
         if type(column) is not list or not column:
             return None
         if batch < 0:
@@ -134,25 +136,25 @@ def _of_lists(columns: Mapping[str, Any]) -> FeatureArrays | None:
             return None
         if type(column[0]) is int:
             ids += column
-            lengths += [1] * batch
             continue
-        if {*map(type, column)} != {list}:
+        if countOf(map(type, column), list) != batch:
             return None
         try:
             ids += [only for [only] in column]  # a third of the time of what follows
-            lengths += [1] * batch
         except ValueError:
             ids += chain.from_iterable(column)
-            lengths += map(len, column)
-            one_each = False
+            sizes += map(len, column)
+            ragged.append(number)
     try:
         values = np.frombuffer(struct.pack(f"<{len(ids)}q", *ids), np.int64)
     except struct.error:
         return None
-    if any(type(ids[at]) is bool for at in ((values == 0) | (values == 1)).nonzero()[0]):
+    if any(type(ids[at]) is bool for at in (values.view(np.uint64) < 2).nonzero()[0]):
         return None  # struct takes a bool for an id
-    counts = np.ones(len(lengths), np.int32) if one_each else np.array(lengths, np.int32)
-    return FeatureArrays(tuple(columns), batch, counts, values)
+    lengths = np.ones((len(columns), batch), np.int32)
+    if ragged:
+        lengths[ragged] = np.frombuffer(struct.pack(f"<{len(sizes)}i", *sizes), np.int32).reshape(-1, batch)
+    return FeatureArrays(tuple(columns), batch, lengths.reshape(-1), values)
 
 
 # -- everything else -----------------------------------------------------------------------------------------------

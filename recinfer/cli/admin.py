@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from recinfer.cli.client import ClientOptions, TargetOption, client_arguments
+from recinfer.cli.client import ServerOptions, TargetOption, client_arguments
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output, verb
 from recinfer.cli.declared import takes
 from recinfer.cli.format import mebibytes
@@ -37,7 +37,7 @@ _WHAT = "--model movies --version 8"
 
 
 @dataclass(frozen=True)
-class AdminClientOptions(ClientOptions):
+class AdminClientOptions(ServerOptions):
     """As other verbs that call a server have them; loading reads and checks a whole archive."""
 
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for the answer.")] = 300.0
@@ -221,7 +221,7 @@ def _open(options: ListOptions) -> AdminClient:
     from recinfer.serving.client.admin import AdminClient
 
     arguments = client_arguments(replace(options.client, model="", version=""))
-    taken = {name: value for name, value in arguments.items() if name not in ("model", "version")}
+    taken = {name: value for name, value in arguments.items() if name not in ("model", "version", "label")}
     if options.client.wait:
         from recinfer.cli.client import open_client
 

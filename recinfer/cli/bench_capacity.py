@@ -131,7 +131,7 @@ def measure(asked: Asked, load: LoadOptions, client: ClientOptions, output: Outp
             model = asker.get_model()
         call = _call(load, asked, model)
         trace = _trace(load, model)
-        name, version = client.model, client.version
+        name, version = client.model, model.version if client.label else client.version
         requests = encode_requests(model, call, trace, name=name, version=version, seed=load.seed)
         # A request that takes ten times as long as promised is lost; so a stretch ends soon after its last request.
         timeout = max(1.0, load.p99_ms / 100)

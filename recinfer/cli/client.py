@@ -14,13 +14,13 @@ from recinfer.errors import ConfigError
 if TYPE_CHECKING:
     from recinfer.serving.client.client import InferenceClient
 
-__all__ = ["ClientOptions", "TargetOption", "client_arguments", "missing_text", "open_client"]
+__all__ = ["ClientOptions", "ServerOptions", "TargetOption", "client_arguments", "missing_text", "open_client"]
 
 TargetOption = Annotated[str, typer.Option("--target", metavar="HOST:PORT", help="A running `recinfer serve`.")]
 
 
 @dataclass(frozen=True)
-class ClientOptions:
+class ServerOptions:
     """What is asked of the server, for how long, and how it is trusted."""
 
     model: Annotated[str, typer.Option("--model", help="Served model; empty is the server's default.")] = ""
@@ -47,7 +47,17 @@ class ClientOptions:
     ] = ""
 
 
-def client_arguments(options: ClientOptions) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ClientOptions(ServerOptions):
+    """The same for verbs that send requests to a model; to ``recinfer admin labels`` the word ``--label`` means something else."""
+
+    label: Annotated[
+        str,
+        typer.Option("--label", help="A label of the model, such as canary, instead of --version.", show_default=False),
+    ] = ""
+
+
+def client_arguments(options: ServerOptions) -> dict[str, Any]:
     """What InferenceClient and AsyncInferenceClient take of them; raises ConfigError naming a file that cannot be read."""
     from recinfer import env
     from recinfer.serving.wire.tls import read_token
@@ -58,6 +68,7 @@ def client_arguments(options: ClientOptions) -> dict[str, Any]:
     return {
         "model": options.model,
         "version": options.version,
+        "label": options.label if isinstance(options, ClientOptions) else "",
         "timeout": options.timeout,
         "token": (env.token() or "") if options.token_file is None else read_token(options.token_file),
         "tls_ca": options.tls_ca,
@@ -67,7 +78,7 @@ def client_arguments(options: ClientOptions) -> dict[str, Any]:
     }
 
 
-def open_client(target: str, options: ClientOptions) -> InferenceClient:
+def open_client(target: str, options: ServerOptions) -> InferenceClient:
     """A client of ``target``, once it takes requests where ``wait`` is above 0.
 
     Raises:

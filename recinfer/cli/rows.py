@@ -77,10 +77,12 @@ def _json_lines(path: Path) -> Iterator[Any]:
             if not line.strip():
                 continue
             try:
-                found = json.loads(line)
+                found = json.loads(line.rstrip("\n"))
                 if not isinstance(found, dict):
                     raise ValueError(f"got {type(found).__name__}, expected an object")
                 yield {name: _weighted(name, value) for name, value in found.items()}
+            except json.JSONDecodeError as error:
+                yield InputError(f"line {number}: got text that is not JSON ({error.msg}, character {error.colno})")
             except (ValueError, RecursionError) as error:
                 yield InputError(f"line {number}: {error}")
 

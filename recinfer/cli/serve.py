@@ -69,6 +69,7 @@ def run(options: ServeOptions) -> None:
             store=models.model_store,
             poll=models.poll,
             model_config=models.model_config,
+            is_ranker=options.roles.shards is not None,
         )
         return
     serve_models(options, security, output)

@@ -106,7 +106,13 @@ class _Following:
 
             assert models.model_store is not None
             try:
-                self._poller = StorePoller(models.model_store, self._change, self._state, models.model_config)
+                self._poller = StorePoller(
+                    models.model_store,
+                    self._change,
+                    self._state,
+                    models.model_config,
+                    is_ranker=options.roles.shards is not None,
+                )
             except ConfigError:
                 if not options.worker:  # one that takes the place of another serves what the others do
                     raise

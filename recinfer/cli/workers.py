@@ -57,6 +57,7 @@ def supervise(
     store: Path | None = None,
     poll: float | None = None,
     model_config: Path | None = None,
+    is_ranker: bool = False,
 ) -> None:
     """Run this process's own command line in ``workers`` processes until SIGTERM or Ctrl-C.
 
@@ -65,6 +66,7 @@ def supervise(
 
     Args:
         store, poll, model_config: the model store that this process follows for all workers, how often, and by which file.
+        is_ranker: the workers are rankers.
     """
     from recinfer.serving.engine.poll import PollLoop, StorePoller
     from recinfer.serving.wire.address import hold_address
@@ -98,7 +100,7 @@ def supervise(
 
     loop = None
     if store is not None and (poll is not None or model_config is not None):
-        loop = PollLoop(StorePoller(store, change, lambda: changes.state, model_config), poll)
+        loop = PollLoop(StorePoller(store, change, lambda: changes.state, model_config, is_ranker=is_ranker), poll)
         signal.signal(signal.SIGHUP, lambda *_: loop.reload())
     shown = _Shown(supervisor.status, host, metrics_port, security)
 

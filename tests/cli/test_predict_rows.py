@@ -109,6 +109,7 @@ def test_lines_that_cannot_be_read_are_rows_that_failed(tmp_path: Path) -> None:
     first, *wrong = read_rows(tmp_path / "a.jsonl")
     assert first == {"user": 3, "tags": ([4], [0.5])}
     assert [type(one) for one in wrong] == [InputError] * 3 and "line 3: got list" in str(wrong[0])
+    assert str(wrong[1]) == "line 4: got text that is not JSON (Expecting ':' delimiter, character 8)"
     (tmp_path / "a.csv").write_text("user,dense\n3:0.5 7,1 2\nx,1\n1\n4,\n")
     first, *wrong, last = read_rows(tmp_path / "a.csv")
     assert first == {"user": ([3, 7], [0.5, 1.0]), "dense": [1.0, 2.0]} and last == {"user": [4], "dense": []}

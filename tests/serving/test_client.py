@@ -47,6 +47,22 @@ def test_lists_and_arrays():
     check(as_features(EXPECTED))
 
 
+def test_ids_and_lists_of_them_mix():
+    columns = {
+        "a": [1, 2],
+        "b": [[3], [4]],
+        "c": [[], [5, 6]],
+        "d": [[0], [1]],
+        "e": [[9, 10], []],
+        "f": [[1], [2**40]],
+    }
+    found = as_features(columns)
+    assert found.values.tolist() == [1, 2, 3, 4, 5, 6, 0, 1, 9, 10, 1, 2**40]
+    assert found.lengths.tolist() == [1, 1, 1, 1, 0, 2, 1, 1, 2, 0, 1, 1]
+    arrays = as_features({name: np.array(column, object) for name, column in columns.items()})
+    assert arrays.values.tolist() == found.values.tolist() and arrays.lengths.tolist() == found.lengths.tolist()
+
+
 def test_pandas_columns():
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     check(as_features(pandas.DataFrame({"user": USER, "history": HISTORY})))

@@ -191,6 +191,8 @@ def test_what_cannot_be_done_is_said(server: Server, admin: Any):
         ("", "", "INVALID_ARGUMENT"),
     ):
         assert refused(admin.Load, request(model=model, version=version)).code().name == code, (model, version)
+    said = refused(admin.Load, request(model="nobody")).details()
+    assert said.startswith("model: the store has no version of 'nobody'; it has 'other', 'tiny'"), said
     assert "last one" in refused(admin.Unload, admin_pb.UnloadRequest(model="tiny", version="1")).details()
     assert "nothing to go back to" not in refused(admin.Rollback, admin_pb.RollbackRequest(model="no")).details()
 

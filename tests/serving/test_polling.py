@@ -201,6 +201,7 @@ def test_a_bad_version_is_logged_once_and_tried_again_when_it_changes(
     for _ in range(3):
         assert followed.poll() == (["1"], {"1": 1})
     assert len([line for line in errors(caplog) if "Load of tiny 2" in line]) == 1
+    assert len([record for record in caplog.records if "tiny 2" in record.getMessage()]) == 1  # in no other form either
     shutil.copytree(kinds[1], store / "tiny" / "2", dirs_exist_ok=True)
     assert followed.poll() == (["1", "2"], {"2": 1})
 

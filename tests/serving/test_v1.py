@@ -150,7 +150,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "rows no list": ({"instances": ROW}, "instances: got an object"),
     "row no object": ({"instances": [ROW, 3]}, "instances[1]: got 3"),
     "columns no object": ({"inputs": [1]}, "inputs: got a list of 1"),
-    "key twice": (b'{"instances": [{"user": [1], "user": [2]}]}', "got the key 'user' more than once"),
+    "key twice": (
+        b'{"instances": [{"user": [1], "user": [2]}]}',
+        "body: got the key 'user' more than once in one object, expected each once",
+    ),
     "missing in all": ({"instances": [{"user": [1], "dense": [0, 0, 0]}]}, "missing features: 'item'"),
     "missing in one": (row(user=...), "instances[1]: got no 'user'"),
     "unknown feature": ({"instances": [{**ROW, "nobody": [1]}]}, "instances[0]: got 'nobody'"),
@@ -226,7 +229,9 @@ def test_a_token_is_needed_and_may_be_a_browsers_password(predictor: Predictor):
 
 
 def test_other_paths_and_methods(server: Server):
-    assert get(server, "/v1/models/tiny:predict")[0] in (404, 405)
+    for path in ("tiny:predict", "tiny:lookup", "tiny/versions/3:predict", "tiny/labels/stable:predict"):
+        code, headers, answer = get(server, f"/v1/models/{path}")
+        assert (code, headers["Allow"]) == (405, "POST") and answer["error"].endswith("expected POST"), answer
     code, _, answer = ask(server, "tiny:classify", {})
     assert code in (404, 405) and "error" in answer
     assert "[:predict, :lookup or /metadata]" in get(server, "/v1/nothing")[2]["error"]

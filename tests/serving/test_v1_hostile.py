@@ -166,16 +166,30 @@ def test_a_body_is_counted_before_it_is_read(server: Server):
 
 
 def test_what_json_becomes_is_counted(server: Server):
-    """A body of 3 MiB is 72 MiB of Python's objects; another large call is under way, so it is refused, packed or not."""
-    large = b'{"instances": [{"user": [' + b"1," * (3 * MIB // 2) + b"1]}]}"
+    """A body of 1 MiB is 25 MiB with Python's objects; another large call is under way, so it is refused, packed or not."""
+    large = b'{"instances": [{"user": [' + b"1," * (MIB // 2) + b"1]}]}"
     with ExitStack() as stack:
-        begin(stack, server, 2 * MIB)
-        until(lambda: server.budget.held == 2 * MIB)
+        begin(stack, server, 4 * MIB)
+        until(lambda: server.budget.held == 4 * MIB)
         for data, headers in ((large, {}), (gzip.compress(large), {"Content-Encoding": "gzip"})):
             code, found, answer = ask(server, "tiny:lookup", data, **headers)
             assert (code, found["Retry-After"]) == (429, "1") and "memory budget" in answer["error"]
     until(lambda: server.budget.held == 0)
     assert ask(server, "tiny:lookup", large)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["v1/models/tiny:lookup", "v2/models/tiny/infer"])
+def test_json_that_becomes_more_than_the_whole_budget_is_refused_unread(server: Server, path: str):
+    """Read, 30 MiB take 720 MiB and keep the interpreter for a second, in which nobody else is answered."""
+    for num_bytes in (2 * MIB, 30 * MIB):
+        connection = http.client.HTTPConnection("127.0.0.1", server.http_port or 0, timeout=60)
+        connection.request("POST", f"/{path}", b"[" + b"1," * (num_bytes // 2))
+        answer = connection.getresponse()
+        said = json.loads(answer.read())["error"]
+        connection.close()
+        assert answer.status == 413, said
+        assert "bytes of JSON, expected at most 1342177" in said and "--memory-budget-mib" in said and "gRPC" in said
+    assert server.stats.requests()["V1Lookup" if "v1" in path else "ModelInfer", "RESOURCE_EXHAUSTED"] == 2
 
 
 @pytest.mark.parametrize("path", ["/docs/swagger-ui-bundle.js", "/openapi.json", "/v1/models/tiny/metadata"])

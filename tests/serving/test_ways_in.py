@@ -71,6 +71,11 @@ def ways(
 def test_every_way_in_gives_the_same(ways: dict[str, Way], capsys: pytest.CaptureFixture[str]):
     asked = requests()
     assert len(asked) == 200 and NUM_DENSE + len(ROWS) > 0
+    assert_the_same(ways, asked, capsys)
+
+
+def assert_the_same(ways: dict[str, Way], asked: list[Asked], capsys: pytest.CaptureFixture[str]) -> None:
+    """Print the table of ``ways``, the first of which is what the others are compared with; every difference is 0."""
     first, *others = ways
     expected = [answer_of(ways[first], one) for one in asked]
     kinds = list(dict.fromkeys(one.kind for one in asked))

@@ -24,7 +24,18 @@ from tests.serving.test_open_inference import Admission, InferenceServerExceptio
 from tests.serving.v1 import ask, columns_of, post, rows_of
 from tests.torchserve.test_handler import handler
 
-__all__ = ["Asked", "Way", "answer_of", "ways_of"]
+__all__ = [
+    "Asked",
+    "Way",
+    "answer_of",
+    "flat",
+    "in_process",
+    "json_of",
+    "read_json",
+    "read_protobuf",
+    "to_protobuf",
+    "ways_of",
+]
 
 Arrays = dict[str, np.ndarray]
 _BY_STATUS = {"StatusCode.INVALID_ARGUMENT": "InputError", "400": "InputError", "404": "NotFoundError"}
@@ -54,16 +65,22 @@ def answer_of(way: Way, asked: Asked) -> Arrays | str:
         return _BY_STATUS[error.status()]
 
 
+def in_process(models: dict[str, Predictor]) -> Way:
+    """The predictors of this process."""
+
+    def way(asked: Asked) -> Any:
+        predictor = models[asked.model]
+        if asked.dense is None:
+            return flat(predictor.lookup(asked.features))
+        return predictor.predict(asked.dense, asked.features)
+
+    return way
+
+
 def ways_of(
     models: dict[str, Predictor], archives: dict[str, Path], server: Server, stack: ExitStack, folder: Path
 ) -> dict[str, Way]:
     """By name; ``stack`` closes what they keep open, and the first is what the others are compared with."""
-
-    def in_process(asked: Asked) -> Any:
-        predictor = models[asked.model]
-        if asked.dense is None:
-            return _flat(predictor.lookup(asked.features))
-        return predictor.predict(asked.dense, asked.features)
 
     clients = {name: stack.enter_context(InferenceClient(server.target, model=name, timeout=60)) for name in models}
     runner = stack.enter_context(asyncio.Runner())
@@ -71,14 +88,14 @@ def ways_of(
     def over_grpc(asked: Asked) -> Any:
         client = clients[asked.model]
         if asked.dense is None:
-            return _flat(client.lookup(asked.features))
+            return flat(client.lookup(asked.features))
         return client.predict(asked.dense, asked.features)
 
     def over_async_grpc(asked: Asked) -> Any:
         async def call() -> Any:
             async with AsyncInferenceClient(server.target, model=asked.model, timeout=60) as client:
                 if asked.dense is None:
-                    return _flat(await client.lookup(asked.features))
+                    return flat(await client.lookup(asked.features))
                 return await client.predict(asked.dense, asked.features)
 
         return runner.run(call())
@@ -89,7 +106,7 @@ def ways_of(
     }
     handlers = {name: handler(path, [{}]) for name, path in archives.items()}
     return {
-        "Python in process": in_process,
+        "Python in process": in_process(models),
         "gRPC": over_grpc,
         "gRPC, asyncio": over_async_grpc,
         **{name: _triton(door, stack) for name, door in doors.items()},
@@ -102,7 +119,8 @@ def ways_of(
     }
 
 
-def _flat(found: LookupResult | Any) -> dict[str, Tensor]:
+def flat(found: LookupResult | Any) -> dict[str, Tensor]:
+    """Vectors by feature; those of an unpooled one stand one behind another."""
     return {
         name: found.sequences[name].values() if name in found.sequences else found[name]
         for name in found.keys()  # noqa: SIM118 - no dict
@@ -177,31 +195,42 @@ def _torchserve(made: tuple[Any, Any], asked: Asked, *, is_json: bool) -> Any:
     run, context = made
     context.headers[0] = {"Content-Type": "application/json"} if is_json else {}
     row: dict[str, Any] = {"method": _method(asked)["method"].encode()}
-    if is_json:
-        row["body"] = _json_of(asked)
-    elif asked.dense is None:
-        row["body"] = codec.encode_lookup_request(asked.features)
-    else:
-        row["body"] = codec.encode_predict_request(asked.dense, asked.features)
+    row["body"] = json_of(asked) if is_json else to_protobuf(asked)
     try:
         (found,) = run.handle([row], context)
     except Exception as error:  # TorchServe's own: it has the HTTP code of the error behind it
         if isinstance(error.__cause__, RecinferError):
             raise error.__cause__ from None
         raise
-    if is_json:
-        document = json.loads(found)
-        if "outputs" in document:
-            return document["outputs"]
-        parts = {name: [v for part in vectors for v in part] for name, vectors in document["sequences"].items()}
-        return document["embeddings"] | parts
+    return read_json(found) if is_json else read_protobuf(found, asked)
+
+
+def to_protobuf(asked: Asked) -> bytes:
+    """A request as TorchServe's handler takes it."""
+    if asked.dense is None:
+        return codec.encode_lookup_request(asked.features)
+    return codec.encode_predict_request(asked.dense, asked.features)
+
+
+def read_protobuf(found: bytes, asked: Asked) -> Any:
+    """The handler's answer to it."""
     if asked.dense is None:
         pooled, sequences, _ = codec.decode_lookup_response(found)
-        return _flat(LookupResult(pooled, sequences))
+        return flat(LookupResult(pooled, sequences))
     return codec.decode_predict_response(found)[0]
 
 
-def _json_of(asked: Asked) -> dict[str, Any]:
+def read_json(found: str | bytes) -> Any:
+    """The handler's answer to a request in JSON."""
+    document = json.loads(found)
+    if "outputs" in document:
+        return document["outputs"]
+    parts = {name: [v for part in vectors for v in part] for name, vectors in document["sequences"].items()}
+    return document["embeddings"] | parts
+
+
+def json_of(asked: Asked) -> dict[str, Any]:
+    """A request in the JSON that the handler and `recinfer predict` take."""
     columns = columns_of(asked.features)
     body: dict[str, Any] = {"features": {n: c["ids"] if isinstance(c, dict) else c for n, c in columns.items()}}
     if any(isinstance(column, dict) for column in columns.values()):
@@ -213,7 +242,7 @@ def _command_line(server: Server, asked: Asked, folder: Path) -> Any:
     common = ("--target", server.target, "--timeout", 60, "--model", asked.model)
     if asked.dense is not None:
         path = folder / "request.json"
-        path.write_text(json.dumps(_json_of(asked)))
+        path.write_text(json.dumps(json_of(asked)))
         return _said("predict", *common, "--input", path)["outputs"]
     given: list[str] = []
     for name, column in columns_of(asked.features).items():

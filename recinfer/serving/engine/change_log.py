@@ -10,9 +10,11 @@ from google.protobuf.message import DecodeError, Message
 
 from recinfer.serving.wire.proto import admin_pb2 as pb
 
-__all__ = ["log_change", "log_refused", "show_changes"]
+__all__ = ["BY_POLLING", "log_change", "log_refused", "show_changes"]
 
 LOGGER = "recinfer.changes"
+BY_POLLING = "model store"
+"""Who makes the changes that a server makes by itself, as it follows its model store."""
 _MAX_TEXT = 200
 _log = logging.getLogger(LOGGER)
 
@@ -34,9 +36,9 @@ def log_change(call: str, data: bytes) -> None:
 
 
 def log_refused(call: str, data: bytes, error: Exception) -> None:
-    """A change that was asked for and not made."""
+    """A change that was asked for and not made; polling logs its own, each once."""
     fields = _fields_of(call, data)
-    if fields is not None:
+    if fields is not None and fields["who"] != BY_POLLING:
         _log.warning("%s, refused: %s", _line(fields), error, extra=fields)
 
 

@@ -78,6 +78,11 @@ class Ticket:
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget, self.held, self._is_released = budget, 0, False
 
+    @property
+    def budget_bytes(self) -> int:
+        """What all calls may hold together."""
+        return self._budget.budget_bytes
+
     def grow(self, num_bytes: int) -> None:
         """Hold so many more; call it before they are allocated.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recinfer.errors import ConfigError, RecinferError
+from recinfer.serving.engine.change_log import BY_POLLING
 from recinfer.serving.engine.model_config import ModelChoice, parse_model_config, read_text
 from recinfer.serving.engine.version_order import natural
 from recinfer.serving.wire.proto import admin_pb2 as pb
@@ -32,7 +33,8 @@ def versions_on_disk(folder: Path) -> dict[str, Path]:
 class StorePoller:
     """Looks at a store when asked to, and has what changed served.
 
-    A version is tried once; one that is refused is tried again when its files have changed. A version becomes the default
+    A version is tried once; one that is refused is tried again when its files have changed, by a ranker at each look: its
+    shards have files of their own, and may get them later. A version becomes the default
     one when it is loaded and is newer than all that are served, unless the configuration has weights: what an operator
     does meanwhile (rollback, weights, unload) stays. Versions that did not come from the store are left alone.
 
@@ -41,6 +43,7 @@ class StorePoller:
         change: makes an admin call, its name and its serialized request; raises errors of ours.
         state: what is served, as recinfer.serving.engine.store.served_state has it; None: not known now.
         config: a file of recinfer.serving.engine.model_config; it is read at each look.
+        is_ranker: the tables of the versions are on shard servers.
 
     Raises:
         ConfigError: the file is bad; later, a bad one is logged and the last good one stays.
@@ -52,8 +55,10 @@ class StorePoller:
         change: Callable[[str, bytes], object],
         state: Callable[[], Mapping[str, Any] | None],
         config: Path | None = None,
+        *,
+        is_ranker: bool = False,
     ) -> None:
-        self.folder, self.config = folder, config
+        self.folder, self.config, self._is_ranker = folder, config, is_ranker
         self._change, self._state = change, state
         self._tried: dict[tuple[str, str], Fingerprint] = {}  # what each version was when it was loaded or refused
         self._set: dict[
@@ -148,7 +153,8 @@ class StorePoller:
             return
         newest = not choice.weights and all(natural(version) > natural(other) for other in served)
         request = pb.LoadRequest(model=model, version=version, activate=newest, change=_change(reason))
-        self._made("Load", request, f"{model} {version}")
+        if not self._made("Load", request, f"{model} {version}") and self._is_ranker:
+            self._tried[key] = ()  # no archive is without files
 
     def _name_and_weigh(self, model: str, choice: ModelChoice, reason: str) -> None:
         """Labels and weights of the configuration, once they change and all of their versions are served."""
@@ -203,9 +209,8 @@ class StorePoller:
             self._change(call, request.SerializeToString())
         except Exception as error:  # a broken archive may fail anywhere
             why = str(error) if isinstance(error, RecinferError) else f"{type(error).__name__}: {error}"
-            self._log_once(
-                about, f"model store: {call} of {about} failed, and is tried again when the files change: {why}"
-            )
+            when = "at the next look" if self._is_ranker else "when the files change"
+            self._log_once(about, f"model store: {call} of {about} failed, and is tried again {when}: {why}")
             return False
         self._logged.pop(about, None)
         return True
@@ -280,4 +285,4 @@ def _fingerprint(folder: Path) -> Fingerprint | None:
 
 
 def _change(reason: str) -> pb.Change:
-    return pb.Change(reason=reason, who="model store")
+    return pb.Change(reason=reason, who=BY_POLLING)

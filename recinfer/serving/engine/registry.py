@@ -276,9 +276,10 @@ class ModelRegistry:
 
     def _labelled(self, name: str, versions: _Versions, label: str) -> str:
         if label not in versions.labels:
-            known = ", ".join(map(repr, versions.labels)) or "none: it has no labels"
+            known = ", ".join(map(repr, versions.labels))
             of = name or next(iter(self._models))
-            raise NotFoundError(f"label: got {_short(label)} of model {of!r}, expected one of {known}")
+            expected = f"expected one of {known}" if known else "which has no labels"
+            raise NotFoundError(f"label: got {_short(label)} of model {of!r}, {expected}")
         return versions.labels[label]
 
     def _check_version(self, name: str, versions: _Versions, version: str) -> None:

@@ -211,6 +211,9 @@ class StoreManager:
         """
         with self._lock:
             version = version or self.newest_version(model)
+            if not version:
+                known = ", ".join(map(repr, self.store.models())) or "no model"
+                raise NotFoundError(f"model: the store has no version of {model[:80]!r}; it has {known}")
             if model in self.registry.names() and version in self.registry.versions(model):
                 self._check_same(model, version)
             else:

@@ -20,12 +20,13 @@ from recinfer.serving.server.http_site import HttpSite, as_bearer
 from recinfer.serving.server.unpacking import TooLargeError, largest, unpack
 from recinfer.serving.wire.status import status_of
 
-__all__ = ["Get", "HttpProtocol", "HttpServer", "Post", "Route"]
+__all__ = ["Get", "HttpProtocol", "HttpServer", "Post", "Route", "count_json"]
 
 _log = logging.getLogger(__name__)
 _BODY_S = 30.0  # a body that is not here by then is given up
 _SENT_S = 30.0  # and so is an answer that its caller has not taken
 _SHOWN = 80
+_PARSED = 24  # bytes of Python objects that one byte of JSON becomes
 
 _Observe = Callable[..., None]
 _Work = Callable[[web.Request], Awaitable[web.Response]]
@@ -146,10 +147,9 @@ class HttpServer:
                 answer = await work(request)
                 code = "OK"
                 return answer
-            except TooLargeError:
+            except TooLargeError as error:
                 code = "RESOURCE_EXHAUSTED"
-                text = f"body: got more than {self._most_bytes} bytes, expected at most that many"
-                return web.json_response({"error": text}, status=413)
+                return web.json_response({"error": str(error)}, status=413)
             except web.HTTPException:
                 code = "UNIMPLEMENTED"
                 raise
@@ -189,7 +189,7 @@ class HttpServer:
         async def answered(request: web.Request) -> web.Response:
             length = request.content_length or 0
             if length > most:
-                raise TooLargeError
+                raise _too_large(most)
             ticket = self._budget.admit(length)
             ticket_of_task.set(ticket)
             try:
@@ -223,6 +223,26 @@ class HttpServer:
             return web.json_response({"error": error.text or error.reason}, status=error.status)
 
 
+def count_json(ticket: Ticket, num_bytes: int) -> None:
+    """Count what so many bytes of JSON become when they are read; call it before they are.
+
+    Raises:
+        TooLargeError: more than the whole budget. Reading them would also keep other calls waiting, for half a second and more.
+        OverloadedError: more than is free of it now.
+    """
+    most = ticket.budget_bytes // (1 + _PARSED)
+    if num_bytes > most:
+        raise TooLargeError(
+            f"body: got {num_bytes} bytes of JSON, expected at most {most}: they become {_PARSED} times as many when they are "
+            "read, and the server has a memory budget (--memory-budget-mib); send fewer samples a request, or use gRPC"
+        )
+    ticket.grow(_PARSED * num_bytes)
+
+
+def _too_large(most: int) -> TooLargeError:
+    return TooLargeError(f"body: got more than {most} bytes, expected at most that many")
+
+
 async def _body(request: web.Request, most: int, ticket: Ticket) -> bytearray:
     """The body, unpacked where it is compressed: once it is all here, so that nobody who sends slowly keeps others waiting."""
     body = bytearray()
@@ -231,7 +251,7 @@ async def _body(request: web.Request, most: int, ticket: Ticket) -> bytearray:
             async for piece in request.content.iter_any():
                 body += piece
                 if len(body) > most:
-                    raise TooLargeError
+                    raise _too_large(most)
                 if len(body) > ticket.held:
                     ticket.resize(len(body))
     except TimeoutError:

@@ -16,14 +16,15 @@ from aiohttp import web
 from recinfer.errors import InputError
 from recinfer.serving.engine.memory_budget import Ticket
 from recinfer.serving.server import open_inference as oip
-from recinfer.serving.server.http_server import Get, Post, Route
+from recinfer.serving.server.http_server import Get, Post, Route, count_json
 from recinfer.serving.server.open_inference_grpc import OpenInference, off_loop, raw_array
-from recinfer.serving.wire.json_codec import json_text, parse_json
+from recinfer.serving.wire.fields import Buffer
+from recinfer.serving.wire.json_codec import json_pieces, json_text, parse_json
 
 __all__ = ["OpenInferenceRest"]
 
 _HEADER_LENGTH = "Inference-Header-Content-Length"
-_PARSED, _WRITTEN = 24, 24  # bytes of Python objects: for one of JSON that is read, for one of a tensor that is written
+_WRITTEN = 24  # bytes of Python objects and text for one of a tensor
 _MAX_NAME = 1024
 _DIGITS = re.compile("[0-9]{1,19}")  # int() refuses thousands of them with an error of its own
 
@@ -104,7 +105,7 @@ def _read(
         raise InputError(
             f"{_HEADER_LENGTH}: got {str(header)[:40]!r}, expected 0 to {len(body)}, the bytes of the body"
         )
-    ticket.grow(_PARSED * length)
+    count_json(ticket, length)
     text = body if length == len(body) else body[:length]
     document = parse_json(text or b"{}")
     rest = memoryview(body)[length:]
@@ -160,17 +161,20 @@ def _array(name: str, datatype: str, data: Any) -> np.ndarray:
 def _write(
     head: dict[str, Any], outputs: list[oip.OutputTensor], is_binary: Callable[[str], bool], ticket: Ticket
 ) -> web.Response:
-    described, raw = [], []
+    described: list[str] = []
+    raw: list[Buffer] = []
     ticket.resize(sum((1 if is_binary(output.name) else 1 + _WRITTEN) * len(output.data) for output in outputs))
     for output in outputs:
         entry: dict[str, Any] = {"name": output.name, "datatype": output.datatype, "shape": list(output.shape)}
         if is_binary(output.name):
             entry["parameters"] = {"binary_data_size": len(output.data)}
             raw.append(output.data)
+            described.append(json_text(entry))
         else:
-            entry["data"] = np.frombuffer(output.data, oip.dtype_of(output.name, output.datatype)).tolist()
-        described.append(entry)
-    text = json_text({**head, "outputs": described}).encode()
+            values = np.frombuffer(output.data, oip.dtype_of(output.name, output.datatype))
+            texts = [json_text(values[piece].tolist())[1:-1] for piece in json_pieces(values.size, values.size)]
+            described.append(f'{json_text(entry)[:-1]}, "data": [{", ".join(texts)}]}}')
+    text = f'{json_text(head)[:-1]}, "outputs": [{", ".join(described)}]}}'.encode()
     if not raw:
         ticket.resize(len(text))
         return web.Response(body=text, content_type="application/json")

@@ -5,6 +5,7 @@ Shapes: F features, B samples, N ids, D embedding width.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
@@ -167,5 +168,5 @@ def decode_predict(data: bytes) -> tuple[dict[str, NDArray[np.float32]], str, tu
     for item in message.outputs:
         shape = tuple(item.shape)
         field, why = f"outputs[{item.name!r}]", f"shape {list(shape)}"
-        outputs[item.name] = array_of(field, item.values, _FLOAT32, int(np.prod(shape)), why).reshape(shape)
+        outputs[item.name] = array_of(field, item.values, _FLOAT32, math.prod(shape), why).reshape(shape)
     return outputs, message.model_version, tuple(message.missing_ranks)

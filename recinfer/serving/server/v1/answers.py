@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 
 from recinfer.errors import InputError
 from recinfer.serving.engine.request import CallName
-from recinfer.serving.wire import codec
-from recinfer.serving.wire.json_codec import json_text
-from recinfer.serving.wire.proto import inference_pb2 as pb
+from recinfer.serving.wire.arrays import decode_lookup, decode_predict
+from recinfer.serving.wire.json_codec import json_pieces, json_text
 
 __all__ = ["to_json"]
+
+_Column = NDArray[Any] | Sequence[NDArray[Any]]
+"""An array with an entry a sample, or an array a sample."""
 
 
 def to_json(call: CallName, data: bytes, in_rows: bool) -> bytes:
@@ -21,33 +26,52 @@ def to_json(call: CallName, data: bytes, in_rows: bool) -> bytes:
     Raises:
         InputError: rows were asked for, and an output has none.
     """
+    columns: dict[str, _Column]
     if call == "Predict":
-        answer = codec.parse(pb.PredictResponse, data)
-        columns = {item.name: np.frombuffer(item.values, "<f4").reshape(item.shape).tolist() for item in answer.outputs}
-        missing, is_bare = tuple(answer.missing_ranks), len(columns) == 1
+        outputs, _, missing = decode_predict(data)
+        columns, is_bare = {**outputs}, len(outputs) == 1
     else:
-        pooled, sequences, _, missing = codec.decode_lookup_answer(data)
-        columns = {} if pooled is None else {key: block.tolist() for key, block in pooled.to_dict().items()}
-        for key, sequence in sequences.items():
-            columns[key] = [part.tolist() for part in sequence.values().split(sequence.lengths().tolist())]
-        is_bare = False
-    found: dict[str, Any] = {}
-    if not in_rows:
-        found["outputs"] = next(iter(columns.values())) if is_bare else columns
-    elif is_bare:
-        ((name, values),) = columns.items()
-        found["predictions"] = _rows_of(name, values)
-    else:
-        lists = [_rows_of(name, values) for name, values in columns.items()]
-        if len(set(map(len, lists))) > 1:
+        found = decode_lookup(data)
+        blocks = np.split(found.values, np.cumsum(found.dims)[:-1], axis=1) if found.dims else []
+        columns, is_bare, missing = dict(zip(found.keys, blocks)), False, found.missing
+        for key, (lengths, vectors) in found.sequences.items():
+            columns[key] = np.split(vectors, np.cumsum(lengths)[:-1])
+    if in_rows:
+        for name, column in columns.items():
+            if _is_number(column):
+                raise InputError(
+                    f"instances: output {name!r} of this model is one number for all samples; send inputs instead"
+                )
+        if len(set(map(len, columns.values()))) > 1:
             raise InputError("instances: this model's outputs have no row for each sample; send inputs in their place")
-        found["predictions"] = [dict(zip(columns, row)) for row in zip(*lists)]
-    if missing:
-        found["missing_ranks"] = list(missing)
-    return json_text(found).encode()
+        text = f'"predictions": {_list(columns, is_bare)}'
+    elif is_bare:
+        text = f'"outputs": {_value(next(iter(columns.values())))}'
+    else:
+        named = (f"{json.dumps(name)}: {_value(column)}" for name, column in columns.items())
+        text = f'"outputs": {{{", ".join(named)}}}'
+    ranks = f', "missing_ranks": {list(missing)}' if missing else ""
+    return f"{{{text}{ranks}}}".encode()
 
 
-def _rows_of(name: str, values: Any) -> list[Any]:
-    if not isinstance(values, list):
-        raise InputError(f"instances: output {name!r} of this model is one number for all samples; send inputs instead")
-    return values
+def _is_number(column: _Column) -> TypeGuard[NDArray[Any]]:
+    return isinstance(column, np.ndarray) and column.ndim == 0
+
+
+def _value(column: _Column) -> str:
+    return json_text(column.tolist()) if _is_number(column) else _list({"": column}, is_bare=True)
+
+
+def _list(columns: Mapping[str, _Column], is_bare: bool) -> str:
+    """A list of one entry a sample: of the only column, or of all by name."""
+    entries = len(next(iter(columns.values())))
+    numbers = sum(c.size if isinstance(c, np.ndarray) else sum(part.size for part in c) for c in columns.values())
+    texts = []
+    for piece in json_pieces(entries, numbers):
+        lists = [
+            c[piece].tolist() if isinstance(c, np.ndarray) else [part.tolist() for part in c[piece]]
+            for c in columns.values()
+        ]
+        rows = lists[0] if is_bare else [dict(zip(columns, row)) for row in zip(*lists)]
+        texts.append(json_text(rows)[1:-1])
+    return f"[{', '.join(texts)}]"

@@ -11,7 +11,7 @@ from recinfer.errors import NotFoundError
 from recinfer.serving.engine.memory_budget import Ticket
 from recinfer.serving.engine.registry import ModelRegistry
 from recinfer.serving.engine.request import CallName
-from recinfer.serving.server.http_server import Get, Post, Route
+from recinfer.serving.server.http_server import Get, Post, Route, count_json
 from recinfer.serving.server.open_inference_grpc import off_loop
 from recinfer.serving.server.v1.answers import to_json
 from recinfer.serving.server.v1.described import metadata, status
@@ -20,7 +20,7 @@ from recinfer.serving.wire.limits import Limits
 
 __all__ = ["V1"]
 
-_PARSED, _WRITTEN = 24, 24  # bytes of Python objects: for one of JSON that is read, for one of a vector that is written
+_WRITTEN = 24  # bytes of Python objects and text for one of a vector
 
 Ask = Callable[[CallName, bytes], Awaitable[bytes]]
 
@@ -58,14 +58,19 @@ class V1:
         return web.json_response({"models": self._registry.names()})
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response(status(self._registry, *self._named(request), self._is_ready()))
+        try:
+            return web.json_response(status(self._registry, *self._named(request), self._is_ready()))
+        except NotFoundError:
+            if request.path.endswith((":predict", ":lookup")):
+                raise web.HTTPMethodNotAllowed(request.method, ["POST"]) from None
+            raise
 
     async def _metadata(self, request: web.Request) -> web.Response:
         return web.json_response(metadata(self._registry.get(*self._named(request))))
 
     async def _answer(self, call: CallName, request: web.Request, body: bytearray, ticket: Ticket) -> web.Response:
         name, version = self._named(request)
-        ticket.grow(_PARSED * len(body))
+        count_json(ticket, len(body))
         asked = await off_loop(len(body), self._read, body, call, name, version)
         ticket.resize(len(body) + len(asked.message))
         try:

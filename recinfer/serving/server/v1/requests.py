@@ -50,6 +50,8 @@ def read_document(body: bytes | bytearray) -> dict[str, Any]:
     """
     try:
         document = json.loads(body, object_pairs_hook=_once)
+    except InputError:  # a ValueError too
+        raise
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise InputError(f"body: got text that is not JSON ({reason}), expected a JSON object") from None
