@@ -13,7 +13,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ from recinfer.cli.serve_options import SecurityOptions
 from recinfer.errors import ConfigError, NotFoundError, UnavailableError
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.workers import process as worker_process
 from recinfer.serving.workers.supervisor import Supervisor
 from tests.ports import free_port
 from tests.serving.conftest import replace_archive
 from tests.serving.supervised import FAKE, Load, supervised, supervising
 from tests.waiting import until
-from tests.warm import RECINFER, Program, run_program
+from tests.warm import RECINFER, Program, WarmPopen, run_program, starting_warm
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("socket"), "SO_REUSEPORT"), reason="needs SO_REUSEPORT")
 
@@ -137,7 +138,10 @@ def test_a_worker_that_cannot_start_ends_the_supervisor_with_its_reason(tmp_path
     def command(port: int) -> list[str]:
         return [sys.executable, "-m", "recinfer", "serve", str(tmp_path), "--worker", "--json", "--port", str(port)]
 
-    with pytest.raises(UnavailableError, match=r"exit code 2 before it was ready: .*manifest"):
+    with (
+        starting_warm(worker_process),
+        pytest.raises(UnavailableError, match=r"exit code 2 before it was ready: .*manifest"),
+    ):
         Supervisor(command, 2, "127.0.0.1", 0).run()
 
 
@@ -306,7 +310,7 @@ def test_what_stops_a_start_is_a_line_of_the_json_log(archive: Path, arguments: 
 def test_workers_end_with_their_supervisor(archive: Path):
     ours, theirs = Pipe()
     command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--worker", "--json", "--port", "0"]
-    with subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.PIPE, text=True) as process:
+    with WarmPopen(command, stdin=theirs.fileno(), stdout=subprocess.PIPE, text=True) as process:
         theirs.close()
         ours.send_bytes(json.dumps({"ask": 7, "what": "begin", "with": {"restore": None}}).encode())
         assert json.loads(ours.recv_bytes()) == {"to": 7, "is": None}
@@ -315,10 +319,17 @@ def test_workers_end_with_their_supervisor(archive: Path):
         assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize("stdin", [subprocess.DEVNULL, subprocess.PIPE])
-def test_a_worker_without_a_supervisor_says_so(archive: Path, stdin: int):
+@pytest.mark.parametrize("stdin", ["/dev/null", "a pipe"])
+def test_a_worker_without_a_supervisor_says_so(archive: Path, stdin: str):
     command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--worker", "--json", "--port", "0"]
-    with subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True) as process:
+    with ExitStack() as stack:
+        if stdin == "/dev/null":
+            at = stack.enter_context(open(stdin)).fileno()
+        else:
+            at, writes = os.pipe()
+            stack.callback(os.close, at)
+            stack.callback(os.close, writes)
+        process = stack.enter_context(WarmPopen(command, stdin=at, stdout=subprocess.PIPE, text=True))
         assert (
             "--worker is for `recinfer serve --workers N`" in json.loads(process.stdout.readline())["error"]["message"]
         )
