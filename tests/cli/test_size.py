@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recinfer.serving.server.server import Server
-from recinfer.sizing import server_process
+from recinfer.sizing import capacity, server_process
 from recinfer.sizing.capacity import Measured
 from tests.e2e.commands import run, run_json
 from tests.serving.conftest import archive, predictor, server  # noqa: F401
@@ -18,7 +18,13 @@ from tests.sizing.simulated import QueueDriver
 from tests.sizing.test_capacity import measured
 from tests.warm import starting_warm
 
-SHORT = ("--seconds", 0.05, "--max-qps", 25, "--p99-ms", 20_000)
+SHORT = ("--seconds", 0.2, "--max-qps", 25, "--p99-ms", 20_000)
+
+
+@pytest.fixture(autouse=True)
+def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stretch of load is longer than --seconds says; what it measures is of no interest here."""
+    monkeypatch.setattr(capacity, "_FEWEST", 1)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +75,7 @@ def test_a_server_of_an_archive_is_started_measured_and_stopped(archive: Path, m
 
 def test_a_promise_that_no_rate_keeps_ends_with_one(server: Server) -> None:  # noqa: F811
     target = f"127.0.0.1:{server.port}"
-    code, out, _ = run("bench", "capacity", "--target", target, "--seconds", 0.05, "--p99-ms", 0.01)
+    code, out, _ = run("bench", "capacity", "--target", target, "--seconds", 0.2, "--p99-ms", 0.01)
     assert code == 1
     assert "no rate keeps it: alone a request takes" in out
 
@@ -132,7 +138,7 @@ def test_no_kind_of_host_keeps_the_promise(options: list[object]) -> None:
 def test_without_a_file_the_capacity_is_measured(archive: Path, files: Path) -> None:  # noqa: F811
     asked = ["size", "--archive", archive, "--hosts", files / "hosts.json", "--qps", 5]
     with starting_warm(server_process):
-        found = run_json(*asked, "--p99-ms", 0.01, "--seconds", 0.05, code=1)
+        found = run_json(*asked, "--p99-ms", 0.01, "--seconds", 0.2, code=1)
     assert found["deployments"][0]["why_not"] == "no rate kept the promise"
     assert [each["what"] for each in found["measured"]] == ["server"]
 
