@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,13 +86,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """torch.onnx.export asks onnxscript for the same 500 functions each time, which takes half of a small export."""
+    """What each export of a small model computes again and again is computed once: half of what it takes.
+
+    torch.onnx.export asks onnxscript for the same 500 functions, and derives the signature of each; torch.export has all
+    operators of C++ made known to Python, 56 times in an export, though there are new ones only when a library is loaded.
+    """
     if "onnxscript._framework_apis.torch_2_5" not in sys.modules:  # whose function the later ones have
         return
+    schemas = sys.modules.get("torch.onnx._internal.exporter._schemas")
+    if schemas is None or hasattr(schemas.op_signature_from_function, "cache_info"):
+        return
+    schemas.op_signature_from_function = functools.cache(schemas.op_signature_from_function)  # type: ignore[attr-defined]
     for name, module in tuple(sys.modules.items()):
         found = getattr(module, "get_torchlib_ops", None) if name.startswith("onnxscript._framework_apis.") else None
-        if found is not None and not hasattr(found, "cache_info"):
+        if found is not None:
             module.get_torchlib_ops = functools.cache(found)  # type: ignore[attr-defined]
+    exports: Any = sys.modules["torch._export.utils"]
+    make_known, known = exports._materialize_cpp_cia_ops, set[int]()
+
+    def make_new_known() -> None:
+        of_cpp = sys.modules["torch"]._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+        if len(of_cpp) not in known:
+            make_known()
+            known.add(len(of_cpp))
+
+    exports._materialize_cpp_cia_ops = make_new_known
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.ports import held_port
 from tests.warm_shell import warm_tools
 
-__all__ = ["blocks", "finished", "run_page", "script_of", "shell_environment", "starts_from"]
+__all__ = ["FRESH", "blocks", "finished", "run_page", "script_of", "shell_environment", "starts_from"]
 
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(r"(?:<!-- not run: (.*?) -->\n)?^```(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
@@ -31,6 +31,9 @@ _CHANGES = {
     "wait_until_ready(60)": "wait_until_ready(600)",
 }
 _PORTS = ("8500", "8501", "9500")
+FRESH = {"README.md", "ten-minutes.md", "deltas.md"}
+"""Pages whose commands start as a reader's do, from nothing: the others run in processes that are forked with what takes long to
+import, and would not show an import that is missing."""
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -68,26 +71,35 @@ def script_of(page: Path) -> tuple[str, list[str]]:
     return "".join(script), skipped
 
 
-def shell_environment(folder: Path, beside: str = "") -> dict[str, str]:
+def shell_environment(folder: Path, beside: str = "", fresh: bool = False) -> dict[str, str]:
     """An environment in which `recinfer` is this source tree's, installed or not, and `python` runs this interpreter.
 
-    ``beside``: a folder of further packages, looked at last. Without it both are forked from a warm interpreter.
+    ``beside``: a folder of further packages, looked at last. Without it both are forked from a warm interpreter, unless ``fresh``.
     """
-    if not beside:
+    if not (beside or fresh):
         return {**os.environ, "PATH": f"{warm_tools()}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     tools = folder / "bin"
     tools.mkdir()
     for name, module in (("recinfer", " -m recinfer"), ("python", "")):
         (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{module} "$@"\n')
         (tools / name).chmod(0o755)
-    (folder / "beside").mkdir()  # at the end of the path, which PYTHONPATH cannot say
-    (folder / "beside/sitecustomize.py").write_text(f"import sys\nsys.path.append({beside!r})\n")
+    packages = [str(ROOT)]
+    if beside:  # at the end of the path, which PYTHONPATH cannot say
+        packages.append(str(folder / "beside"))
+        (folder / "beside").mkdir()
+        (folder / "beside/sitecustomize.py").write_text(f"import sys\nsys.path.append({beside!r})\n")
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "beside")])}
+    return {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(packages)}
 
 
 def run_page(
-    script: str, folder: Path, changes: Mapping[str, str] | None = None, beside: str = "", begin: Path | None = None
+    script: str,
+    folder: Path,
+    changes: Mapping[str, str] | None = None,
+    *,
+    beside: str = "",
+    begin: Path | None = None,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script in the new folder ``folder/work``; whatever it leaves in the background is ended.
 
@@ -95,6 +107,7 @@ def run_page(
         changes: text of the script -> what is run instead, besides what all pages have changed: ports that are free, fewer
             rows, longer waits.
         begin: a folder whose files are there when the script begins; None: none are.
+        fresh: each command starts from nothing.
     """
     with contextlib.ExitStack() as stack:
         ports = {port: str(stack.enter_context(held_port())) for port in _PORTS}
@@ -109,7 +122,7 @@ def run_page(
         return subprocess.run(
             ["bash", "-euo", "pipefail", "-c", "trap 'kill -9 $(jobs -p) 2>/dev/null || true' EXIT\n" + script],
             cwd=work,
-            env=shell_environment(folder, beside),
+            env=shell_environment(folder, beside, fresh),
             capture_output=True,
             text=True,
             timeout=900,
@@ -142,7 +155,7 @@ def finished(page: Path, shared: Path) -> tuple[Path, str]:
         if not (home / "printed").exists():
             shutil.rmtree(home, ignore_errors=True)
             home.mkdir()
-            done = run_page(script_of(page)[0], home, begin=begin)
+            done = run_page(script_of(page)[0], home, begin=begin, fresh=page.name in FRESH)
             assert done.returncode == 0, f"{page.name}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
             (home / "printed").write_text(done.stdout)
     return home / "work", (home / "printed").read_text()

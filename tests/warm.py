@@ -6,15 +6,18 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import suppress
-from multiprocessing.connection import Connection
-from types import ModuleType, TracebackType
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from types import ModuleType, SimpleNamespace, TracebackType
+from typing import IO, Any
+from unittest import mock
 
-__all__ = ["LONGEST_S", "RECINFER", "Program", "run_program", "warm_context"]
+__all__ = ["LONGEST_S", "RECINFER", "Program", "WarmPopen", "run_program", "starting_warm", "warm_context"]
 
 # What a process has imported as it begins.
 _PRELOAD = [
@@ -130,11 +133,124 @@ def run_program(code: str, *arguments: object) -> tuple[int, str, str]:
         return program.returncode, out, err
 
 
+class WarmPopen:
+    """``subprocess.Popen`` with what the tests' servers and a supervisor use of it, for ``python -m recinfer ...`` and ``python -c
+    code ...``: a process of its own with a pid that signals reach. May be used from any thread.
+
+    Attributes:
+        pid: of the process.
+        stdout: its pipe.
+        returncode: negative: the signal that ended it; None: it has not ended, as far as was looked.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdout: int,
+        stdin: int = 0,
+        stderr: IO[Any] | None = None,
+        text: bool = False,
+        env: Mapping[str, str] | None = None,
+        start_new_session: bool = False,
+    ) -> None:
+        assert stdout == subprocess.PIPE, "its stdout is a pipe"
+        match list(command):
+            case [sys.executable, "-m", "recinfer", *arguments]:
+                code = RECINFER
+            case [sys.executable, "-c", code, *arguments]:
+                pass
+            case _:
+                raise AssertionError(f"only Python starts warm, not {command}")
+        context = warm_context()
+        reads, writes = context.Pipe(duplex=False)
+        ends = [Connection(os.dup(stdin)), writes, Connection(os.dup(2 if stderr is None else stderr.fileno()))]
+        program = (code, arguments, dict(os.environ if env is None else env), os.getcwd())
+        self._process = context.Process(target=_as_popen, args=(start_new_session, *ends, *program), daemon=True)
+        self._process.start()
+        for end in ends:
+            end.close()
+        self.pid: int = self._process.pid
+        self.stdout = open(os.dup(reads.fileno()), "r" if text else "rb")  # noqa: SIM115
+        reads.close()
+        self._lock = threading.Lock()  # only one thread may read how it ended
+
+    @property
+    def returncode(self) -> int | None:
+        """See above."""
+        with self._lock:
+            code: int | None = self._process.exitcode
+        return code
+
+    def poll(self) -> int | None:
+        """Its returncode by now."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its returncode, once it has ended; raises subprocess.TimeoutExpired."""
+        wait([self._process.sentinel], timeout)
+        code = self.returncode
+        if code is None:
+            raise subprocess.TimeoutExpired("a warm process", timeout or 0.0)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[Any, None]:
+        """What it printed to stdout until its end."""
+        with self.stdout:
+            out = self.stdout.read()
+        self.wait(timeout)
+        return out, None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the process, unless it has ended."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> WarmPopen:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stdout.close()
+        self.wait()
+
+
+@contextmanager
+def starting_warm(module: ModuleType) -> Iterator[None]:
+    """Processes that ``module`` starts by ``subprocess.Popen`` are forked from the warm interpreter."""
+    warm = SimpleNamespace(Popen=WarmPopen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    with mock.patch.object(module, "subprocess", warm):
+        yield
+
+
+def _as_popen(
+    start_new_session: bool, stdin: Connection, stdout: Connection, stderr: Connection, *program: Any
+) -> None:
+    if start_new_session:
+        os.setsid()
+    _main(stdin, stdout, stderr.fileno(), *program)
+
+
 def _main(
-    stdin: Connection, stdout: Connection, stderr: str, code: str, arguments: list[str], env: dict[str, str], at: str
+    stdin: Connection,
+    stdout: Connection,
+    stderr: str | int,
+    code: str,
+    arguments: list[str],
+    env: dict[str, str],
+    at: str,
 ) -> None:
     """Be ``python -c code *arguments``."""
-    for number, from_ in enumerate((stdin.fileno(), stdout.fileno(), os.open(stderr, os.O_WRONLY | os.O_APPEND))):
+    said = os.open(stderr, os.O_WRONLY | os.O_APPEND) if isinstance(stderr, str) else stderr
+    for number, from_ in enumerate((stdin.fileno(), stdout.fileno(), said)):
         os.dup2(from_, number)
     stdin.close()
     stdout.close()

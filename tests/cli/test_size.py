@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from recinfer.serving.server.server import Server
+from recinfer.sizing import capacity, server_process
 from recinfer.sizing.capacity import Measured
 from tests.e2e.commands import run, run_json
 from tests.serving.conftest import archive, predictor, server  # noqa: F401
 from tests.sizing.simulated import QueueDriver
 from tests.sizing.test_capacity import measured
+from tests.warm import starting_warm
 
 SHORT = ("--seconds", 0.2, "--max-qps", 25, "--p99-ms", 20_000)
+
+
+@pytest.fixture(autouse=True)
+def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stretch of load is longer than --seconds says; what it measures is of no interest here."""
+    monkeypatch.setattr(capacity, "_FEWEST", 1)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +64,9 @@ def test_a_running_server_is_measured(server: Server, tmp_path: Path) -> None:  
 
 @pytest.mark.parametrize("more", [(), ("--sharded",)])
 def test_a_server_of_an_archive_is_started_measured_and_stopped(archive: Path, more: tuple[str, ...]) -> None:  # noqa: F811
-    found = run_json("bench", "capacity", archive, *SHORT, *more)
+    # One server starts as a user's does, a ranker and its shard from what is imported already.
+    with starting_warm(server_process) if more else nullcontext():
+        found = run_json("bench", "capacity", archive, *SHORT, *more)
     assert found["knee_qps"] == 25.0
     assert found["what"] == ("ranker and shard" if more else "server")
     expected = {"ranker", "shard", "driver"} if more else {"server", "driver"}
@@ -81,7 +92,8 @@ def test_a_promise_that_no_rate_keeps_ends_with_one(server: Server) -> None:  # 
     ],
 )
 def test_what_cannot_be_measured_is_named(arguments: tuple[str, ...], says: str) -> None:
-    error = run_json("bench", "capacity", "--p99-ms", 10, *arguments, code=2)["error"]
+    with starting_warm(server_process):
+        error = run_json("bench", "capacity", "--p99-ms", 10, *arguments, code=2)["error"]
     assert says in error["message"]
 
 
@@ -125,7 +137,8 @@ def test_no_kind_of_host_keeps_the_promise(options: list[object]) -> None:
 
 def test_without_a_file_the_capacity_is_measured(archive: Path, files: Path) -> None:  # noqa: F811
     asked = ["size", "--archive", archive, "--hosts", files / "hosts.json", "--qps", 5]
-    found = run_json(*asked, "--p99-ms", 0.01, "--seconds", 0.2, code=1)
+    with starting_warm(server_process):
+        found = run_json(*asked, "--p99-ms", 0.01, "--seconds", 0.2, code=1)
     assert found["deployments"][0]["why_not"] == "no rate kept the promise"
     assert [each["what"] for each in found["measured"]] == ["server"]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from recinfer.serving.server.health import LIVENESS, READINESS
 from recinfer.serving.shards.config import read_shards
 from tests.deploy.example import FOLDER, FOUND, OPTIONS
 from tests.serving.conftest import build_archive
+from tests.warm import RECINFER, run_program
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the manifests back")
 VERSION = "1.34"
@@ -149,11 +148,10 @@ def test_memory_follows_the_tables():
 
 def test_the_command_renders_an_archive(archive: Path, tmp_path: Path):
     out = tmp_path / "manifests"
-    command = [sys.executable, "-m", "recinfer", "deploy", archive, "--k8s", "--out", out, "--json"]
     more = ["--ranks-per-shard", "2", "--replicas", "3", "--namespace", "ads", "--image", "r.example/recinfer:1"]
-    done = subprocess.run([*map(str, command), *more], capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
+    code, printed, err = run_program(RECINFER, "deploy", archive, "--k8s", "--out", out, "--json", *more)
+    assert code == 0, err
+    said = json.loads(printed.splitlines()[-1])
     assert [group["ranks"] for group in said["groups"]] == [[0, 1]]
     sizes = {f.name: f.stat().st_size for f in (archive / "shards").iterdir()}
     assert said["groups"][0]["bytes"] == sum(sizes.values())
@@ -170,17 +168,13 @@ def test_the_command_renders_an_archive(archive: Path, tmp_path: Path):
 
 def test_what_the_containers_run_is_a_command_that_serve_takes(archive: Path):
     """Parsed by the command line itself, which stops at the archive that is not there and at no option."""
-    started = []
     for pod in pods(manifests(footprint(archive), OPTIONS)):
         (container,) = pod["containers"]
         command = [*container["command"], *container["args"]]
         assert command[0] == "recinfer"
         at = command.index("--token-file")
-        command = [sys.executable, "-m", *command[:at], *command[at + 2 :], "--insecure"]
-        started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
-    for process in started:
-        _, err = process.communicate(timeout=240)
-        assert process.returncode == 2 and ("/models" in err or "shards.json" in err), err
+        code, _, err = run_program(RECINFER, *command[1:at], *command[at + 2 :], "--insecure")
+        assert code == 2 and ("/models" in err or "shards.json" in err), err
 
 
 def test_the_example_is_up_to_date(tmp_path: Path):

@@ -32,6 +32,7 @@ from tests.docker.test_files import DOCKER, ROOT
 from tests.ports import free_port
 from tests.serving.conftest import NUM_DENSE, build_archive, build_model, export
 from tests.serving.remote.fleet import write_shards
+from tests.warm_shell import warm_tools
 
 TOKEN = "a-token-of-a-test-0123456789"
 FEATURES = ["user", "item", "history", "shop"]
@@ -86,6 +87,12 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "recinfer").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m recinfer "$@"\n')
     (folder / "recinfer").chmod(0o755)
     return folder
+
+
+@pytest.fixture(scope="module")
+def warm() -> Path:
+    """The same, but ``recinfer`` is forked from an interpreter that has imported what takes long."""
+    return warm_tools()
 
 
 @contextmanager
@@ -211,7 +218,7 @@ def test_sigterm_drains_each(fleet: dict[str, Running]):
         assert not server.healthy()
 
 
-def test_one_process_and_a_ranker_that_waits(tools: Path, tmp_path: Path):
+def test_one_process_and_a_ranker_that_waits(tools: Path, warm: Path, tmp_path: Path):
     archive = build_archive(tmp_path)
     with script("serve.sh", tools, tmp_path / "log", RECINFER_ARCHIVE=str(archive), RECINFER_TOKEN=TOKEN) as server:
         server.wait()
@@ -219,7 +226,7 @@ def test_one_process_and_a_ranker_that_waits(tools: Path, tmp_path: Path):
             assert ask(client).shape[0] == 1
     shards = write_shards(tmp_path / "shards.json", {rank: [f"127.0.0.1:{free_port()}"] for rank in (0, 1)})
     more = {"RECINFER_ARCHIVE": str(archive), "RECINFER_SHARDS": str(shards)}
-    with script("ranker.sh", tools, tmp_path / "waits", **more) as ranker:
+    with script("ranker.sh", warm, tmp_path / "waits", **more) as ranker:
         end = time.monotonic() + 240
         while "waiting for shards" not in (tmp_path / "waits").read_text():
             assert ranker.process.poll() is None and time.monotonic() < end
@@ -229,7 +236,7 @@ def test_one_process_and_a_ranker_that_waits(tools: Path, tmp_path: Path):
         assert done.returncode == 1
 
 
-def test_rankers_of_two_versions_at_one_set_of_shards(tools: Path, tmp_path: Path):
+def test_rankers_of_two_versions_at_one_set_of_shards(warm: Path, tmp_path: Path):
     """A roll-out as manifests and compose do it: shards keep what they began with, and rankers of the next version come."""
     store = tmp_path / "store"
     for version, seed in (("1", 0), ("2", 1)):
@@ -242,7 +249,7 @@ def test_rankers_of_two_versions_at_one_set_of_shards(tools: Path, tmp_path: Pat
             stack.enter_context(
                 script(
                     "shard.sh",
-                    tools,
+                    warm,
                     tmp_path / f"shard-{rank}",
                     RECINFER_ARCHIVE=str(store / had),
                     RECINFER_RANKS=str(rank),
@@ -255,7 +262,7 @@ def test_rankers_of_two_versions_at_one_set_of_shards(tools: Path, tmp_path: Pat
         more = {"RECINFER_SHARDS": str(listed), "RECINFER_TOKEN": TOKEN}
         rankers = [
             stack.enter_context(
-                script("ranker.sh", tools, tmp_path / f"ranker-{v}", RECINFER_ARCHIVE=str(store / v), **more)
+                script("ranker.sh", warm, tmp_path / f"ranker-{v}", RECINFER_ARCHIVE=str(store / v), **more)
             )
             for v in ("1", "2")
         ]

@@ -23,12 +23,14 @@ from recinfer.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from recinfer.serving.client.client import InferenceClient
 from recinfer.serving.server.server import Server
 from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
+from tests.kept import kept
 
 NUM_DENSE = 3
 ROWS = {"user": 50, "item": 40, "history": 40, "shop": 30}
 DIM = 8
 
 
+@kept
 def build_archive(folder: Path, name: str = "tiny", version: str = "3") -> Path:
     """Train nothing, but take every other step: a float DLRM, its checkpoint, a plan for two ranks, the archive."""
     return export(build_model(), folder, name, version, num_dense=NUM_DENSE)

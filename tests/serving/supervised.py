@@ -12,8 +12,10 @@ import grpc
 
 from recinfer.serving.server.server import SERVICE_NAME
 from recinfer.serving.wire import codec
+from recinfer.serving.workers import process
 from recinfer.serving.workers.supervisor import Supervisor
 from tests.serving.conftest import make_request
+from tests.warm import starting_warm
 
 __all__ = ["FAKE", "Load", "supervised", "supervising"]
 
@@ -56,7 +58,8 @@ to start while there is "broken". What it began with is in the file "began-<its 
 def supervised(
     *arguments: object, workers: int = 2, program: Sequence[str] = ("-m", "recinfer"), **options: Any
 ) -> Iterator[tuple[Supervisor, str, list[str]]]:
-    """A supervisor in this process, with real workers: its target, and the list of what it tells.
+    """A supervisor in this process, with real workers, forked from a warm interpreter: its target, and the list of what it tells.
+    Tests of the whole command, `recinfer serve --workers 2`, have workers that are started as everywhere.
 
     Args:
         program: what the workers run in place of recinfer, as Python's own arguments.
@@ -67,7 +70,7 @@ def supervised(
         serve = ["serve", *map(str, arguments), "--worker", "--json", "--port", str(port)]
         return [sys.executable, *program, *serve]
 
-    with supervising(command, workers, **options) as found:
+    with starting_warm(process), supervising(command, workers, **options) as found:
         yield found
 
 

@@ -197,7 +197,7 @@ def test_a_supervisor_that_stood_still_kills_nobody(tmp_path: Path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             pids = process.stdout.readline()
-            for _ in range(3):
+            for _ in range(2):
                 os.kill(process.pid, signal.SIGSTOP)
                 time.sleep(3)
                 os.kill(process.pid, signal.SIGCONT)

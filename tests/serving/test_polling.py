@@ -35,6 +35,7 @@ from recinfer.serving.wire.loop import run_on_loop
 from recinfer.serving.wire.proto import admin_pb2 as admin_pb
 from recinfer.serving.wire.proto import inference_pb2 as pb
 from tests.certificates import need_openssl, self_signed
+from tests.e2e.commands import run_json
 from tests.serving.conftest import build_model, export, make_request
 from tests.serving.test_models import damage
 from tests.waiting import until
@@ -378,10 +379,7 @@ def test_workers_follow_their_supervisor_and_admin_verbs_reach_all(store: Path, 
             target = f"127.0.0.1:{json.loads(process.stdout.readline())['port']}"
 
             def admin(*arguments: str) -> dict[str, dict[str, int]]:
-                said = subprocess.run(
-                    [*RECINFER, "admin", *arguments, "--target", target, "--json"], stdout=subprocess.PIPE, check=True
-                )
-                found = json.loads(said.stdout.splitlines()[-1])["models"]
+                found = run_json("admin", *arguments, "--target", target)["models"]
                 return {m["model"]: {v["version"]: v["weight"] for v in m["versions"]} for m in found}
 
             put(kinds[1], store, 2)

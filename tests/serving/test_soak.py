@@ -16,11 +16,11 @@ ROWS = 5000
 ROUNDS = 5
 
 
-def test_ten_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_five_rounds_of_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # one heap: what the threads of the moment took does not stay in others
     store = build_store(tmp_path, ROWS)
     # A rate that a machine far slower can do too, and for as long as the rounds take there.
-    result = soak(store, rows=ROWS, seconds=10.0, every=0.1, most=50.0, rounds=ROUNDS)
+    result = soak(store, rows=ROWS, seconds=4.0, every=0.1, most=50.0, rounds=ROUNDS)
     assert not result.errors, result
     assert result.wrong == 0, result
     assert result.changes >= 9 * ROUNDS, result  # every kind of change

@@ -13,7 +13,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,13 @@ from recinfer.cli.serve_options import SecurityOptions
 from recinfer.errors import ConfigError, NotFoundError, UnavailableError
 from recinfer.serving.client.admin import AdminClient
 from recinfer.serving.client.client import InferenceClient
+from recinfer.serving.workers import process as worker_process
 from recinfer.serving.workers.supervisor import Supervisor
 from tests.ports import free_port
 from tests.serving.conftest import replace_archive
 from tests.serving.supervised import FAKE, Load, supervised, supervising
 from tests.waiting import until
-from tests.warm import RECINFER, Program, run_program
+from tests.warm import RECINFER, Program, WarmPopen, run_program, starting_warm
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("socket"), "SO_REUSEPORT"), reason="needs SO_REUSEPORT")
 
@@ -137,7 +138,10 @@ def test_a_worker_that_cannot_start_ends_the_supervisor_with_its_reason(tmp_path
     def command(port: int) -> list[str]:
         return [sys.executable, "-m", "recinfer", "serve", str(tmp_path), "--worker", "--json", "--port", str(port)]
 
-    with pytest.raises(UnavailableError, match=r"exit code 2 before it was ready: .*manifest"):
+    with (
+        starting_warm(worker_process),
+        pytest.raises(UnavailableError, match=r"exit code 2 before it was ready: .*manifest"),
+    ):
         Supervisor(command, 2, "127.0.0.1", 0).run()
 
 
@@ -183,11 +187,12 @@ def test_workers_have_the_supervisors_token_whatever_its_file_says_by_now(
 
 
 def test_the_command_drains_all_workers_on_sigterm(archive: Path):
-    command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--workers", "2", "--port", "0", "--json"]
+    options = ["--port", "0", "--json", "--workers", "2", "--port", "0"]  # an option given twice is what it says last
+    command = [sys.executable, "-m", "recinfer", "--debug", "serve", *options, str(archive)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         ready = json.loads(process.stdout.readline())
-        assert ready["workers"] == 2
+        assert ready["workers"] == len(_below(process.pid)) == 2
         with Load(f"127.0.0.1:{ready['port']}", 4) as load:
             until(lambda: load.codes.get("OK", 0) > 20)
             # Callers stop first, so what is in flight is answered and nobody meets a closed port.
@@ -223,9 +228,9 @@ def _end_all(pid: int) -> None:
             os.kill(each, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("arguments", [["--workers", "2", "--"], ["--workers", "2", "--port", "0"]])
-def test_workers_start_no_workers_wherever_the_arguments_end(archive: Path, arguments: list[str]):
-    command = [sys.executable, "-m", "recinfer", "--debug", "serve", "--port", "0", "--json", *arguments, str(archive)]
+def test_workers_start_no_workers_wherever_the_arguments_end(archive: Path):
+    options = ["--port", "0", "--json", "--workers", "2", "--"]
+    command = [sys.executable, "-m", "recinfer", "--debug", "serve", *options, str(archive)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             until(lambda: select.select([process.stdout], [], [], 0.05)[0] or len(_below(process.pid)) > 2)
@@ -306,7 +311,7 @@ def test_what_stops_a_start_is_a_line_of_the_json_log(archive: Path, arguments: 
 def test_workers_end_with_their_supervisor(archive: Path):
     ours, theirs = Pipe()
     command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--worker", "--json", "--port", "0"]
-    with subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.PIPE, text=True) as process:
+    with WarmPopen(command, stdin=theirs.fileno(), stdout=subprocess.PIPE, text=True) as process:
         theirs.close()
         ours.send_bytes(json.dumps({"ask": 7, "what": "begin", "with": {"restore": None}}).encode())
         assert json.loads(ours.recv_bytes()) == {"to": 7, "is": None}
@@ -315,10 +320,17 @@ def test_workers_end_with_their_supervisor(archive: Path):
         assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize("stdin", [subprocess.DEVNULL, subprocess.PIPE])
-def test_a_worker_without_a_supervisor_says_so(archive: Path, stdin: int):
+@pytest.mark.parametrize("stdin", ["/dev/null", "a pipe"])
+def test_a_worker_without_a_supervisor_says_so(archive: Path, stdin: str):
     command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--worker", "--json", "--port", "0"]
-    with subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True) as process:
+    with ExitStack() as stack:
+        if stdin == "/dev/null":
+            at = stack.enter_context(open(stdin)).fileno()
+        else:
+            at, writes = os.pipe()
+            stack.callback(os.close, at)
+            stack.callback(os.close, writes)
+        process = stack.enter_context(WarmPopen(command, stdin=at, stdout=subprocess.PIPE, text=True))
         assert (
             "--worker is for `recinfer serve --workers N`" in json.loads(process.stdout.readline())["error"]["message"]
         )
