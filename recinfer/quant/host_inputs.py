@@ -90,6 +90,10 @@ class Staging:
             if read is not None:
                 read.synchronize()  # the memory that goes now is not read any more
             self._inputs = HostInputs(1 << room.words.bit_length(), self._device)
+            if (
+                stream is not None
+            ):  # whose copies must not meet what the allocator's last owner of the memory still does
+                stream.wait_stream(torch.cuda.current_stream(self._device))
         self._inputs.put(room, ids, offsets, weights)
         if stream is None or copied is None or read is None:
             return self._inputs.copy(room)
