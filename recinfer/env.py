@@ -9,6 +9,7 @@ INTRA_NODE_BANDWIDTH      bytes per millisecond between ranks of one host, for t
 CROSS_NODE_BANDWIDTH      bytes per millisecond between hosts, for the planner
 STORAGE_RESERVE_PERCENT   0 to 1: memory that the planner leaves free, default 0.15
 RECINFER_KERNEL           fbgemm or triton: what looks packed rows up; else FBGEMM where it is installed
+RECINFER_CUDA_GRAPHS      1: small lookups on a GPU are recorded and replayed as CUDA graphs, else they are launched
 
 and one that it sets, where it is not set:
 ORT_DISABLE_TELEMETRY     1: onnxruntime's Linux wheels have telemetry on, with a thread of its own
@@ -26,6 +27,7 @@ from recinfer.errors import ConfigError
 __all__ = [
     "child_environment",
     "cross_node_bandwidth",
+    "cuda_graphs",
     "debug",
     "intra_node_bandwidth",
     "keep_onnxruntime_quiet",
@@ -58,6 +60,11 @@ def kernel() -> Literal["fbgemm", "triton"] | None:
     if given not in ("", "fbgemm", "triton"):
         raise ConfigError(f"environment variable RECINFER_KERNEL={given!r}; expected fbgemm or triton")
     return None if given == "" else "triton" if given == "triton" else "fbgemm"
+
+
+def cuda_graphs() -> bool:
+    """Whether small lookups on a GPU are CUDA graphs: where ``RECINFER_CUDA_GRAPHS`` is 1. Off until a GPU has run them."""
+    return os.environ.get("RECINFER_CUDA_GRAPHS", "0").strip().lower() not in _OFF
 
 
 def supervised() -> bool:

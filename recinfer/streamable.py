@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["Multistreamable", "Pipelineable"]
+from recinfer.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Multistreamable", "Pipelineable", "move_to"]
 
 P = TypeVar("P", bound="Pipelineable")
 
@@ -28,3 +34,23 @@ class Pipelineable(Multistreamable):
     def pin_memory(self: P) -> P:
         """The batch in page-locked memory; the base gives it back as it is."""
         return self
+
+
+def move_to(batch: Any, device: torch.device, *, non_blocking: bool = True) -> Any:
+    """``batch`` on ``device``. On the way to a GPU it passes through page-locked memory: from other memory each copy blocks.
+
+    Raises:
+        InputError: a batch without ``to(device, non_blocking)``.
+    """
+    if batch is None or device.type == "cpu":
+        return batch
+    move = getattr(batch, "to", None)
+    if move is None:
+        raise InputError(
+            f"a batch of class {type(batch).__name__} has no to(device, non_blocking); a pipeline on {device} needs it"
+        )
+    pin = getattr(batch, "pin_memory", None)
+    if device.type == "cuda" and non_blocking and pin is not None:
+        with suppress(RuntimeError):  # it is on a GPU already, or there is no more such memory
+            move = pin().to
+    return move(device=device, non_blocking=non_blocking)

@@ -1,7 +1,8 @@
 """Runs the GPU tests and the lookup benchmarks on one machine and writes what they found into one JSON file.
 
 From a checkout: ``python tools/gpu_trial.py --out gpu_trial.json``. The kernel's part needs torch (a CUDA build), Triton, numpy and
-pytest: neither FBGEMM nor a network. Tests of what is not installed there are left out, and the file says which. On a machine without a
+pytest: neither FBGEMM nor a network. Tests of what is not installed there are left out, and the file says which; FBGEMM's kernel is
+timed beside ours where it is installed, and the served Predict where what serving needs is. On a machine without a
 GPU ``TRITON_INTERPRET=1 python tools/gpu_trial.py --device cpu --tiny`` runs every line of it but the CUDA graphs; its times mean nothing.
 """
 
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from recinfer.distributed.layout.rect import Rect  # noqa: E402
-from recinfer.modules.embedding_configs import DataType  # noqa: E402
+from recinfer.modules.embedding_configs import DataType, PoolingType  # noqa: E402
 from recinfer.quant.buffers import Placed, allocate  # noqa: E402
+from recinfer.quant.triton_batch import TritonBatch  # noqa: E402
 from recinfer.quant.triton_lookup import Launch, Read, TritonTables  # noqa: E402
 
 ALIGNMENTS = (4, 16, 32)
@@ -87,8 +90,7 @@ def graph_of(run: Callable[[], Any]) -> Any:
 def lookups(device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool) -> list[dict[str, Any]]:
     """A line per model, precision, alignment, launch and batch."""
     found = []
-    for name, (count, dim, length) in MODELS.items():
-        count, length = (3, min(length, 2)) if tiny else (count, length)
+    for name, count, dim, length in models(tiny):
         for kind in (DataType.INT8, DataType.INT4):
             for alignment in ALIGNMENTS:
                 buffers, placed = tables_of(count, dim, rows, kind, device, alignment)
@@ -128,14 +130,83 @@ def one_lookup(
     return line
 
 
+def models(tiny: bool) -> list[tuple[str, int, int, int]]:
+    """Name, tables, dim and ids a bag of each model."""
+    return [
+        (name, 3 if tiny else count, dim, min(length, 2) if tiny else length)
+        for name, (count, dim, length) in MODELS.items()
+    ]
+
+
+def requests_of_host(device: torch.device, rows: int, repeats: int, tiny: bool) -> list[dict[str, Any]]:
+    """What a request of a few samples takes from ids on the host to vectors on the device, with CUDA graphs and without."""
+    found = []
+    for name, count, dim, length in models(tiny):
+        buffers, placed = tables_of(count, dim, rows, DataType.INT8, device, 16)
+        for batch in (1, 3) if tiny else (1, 32, 256):
+            ids = torch.randint(0, rows, (count * batch * length,))
+            offsets = torch.arange(0, ids.numel() + 1, length)
+            for graphs in (True, False):
+                lookup = TritonBatch(placed, PoolingType.SUM, buffers)
+                lookup._graphs = graphs
+                seconds = []
+                for number in range(repeats + 3):
+                    at = time.perf_counter()
+                    lookup._of_host(ids, offsets, None, batch)
+                    if device.type == "cuda":
+                        torch.cuda.synchronize()
+                    if number >= 3:
+                        seconds.append(time.perf_counter() - at)
+                made = 0 if lookup._own.graphs is None else len(lookup._own.graphs)
+                found.append({"model": name, "batch": batch, "graphs": made, "seconds": statistics.median(seconds)})
+        del buffers, placed
+    return found
+
+
+def fbgemm_lookups(
+    device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool
+) -> list[dict[str, Any]] | str:
+    """FBGEMM's kernel on the same tables and bags, where its build for the device is installed."""
+    from recinfer import fbgemm
+
+    if not (fbgemm.HAS_CUDA if device.type == "cuda" else fbgemm.INSTALLED):
+        return "not installed for this device"
+    from recinfer.quant.tbe import TableBatch
+
+    found = []
+    for name, count, dim, length in models(tiny):
+        for kind in (DataType.INT8, DataType.INT4):
+            buffers, placed = tables_of(count, dim, rows, kind, device, 16 if device.type == "cuda" else 1)
+            lookup = TableBatch(placed, PoolingType.SUM, buffers)
+            for batch in batches:
+                ids = torch.randint(0, rows, (count * batch * length,), device=device)
+                offsets = torch.arange(0, ids.numel() + 1, length, device=device)
+                seconds = timed(partial(lookup, ids, offsets), device, repeats)
+                found.append({"model": name, "precision": kind.value, "batch": batch, "seconds": seconds})
+            del buffers, placed, lookup
+    return found
+
+
+def served(device: torch.device, tiny: bool) -> list[dict[str, Any]] | str:
+    """See tools/gpu_trial_served.py; says what is missing where servers cannot run."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    try:
+        from gpu_trial_served import served_predictions
+
+        if tiny:
+            return served_predictions(device, [1, 3], 100, 0.3, callers=(1,))
+        return served_predictions(device, [1, 256, 2048], 200_000, 5.0)
+    except ImportError as error:
+        return f"not measured: {error}"
+
+
 def bags_of_torch(
     device: torch.device, batches: list[int], rows: int, repeats: int, tiny: bool
 ) -> list[dict[str, Any]]:
     """``torch.nn.functional.embedding_bag`` on FP16 rows, one call a table; FP32 in a trial on the CPU."""
     found = []
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    for name, (count, dim, length) in MODELS.items():
-        count, length = (3, min(length, 2)) if tiny else (count, length)
+    for name, count, dim, length in models(tiny):
         tables = [torch.zeros(rows, dim, dtype=dtype, device=device) for _ in range(count)]
         for batch in batches:
             ids = [torch.randint(0, rows, (batch, length), device=device) for _ in tables]
@@ -154,7 +225,10 @@ def gpu_tests(device: torch.device) -> dict[str, Any]:
         {**os.environ} if device.type == "cpu" else {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     )
     found = {}
-    trials = {"kernel": ["tests/quant/test_triton.py"], "gpu": ["tests/gpu", "-m", "gpu"]}
+    trials = {
+        "kernel": ["tests/quant/test_triton.py", "tests/quant/test_host_inputs.py"],
+        "gpu": ["tests/gpu", "-m", "gpu"],
+    }
     for name, chosen in trials.items():
         # Tests of what is not installed fail to be collected: the summary has them as errors.
         command = [
@@ -213,7 +287,10 @@ def main() -> None:
         add("tests", lambda: gpu_tests(device))
     add("copy_rate", lambda: copy_rate(device, 1 << 20 if tiny else 1 << 30))
     add("lookups", lambda: lookups(device, batches, rows, repeats, tiny))
+    add("requests", lambda: requests_of_host(device, rows, repeats, tiny))
+    add("fbgemm_lookups", lambda: fbgemm_lookups(device, batches, rows, repeats, tiny))
     add("embedding_bag", lambda: bags_of_torch(device, batches, rows, repeats, tiny))
+    add("served", lambda: served(device, tiny))
     print(f"wrote {given.out}")
 
 

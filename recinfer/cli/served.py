@@ -19,8 +19,8 @@ _STOP_S = 30.0
 
 
 @contextmanager
-def served(archive: Path) -> Iterator[str]:
-    """Serve ``archive`` on a free loopback port and yield its target, ``"127.0.0.1:port"``.
+def served(archive: Path, *options: str) -> Iterator[str]:
+    """Serve ``archive`` with more ``options`` on a free loopback port and yield its target, ``"127.0.0.1:port"``.
 
     The server has its own process, so that what is measured through it is what a user's client would see. It is stopped
     by SIGTERM at the end of the block, also after an error.
@@ -28,7 +28,7 @@ def served(archive: Path) -> Iterator[str]:
     Raises:
         UnavailableError: it ended before it was ready, or did not stop cleanly; the message has its last line.
     """
-    command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--port", "0", "--json"]
+    command = [sys.executable, "-m", "recinfer", "serve", str(archive), "--port", "0", "--json", *options]
     with tempfile.TemporaryFile("w+") as log:
         # A session of its own: Ctrl-C in the terminal reaches us alone, and we stop the server.
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)

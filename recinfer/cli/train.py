@@ -12,7 +12,7 @@ import typer
 from recinfer import env
 from recinfer.cli.console import JsonOption, Output
 from recinfer.cli.interrupts import cleaning_up_on_sigterm
-from recinfer.cli.options import DataFormat, parse_pair
+from recinfer.cli.options import DataFormat, Device, parse_pair
 from recinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,6 +64,9 @@ def run(
         int | None, typer.Option(min=1, help="Steps between checkpoints, for --resume; kept next to --out.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of --save-every.")] = False,
+    device: Annotated[
+        Device, typer.Option(help="Where ranks compute; cuda gives each rank a GPU of its own (NCCL).")
+    ] = Device.cpu,
     as_json: JsonOption = False,
 ) -> None:
     """Train the reference DLRM on click or rating rows and write a checkpoint.
@@ -94,6 +97,7 @@ def run(
         plot=plot,
         save_every=save_every,
         resume=resume,
+        device=device.value,
     )
     first = given is None or given[0] == 0
     output = Output(as_json)

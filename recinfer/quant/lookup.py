@@ -81,8 +81,11 @@ def _offsets(features: KeyedJaggedTensor) -> Tensor:
     return offsets
 
 
-def _check_ids(arranger: FeatureArranger, arranged: KeyedJaggedTensor, *, by_op: bool) -> None:
-    """Refuse ids out of range; with ``by_op`` only those that the op takes for "skip me": it refuses the others."""
+def _check_ids(arranger: FeatureArranger, arranged: KeyedJaggedTensor, *, by_op: bool, counted: bool) -> None:
+    """Refuse ids out of range; with ``by_op`` only those that the op takes for "skip me": it refuses the others. Ids on a GPU
+    are not looked at where the kernel has them ``counted``: that would wait for the device."""
+    if counted and arranged.values().is_cuda:
+        return
     if not by_op:
         arranger.check(arranged)
         return
@@ -126,7 +129,7 @@ class PooledLookup(nn.Module):
         mixed = len(poolings) > 1
         op_pooling = PoolingType.SUM if mixed else poolings.pop()
         self.batch = table_batch([piece for _, piece in reads], op_pooling, buffers, output_dtype=output_dtype)
-        self._op_knows_rows = self.batch.knows_rows
+        self._op_knows_rows, self._counts_ids = self.batch.knows_rows, self.batch.counts_ids
         self._run = self.batch.forward  # past nn.Module's call machinery, which costs as much as the op's dispatch
         self.arranger = FeatureArranger([feature for feature, _ in reads], [piece.rect.rows for _, piece in reads])
         means = {c.name for c in configs if c.pooling is PoolingType.MEAN}
@@ -145,7 +148,7 @@ class PooledLookup(nn.Module):
             return self._keyed(arranged, arranged.offsets(), self.batch.traced)
         offsets = _offsets(arranged)
         if check:
-            _check_ids(self.arranger, arranged, by_op=self._op_knows_rows)
+            _check_ids(self.arranger, arranged, by_op=self._op_knows_rows, counted=self._counts_ids)
         try:
             return self._keyed(arranged, offsets, self._run)
         except RuntimeError:
@@ -230,6 +233,7 @@ class SequenceTables:
             mine = [taken[i] for i in numbers]
             self.calls.append(WidthCall(batch, numbers, None if mine == in_order else mine))
         self.knows_rows = all(call.batch.knows_rows for call in self.calls)
+        self.counts_ids = all(call.batch.counts_ids for call in self.calls)
 
     def __call__(self, features: KeyedJaggedTensor, *, traced: bool = False) -> list[Tensor]:
         """Of each read, ``[ids of its key, columns]``."""
@@ -268,7 +272,7 @@ class SequenceLookup(nn.Module):
         self._pieces = [len(of_feature) for of_feature in reads]
         flat = [piece for of_feature in reads for _, piece in of_feature]
         self.tables = SequenceTables(flat, keys, buffers, output_dtype=output_dtype)
-        self._op_knows_rows = self.tables.knows_rows
+        self._op_knows_rows, self._counts_ids = self.tables.knows_rows, self.tables.counts_ids
 
     def forward(self, features: KeyedJaggedTensor, *, check: bool = True) -> dict[str, JaggedTensor]:
         """Look up. Raises InputError as :meth:`PooledLookup.forward` does."""
@@ -276,7 +280,7 @@ class SequenceLookup(nn.Module):
         if torch.compiler.is_compiling():
             return self._jagged(arranged, traced=True)
         if check:
-            _check_ids(self.arranger, arranged, by_op=self._op_knows_rows)
+            _check_ids(self.arranger, arranged, by_op=self._op_knows_rows, counted=self._counts_ids)
         try:
             return self._jagged(arranged)
         except RuntimeError:

@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from recinfer.errors import UnavailableError
+from recinfer import env
+from recinfer.errors import InputError, UnavailableError
 from recinfer.modules.embedding_configs import PoolingType
 from recinfer.quant.buffers import Buffers, Placed
+from recinfer.quant.cuda_graphs import GraphedLookups
+from recinfer.quant.host_inputs import Staging
 from recinfer.quant.triton_lookup import Read, TritonTables
 
 __all__ = ["TritonBatch"]
 
 
+class _Own(threading.local):
+    """What each thread has for itself on the way to a GPU."""
+
+    staging: Staging | None = None
+    graphs: GraphedLookups | None = None
+
+
 class TritonBatch:
     """One launch over packed tables of any precision and width; see :class:`recinfer.quant.tbe.TableBatch`.
 
-    It differs in that columns have no padding, unpooled tables may have several widths, ids may come from the host (they are
-    copied through pinned memory), and ids out of range give zeros, which :meth:`out_of_range` counts.
+    It differs in that columns have no padding, unpooled tables may have several widths, and ids may come from the host: a
+    GPU then gets them in one copy, and small pooled lookups are CUDA graphs where ``RECINFER_CUDA_GRAPHS`` is 1.
+
+    Ids out of range give zeros. The kernel counts them, and the count is looked at when it is there, at a later call, so
+    that no call waits for the device.
+
+    Attributes:
+        counts_ids: a lookup of ids on the device needs no check before it.
     """
 
     knows_rows = False
+    counts_ids = True
     real_columns: Tensor | None = None
 
     def __init__(
@@ -40,32 +59,94 @@ class TritonBatch:
         self._lookup = TritonTables(local, buffers, output_dtype=output_dtype)
         self.widths = [placed.rect.cols for placed in self.reads]
         self.total_dim = self._lookup.total_dim
-        self._bad = self._lookup.new_counter()
+        self._bad, self._seen = self._lookup.new_counter(), [0] * len(self.reads)
+        self._graphs = env.cuda_graphs()
+        self._own, self._lock = _Own(), threading.Lock()
+        # The counts on the host, and when they are there; None: nothing is on its way.
+        self._told: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are built anew over their rows: addresses, and what a thread has under way, are not theirs."""
+        return partial(TritonBatch, output_dtype=self.output_dtype), (self.reads, self.pooling, self.storage)
 
     def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """As ``TableBatch.forward``: ``[B, columns]``, or ``[N, widest]`` when unpooled. Waits for nothing on a GPU."""
-        ids, edges, weights = (self._here(tensor) for tensor in (indices, offsets, per_sample_weights))
-        assert ids is not None and edges is not None
-        batch = (edges.numel() - 1) // len(self.reads)
-        out = self._lookup(ids, edges, weights, batch=batch, bad=self._bad)
+        """As ``TableBatch.forward``: ``[B, columns]``, or ``[N, widest]`` when unpooled. Waits for nothing on a GPU.
+
+        Raises:
+            InputError: an earlier call had ids out of range; names tables and counts.
+        """
+        self._raise_if_counted()
+        batch = (offsets.numel() - 1) // len(self.reads)
+        device = self.weights.device
+        with torch.cuda.device_of(self.weights):
+            if indices.device == device:
+                edges = offsets.to(device)
+                weights = None if per_sample_weights is None else per_sample_weights.to(device)
+                out = self._lookup(indices, edges, weights, batch=batch, bad=self._bad)
+                self._tell()
+            else:
+                out = self._of_host(indices, offsets, per_sample_weights, batch)
         return out if self._lookup.pooled else out[0]
 
     __call__ = forward
     traced = forward
 
-    def _here(self, tensor: Tensor | None) -> Tensor | None:
-        device = self.weights.device
-        if tensor is None or tensor.device == device:
-            return tensor
-        if device.type == "cuda" and tensor.device.type == "cpu":
-            tensor = tensor.pin_memory()
-        return tensor.to(device, non_blocking=True)
+    def _of_host(self, indices: Tensor, offsets: Tensor, weights: Tensor | None, batch: int) -> Tensor:
+        """The same of inputs on the host, whose ids the caller has checked."""
+        own, device = self._own, self.weights.device
+        if self._lookup.pooled and self._graphs:
+            if own.graphs is None:
+                own.graphs = GraphedLookups(self._into, len(self.reads), self.total_dim, self.output_dtype, device)
+            found = own.graphs(indices, offsets, weights, batch)
+            if found is not None:
+                return found
+        if own.staging is None:
+            own.staging = Staging(device)
+        ids, edges, near = own.staging.bring(indices, offsets, weights)
+        out = self._lookup(ids, edges, near, batch=batch, bad=self._bad)
+        own.staging.looked_up()
+        return out
+
+    def _into(self, ids: Tensor, offsets: Tensor, weights: Tensor | None, batch: int, out: Tensor) -> None:
+        self._lookup(ids, offsets, weights, batch=batch, bad=self._bad, out=out)
+
+    def _tell(self) -> None:
+        """Send the counts to the host, behind the lookup."""
+        counts = torch.empty(self._bad.shape, dtype=self._bad.dtype, pin_memory=self._bad.is_cuda)
+        counts.copy_(self._bad, non_blocking=True)
+        there = None
+        if self._bad.is_cuda:
+            there = torch.cuda.Event()
+            there.record()
+        self._told = counts, there
+
+    def _raise_if_counted(self) -> None:
+        told = self._told
+        if told is None or not (told[1] is None or told[1].query()):
+            return
+        counts = self._new(told[0].tolist())
+        if any(counts):
+            worst = [
+                f"{count} of table {read.rect.table!r} (rows 0 to {read.rect.rows - 1})"
+                for read, count in zip(self.reads, counts)
+                if count
+            ]
+            raise InputError(
+                f"an earlier lookup had ids out of range, and got zeros for them: {', '.join(worst)}. To have the lookup "
+                "itself refused and the id named, give ids on the host"
+            )
+
+    def _new(self, counts: list[int]) -> list[int]:
+        """What was counted since the counts were last looked at."""
+        with self._lock:
+            self._told = None
+            new = [max(0, now - before) for now, before in zip(counts, self._seen)]
+            self._seen = [max(now, before) for now, before in zip(counts, self._seen)]
+        return new
 
     def out_of_range(self) -> list[int]:
-        """How many ids each read has skipped since the last call. Waits for the device."""
-        counts: list[int] = self._bad.tolist()
-        self._bad.zero_()
-        return counts
+        """How many ids each read has skipped since the counts were last looked at. Waits for the device."""
+        return self._new(self._bad.tolist())
 
     def without_padding(self, out_BD: Tensor) -> Tensor:
         """``out_BD``: there is no padding."""

@@ -16,6 +16,7 @@ from recinfer.checkpoint.writer import partial_of
 from recinfer.data.dataset import load_dataset
 from recinfer.data.stream import RowStream, held_out_mask
 from recinfer.errors import ConfigError, InputError
+from recinfer.group_device import check_devices, device_and_backend
 from recinfer.training.curve import Curve
 from recinfer.training.launch import process_group, run_ranks
 from recinfer.training.loop import TrainSettings, fit
@@ -47,6 +48,7 @@ class TrainJob:
         stream: read rows anew in every pass; None decides by the file.
         metrics, plot: files for the learning curve.
         save_every, resume: checkpoints on the way.
+        device: ``cpu``, or ``cuda``: each rank on a GPU of its own.
     """
 
     out: Path
@@ -64,6 +66,7 @@ class TrainJob:
     plot: Path | None = None
     save_every: int | None = None
     resume: bool = False
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,12 @@ def run_job(job: TrainJob, world_size: int = 1) -> TrainReport | None:
     Returns:
         the report; None on every rank of torchrun but the first.
 
-    Raises: as :func:`recinfer.training.loop.train`, and UnavailableError naming a rank that died.
+    Raises: as :func:`recinfer.training.loop.train`, and UnavailableError naming a rank that died or a device that is not
+        there.
     """
     check_target(job.out)
+    if env.torchrun_rank() is None:
+        check_devices(job.device, world_size)
     if job.plot is not None:
         _check_plot()
     if (job.plan is not None or job.sharding) and world_size == 1 and env.torchrun_rank() is None:
@@ -118,7 +124,7 @@ def _on_new_ranks(job: TrainJob, world_size: int, function: Callable[[TrainJob],
 
 
 def _on_rank(job: TrainJob) -> TrainReport | None:
-    with process_group() as (rank, world_size):
+    with process_group(job.device) as (rank, world_size):
         report = _train(job, rank, world_size)
     return report if rank == 0 else None
 
@@ -139,6 +145,7 @@ def _train(job: TrainJob, rank: int, world_size: int) -> TrainReport:
         plan=None if job.plan is None else _plan(job.plan),
         save_every=job.save_every,
         resume=job.resume,
+        device=device_and_backend(job.device, rank, world_size)[0],
     )
     curve = Curve(job.metrics if rank == 0 else None)
     try:

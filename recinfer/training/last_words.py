@@ -64,5 +64,5 @@ class LastWords:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether it is gloo's word for a peer that closed its connection or does not answer."""
-    return isinstance(error, RuntimeError) and "gloo" in str(error)
+    """Whether it is gloo's or NCCL's word for a peer that closed its connection or does not answer."""
+    return isinstance(error, RuntimeError) and any(backend in str(error) for backend in ("gloo", "NCCL"))

@@ -21,10 +21,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from recinfer import env
 from recinfer.errors import RecinferError, UnavailableError
+from recinfer.group_device import device_and_backend
 from recinfer.training.last_words import LastWords, is_lost_peer
 
 __all__ = ["process_group", "run_ranks"]
@@ -35,25 +37,29 @@ _told: Callable[[BaseException], None] | None = None  # on a rank of run_ranks: 
 
 
 @contextlib.contextmanager
-def process_group(timeout: float = 600.0) -> Iterator[tuple[int, int]]:
-    """The default process group (gloo) that torchrun's environment describes; gives rank and world size.
+def process_group(device: str = "cpu", timeout: float = 600.0) -> Iterator[tuple[int, int]]:
+    """The default process group that torchrun's environment describes; gives rank and world size.
 
     Args:
+        device: ``cpu`` (gloo) or ``cuda`` (NCCL; one GPU a rank, which becomes the current one).
         timeout: seconds that a rank waits for the others in a collective.
 
     Raises:
-        UnavailableError: this process is no rank; or another rank was lost, names it (torchrun's ranks find that out among
+        UnavailableError: this process is no rank, or has no such device; or another rank was lost, names it (torchrun's ranks find that out among
             themselves, :func:`run_ranks` sees it).
     """
     place = env.torchrun_rank()
     if place is None:
         raise UnavailableError("this process is no rank: RANK is not set; start it with torchrun or run_ranks")
     rank, world_size = place
+    here, backend = device_and_backend(device, rank, world_size)
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
     limit = timedelta(seconds=timeout)
     store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=limit)))
     store.set_timeout(limit)
     group = dist.PrefixStore("default_group", store)
-    dist.init_process_group("gloo", store=group, rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group(backend, store=group, rank=rank, world_size=world_size, timeout=limit)
     words = LastWords(store, rank, world_size)
     lost: RuntimeError | None = None
     try:

@@ -58,6 +58,7 @@ class TrainSettings:
         plan: on several ranks, a sharding made before.
         save_every: steps between checkpoints of the run under way; None for none.
         resume: go on from the last of them.
+        device: where this rank computes; None: the CPU.
     """
 
     embedding_dim: int = 16
@@ -69,6 +70,7 @@ class TrainSettings:
     plan: Plan | None = None
     save_every: int | None = None
     resume: bool = False
+    device: torch.device | None = None
 
     def __post_init__(self) -> None:
         if min(self.epochs, self.embedding_dim, self.save_every or 1) < 1:
@@ -184,7 +186,6 @@ def fit(
         ) as report:
             run.train(report)
         run.trainer.close()
-        seconds = run.seconds
         checkpoint = None
         if out is not None:
             checkpoint = run.trainer.save(Path(out), source.contract, source.name)
@@ -198,7 +199,7 @@ def fit(
         source.num_train_rows or 0,
         run.num_test_rows,
         run.step,
-        seconds,
+        run.seconds,
         run.rows * source.world_size / max(run.train_seconds, 1e-9),
         checkpoint,
         run.trainer.model,
@@ -334,15 +335,16 @@ def _trainer(source: BatchSource, settings: TrainSettings) -> Trainer:
     device = torch.device("meta" if sharded and num_bytes > _SMALL_TABLES else "cpu")
     model = build_dlrm(source.contract, embedding_dim=settings.embedding_dim, seed=settings.seed, table_device=device)
     start_at_rate(model, source.positive_rate)
+    rates = settings.dense_lr, settings.sparse_lr
     if not sharded:
-        return LocalTrainer(model, settings.dense_lr, settings.sparse_lr)
+        return LocalTrainer(model, *rates, settings.device)
     return ShardedTrainer(
         model,
-        settings.dense_lr,
-        settings.sparse_lr,
+        *rates,
         plan=settings.plan,
         sharding=settings.sharding,
         batch_size=source.batch_size,
+        device=settings.device,
     )
 
 

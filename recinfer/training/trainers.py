@@ -23,6 +23,7 @@ from recinfer.distributed.types import ShardingPlan, ShardingType
 from recinfer.errors import ConfigError
 from recinfer.models.dlrm import DLRM, DLRMTrain
 from recinfer.optim.rowwise_adagrad import RowWiseAdagrad, sparse_gradients
+from recinfer.streamable import move_to
 from recinfer.training.batches import Batch
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Trainer(abc.ABC):
 
     @abc.abstractmethod
     def logits(self, batch: Batch) -> Tensor:
-        """The logits ``[B]``, without gradients; every rank takes part."""
+        """The logits ``[B]`` on the CPU, without gradients; every rank takes part."""
 
     @abc.abstractmethod
     def _optimizers(self) -> Mapping[str, Any]:
@@ -84,11 +85,13 @@ class LocalTrainer(Trainer):
         model: the DLRM.
         dense_lr: peak learning rate of the MLPs (Adam).
         sparse_lr: peak learning rate of the tables (row-wise Adagrad).
+        device: where it computes, and where the model goes; None: the CPU.
     """
 
-    def __init__(self, model: DLRM, dense_lr: float, sparse_lr: float) -> None:
+    def __init__(self, model: DLRM, dense_lr: float, sparse_lr: float, device: torch.device | None = None) -> None:
         super().__init__(dense_lr, sparse_lr)
-        self.model = model
+        self.device = device or torch.device("cpu")
+        self.model = model.to(self.device)
         tables = list(model.sparse_arch.parameters())
         of_tables = {id(p) for p in tables}
         self._dense = torch.optim.Adam([p for p in model.parameters() if id(p) not in of_tables], lr=dense_lr)
@@ -103,7 +106,7 @@ class LocalTrainer(Trainer):
 
     def step(self, batches: Iterator[Batch]) -> tuple[float, int]:
         """See :class:`Trainer`."""
-        batch = next(batches)
+        batch: Batch = move_to(next(batches), self.device)
         for optimizer in (self._dense, self._sparse):
             optimizer.zero_grad(set_to_none=True)
         loss, _ = self._with_loss(batch)
@@ -117,7 +120,8 @@ class LocalTrainer(Trainer):
         """See :class:`Trainer`."""
         self.model.eval()
         try:
-            return self.model(batch.dense_features, batch.sparse_features).reshape(-1).float()
+            batch = move_to(batch, self.device)
+            return self.model(batch.dense_features, batch.sparse_features).reshape(-1).float().cpu()
         finally:
             self.model.train()
 
@@ -212,7 +216,7 @@ class ShardedTrainer(Trainer):
         self._pipeline.detach()
         self._dmp.eval()
         try:
-            return self._dmp(batch.to(self.device))[1][1].reshape(-1).float()
+            return self._dmp(move_to(batch, self.device))[1][1].reshape(-1).float().cpu()
         finally:
             self._dmp.train()
 

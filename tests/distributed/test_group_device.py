@@ -9,7 +9,8 @@ from torch import nn
 
 from recinfer.distributed.model_parallel import DistributedModelParallel
 from recinfer.distributed.types import ShardingEnv
-from recinfer.group_device import group_device
+from recinfer.errors import ConfigError, UnavailableError
+from recinfer.group_device import check_devices, device_and_backend, group_device
 from recinfer.optim.clipping import GradientClippingOptimizer
 from recinfer.optim.keyed import KeyedOptimizer
 from tests.distributed.spawn import run_ranks
@@ -65,3 +66,34 @@ def defaults(rank: int, world: int) -> list[str]:
 
 def test_a_bare_group_without_a_gpu_computes_on_the_cpu() -> None:
     assert run_ranks(1, defaults, backend=None) == [["cpu", "cpu"]]
+
+
+def test_a_rank_that_asks_for_a_gpu_gets_its_own_and_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_and_backend("cpu", 1, 2) == (torch.device("cpu"), "gloo")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert device_and_backend("cuda", 3, 4) == (torch.device("cuda", 3), BARE)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two hosts
+    assert device_and_backend("cuda", 3, 4)[0] == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # CUDA_VISIBLE_DEVICES shows each process its own
+    assert device_and_backend("cuda", 3, 4)[0] == torch.device("cuda", 0)
+    check_devices("cpu", 64)
+    check_devices("cuda", 1)
+    with pytest.raises(ConfigError, match=r"2 ranks, and torch sees 1 GPU on this host.*--world-size 1 or less"):
+        check_devices("cuda", 2)
+
+
+def test_what_a_gpu_needs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UnavailableError, match=r"--device cuda needs a CUDA build of torch; found torch \d+\.\d+"):
+        check_devices("cuda", 1)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnavailableError, match="sees none: look at nvidia-smi"):
+        device_and_backend("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(UnavailableError, match="need NCCL"):
+        device_and_backend("cuda", 1, 2)

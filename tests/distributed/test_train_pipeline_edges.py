@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
-from recinfer.distributed.train_pipeline.tracing import move_to
-from recinfer.streamable import Pipelineable
+from recinfer.datasets import utils as datasets_utils
+from recinfer.streamable import Pipelineable, move_to
 from recinfer.training.batches import Batch
 from tests.distributed.spawn import run_ranks
 from tests.distributed.test_model_parallel import optimizer_of, sharded
@@ -100,3 +101,34 @@ def test_batches_go_to_a_gpu_through_pinned_memory() -> None:
     assert move_to(Moving(), CPU).way == ()
     batch = batches_of(0, 2, 1)[0]
     assert isinstance(batch, Batch) and Batch.pin_memory is not Pipelineable.pin_memory
+
+
+class Copies(TorchFunctionMode):
+    """Notes what becomes of each tensor instead of doing it, since there is no GPU: pinned, then copied without waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: list[torch.Tensor] = []
+        self.copied: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "pin_memory":
+            self.pinned.append(args[0])
+            return args[0]
+        if name == "to":
+            assert str(kwargs.get("device", *args[1:2])) == "cuda" and kwargs["non_blocking"] is True
+            self.copied.append(args[0])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Batch, datasets_utils.Batch], ids=["training", "datasets"])
+def test_every_tensor_of_a_batch_is_pinned_and_copied_without_waiting_labels_too(kind: Any) -> None:
+    made = batches_of(0, 2, 1)[0]
+    batch = kind(made.dense_features, made.sparse_features, made.labels)
+    with Copies() as seen:
+        move_to(batch, torch.device("cuda"))
+    inside = {id(t) for t in (batch.dense_features, batch.labels, batch.sparse_features.values(), batch.sparse_features.lengths())}  # fmt: skip
+    assert inside <= {id(t) for t in seen.pinned}
+    assert {id(t) for t in seen.copied} == {id(t) for t in seen.pinned}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from recinfer import fbgemm
 from recinfer.distributed.quant_embedding import ShardedQuantEmbeddingCollection
 from recinfer.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
 from recinfer.distributed.types import ShardingEnv
@@ -79,11 +80,21 @@ def test_sequences_on_cuda(types: dict[str, DataType], kind: str) -> None:
         torch.testing.assert_close(got[name].values().cpu(), want[name].values(), rtol=1e-6, atol=1e-6)
 
 
-def test_bad_ids_are_named_and_the_device_lives() -> None:
+@pytest.mark.parametrize("kernel", ["fbgemm", "triton"])
+def test_bad_ids_are_told_and_the_device_lives(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel == "fbgemm" and not fbgemm.HAS_CUDA:
+        pytest.skip("FBGEMM's build here is not the one for CUDA")
+    monkeypatch.setenv("RECINFER_KERNEL", kernel)
     module = EmbeddingBagCollection.from_float(float_bags()).copy("cuda")
     features = random_features(module.embedding_bag_configs(), 5)
     good = features.to("cuda")
     features.values()[-1] = -3
+    with pytest.raises(
+        InputError, match="id -3 is out of range" if kernel == "fbgemm" else "an earlier lookup had ids"
+    ):
+        module(features.to("cuda"))  # our kernel counts it, and the next call tells
+        torch.cuda.synchronize()
+        module(good)
     with pytest.raises(InputError, match="id -3 is out of range"):
-        module(features.to("cuda"))
+        module(features)  # ids on the host are checked there
     assert torch.isfinite(module(good).values()).all()

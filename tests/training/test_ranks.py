@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from recinfer import env
 from recinfer.checkpoint import CheckpointReader
@@ -129,6 +130,13 @@ def test_what_needs_ranks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="RANK=3"):
         run_job(job(tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu trains there")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gpu_that_is_not_there_ends_the_run_before_its_ranks_start(tmp_path: Path, world_size: int) -> None:
+    with pytest.raises(UnavailableError, match="--device cuda needs a"):
+        run_job(job(tmp_path, device="cuda"), world_size)
 
 
 def test_rows_stream_from_a_file(tmp_path: Path) -> None:

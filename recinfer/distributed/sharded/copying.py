@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
+from recinfer import fbgemm
 from recinfer.distributed.tables.global_tensors import dtensor_of
 from recinfer.optim.local_tensors import local_pieces
 
@@ -85,7 +86,7 @@ class _Memo(dict[int, Any]):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._storages:
                 flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                self._storages[storage._cdata] = flat.to(device, copy=True)
+                self._storages[storage._cdata] = _copy_of(flat, device)
             moved = torch.empty(0, dtype=tensor.dtype, device=device)
             moved.set_(
                 self._storages[storage._cdata].untyped_storage(),
@@ -101,6 +102,14 @@ class _Memo(dict[int, Any]):
         if isinstance(tensor, nn.Parameter):
             moved.__dict__.update({name: copy.deepcopy(each, self) for name, each in tensor.__dict__.items()})
         return moved
+
+
+def _copy_of(flat: Tensor, device: torch.device) -> Tensor:
+    """``flat`` on ``device``; what lies in host memory for a GPU to read (FBGEMM's UVM) does so again."""
+    if fbgemm.HAS_CUDA and flat.is_cuda and device.type == "cuda" and torch.ops.fbgemm.is_uvm_tensor(flat):
+        like = torch.empty(0, dtype=flat.dtype, device=device)
+        return torch.ops.fbgemm.new_unified_tensor(like, [flat.numel()], False).copy_(flat)  # type: ignore[no-any-return]
+    return flat.to(device, copy=True)
 
 
 def _is_known(value: object) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recinfer import fbgemm
 from recinfer.distributed.embedding_types import EmbeddingLocation, OptimType
 from recinfer.distributed.fused_params import FusedSettings, WeightDecayMode
 from recinfer.distributed.tables.cpu import TableGroup, TableShape
@@ -74,8 +75,16 @@ def make_table_group(
     Args:
         settings: of the update in the backward; None gives a dense group, whose tables are parameters.
         location: where the rows of a GPU's group lie; nothing on CPU.
+
+    Raises:
+        UnavailableError: a GPU, and FBGEMM's build here is the one for CPU.
     """
     on_cpu = device is None or torch.device(device).type in ("cpu", "meta")
+    if not on_cpu and not fbgemm.HAS_CUDA:
+        raise UnavailableError(
+            f"tables that train on {device} need FBGEMM's CUDA build, and the one here is for CPU: pip install "
+            "'recinfer[cuda]'. One process alone trains on a GPU without it (recinfer train --device cuda)"
+        )
     if settings is None:
         kind = DenseTableGroup if on_cpu else ModuleDenseTableGroup
         return kind(shapes, pooling, FusedSettings(), dtype, device)

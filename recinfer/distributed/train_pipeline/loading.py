@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from recinfer.distributed.train_pipeline.tracing import move_to
+from recinfer.streamable import move_to
 
 __all__ = ["DataLoadingThread"]
 

@@ -22,9 +22,10 @@ from recinfer.distributed.exchange.kjt import KJTAllToAll, KJTSplitsAllToAllMeta
 from recinfer.distributed.model_parallel import get_module
 from recinfer.distributed.train_pipeline.contexts import TrainPipelineContext
 from recinfer.distributed.train_pipeline.forwards import BaseForward, KJTAllToAllForward, PipelinedForward
-from recinfer.distributed.train_pipeline.tracing import build_args, find_sharded_calls, move_to
+from recinfer.distributed.train_pipeline.tracing import build_args, find_sharded_calls
 from recinfer.distributed.types import ShardedModule
 from recinfer.errors import ConfigError
+from recinfer.streamable import move_to
 
 __all__ = ["TrainPipeline", "TrainPipelineBase", "TrainPipelineSparseDist"]
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from recinfer.distributed.types import ShardedModule
@@ -147,19 +145,3 @@ def _way(arg: Any, batch: fx.Node | None, name: str | None) -> ArgInfo | None:
 
 
 _STEPS: Mapping[Any, tuple[str, bool]] = {getattr: ("attribute", False), operator.getitem: ("item", True)}
-
-
-def move_to(batch: Any, device: torch.device, *, non_blocking: bool = True) -> Any:
-    """``batch`` on ``device``; it goes through page-locked memory to a GPU, where it can: else each copy would block."""
-    if batch is None or device.type == "cpu":
-        return batch
-    move = getattr(batch, "to", None)
-    if move is None:
-        raise InputError(
-            f"a batch of class {type(batch).__name__} has no to(device, non_blocking); a pipeline on {device} needs it"
-        )
-    pin = getattr(batch, "pin_memory", None)
-    if device.type == "cuda" and non_blocking and pin is not None:
-        with suppress(RuntimeError):  # it is on a GPU already, or there is no more such memory
-            move = pin().to
-    return move(device=device, non_blocking=non_blocking)

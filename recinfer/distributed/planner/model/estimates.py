@@ -265,6 +265,11 @@ def storage_bytes(
     else:
         table = np.ceil(a.rows * a.cols * a.element_bytes)
         optimizer = np.ceil(table * a.optimizer_full) + a.rows * a.optimizer_row_bytes
+        # Partial sums of row pieces go home by all-to-all and are added up there: as much comes in as the lookup gave. Inside
+        # several hosts a reduce-scatter does it, which needs no such memory.
+        one_host = topology.local_world_size == world
+        summed_at_home = (a.kind == RW) | (((a.kind == TWRW) | (a.kind == GRID)) & one_host)
+        outputs *= np.where(a.pooled & summed_at_home & (world > 1), 2, 1)
         in_flight = _in_flight(inputs, outputs, a.cached, pipeline_type, run_embedding_at_peak_memory)
     # The cache, 4 bytes a row to find it in the cache, and 16 a cache slot for its state.
     cached_rows = np.ceil(table * a.cache_ratio)
