@@ -1,4 +1,4 @@
-"""The manifest: frozen dataclasses of what an archive holds."""
+"""The manifest of an archive, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FORMAT = "recinfer.archive"
 FORMAT_VERSION = 1
 MAX_ONNX_ERROR = 1e-5
 ENGINE_PACKAGES = {"onnx": "onnxruntime", "torch": "torch"}
-"""The package that each engine of the dense program is in: how people know it."""
+"""The package of each engine of the dense part, the name that users know."""
 
 Precision = Literal["int8", "int4", "int2", "fp16", "fp32"]
 MissingShards = Literal["reject", "default_rows"]
@@ -44,7 +44,7 @@ MissingShards = Literal["reject", "default_rows"]
 
 @dataclass(frozen=True)
 class QuantizationInfo:
-    """How far a table's stored values are from its float values: over all rows, absolute and root mean square.
+    """The quantization error of a table: largest absolute error and root mean square error over all rows.
 
     ``max_step`` is the largest scale step (0 for FP16 and FP32); half of it bounds the error of an element.
     ``relative_error`` is ``rms_error`` over the root mean square of the float values.
@@ -155,13 +155,13 @@ class DenseInfo:
 
     @property
     def runs_on(self) -> str:
-        """What runs it on the CPU, for people: ``onnxruntime``, or ``torch`` and why."""
+        """The engine that runs it on the CPU, as text: ``onnxruntime``, or ``torch`` with the reason."""
         return engine_text(self.engine, self.onnx_refused)
 
 
 @dataclass(frozen=True)
 class CheckInfo:
-    """The golden requests, and how far their answers are from the float model's (largest absolute differences)."""
+    """The number of golden requests, and the largest absolute differences of their answers from the float model's."""
 
     num_requests: int
     max_embedding_error: float
@@ -179,7 +179,7 @@ class FileInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of ``manifest.json``. ``FORMAT.md`` says what each part means and which rule guards it.
+    """The content of ``manifest.json``; ``FORMAT.md`` defines each part and its rules.
 
     ``missing_shards`` is the one key that may be absent, then ``"reject"``: whether rows of ranks that no host answers for
     may be replaced by default rows.
@@ -257,7 +257,7 @@ class Manifest:
 
 
 def engine_text(engine: str, reason: str | None) -> str:
-    """An engine's name for people; of torch with the reason why it is not onnxruntime."""
+    """The name of an engine as text; for torch with the reason why it is not onnxruntime."""
     if engine == "onnx":
         return ENGINE_PACKAGES[engine]
     return f"torch, which is slower than onnxruntime, because {reason}" if reason else "torch"
@@ -269,7 +269,7 @@ def shard_path(rank: int) -> str:
 
 
 def required_files(manifest: Manifest) -> list[str]:
-    """The paths that an archive with this manifest consists of, besides ``manifest.json``."""
+    """The paths of all files of an archive with this manifest, except ``manifest.json``."""
     paths = ["plan.json", *(shard_path(rank) for rank in range(manifest.world_size))]
     if manifest.dense is not None:
         paths.append("dense/model.pt2")

@@ -1,4 +1,5 @@
-"""Columns that an ONNX model gathers become rows of the transposed matrix, which onnxruntime copies whole."""
+"""Rewrites a gather of columns in an ONNX model into a gather of rows of the transposed matrix, which onnxruntime runs
+faster."""
 
 from __future__ import annotations
 

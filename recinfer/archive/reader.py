@@ -1,4 +1,4 @@
-"""Opening an archive: every rule of FORMAT.md that needs no hash of shards is checked before anything is used."""
+"""Opens an archive and checks every rule of FORMAT.md that needs no hash of a shard file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Archive:
         copy: bool = False,
         edit: Callable[[MappedShards], None] | None = None,
     ) -> MappedShards:
-        """The packed tables of some or all ranks in one buffer.
+        """Map the packed tables of some or all ranks into one buffer.
 
         Args:
             ranks: default all that it was opened for.
@@ -66,13 +66,14 @@ class Archive:
         chosen = sorted(here if ranks is None else set(ranks))
         if any(rank not in here for rank in chosen):
             raise InputError(
-                f"ranks {chosen}; the archive has ranks 0 to {self.manifest.world_size - 1}, open are {list(here)}"
+                f"got ranks {chosen}; the archive has ranks 0 to {self.manifest.world_size - 1}, and was opened with "
+                f"ranks {list(here)}"
             )
         files = [here[rank] for rank in chosen]
         return map_shards(self.root, files, preload=preload, lock=lock, copy=copy, edit=edit)
 
     def read(self, path: str) -> bytes:
-        """The bytes of a listed file, their SHA-256 checked.
+        """The bytes of a listed file, after checking their SHA-256.
 
         Raises:
             ArchiveError: F2 to F5, F7.
@@ -123,7 +124,7 @@ def open_archive(
     try:
         text = read_inside(root, "manifest.json", MAX_JSON_BYTES)
     except ArchiveError as error:
-        raise ArchiveError(f"{str(path)!r} is no archive: {error}", rule="F1") from None
+        raise ArchiveError(f"{str(path)!r} is not an archive: {error}", rule="F1") from None
     manifest = read_manifest(text)
     chosen = _chosen(manifest, ranks)
     shards = {shard_path(rank) for rank in range(manifest.world_size)}
@@ -134,7 +135,7 @@ def open_archive(
             size = os.fstat(opened.fileno()).st_size
         if size != file.bytes:
             raise ArchiveError(
-                f"{file.path!r} has {size} bytes; expected {file.bytes}; it is cut or damaged", rule="F4"
+                f"{file.path!r} has {size} bytes; expected {file.bytes}; it is truncated or damaged", rule="F4"
             )
     plan = _read_plan(root, manifest)
     digest = hashlib.sha256(text).hexdigest()
@@ -146,11 +147,11 @@ def open_archive(
 
 
 def _chosen(manifest: Manifest, ranks: Iterable[int] | None) -> list[int]:
-    """The ranks wanted; raises InputError for one that the archive does not have."""
+    """The requested ranks; raises InputError for a rank that the archive does not have."""
     world = manifest.world_size
     chosen = sorted(range(world) if ranks is None else set(ranks))
     if any(not 0 <= rank < world for rank in chosen):
-        raise InputError(f"ranks {chosen}: the archive is cut for {world}, its ranks are 0 to {world - 1}")
+        raise InputError(f"got ranks {chosen}; the archive has {world} ranks, 0 to {world - 1}")
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""Whole packed rows read back from an archive's shards, slice by slice, whatever way the tables are cut."""
+"""Reads whole packed rows from an archive's shards in slices, for any sharding."""
 
 from __future__ import annotations
 

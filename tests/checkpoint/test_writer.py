@@ -114,7 +114,7 @@ def test_weights_on_meta_are_refused(tmp_path: Path) -> None:
         ({"extra": 1}, r"unknown keys \['extra'\], missing keys \[\]"),
         ({"name": 3}, "name is a int"),
         ({"model": "dlrm"}, "model is a str"),
-        ({"model": {"class": "os.system"}}, "model class 'os.system'; known here: dlrm"),
+        ({"model": {"class": "os.system"}}, "unknown model class 'os.system'; known classes: dlrm"),
         ({"model": {"class": "dlrm", "tables": []}}, "does not build a dlrm"),
     ],
 )

@@ -153,7 +153,7 @@ def test_missing_names_are_listed_and_the_files_written(tmp_path: Path) -> None:
     write(program, "from torchrec.nowhere import This\n")
     code, out, _ = invoke("migrate", program)
     assert code == 1
-    assert f"{program}:1: torchrec.nowhere.This is not here; nothing is known to use instead\n" in out
+    assert f"{program}:1: torchrec.nowhere.This is not in recinfer; no replacement is known\n" in out
     code, _, err = invoke("migrate", tmp_path / "absent")
     assert code == 2 and "is not there; expected a Python file or a folder" in err
 

@@ -50,7 +50,7 @@ def test_a_running_server_is_measured(server: Server, tmp_path: Path) -> None:  
     assert Measured.load(out).model == found["model"]
     code, text, err = run("bench", "capacity", "--target", target, *SHORT, "--call", "lookup")
     assert code == 0, err
-    assert "knee: at least 25 requests a second" in text
+    assert "knee: at least 25 requests/s" in text
 
 
 @pytest.mark.parametrize("more", [(), ("--sharded",)])
@@ -91,7 +91,7 @@ def test_what_cannot_be_measured_is_named(arguments: tuple[str, ...], says: str)
 def test_the_table_marks_the_chosen_one(options: list[object]) -> None:
     code, out, err = run(*options, "--qps", 1500, "--price", "four=2.5")
     assert code == 0, err
-    assert "1,500 requests a second, p99 within 20 ms" in out
+    assert "1,500 requests/s, p99 within 20 ms" in out
     (chosen,) = (line for line in out.splitlines() if "->" in line)
     assert all(text in chosen for text in ("four", "keeps it"))
     assert "four hosts, each with all tables: " in out
@@ -119,7 +119,7 @@ def test_no_kind_of_host_keeps_the_promise(options: list[object]) -> None:
     assert found["chosen"] is None
     code, out, _ = run(*options, "--qps", 1e6, "--max-hosts", 10)
     assert code == 1
-    assert "no kind of host keeps the promise; why is in the last column" in out
+    assert "no kind of host meets the objective; the last column gives the reason" in out
     assert "more than --max-hosts 10" in out
 
 
@@ -148,7 +148,7 @@ def test_what_is_missing_is_named(options: list[object], more: tuple[object, ...
 
 def test_two_files_of_one_kind_or_of_another_model(options: list[object], files: Path, tmp_path: Path) -> None:
     again = run_json(*options, "--qps", 10, "--capacity", files / "server.json", code=2)["error"]["message"]
-    assert "another file is of a server too" in again
+    assert "two files measure a server" in again
     other = tmp_path / "other.json"
     replace(Measured.load(files / "sharded.json"), model="other").save(other)
     assert "it is of other" in run_json(*options, "--qps", 10, "--capacity", other, code=2)["error"]["message"]

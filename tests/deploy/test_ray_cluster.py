@@ -44,7 +44,7 @@ def test_without_ray_the_extra_is_named(archive: Path):
     ("arguments", "message"),
     [
         (["--ray", HEAD], "no archive"),
-        (["--status", "--down"], "--status and --down: one at a time"),
+        (["--status", "--down"], "--status and --down; give one at a time"),
         (["x.rqa", "--scale", "2"], "leave out x.rqa"),
         (["--roll"], "no archive"),
         (["x.rqa", "--k8s", "--out", "y", "--ray", HEAD], "--k8s"),
@@ -105,7 +105,7 @@ def life(archive: str) -> None:
     """Of one deployment."""
     deploy = [archive, "--ray", HEAD, "--ranks-per-shard", 2, "--rankers", 1]
     refused = error_of(recinfer(*deploy, "--replicas", 30))
-    assert "no node has room for shard-0-" in refused and "free are: 127.0.0.1" in refused
+    assert "no node has resources for shard-0-" in refused and "free: 127.0.0.1" in refused
     assert ok("--ray", HEAD, "--status") == {"deployments": []}, "what was begun of it was taken back"
     made = ok(*deploy, "--replicas", 1, "--name", "one")
     assert [server["name"] for server in made["servers"]] == ["shard-0-0", "ranker-0"] and made["ready"]

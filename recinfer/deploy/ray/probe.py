@@ -1,4 +1,4 @@
-"""Looks at a server from outside: does it take requests, and what has it counted."""
+"""Probes a server: its health and its metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNCOUNTED = frozenset({"State", "Prepare", "ListModels", "Load", "Unload", "Set
 
 @dataclass(frozen=True)
 class Probe:
-    """What a look found.
+    """The result of a probe.
 
     Attributes:
         answers: its health service answered; ``serving``: and that it takes requests.
@@ -49,20 +49,20 @@ class Probe:
 
     @property
     def version(self) -> str:
-        """The versions that it serves."""
+        """The served version or versions."""
         if self.status.get("held"):
             return ", ".join(dict.fromkeys(version["version"] for version in self.status["held"]["versions"]))
         return ", ".join(model["version"] for model in self.status.get("models", []) if model["weight"])
 
     @property
     def outstanding(self) -> dict[str, int]:
-        """A ranker's calls that shard servers have not answered, by address."""
+        """Open calls of a ranker to shard servers, by their address."""
         found = (self.status.get("shards") or {}).get("replicas", [])
         return {replica["address"]: int(replica["outstanding"]) for replica in found}
 
 
 class Prober:
-    """Keeps a connection to each server's health, and what it had counted when it was last looked at.
+    """Keeps a connection to each server's health service, and the counters of its last probe.
 
     Args:
         token: of the servers; None: they have none.
@@ -79,7 +79,7 @@ class Prober:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="recinfer-probe")
 
     def look(self, members: list[Member]) -> dict[str, Probe]:
-        """By name, all at a time; members without a port are left out.
+        """Probe all members concurrently; returns results by name, without members that have no port.
 
         Raises:
             ConfigError: a file of TLS is not on this node: nothing is known then, so nobody may be taken for gone.
@@ -123,7 +123,7 @@ class Prober:
             self._forget(address)  # a server that starts again there is not to wait for this one's patience
             if self._tls is None:
                 return None, ""
-            return None, f"its health does not answer through TLS: {(error.details() or '').rpartition(_LAST)[2]}"
+            return None, f"its health service does not respond over TLS: {(error.details() or '').rpartition(_LAST)[2]}"
 
     def _channel(self, address: str) -> grpc.Channel:
         options: list[tuple[str, int | str]] = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
@@ -151,7 +151,7 @@ class Prober:
         return {}
 
     def _since_last(self, key: str, status: Mapping[str, Any]) -> tuple[float, float]:
-        """Requests a second, and seconds spent in them a second."""
+        """Requests per second, and seconds spent in them per second."""
         if not status:
             return 0.0, 0.0
         count = sum(item["count"] for item in status["requests"] if item["method"] not in _UNCOUNTED)
@@ -165,7 +165,7 @@ class Prober:
 
 
 class _Connection(http.client.HTTPConnection):
-    """To a server's metrics: through TLS where there is a context, and then to who has ``name`` in the certificate."""
+    """A connection to a server's metrics, over TLS with a context; ``name`` is the expected name in the certificate."""
 
     def __init__(self, host: str, port: int, context: ssl.SSLContext | None, name: str) -> None:
         super().__init__(host, port, timeout=_TIMEOUT_S)

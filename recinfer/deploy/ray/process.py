@@ -24,7 +24,7 @@ _FILE = "shards.json"
 
 @dataclass(frozen=True)
 class Life:
-    """How a server process is.
+    """The state of a server process.
 
     Attributes:
         running: it has not ended.
@@ -43,7 +43,8 @@ class Life:
 
 
 class ServerProcess:
-    """Starts at once; ends with the process that made it (see recinfer.deploy.ray.guard). No call waits for the server.
+    """Runs a server that ends with the process that started it (see recinfer.deploy.ray.guard). No method blocks on the
+    server.
 
     Args:
         arguments: of ``recinfer serve``.
@@ -90,11 +91,11 @@ class ServerProcess:
 
     @property
     def guard_pid(self) -> int:
-        """Of the process between this one and the server."""
+        """Process id of the guard between this process and the server."""
         return self._process.pid
 
     def look(self) -> Life:
-        """How it is now."""
+        """The current state."""
         code = self._process.poll()
         if code is not None:
             self._reader.join(1.0)
@@ -114,7 +115,7 @@ class ServerProcess:
         )
 
     def write(self, shards: str) -> None:
-        """Put another shards.json in the place of the last; the ranker reads it within half a second."""
+        """Replace shards.json; the ranker reads it within half a second."""
         if self.folder is None or not self.folder.is_dir():
             return  # it has ended, and its folder is gone
         new = self.folder / f"{_FILE}.new"
@@ -122,13 +123,13 @@ class ServerProcess:
         new.replace(self.folder / _FILE)
 
     def stop(self) -> None:
-        """Have it finish its requests and end; ``look`` says when it has."""
+        """Ask it to finish its requests and exit; ``look`` shows when it has."""
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended, after at most ``seconds``; what it said before it did is then known."""
+        """Wait at most ``seconds`` for its end; returns whether it ended. Its last output is then available."""
         end = time.monotonic() + seconds
         try:
             self._process.wait(seconds)

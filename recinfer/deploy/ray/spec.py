@@ -1,4 +1,4 @@
-"""What is to run where: a deployment as plain data, and the command of each of its servers."""
+"""The specification of a deployment as plain data, and the command line of each of its servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Bounds", "Deployment", "Need", "cores", "deployment_of", "store_of"]
 
 @dataclass(frozen=True)
 class Bounds:
-    """How many servers of one kind: ``start`` at first, and between ``least`` and ``most`` as load asks for."""
+    """Number of servers of one kind: ``start`` initially, then between ``least`` and ``most`` depending on load."""
 
     start: int
     least: int
@@ -25,7 +25,7 @@ class Bounds:
 
     @property
     def scales(self) -> bool:
-        """Whether load has a say."""
+        """Whether the number depends on load."""
         return self.least < self.most
 
     def check(self, what: str) -> None:
@@ -33,13 +33,13 @@ class Bounds:
         if not 1 <= self.least <= self.start <= self.most:
             raise ConfigError(
                 f"{what}: got {self.start} between {self.least} and {self.most}; "
-                "expected at least 1, and the number between minimum and maximum"
+                "expected minimum <= number <= maximum, with a minimum of at least 1"
             )
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a node must have for one server: bytes of memory and CPUs."""
+    """Resources of one server: bytes of memory and CPUs."""
 
     memory: int
     cpus: float
@@ -95,11 +95,11 @@ class Deployment:
         check_percent(self.busy_percent)
 
     def need(self, group: int | None) -> Need:
-        """Of a server of ``group``, None being the rankers."""
+        """Resources of a server of ``group``; None means a ranker."""
         return Need(self.ranker_memory if group is None else self.shard_memory[group], self.cpus)
 
     def bounds(self, group: int | None) -> Bounds:
-        """Of ``group``, None being the rankers."""
+        """Bounds of ``group``; None means the rankers."""
         return self.rankers if group is None else self.shards
 
     def archive_of(self, version: str) -> str:
@@ -107,7 +107,7 @@ class Deployment:
         return self.archive if self.store is None else str(Path(self.store) / self.model / version)
 
     def arguments(self, group: int | None, version: str, host: str, port: int = 0) -> list[str]:
-        """Of ``recinfer serve``, but a ranker's ``--shards``."""
+        """Arguments of ``recinfer serve``, except a ranker's ``--shards``."""
         said = [self.archive_of(version), "--host", host, "--port", str(port), "--metrics-port", "0"]
         if self.store is not None:
             said += ["--model-store", self.store]
@@ -120,11 +120,12 @@ class Deployment:
         return [*said, "--insecure"] if self.insecure else said
 
     def settings(self) -> dict[str, str]:
-        """How rankers ask shards, as shards.json has it."""
+        """Settings of shards.json for the connections from rankers to shard servers."""
         return {} if self.tls is None else self.tls.settings()
 
     def environment(self) -> dict[str, str]:
-        """Of all servers. The token goes this way: every user of a node can read the arguments of a process."""
+        """Environment of all servers. It carries the token, because every user of a node can read a process's
+        arguments."""
         threads = {"OMP_NUM_THREADS": "1"}
         return threads if self.token is None else {**threads, "RECINFER_TOKEN": self.token}
 
@@ -143,7 +144,8 @@ def deployment_of(found: Footprint, archive: Path, store: Path | None, tag: str,
     archive = archive.resolve()
     if store is not None and archive.parent != store.resolve() / found.model:
         raise ConfigError(
-            f"model store: {archive} is not {store.resolve() / found.model}/<version>; put it there, or leave out the store"
+            f"model store: {archive} is not at {store.resolve() / found.model}/<version>; move it there, or leave "
+            f"out --model-store"
         )
     store = store_of(archive, found.model)
     name = options.pop("name", None)
@@ -164,7 +166,7 @@ def deployment_of(found: Footprint, archive: Path, store: Path | None, tag: str,
 
 
 def store_of(archive: Path, model: str) -> Path | None:
-    """The model store that ``archive`` is in as ``<model>/<version>``; None when it is in none."""
+    """The model store that has ``archive`` at ``<model>/<version>``; None if it is in no store."""
     return archive.parent.parent if archive.parent.name == model else None
 
 
@@ -172,5 +174,5 @@ def cores(text: str) -> float:
     """``"2"``, ``"0.5"`` or ``"500m"`` as a number; raises ConfigError."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(m?)", text)
     if found is None:
-        raise ConfigError(f"cpus: got {text!r}, expected as in 2, 0.5 or 500m")
+        raise ConfigError(f"cpus: got {text!r}, expected a number as in 2, 0.5 or 500m")
     return float(found[1]) / (1000 if found[2] else 1)
