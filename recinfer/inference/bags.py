@@ -1,4 +1,4 @@
-"""A request's ids as numpy arrays: between the wire and the lookup there is no tensor op, only views and a few array ops.
+"""A request's features as numpy arrays, without tensor operations between the wire and the lookup.
 
 A torch operator costs more to reach than it does at the sizes of a request. Shape suffixes: F features, B batch,
 S samples of all requests, N ids. Loops run over requests and features, never over ids.
@@ -52,7 +52,7 @@ class Bags:
 
     @property
     def lengths_FB(self) -> NDArray[Any]:
-        """Ids of each bag."""
+        """Number of ids in each bag."""
         return np.subtract(self.offsets[1:], self.offsets[:-1]).reshape(len(self.keys), self.batch)
 
     def fits(self, rows_F: NDArray[np.uint64]) -> bool:
@@ -71,7 +71,7 @@ class Bags:
         return bool((np.maximum.reduceat(unsigned, starts[filled]) < rows_F[filled]).all())
 
     def kjt(self) -> KeyedJaggedTensor:
-        """The same as a KeyedJaggedTensor that shares this memory (lengths are int32 again)."""
+        """A KeyedJaggedTensor that shares this memory (lengths become int32)."""
         return KeyedJaggedTensor.from_parts_unchecked(
             list(self.keys),
             torch.from_numpy(self.values),
@@ -81,7 +81,7 @@ class Bags:
         )
 
     def arranged(self, names: tuple[str, ...]) -> Bags:
-        """These features in the order of ``names``: an absent one is empty bags, one not named is left out."""
+        """These features in the order of ``names``: absent features get empty bags, others are dropped."""
         if names == self.keys:
             return self
         plan = _plan(self.keys, names)
@@ -97,7 +97,8 @@ class Bags:
         return Bags(names, batch, offsets_of(lengths_FB, values.dtype), values, weights)
 
     def beside(self, context: Bags) -> Bags:
-        """These samples with the features of ``context``, one sample that goes with all: its bags are the first sample's.
+        """These samples with the features of ``context`` added, one sample that applies to all; its bags are put in the
+        first sample.
 
         The other samples' bags of those features are empty; who looks them up writes the first one's vectors there.
         """
@@ -114,7 +115,7 @@ class Bags:
 
 
 Features = KeyedJaggedTensor | Bags | Mapping[str, Any]
-"""What a predictor takes as the features of a request: also what :func:`recinfer.columns.as_features` reads."""
+"""Types of a request's features: bags, or anything that :func:`recinfer.columns.as_features` reads."""
 
 
 def bags_of(features: Features) -> Bags:
@@ -147,7 +148,7 @@ def bags_of(features: Features) -> Bags:
 
 def _bags_of_arrays(found: FeatureArrays) -> Bags:
     if found.batch < 1:
-        raise InputError("features: got no sample, expected at least one")
+        raise InputError("features: got no samples, expected at least one")
     offsets = offsets_of(found.lengths, found.values.dtype)
     weights = found.weights
     if weights is not None and found.weighted:
@@ -163,7 +164,7 @@ def _plain(weights: Tensor) -> Tensor:
 
 
 def offsets_of(lengths: NDArray[Any], dtype: Any) -> NDArray[Any]:
-    """``lengths`` (any shape, row-major) as offsets of ``dtype``, one more, from 0."""
+    """Offsets of ``dtype`` for ``lengths`` (any shape, row-major): one more than lengths, starting at 0."""
     offsets = np.empty(lengths.size + 1, dtype)
     offsets[0] = 0
     np.add.accumulate(lengths.reshape(-1), dtype=dtype, out=offsets[1:])
@@ -171,7 +172,7 @@ def offsets_of(lengths: NDArray[Any], dtype: Any) -> NDArray[Any]:
 
 
 def merge_bags(requests: Sequence[Bags], names: tuple[str, ...], *, weighted: bool = False) -> Bags:
-    """One batch of all requests' samples, request after request, with the features ``names`` in their order.
+    """Merge requests into one batch: their samples in order, with the features ``names`` in that order.
 
     Args:
         requests: with whatever features, in any order; those that are absent are empty bags.
@@ -216,7 +217,7 @@ _NO_BAG = np.zeros(1, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """``taken``: which of the wanted features are there; ``source``: where each of them is."""
+    """``taken``: which of the wanted features are present; ``source``: their positions."""
 
     taken: NDArray[np.intp]
     source: NDArray[np.intp]

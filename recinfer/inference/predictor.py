@@ -1,4 +1,4 @@
-"""From an archive to answers: ``load(path)`` gives a Predictor with ``lookup`` and ``predict``; it knows no network.
+"""Loads an archive as a Predictor, which runs ``lookup`` and ``predict`` in this process.
 
 A request goes: intake (checks, absent features) -> one fused lookup per embedding module over the mapped shards ->
 the dense program.
@@ -32,10 +32,10 @@ _MERGE_RELATIVE, _MERGE_ABSOLUTE = 1e-3, 1e-4
 
 
 class Predictor(LoadedModel):
-    """Answers requests from one archive. Every method may be called from any number of threads at once."""
+    """Runs lookups and predictions of one archive. All methods are thread-safe."""
 
     def lookup(self, features: Features) -> LookupResult:
-        """Embeddings of the features given.
+        """Look up the embeddings of the given features.
 
         Args:
             features: some or all of the model's features, in any order; ids int32 or int64. A KeyedJaggedTensor, or what
@@ -49,29 +49,29 @@ class Predictor(LoadedModel):
 
     @at_one_state
     def lookup_steps(self, features: Features) -> Steps[LookupResult]:
-        """:meth:`lookup` for who waits in another way (see recinfer.inference.lookups)."""
+        """As :meth:`lookup`, as a generator for callers that do not block (see recinfer.inference.lookups)."""
         return lookup_one(self, features)
 
     def lookup_many(self, requests: Sequence[Features]) -> list[LookupResult | Exception]:
-        """:meth:`lookup` of each request, run together; an error stands in the place of its request's answer."""
+        """Run :meth:`lookup` for several requests together; a failed request has its error as the result."""
         return run_now(self.lookup_many_steps(requests))
 
     @at_one_state
     def lookup_many_steps(self, requests: Sequence[Features]) -> Steps[list[LookupResult | Exception]]:
-        """:meth:`lookup_many` for who waits in another way."""
+        """:meth:`lookup_many` as a generator for callers that do not block."""
         return lookup_many(self, requests)
 
     def predict_many(self, requests: Sequence[PredictInputs]) -> list[Outputs | Exception]:
-        """:meth:`predict` of each request, run together; an error stands in the place of its request's answer."""
+        """Run :meth:`predict` for several requests together; a failed request has its error as the result."""
         return run_now(self.predict_many_steps(requests))
 
     @at_one_state
     def predict_many_steps(self, requests: Sequence[PredictInputs]) -> Steps[list[Outputs | Exception]]:
-        """:meth:`predict_many` for who waits in another way."""
+        """:meth:`predict_many` as a generator for callers that do not block."""
         return predict_many(self, requests)
 
     def predict(self, dense: Any, features: Features, context: Features | None = None) -> Outputs:
-        """The model's outputs.
+        """Compute the model's outputs.
 
         Args:
             dense: float32 [B, num_dense], finite, or rows of numbers; None when the model has no dense input.
@@ -94,16 +94,16 @@ class Predictor(LoadedModel):
     def predict_steps(
         self, dense: Tensor | None, features: Features, context: Features | None = None
     ) -> Steps[Outputs]:
-        """:meth:`predict` for who waits in another way."""
+        """:meth:`predict` as a generator for callers that do not block."""
         return predict_one(self, PredictInputs(dense, features, context))
 
     @at_one_state
     def replay(self, request: Request) -> Answer:
-        """Answer a golden request: every embedding and output, module by module."""
+        """Run a golden request; returns every embedding, module by module, and the outputs."""
         taken = self.intake.take(bags_of(request.features), need_all=True).features
         found = run_now(self.find([taken]))
         if found.missing:
-            raise UnavailableError(f"ranks {', '.join(map(str, found.missing))} do not answer")
+            raise UnavailableError(f"ranks {', '.join(map(str, found.missing))} do not respond")
         outputs: list[Tensor] = []
         if self._engine is not None:
             dense = [request.dense] if request.dense is not None and self.num_dense else []
@@ -112,7 +112,8 @@ class Predictor(LoadedModel):
 
     @at_one_state
     def check_request(self, index: int) -> None:
-        """Replay golden request ``index``; raises ArchiveError (C1, C2) when it fails or its answer is not the stored one."""
+        """Replay golden request ``index``; raises ArchiveError (C1, C2) if it fails or its answer differs from the
+        stored one."""
         request, answer = read_requests(self.archive)[index]
         try:
             given = self.replay(request)
@@ -130,7 +131,7 @@ class Predictor(LoadedModel):
 
     @at_one_state
     def check_merging(self) -> None:
-        """Run the golden requests together; where an answer differs from the one alone, requests are never merged."""
+        """Run the golden requests merged; if an answer differs from its unmerged one, requests are never merged."""
         stored = read_requests(self.archive)
         together = [PredictInputs(request.dense, request.features) for request, _ in stored]
         if self._engine is None or len(together) < 2:

@@ -34,7 +34,7 @@ __all__ = [
 
 
 def choose(n: int, k: int) -> int:
-    """Ways to choose ``k`` of ``n``; 0 when ``k`` is not in 0..n."""
+    """The binomial coefficient ``n`` over ``k``; 0 if ``k`` is not in 0..n."""
     if k < 0 or k > n:
         return 0
     result = 1
@@ -98,7 +98,7 @@ def _together(dense_features: Tensor, sparse_features: Tensor) -> Tensor:
 
 
 class InteractionArch(nn.Module):
-    """Dot products of all pairs of vectors (the features' and the dense one), behind the dense vector.
+    """Concatenates the dense vector and the dot products of all pairs of vectors (features and dense).
 
     Args:
         num_sparse_features: ``F``.
@@ -138,7 +138,7 @@ class InteractionArch(nn.Module):
 
 
 class InteractionDCNArch(nn.Module):
-    """A cross network over all vectors laid side by side.
+    """A cross network over the concatenation of all vectors.
 
     Args:
         num_sparse_features: ``F``.
@@ -158,7 +158,7 @@ class InteractionDCNArch(nn.Module):
 
 
 class InteractionProjectionArch(nn.Module):
-    """Dot products between two projections of all vectors, behind the dense vector.
+    """Concatenates the dense vector and the dot products between two projections of all vectors.
 
     Args:
         num_sparse_features: ``F``.
@@ -200,7 +200,7 @@ class OverArch(nn.Module):
     def __init__(self, in_features: int, layer_sizes: list[int], device: torch.device | None = None) -> None:
         super().__init__()
         if len(layer_sizes) < 2:
-            raise ConfigError(f"DLRM: over_arch_layer_sizes is {layer_sizes}; expected at least two layers")
+            raise ConfigError(f"DLRM: over_arch_layer_sizes is {layer_sizes}; expected at least two sizes")
         self.model = nn.Sequential(
             MLP(in_features, layer_sizes[:-1], bias=True, activation="relu", device=device),
             nn.Linear(layer_sizes[-2], layer_sizes[-1], bias=True, device=device),
@@ -254,7 +254,7 @@ class DLRM(nn.Module):
             part.compile(mode=compile_mode)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Logits.
+        """Compute the logits.
 
         Args:
             dense_features: float ``[B, d]``.

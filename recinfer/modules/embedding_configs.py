@@ -171,9 +171,9 @@ class BaseEmbeddingConfig:
         if asked:
             given = ", ".join(f"{name}={getattr(self, name)!r}" for name in asked)
             raise ConfigError(
-                f"table {self.name!r}: got {given}; a table has all its rows from the start here, and none is "
-                "allocated, evicted or moved while it trains. Leave this out, and map ids to 0 ... "
-                f"{self.num_embeddings - 1} before the lookup (by a hash or a vocabulary)"
+                f"table {self.name!r}: got {given}; recinfer allocates all rows of a table at the start and never "
+                f"evicts or moves them. Leave this out, and map ids to 0 ... {self.num_embeddings - 1} before the "
+                f"lookup (by a hash or a vocabulary)"
             )
         of = "modules.embedding_configs.BaseEmbeddingConfig"
         warn_ignored(of, "num_embeddings_post_pruning", self.num_embeddings_post_pruning, stacklevel=4)
@@ -187,12 +187,12 @@ class BaseEmbeddingConfig:
         return -1 / math.sqrt(self.num_embeddings) if self.weight_init_min is None else self.weight_init_min
 
     def num_features(self) -> int:
-        """How many features read this table."""
+        """Number of features that read this table."""
         return len(self.feature_names)
 
 
 class QuantConfig(NamedTuple):
-    """How ``from_float`` of the quantized collections quantizes a module that carries this as ``qconfig``.
+    """The quantization settings that ``from_float`` of the quantized collections reads from ``module.qconfig``.
 
     Attributes:
         activation: call it for an object whose ``dtype`` is that of the outputs.
@@ -206,15 +206,16 @@ class QuantConfig(NamedTuple):
 
 
 def check_table_name(what: str, name: str) -> None:
-    """Refuse a name that cannot be a key of ``nn.ModuleDict``, where collections keep tables (as TorchRec's do).
+    """Raise ConfigError for a name that cannot be a key of ``nn.ModuleDict``, which collections keep tables in (as in
+    TorchRec).
 
     Raises:
         ConfigError: an empty name, a dot, or a name that ModuleDict uses itself (``items``, ``keys`` ...).
     """
     if not name or "." in name or hasattr(torch.nn.ModuleDict(), name):
         raise ConfigError(
-            f"{what}: table name {name!r}; expected a non-empty name without dots that is no attribute of "
-            "torch.nn.ModuleDict (items, keys, values ... are taken)"
+            f"{what}: table name {name!r}; expected a non-empty name without dots that is not an attribute of "
+            f"torch.nn.ModuleDict (such as items, keys or values)"
         )
 
 
@@ -232,7 +233,7 @@ class EmbeddingConfig(BaseEmbeddingConfig):
 
 @dataclass
 class EmbeddingTableConfig(BaseEmbeddingConfig):
-    """A table as a sharded module sees it: what its collection says of it, pooled or not, in one config.
+    """The config of one table in a sharded module, for pooled and unpooled tables.
 
     Args:
         pooling: NONE for an unpooled table.

@@ -1,4 +1,4 @@
-"""Row-wise Adagrad: one accumulator a row of a table.
+"""Row-wise Adagrad: one accumulator per table row.
 
 The update of TorchRec's and FBGEMM's default for tables (EXACT_ROWWISE_ADAGRAD). For the gradient ``g`` of one row of
 ``D`` columns: ``s += mean(g^2)``, then ``w -= lr * g / (sqrt(s) + eps)``.
@@ -22,7 +22,7 @@ _HOW_TORCH_RUNS = frozenset({"capturable", "differentiable", "foreach", "fused"}
 
 
 class RowWiseAdagrad(Optimizer):
-    """Adagrad with one accumulator a row (state ``sum``, float32 ``[rows, 1]``, and ``step``).
+    """Adagrad with one accumulator per row (state ``sum``, float32 ``[rows, 1]``, and ``step``).
 
     Gradients may be sparse (only their rows are read and written, also by ``weight_decay``) or dense (all rows).
 
@@ -54,7 +54,9 @@ class RowWiseAdagrad(Optimizer):
     ) -> None:
         unknown = sorted(unused.keys() - _HOW_TORCH_RUNS)
         if unknown:
-            raise ConfigError(f"RowWiseAdagrad: unknown {unknown}; it has no such number, leave them out")
+            raise ConfigError(
+                f"RowWiseAdagrad: unknown {unknown}; RowWiseAdagrad has no such parameters, leave them out"
+            )
         numbers: dict[str, Any] = {
             "lr": lr,
             "lr_decay": lr_decay,
@@ -79,7 +81,7 @@ class RowWiseAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every table that has a gradient."""
+        """Update every table that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -119,7 +121,8 @@ def _change(weights: Tensor, grad: Tensor, sums: Tensor, group: dict[str, Any]) 
 
 @contextmanager
 def sparse_gradients(model: nn.Module) -> Iterator[None]:
-    """Inside, every embedding bag of ``model`` gives sparse gradients; afterwards the modules are as before."""
+    """Inside the block, every embedding bag of ``model`` computes sparse gradients; afterwards the modules are as
+    before."""
     bags = [m for m in model.modules() if isinstance(m, nn.EmbeddingBag | nn.Embedding)]
     before = [bag.sparse for bag in bags]
     try:

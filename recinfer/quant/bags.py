@@ -1,4 +1,4 @@
-"""Where bags of ids lie in the bytes of a message."""
+"""The positions of bags of ids in the bytes of a message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["BagPlaces"]
 
 
 class BagPlaces(NamedTuple):
-    """Bags in a message's bytes, as the compiled loops take them (``Bags`` in ``_bags.h``).
+    """Bags in a message's bytes, in the form of the compiled loops (``Bags`` in ``_bags.h``).
 
     Attributes:
         lengths_at: offset of the lengths, int32 ``[keys, batch]``, or of another width where a loop is told so.

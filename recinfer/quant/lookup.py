@@ -1,4 +1,4 @@
-"""Quantized collections as one op call each: pooled and unpooled lookups over packed tables in this process's memory.
+"""Pooled and unpooled lookups over packed tables in this process, with one operator call per collection.
 
 A table may be cut into column pieces, never into rows. Every (feature, piece) pair is a feature of the op, in the
 module's feature order, so the op writes its output already concatenated. Everything that
@@ -48,7 +48,7 @@ def embedding_names(configs: Sequence[BaseEmbeddingConfig]) -> list[str]:
 def _reads(
     configs: Sequence[BaseEmbeddingConfig], pieces: Mapping[str, Sequence[Placed]]
 ) -> list[list[tuple[str, Placed]]]:
-    """For every feature in module order what it reads from left to right, with its name.
+    """For every feature in module order: its name and the column pieces that it reads, from left to right.
 
     Raises:
         NotFoundError: a table has no pieces.
@@ -57,17 +57,17 @@ def _reads(
     reads = []
     for config in configs:
         if config.name not in pieces:
-            raise NotFoundError(f"no packed rows for table {config.name!r}; there are: {', '.join(sorted(pieces))}")
+            raise NotFoundError(f"no packed rows for table {config.name!r}; got rows of: {', '.join(sorted(pieces))}")
         by_rect = {piece.rect: piece for piece in pieces[config.name]}
         strips = tile(config.name, config.num_embeddings, config.embedding_dim, list(by_rect))
         if any(len(strip.rects) > 1 for strip in strips):
-            raise ConfigError(f"table {config.name!r} is cut by rows; one lookup takes whole columns")
+            raise ConfigError(f"table {config.name!r} is sharded by rows; one lookup needs all rows of its columns")
         reads += [[(f, by_rect[strip.rects[0]]) for strip in strips] for f in config.feature_names]
     return reads
 
 
 def _offsets(features: KeyedJaggedTensor) -> Tensor:
-    """Offsets of the bags, kept in ``features``; by FBGEMM's op, at half the time of torch's two."""
+    """Offsets of the bags, cached in ``features``; FBGEMM's operator takes half the time of torch's two."""
     offsets = features.offsets_or_none()
     if offsets is None:
         lengths = features.lengths()
@@ -82,7 +82,8 @@ def _offsets(features: KeyedJaggedTensor) -> Tensor:
 
 
 def _check_ids(arranger: FeatureArranger, arranged: KeyedJaggedTensor, *, by_op: bool) -> None:
-    """Refuse ids out of range; with ``by_op`` only those that the op takes for "skip me": it refuses the others."""
+    """Raise InputError for ids out of range; with ``by_op`` only for those that the operator would skip: it rejects the
+    others."""
     if not by_op:
         arranger.check(arranged)
         return
@@ -92,7 +93,7 @@ def _check_ids(arranger: FeatureArranger, arranged: KeyedJaggedTensor, *, by_op:
 
 
 class PooledLookup(nn.Module):
-    """All pooled tables of one device behind one op call.
+    """Looks up all pooled tables of one device with one operator call.
 
     Args:
         configs: the tables in module order; ``data_type`` is the packed precision.
@@ -188,7 +189,7 @@ def _mean_runs(reads: Sequence[Placed], widths: Sequence[int], means: Set[str]) 
 
 
 class WidthCall(NamedTuple):
-    """The op call of all unpooled reads of one padded width.
+    """The operator call for all unpooled reads of one padded width.
 
     Attributes:
         batch: the call.
@@ -202,7 +203,7 @@ class WidthCall(NamedTuple):
 
 
 class SequenceTables:
-    """Rows of single ids from packed tables: one op call a padded width, which is the op's restriction.
+    """Looks up rows of single ids in packed tables, with one operator call per padded width, as the operator requires.
 
     Args:
         reads: what is read.
@@ -232,7 +233,7 @@ class SequenceTables:
         self.knows_rows = all(call.batch.knows_rows for call in self.calls)
 
     def __call__(self, features: KeyedJaggedTensor, *, traced: bool = False) -> list[Tensor]:
-        """Of each read, ``[ids of its key, columns]``."""
+        """Per read, ``[ids of its key, columns]``."""
         found: dict[int, Tensor] = {}
         for batch, reads, keys in self.calls:
             part = features if keys is None else features.permute(keys)
@@ -244,7 +245,7 @@ class SequenceTables:
 
 
 class SequenceLookup(nn.Module):
-    """All unpooled tables of one device.
+    """Looks up all unpooled tables of one device.
 
     Args: as :class:`PooledLookup`; ``forward(features) -> dict[str, JaggedTensor]`` in module order, values [N_f, dim].
     """

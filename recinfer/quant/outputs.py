@@ -1,4 +1,4 @@
-"""Output buffers that the process reuses between lookups."""
+"""Reuses the output buffers of lookups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST = (1 << 31) - 1  # mallopt takes an int
 
 
 def keep_outputs(max_bytes: int = _MOST) -> bool:
-    """Let the allocator reuse freed tensors of up to ``max_bytes`` bytes, in the whole process, from now on.
+    """Let the process's allocator reuse freed tensors of up to ``max_bytes`` bytes from now on.
 
     FBGEMM's op has no output argument, so a buffer cannot be handed to it; what can be kept is the memory. glibc maps
     anything above 32 MiB anew at each call and the kernel clears it page by page, which takes longer than the lookup

@@ -1,4 +1,4 @@
-"""Float rows to packed rows (:mod:`recinfer.quant.rows`), block by block, with the error this makes.
+"""Packs float rows (:mod:`recinfer.quant.rows`) in blocks and measures the quantization error.
 
 Integer rows are packed and measured by ``_rows.c``, in one pass over a row; they are FBGEMM's rows, bit for bit.
 
@@ -21,14 +21,14 @@ from recinfer.quant.rows import CODE_BITS, FLOAT_TYPES, row_bytes
 __all__ = ["BLOCK_ELEMENTS", "RowError", "RowPacker", "pack_rows"]
 
 BLOCK_ELEMENTS = 1 << 18
-"""Elements of a block: 1 MB of float32, which stays in a core's own cache."""
+"""Elements of a block: 1 MB of float32, which fits a core's cache."""
 
 _LARGEST = 65504.0  # of fp16
 
 
 @dataclass
 class RowError:
-    """How far packed rows are from the float ones, gathered block by block.
+    """The quantization error of packed rows, accumulated over blocks.
 
     Attributes:
         step: the largest scale (0 for FP16 and FP32).
@@ -42,7 +42,7 @@ class RowError:
     weight_squares: float = 0.0
 
     def merge(self, other: RowError) -> None:
-        """Take what another has gathered of the same table."""
+        """Add the error of other rows of the same table."""
         self.step, self.largest = max(self.step, other.step), max(self.largest, other.largest)
         self.squares += other.squares
         self.weight_squares += other.weight_squares
@@ -94,7 +94,7 @@ class RowPacker:
             self._pack_codes(weight_RD, out_RP, table, first_row)
 
     def _check(self, weight_RD: Tensor, table: str, first_row: int) -> None:
-        """Raise InputError for rows that are not finite, or that fp16 scale and bias cannot describe."""
+        """Raise InputError for rows that are not finite, or whose range exceeds fp16 scale and bias."""
         good_R = torch.isfinite(weight_RD).all(dim=1)
         if self.data_type in CODE_BITS:
             low_R, high_R = weight_RD.amin(1).half(), weight_RD.amax(1)
@@ -112,8 +112,8 @@ class RowPacker:
             column = int(bad[0])
             raise InputError(f"{where}, column {column}: got {float(values[column])}; expected finite weights")
         raise InputError(
-            f"{where}: values from {float(values.min()):g} to {float(values.max()):g} do not fit {self.data_type.value} "
-            "(its fp16 numbers end at 65504); clip the row or use FP32"
+            f"{where}: values from {float(values.min()):g} to {float(values.max()):g} exceed the range of "
+            f"{self.data_type.value} (fp16 ends at 65504); clip the row or use FP32"
         )
 
     def _pack_codes(self, weight_RD: Tensor, out_RP: Tensor, table: str, first_row: int) -> None:

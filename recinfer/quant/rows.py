@@ -1,4 +1,4 @@
-"""The format of packed rows, FBGEMM's: how long one is, columns cut out and joined, numbers read back.
+"""The format of packed rows (FBGEMM's): sizes, slicing and joining columns, and unpacking.
 
 A packed row is bytes, in the order the table-batched-embedding (TBE) op reads them::
 
@@ -38,24 +38,24 @@ __all__ = [
 ]
 
 QPARAM_BYTES = 4
-"""Bytes of the fp16 scale and fp16 bias that lead an integer row."""
+"""Bytes of the fp16 scale and fp16 bias at the start of an integer row."""
 
 PACKED_TYPES = (DataType.INT8, DataType.INT4, DataType.INT2, DataType.FP16, DataType.FP32)
 """The precisions a table can be stored in."""
 
 CODE_BITS = {DataType.INT8: 8, DataType.INT4: 4, DataType.INT2: 2}
-"""Bits of a code, of the precisions that have codes."""
+"""Bits per code of the integer precisions."""
 
 FLOAT_TYPES = {DataType.FP16: torch.float16, DataType.FP32: torch.float32}
-"""What the elements are, of the precisions that have none."""
+"""Element dtype of the float precisions."""
 
 
 OUTPUT_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-"""What looked-up vectors may be; bfloat16 by FBGEMM only."""
+"""Dtypes of looked-up vectors; bfloat16 needs FBGEMM."""
 
 
 def _check_type(data_type: DataType) -> None:
-    """Raise ConfigError for a precision that no table can be stored in."""
+    """Raise ConfigError for a precision that tables cannot be stored in."""
     if data_type not in PACKED_TYPES:
         raise ConfigError(
             f"no packed layout for {data_type}; expected one of {', '.join(t.value for t in PACKED_TYPES)}"
@@ -63,13 +63,13 @@ def _check_type(data_type: DataType) -> None:
 
 
 def columns_per_byte(data_type: DataType) -> int:
-    """How many columns share one byte: 1, or 2 for INT4 and 4 for INT2. Column cuts at its multiples are byte slices."""
+    """How many columns share one byte: 1, or 2 for INT4 and 4 for INT2. Slices at multiples of it are byte slices."""
     _check_type(data_type)
     return 8 // CODE_BITS[data_type] if data_type in CODE_BITS else 1
 
 
 def padded_dim(dim: int, data_type: DataType) -> int:
-    """``dim`` rounded up to whole bytes: the op addresses INT4 and INT2 rows by whole bytes of codes."""
+    """``dim`` rounded up to whole bytes: the operator addresses INT4 and INT2 rows by whole bytes of codes."""
     per_byte = columns_per_byte(data_type)
     return -(-dim // per_byte) * per_byte
 
@@ -157,7 +157,7 @@ def slice_packed_columns(
 def join_packed_columns(
     pieces: Sequence[tuple[int, int, Tensor]], dim: int, data_type: DataType, *, table: str = "", first_row: int = 0
 ) -> Tensor:
-    """The whole rows of which ``pieces`` are column slices: the inverse of :func:`slice_packed_columns`.
+    """Join the column slices ``pieces`` to whole rows: the inverse of :func:`slice_packed_columns`.
 
     Args:
         pieces: (col_start, col_stop, uint8 [R, row_bytes(col_stop - col_start, data_type)]), covering the columns once.
@@ -189,8 +189,8 @@ def join_packed_columns(
         if not torch.equal(packed[:, :QPARAM_BYTES], first[:, :QPARAM_BYTES]):
             row = int((packed[:, :QPARAM_BYTES] != first[:, :QPARAM_BYTES]).any(1).nonzero()[0])
             raise InputError(
-                f"table {table!r}, row {first_row + row}: its column pieces carry different scales or biases; expected "
-                "those of the whole row in each"
+                f"table {table!r}, row {first_row + row}: its column pieces have different scales or biases; "
+                f"expected those of the whole row in each"
             )
     out[:, :QPARAM_BYTES] = first[:, :QPARAM_BYTES]
     per_byte = columns_per_byte(data_type)
@@ -205,8 +205,8 @@ def join_packed_columns(
 
 
 def quantization_step(packed_RP: Tensor, dim: int, data_type: DataType) -> Tensor:
-    """The scale of every row, float32 [R]: half of it bounds the rounding error of an element (fp16 scale and bias
-    add up to ``2**-11`` of the row's largest magnitude). Zeros for FP16 and FP32."""
+    """The scale of every row, float32 [R]: half of it bounds an element's rounding error (rounding scale and bias to
+    fp16 adds up to ``2**-11`` of the row's largest magnitude). Zeros for FP16 and FP32."""
     if data_type in FLOAT_TYPES:
         return torch.zeros(packed_RP.shape[0])
     return _qparams(packed_RP)[:, 0].float()

@@ -1,4 +1,4 @@
-"""The Triton kernel in the place of FBGEMM's: the same calls as ``TableBatch``, for the lookups above it."""
+"""Runs the Triton kernel behind the interface of ``TableBatch``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TritonBatch:
         self._bad = self._lookup.new_counter()
 
     def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
-        """As ``TableBatch.forward``: ``[B, columns]``, or ``[N, widest]`` when unpooled. Waits for nothing on a GPU."""
+        """As ``TableBatch.forward``: ``[B, columns]``, or ``[N, widest]`` when unpooled. Does not wait for the GPU."""
         ids, edges, weights = (self._here(tensor) for tensor in (indices, offsets, per_sample_weights))
         assert ids is not None and edges is not None
         batch = (edges.numel() - 1) // len(self.reads)
@@ -62,23 +62,21 @@ class TritonBatch:
         return tensor.to(device, non_blocking=True)
 
     def out_of_range(self) -> list[int]:
-        """How many ids each read has skipped since the last call. Waits for the device."""
+        """Number of ids that each read skipped since the last call. Waits for the device."""
         counts: list[int] = self._bad.tolist()
         self._bad.zero_()
         return counts
 
     def without_padding(self, out_BD: Tensor) -> Tensor:
-        """``out_BD``: there is no padding."""
+        """Returns ``out_BD``, which has no padding."""
         return out_BD
 
     def use_threads(self, threads: int) -> None:
-        """Nothing: threads are FBGEMM's on CPU."""
+        """No effect: only FBGEMM on the CPU uses threads."""
 
     def forget_cached(self) -> None:
-        """Nothing: rows in host memory are read where they are."""
+        """No effect: rows in host memory are not cached."""
 
     def fbgemm_module(self) -> NoReturn:
-        """Raises UnavailableError: there is none."""
-        raise UnavailableError(
-            "the tables are looked up by Triton, which has no TBE module; set RECINFER_KERNEL=fbgemm"
-        )
+        """Raises UnavailableError: Triton has no TBE module."""
+        raise UnavailableError("the Triton kernel has no TBE module; set RECINFER_KERNEL=fbgemm")

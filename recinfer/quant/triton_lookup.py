@@ -1,4 +1,4 @@
-"""A Triton kernel that looks up packed rows: all tables of a device in one launch, on a GPU or in Triton's interpreter.
+"""A Triton kernel that looks up packed rows of all tables of a device in one launch.
 
 The kernel reads the rows of :mod:`recinfer.quant.rows` as they lie in memory. A program takes a tile of bags (or of single
 ids, unpooled) and up to 256 columns of one table; sums are float32, in the order of the ids. It also counts ids out of
@@ -30,8 +30,8 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise UnavailableError(
-        "Triton is not installed; torch's CUDA builds bring it, elsewhere install recinfer with its extra 'triton': "
-        f"pip install 'recinfer[triton]' ({error})"
+        "Triton is not installed; install a CUDA build of torch, which includes it, or run pip install "
+        "'recinfer[triton]' ({error})"
     ) from error
 
 __all__ = ["Launch", "Read", "TritonTables"]
@@ -164,7 +164,7 @@ def _lookup(
 
 
 class Read(NamedTuple):
-    """What one lookup of a key reads.
+    """The table columns that one lookup of a key reads.
 
     Attributes:
         placed: the rows. Ids count from the table's first row: those of other rows than ``placed.rect``'s give zeros, so
@@ -183,7 +183,8 @@ class Read(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """How the kernel is cut: elements of a program's tile, and warps that run it. Measured by tools/gpu_trial.py."""
+    """Launch parameters of the kernel: elements of a program's tile, and number of warps. Measured by
+    tools/gpu_trial.py."""
 
     elements: int = 2048
     warps: int = 4
@@ -220,7 +221,7 @@ class TritonTables:
             raise ConfigError("reads: got none; expected at least one table to look up")
         unpooled = {read.pooling is PoolingType.NONE for read in reads}
         if len(unpooled) > 1:
-            raise ConfigError("reads: got pooled and unpooled tables; expected one launch for each of the two")
+            raise ConfigError("reads: got pooled and unpooled tables; expected a separate launch for each kind")
         self.reads, self.buffers, self.output_dtype = tuple(reads), buffers, output_dtype
         self.launch = launch or Launch()
         self.pooled = not unpooled.pop()
@@ -254,7 +255,7 @@ class TritonTables:
         self._base = _without_storage(buffers.near)
 
     def _chunk(self, number: int, first: int) -> list[int]:
-        """What one column of programs is told."""
+        """The parameters of one column of programs."""
         read, alignment = self.reads[number], self.buffers.row_alignment
         placed, rect, (layer, out_column) = read.placed, read.placed.rect, self.places[number]
         start = placed.offset
@@ -298,7 +299,7 @@ class TritonTables:
         most_ids: int | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Look up. Returns at once: on a GPU the answer is there when the current stream gets to it.
+        """Look up. Returns at once: on a GPU the result is ready when the current stream reaches it.
 
         Args:
             ids: int32 or int64 ``[N]``, on the tables' device.
@@ -338,7 +339,8 @@ def _power_of_two(number: int) -> int:
 
 
 def _without_storage(buffer: Tensor) -> Tensor:
-    """A tensor that begins where ``buffer`` does. The interpreter copies the storage of every argument, which is all tables."""
+    """A tensor that starts at ``buffer``'s address. The interpreter copies the storage of every argument, which would
+    be all tables."""
     if buffer.device.type != "cpu":
         return buffer
     return torch.frombuffer((ctypes.c_uint8 * 1).from_address(buffer.data_ptr()), dtype=torch.uint8)
@@ -347,6 +349,6 @@ def _without_storage(buffer: Tensor) -> Tensor:
 def _check_can_run(device: torch.device) -> None:
     if device.type != "cuda" and isinstance(_lookup, triton.JITFunction):
         raise ConfigError(
-            f"Triton's kernel was asked to run on {device.type}; it runs on a GPU, or in Triton's interpreter, which "
-            "TRITON_INTERPRET=1 in the environment switches on before Python starts; on CPU use FBGEMM's kernel"
+            f"Triton's kernel cannot run on {device.type}; use a GPU, FBGEMM's kernel on the CPU, or Triton's "
+            f"interpreter (start Python with TRITON_INTERPRET=1)"
         )

@@ -67,7 +67,7 @@ def received(
     stride_per_rank: list[int] | None,
     stagger: int = 1,
 ) -> Received:
-    """Bring what ``W`` ranks sent (each tensor the concatenation over ranks) into key-major order.
+    """Rearrange the tensors received from ``W`` ranks (each concatenated over ranks) into key-major order.
 
     Args:
         num_keys: ``F``.

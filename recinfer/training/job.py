@@ -34,7 +34,7 @@ _CONTRACT_ROWS = 500_000  # that a contract is read off, where rows are streamed
 
 @dataclass(frozen=True)
 class TrainJob:
-    """What to train on and how; every field pickles.
+    """The settings of a training run; every field can be pickled.
 
     Attributes:
         out: checkpoint folder.
@@ -68,7 +68,7 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What came out, as plain data; see :class:`~recinfer.training.loop.TrainResult`."""
+    """The result of training as plain data; see :class:`~recinfer.training.loop.TrainResult`."""
 
     auc: float
     log_loss: float
@@ -106,7 +106,7 @@ def run_job(job: TrainJob, world_size: int = 1) -> TrainReport | None:
 
 
 def _on_new_ranks(job: TrainJob, world_size: int, function: Callable[[TrainJob], TrainReport | None]) -> TrainReport:
-    """``function`` on ranks of this host; a checkpoint that they were writing when they were stopped is removed."""
+    """Run ``function`` on ranks of this host; removes a checkpoint that they were writing when they were stopped."""
     try:
         report: TrainReport = run_ranks(world_size, function, job)
         return report
@@ -180,7 +180,8 @@ def _streams(job: TrainJob) -> bool:
 
 
 def _fit_contract(job: TrainJob) -> tuple[FeatureContract, float]:
-    """The contract that the first rows give, and the part of their labels that is 1; the same on every rank."""
+    """The feature contract fitted to the first rows, and the share of their labels that is 1; the same on every
+    rank."""
     from recinfer.data.criteo import criteo_contract
     from recinfer.data.movielens import movielens_contract
 

@@ -1,4 +1,4 @@
-"""Starts the ranks of a training on this host, or joins those that torchrun started; stops all when one dies."""
+"""Starts the ranks of training on this host, or joins those that torchrun started; stops all if one fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from recinfer import env
 from recinfer.errors import RecinferError, UnavailableError
-from recinfer.training.last_words import LastWords, is_lost_peer
+from recinfer.training.failure_reports import FailureReports, is_lost_peer
 
 __all__ = ["process_group", "run_ranks"]
 
@@ -47,14 +47,14 @@ def process_group(timeout: float = 600.0) -> Iterator[tuple[int, int]]:
     """
     place = env.torchrun_rank()
     if place is None:
-        raise UnavailableError("this process is no rank: RANK is not set; start it with torchrun or run_ranks")
+        raise UnavailableError("this process is not a rank: RANK is not set; start it with torchrun or run_ranks")
     rank, world_size = place
     limit = timedelta(seconds=timeout)
     store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=limit)))
     store.set_timeout(limit)
     group = dist.PrefixStore("default_group", store)
     dist.init_process_group("gloo", store=group, rank=rank, world_size=world_size, timeout=limit)
-    words = LastWords(store, rank, world_size)
+    reports = FailureReports(store, rank, world_size)
     lost: RuntimeError | None = None
     try:
         yield rank, world_size
@@ -63,7 +63,7 @@ def process_group(timeout: float = 600.0) -> Iterator[tuple[int, int]]:
         if _told is not None:
             _told(error)
             raise
-        words.say(error)
+        reports.write(error)
         if not is_lost_peer(error):
             raise
         lost = error  # type: ignore[assignment]
@@ -73,11 +73,11 @@ def process_group(timeout: float = 600.0) -> Iterator[tuple[int, int]]:
     finally:
         dist.destroy_process_group()
     if lost is not None:
-        raise words.explain() or lost from lost
+        raise reports.explain() or lost from lost
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` on ``world_size`` new ranks of this host; what rank 0 returned.
+    """Run ``function(*args)`` on ``world_size`` new ranks of this host; returns the result of rank 0.
 
     Each rank is a process of its own with torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT); ``function`` joins with :func:`process_group`. It must be importable by
@@ -130,7 +130,7 @@ def _rank_main(rank: int, world_size: int, port: int, folder: str, function: Cal
 
 
 def _tell(folder: Path, rank: int, error: BaseException) -> None:
-    """Write down what this rank fails with and when; what it fails with afterwards is no news."""
+    """Write this rank's first error and its time to a file; later errors are ignored."""
     path = folder / f"error-{rank}"
     if path.exists():
         return
@@ -143,7 +143,7 @@ def _tell(folder: Path, rank: int, error: BaseException) -> None:
 
 
 def _failures(ranks: list[Any]) -> dict[int, int]:
-    """Wait until all ranks are done, or some fail: rank -> exit code of those that did."""
+    """Wait until all ranks finish or some fail; returns rank -> exit code of the failed ones."""
     alive = {process.sentinel: at for at, process in enumerate(ranks)}
     failed: dict[int, int] = {}
     end: float | None = None
@@ -179,7 +179,7 @@ def _stop(ranks: list[Any]) -> None:
 
 
 def _error(folder: Path, failed: dict[int, int]) -> Exception:
-    """What to raise: a rank that was killed or ended without a word, else the story of the one that failed first."""
+    """The error to raise: a rank that was killed or wrote no error, else the error of the rank that failed first."""
     stories = {int(path.name.rpartition("-")[2]): pickle.loads(path.read_bytes()) for path in folder.glob("error-*")}
     rank, code = min(failed.items(), key=lambda item: (item[1] >= 0, item[0] in stories))
     if code > 0 and rank in stories:
@@ -192,13 +192,12 @@ def _error(folder: Path, failed: dict[int, int]) -> Exception:
         hint = "; was the machine out of memory?" if -code == signal.SIGKILL else ""
     else:
         how, hint = f"ended with exit code {code}", ""
-    return UnavailableError(f"rank {rank} {how}{hint}; the other ranks were stopped. --resume goes on from the last "
-                            "checkpoint of --save-every")  # fmt: skip
+    return UnavailableError(f"rank {rank} {how}{hint}; the other ranks were stopped. --resume continues from the last checkpoint of --save-every")  # fmt: skip
 
 
 def _store() -> dist.TCPStore:
-    """Where the ranks find each other. It is here and not on rank 0: this process has the port from the moment it is
-    chosen, so that nobody else can take it; and it listens on loopback alone."""
+    """The rendezvous store of the ranks. This process hosts it instead of rank 0, because it holds the chosen port from
+    the start, so that no other process can take it. It listens on loopback only."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     limit = timedelta(minutes=10)

@@ -1,4 +1,4 @@
-"""The training loop: batches in, a trained DLRM with its held-out metrics, its learning curve and its checkpoints out.
+"""The training loop: trains a DLRM, evaluates it on held-out rows, and writes its learning curve and checkpoints.
 
 The same loop runs in one process and on every rank of a process group (see :mod:`recinfer.training.launch`).
 """
@@ -47,7 +47,7 @@ _CURVE_POINTS = 200  # about so many rows of the curve in a run
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """How to train.
+    """Settings of the training loop.
 
     Attributes:
         embedding_dim: columns of every table.
@@ -80,7 +80,7 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What came out of a training.
+    """The result of training.
 
     Attributes:
         auc: area under the ROC curve on the held-out rows; nan if they hold one class only.
@@ -206,7 +206,7 @@ def fit(
 
 
 class _Run:
-    """A training under way on this rank."""
+    """A running training on this rank."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class _Run:
     # ---------------------------------------------------------------------------------------------- the loop
 
     def train(self, report: Report) -> None:
-        """All passes that are left, each with an evaluation at its end."""
+        """Run the remaining epochs, each with an evaluation at its end."""
         while self.epoch < self.settings.epochs:
             started = time.perf_counter()
             self.losses.append(self._pass(report))
@@ -302,21 +302,21 @@ class _Run:
         self.checkpoints.add(self.step, save, position, first=self.source.rank == 0)
 
     def resume(self) -> None:
-        """Take up the last whole checkpoint of the run."""
+        """Continue from the last complete checkpoint of the run."""
         if self.checkpoints is None:
-            raise CheckpointError("resume: a run without out keeps no checkpoints to go on from; give out")
+            raise CheckpointError("resume: a run without out has no checkpoints to continue from; give out")
         folder, position = self.checkpoints.last()
         if position["global_batch"] != self.source.global_batch:
             raise ConfigError(
-                f"{folder}: trained {position['global_batch']} rows a step over all ranks, this run has "
-                f"{self.source.global_batch}; give a batch size with which batch size x ranks is the same"
+                f"{folder}: was trained with {position['global_batch']} rows per step over all ranks, but this run "
+                f"has {self.source.global_batch}; choose the batch size so that batch size x ranks is the same"
             )
         self.trainer.load(folder)
         self.epoch, self.step, self.skip = position["epoch"], position["step"], position["steps_in_epoch"]
         self.curve.restore(position["curve"])
 
     def forget(self) -> None:
-        """Remove the checkpoints of the run, which is done."""
+        """Remove the step checkpoints of the finished run."""
         if self.source.rank == 0 and self.checkpoints is not None:
             self.checkpoints.forget()
 
@@ -325,7 +325,7 @@ def _trainer(source: BatchSource, settings: TrainSettings) -> Trainer:
     sharded = dist.is_available() and dist.is_initialized()
     if source.world_size > 1 and not sharded:
         raise ConfigError(
-            f"the source is for {source.world_size} ranks and there is no process group; start the ranks with "
+            f"the source is for {source.world_size} ranks, but there is no process group; start the ranks with "
             "recinfer.training.launch or torchrun"
         )
     # Small tables are made whole on every rank, so that any number of ranks starts from the same values; large ones
@@ -347,7 +347,7 @@ def _trainer(source: BatchSource, settings: TrainSettings) -> Trainer:
 
 
 def _in_step(source: BatchSource) -> Iterator[Batch]:
-    """The held-out batches of this rank, and empty ones while other ranks still have some: lookups are collective."""
+    """The held-out batches of this rank, then empty ones while other ranks have more: lookups are collective."""
     batches = source.held_out()
     while True:
         batch = next(batches, None)
@@ -367,7 +367,7 @@ def _sum(value: int) -> int:
 
 @torch.inference_mode()
 def predict_logits(model: nn.Module, examples: Examples) -> NDArray[np.float32]:
-    """The logits ``[N]`` of ``model`` (one an example) for all examples, in order."""
+    """The logits ``[N]`` of ``model`` for all examples, in order."""
     found = [
         model(batch.dense_features, batch.sparse_features).reshape(-1) for batch in examples.batches(_EVALUATION_BATCH)
     ]
@@ -376,7 +376,7 @@ def predict_logits(model: nn.Module, examples: Examples) -> NDArray[np.float32]:
 
 @contextmanager
 def _threads_for(batch_size: int) -> Iterator[None]:
-    """One thread for small batches: their operators take microseconds, and waiting for a second thread takes longer.
+    """Number of threads: one for small batches, whose operators take less time than waking a second thread.
 
     On two busy cores a step of 512 rows is 20 times slower with two threads; on idle ones it is a third faster. The
     results then do not depend on the number of cores either.
@@ -391,7 +391,8 @@ def _threads_for(batch_size: int) -> Iterator[None]:
 
 
 def _rate(step: int, num_steps: int | None) -> float:
-    """Part of the peak learning rate at a step: up in a line, then down to 0 in a line (or level, without an end)."""
+    """Fraction of the peak learning rate at a step: linear warm-up, then linear decay to 0 (or constant, if the number
+    of steps is unknown)."""
     if num_steps is None:
         return min(1.0, (step + 1) / _WARMUP_STEPS)
     warmup = max(1, round(_WARMUP * num_steps))

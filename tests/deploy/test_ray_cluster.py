@@ -43,7 +43,7 @@ def test_without_ray_the_extra_is_named(archive: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ray", HEAD], "no archive"),
+        (["--ray", HEAD], "got no archive"),
         (["--status", "--down"], "--status and --down; give one at a time"),
         (["x.rqa", "--scale", "2"], "leave out x.rqa"),
         (["--roll"], "no archive"),

@@ -214,7 +214,7 @@ def test_contracts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="differ in f_cat"):
         contract = make_contract()
         make_archive(tmp_path, contract=replace(contract, sparse=contract.sparse[:-1]))
-    with pytest.raises(ConfigError, match="num_dense is 4; the contract has 3"):
+    with pytest.raises(ConfigError, match="num_dense is 4, but the feature contract has 3"):
         make_archive(tmp_path, contract=make_contract(), num_dense=4)
 
 
@@ -240,7 +240,7 @@ def test_weights_that_are_nan_are_named(tmp_path: Path) -> None:
         ConfigError, match=r"output 'output' is NaN in 2 of 2 rows \(0, 1\) of golden request 0"
     ) as caught:
         make_archive(tmp_path, model=model)
-    assert "the checkpoint's top.0.weight hold NaN" in str(caught.value)
+    assert "top.0.weight in the checkpoint hold NaN" in str(caught.value)
     assert not (tmp_path / "small.rqa").exists()
 
 

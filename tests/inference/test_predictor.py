@@ -194,7 +194,7 @@ def test_policies(with_policies: tuple[nn.Module, Archive]) -> None:
         ),
         (KeyedJaggedTensor.empty(values_dtype=torch.int64), "none given"),
         ({"f_user": [1.5]}, "expected integer ids"),
-        ({"f_user": ([1], [0.5])}, r"weights\['f_user'\]: this feature takes no weights; those that do: none"),
+        ({"f_user": ([1], [0.5])}, r"weights\['f_user'\]: this feature takes no weights; features with weights: none"),
         (None, "got a NoneType, expected a KeyedJaggedTensor"),
     ],
 )
@@ -284,7 +284,7 @@ def test_weights_and_shared_names(tmp_path: Path) -> None:
     asked = {"a": ([[1, 2], [19]], [[2, 0.5], 3]), "b": [[4], [5, 6]]}
     assert torch.equal(predictor.lookup(asked).pooled.values(), predictor.lookup(some).pooled.values())
     assert torch.equal(predictor.predict(None, asked)["output"], predictor.predict(None, some)["output"])
-    with pytest.raises(InputError, match=r"weights\['b'\]: this feature takes no weights; those that do: a"):
+    with pytest.raises(InputError, match=r"weights\['b'\]: this feature takes no weights; features with weights: a"):
         predictor.lookup(asked | {"b": ([[4], [5, 6]], [[1], [1, 1]])})
     bad = KeyedJaggedTensor(plain.keys(), plain.values(), torch.full((6,), float("nan")), lengths=plain.lengths())
     with pytest.raises(InputError, match="weight 0 is nan"):

@@ -76,9 +76,9 @@ def test_dict_interface_passes_other_features() -> None:
 
 
 def test_a_bag_that_is_too_long_is_refused_with_both_numbers() -> None:
-    with pytest.raises(InputError, match="feature 'a' has a bag of 4 ids but position weights for 3"):
+    with pytest.raises(InputError, match="feature 'a' has a bag of 4 ids but only 3"):
         PositionWeightedModuleCollection(LENGTHS)(batch())
-    with pytest.raises(InputError, match="a bag of 2 ids but position weights for 1"):
+    with pytest.raises(InputError, match="a bag of 2 ids but only 1"):
         PositionWeightedModule(1)(JaggedTensor(torch.arange(2), lengths=torch.tensor([2])))
     with pytest.raises(ConfigError, match="max_feature_length=0"):
         PositionWeightedModuleCollection({"a": 0})

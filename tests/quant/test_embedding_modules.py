@@ -277,5 +277,5 @@ def test_a_qconfig_says_the_precision_of_each_table() -> None:
         DataType.INT2
     }
     source.qconfig = quantization.default_dynamic_qconfig
-    with pytest.raises(ConfigError, match=r"the activation is torch\.quint8; looked-up vectors are one of"):
+    with pytest.raises(ConfigError, match=r"the activation is torch\.quint8; expected one of"):
         EmbeddingBagCollection.from_float(source)
