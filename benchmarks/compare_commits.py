@@ -1,4 +1,4 @@
-"""Servers of two commits side by side, in turns, on one archive: what a change did to the speed of serving.
+"""Compares the serving speed of two commits in turns, on one archive.
 
     OMP_NUM_THREADS=1 python -m benchmarks.compare_commits HEAD~1            # beside the working tree, four minutes
     OMP_NUM_THREADS=1 python -m benchmarks.compare_commits v0.1.0 main --turns 9
@@ -73,7 +73,7 @@ def tree_of(commit: str, folder: Path) -> Iterator[Path]:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """In which ``import recinfer`` gives the tree's."""
+    """The environment in which ``import recinfer`` imports the tree's package."""
     return {**os.environ, "PYTHONPATH": str(tree)}
 
 
@@ -96,7 +96,7 @@ def serving(tree: Path, *arguments: object) -> Iterator[int]:
 
 
 def start(stack: ExitStack, tree: Path, archive: Path, folder: Path) -> dict[str, int]:
-    """Ports of a tree's server and ranker."""
+    """Start a tree's server and ranker; returns their ports."""
     ports = {"server": stack.enter_context(serving(tree, archive))}
     ranks = {
         str(rank): [f"127.0.0.1:{stack.enter_context(serving(tree, archive, '--ranks', rank))}"] for rank in (0, 1)
@@ -136,7 +136,7 @@ def compare(servers: list[dict[str, int]], cells: list[Cell], turns: int, second
 
 
 def show(found: dict[Cell, list[float]]) -> None:
-    """A line a cell, and the geometric mean of all."""
+    """Print one line per cell, and the geometric mean of all."""
     for cell, ratios in found.items():
         print(f"{cell}: {statistics.median(ratios):5.2f} times  ({min(ratios):.2f} to {max(ratios):.2f})")
     medians = [statistics.median(ratios) for ratios in found.values()]
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("before", help="a commit")
     parser.add_argument("after", nargs="?", default=".", help="a commit, or . for the working tree")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.4, help="of each server in a turn of a cell")
+    parser.add_argument("--seconds", type=float, default=0.4, help="seconds per server in a turn of a cell")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--callers", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--where", choices=["server", "ranker"], nargs="+", default=["server", "ranker"])

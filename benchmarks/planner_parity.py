@@ -72,7 +72,7 @@ def request_of(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def ours(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """The same list as ``planner_torchrec.options`` gives, from our enumerator."""
+    """The list of ``planner_torchrec.options``, from recinfer's enumerator."""
     import torch
 
     from recinfer.distributed.embedding import EmbeddingCollectionSharder
@@ -160,7 +160,7 @@ def compare(case: str, theirs: list[dict[str, Any]], mine: list[dict[str, Any]])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare all cases; exit status 1 when something differs that should not."""
+    """Compare all cases; exit status 1 for an unexpected difference."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torchrec-python", default=sys.executable, help="interpreter that can import torchrec")
     args = parser.parse_args(argv)
