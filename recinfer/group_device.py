@@ -1,4 +1,4 @@
-"""On which device a process group's ranks compute, and whether NCCL moves their tensors there."""
+"""Determines the device that a process group's ranks compute on, and whether NCCL moves their tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def has_nccl(pg: dist.ProcessGroup) -> bool:
 
 
 def group_device(pg: dist.ProcessGroup) -> torch.device:
-    """This process's GPU where the group has NCCL and there is one, else the CPU.
+    """This process's GPU if the group has NCCL and there is a GPU, else the CPU.
 
     The GPU is the one that ``init_process_group(device_id=...)`` or ``torch.cuda.set_device`` named, else that of the
     local rank.

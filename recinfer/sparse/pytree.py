@@ -74,8 +74,8 @@ def _places(what: str, wanted: list[str], keys: list[str]) -> list[int]:
         )
     if len(set(wanted)) != len(wanted) or len(set(keys)) != len(keys):
         raise InputError(
-            f"{what}: the spec (the exported program) has keys {wanted}, got {keys}; with a duplicate key the order "
-            f"must be that of the spec: permute the keys"
+            f"{what}: the spec (the exported program) has keys {wanted}, got {keys}; a key occurs twice, so the keys "
+            f"must be in the spec's order: permute them"
         )
     return [keys.index(key) for key in wanted]
 

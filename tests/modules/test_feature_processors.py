@@ -131,5 +131,5 @@ def test_refuses_what_does_not_fit() -> None:
     with pytest.raises(ConfigError, match=r"processors for \['a'\]; expected one for each .* \['a', 'b'\]"):
         FeatureProcessedEmbeddingBagCollection(tables(), {"a": PositionWeightedModule(3)})
     dropping = FeatureProcessedEmbeddingBagCollection(tables(), {"a": Drops(), "b": PositionWeightedModule(4)})
-    with pytest.raises(InputError, match="feature 'a' gave 0 weights for 3 ids"):
+    with pytest.raises(InputError, match="feature 'a' returned 0 weights for 3 ids"):
         dropping(short_batch())
