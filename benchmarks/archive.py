@@ -3,8 +3,9 @@ delta.
 
 A synthetic checkpoint is written to a temporary folder (--size GiB of float32), exported to INT8, opened by 1, 2 and 4
 processes that touch every page, resharded, and, with --changed of its rows new, made into a delta that is applied.
-Every speed stands beside plain file I/O of the same bytes in the same run and the same state of the page cache: read the
-one file with read(), write the other with write() and fsync it, as export does too. Needs about 2.7 times --size of disk.
+Every speed is compared with plain file I/O of the same bytes in the same run and the same state of the page cache: read
+the one file with read(), write the other with write() and fsync it, as export does too. Needs about 2.7 times --size of
+disk.
 
     python -m benchmarks.archive --size 4
     python -m benchmarks.archive --size 4 --checkpoint-ranks 4 --stages export  # from a sharded checkpoint
@@ -248,7 +249,7 @@ def against_plain(
     def in_turn(do: Callable[[], float]) -> float:
         for path in read if cold else ():
             drop_cache(path)
-        os.sync()  # nobody pays for what another wrote
+        os.sync()  # no measurement includes writing another's pages
         return do()
 
     def timed() -> float:

@@ -6,7 +6,7 @@
 
 The server is ``recinfer serve`` in a process of its own; it and the load share the machine. LoadGen
 (``pip install mlcommons-loadgen``) sends requests of its own Poisson process in its Server scenario and calls a run VALID if
-99 % of them were answered within the latency that it is told; without it that part is left out.
+99 % of them were answered within the given latency; without it that part is left out.
 """
 
 from __future__ import annotations

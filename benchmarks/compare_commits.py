@@ -1,6 +1,6 @@
 """Compares the serving speed of two commits in turns, on one archive.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.compare_commits HEAD~1            # beside the working tree, four minutes
+    OMP_NUM_THREADS=1 python -m benchmarks.compare_commits HEAD~1            # against the working tree, four minutes
     OMP_NUM_THREADS=1 python -m benchmarks.compare_commits v0.1.0 main --turns 9
     OMP_NUM_THREADS=1 python -m benchmarks.compare_commits HEAD HEAD         # how far two equal servers differ here
 

@@ -6,7 +6,7 @@
     python -m benchmarks.lookup --out lookup.json
 
 One thread, one process; every column is timed in turn within one run, and the table shows the bare op's microseconds
-and everyone else's time as a multiple of it. TorchRec's columns appear when torchrec is installed beside recinfer.
+and everyone else's time as a multiple of it. TorchRec's columns appear if torchrec is installed too.
 """
 
 from __future__ import annotations

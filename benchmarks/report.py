@@ -48,11 +48,11 @@ class Run:
     torchrec: str
     commands: list[str] = field(default_factory=list)
 
-    def module(self, name: str, *arguments: object, out: bool = True, beside: str = "") -> Any:
+    def module(self, name: str, *arguments: object, out: bool = True, more_packages: str = "") -> Any:
         """The JSON result of ``python -m benchmarks.NAME``: of its ``--out`` file, or its last line.
 
         Args:
-            beside: a folder of further packages, looked at last.
+            more_packages: a folder of further packages, at the end of the path.
         """
         words = [str(argument) for argument in arguments]
         shown = " ".join(["python -m benchmarks." + name, *("PATH" if w == self.torchrec else w for w in words)])
@@ -61,7 +61,7 @@ class Run:
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result.json"
             (Path(folder) / "sitecustomize.py").write_text(
-                f"import sys\nsys.path.append({beside!r})\n" if beside else ""
+                f"import sys\nsys.path.append({more_packages!r})\n" if more_packages else ""
             )
             command = [sys.executable, "-m", f"benchmarks.{name}", *words, *(["--out", str(result)] if out else [])]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
@@ -74,12 +74,14 @@ class Run:
 
 def lookup(run: Run) -> list[Any]:
     """Measure quantized lookups, the bare operator and TorchRec's modules, with one thread."""
-    beside = ""
+    more_packages = ""
     if run.torchrec:
         where = "import pathlib, torchrec; print(pathlib.Path(torchrec.__file__).parents[1])"
-        beside = subprocess.run([run.torchrec, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
+        more_packages = subprocess.run(
+            [run.torchrec, "-c", where], capture_output=True, text=True, check=True
+        ).stdout.strip()
     settings = ["--rows", 100_000, "--seconds", 0.2] if run.quick else ["--seconds", 3]
-    return [run.module("lookup", *settings, beside=beside) for _ in range(1 if run.quick else 3)]
+    return [run.module("lookup", *settings, more_packages=more_packages) for _ in range(1 if run.quick else 3)]
 
 
 def serving(run: Run) -> list[Any]:

@@ -10,7 +10,7 @@ single process, two shard servers, a ranker that asks them, and a ranker that as
 clients are one more process with one channel each. All take turns; figures are medians over the turns.
 
 The floor is gRPC's own: a bare server that calls two bare servers at a time, with as many bytes as a ranker and its shards
-send, beside a bare server that calls nobody; all on our event loop and scheduling.
+send, and a bare server that calls no other; all on our event loop and scheduling.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def _rank(package: str, sharding: str, pipeline: bool, rank: int, store: str) ->
         for _ in range(int(line)):
             trainer.progress(stream)
         print(f"took {time.perf_counter() - start}", flush=True)
-    os._exit(0)  # batches of the pipeline are still under way; nobody waits for them
+    os._exit(0)  # batches of the pipeline are still in flight and are not needed
 
 
 # --------------------------------------------------------------------------------------------------- the contenders

@@ -2,7 +2,7 @@
 
 A request body is our protobuf (``application/octet-stream``) or JSON (``application/json``), the answer has the same
 form. It is a Predict unless the request says ``lookup``: over REST in the header ``X-Recinfer-Method``, over TorchServe's
-gRPC in an input named ``method`` beside the one named ``body``. docs/how-to/torchserve.md shows both.
+gRPC in an input named ``method`` next to the input ``body``. docs/how-to/torchserve.md shows both.
 
 The archive is not in the model file: ``handler.archive`` in the model's config names its folder, and it is mapped there.
 """
@@ -48,7 +48,7 @@ class RecinferHandler:
         self._max_answer = int(config.get("max_response_bytes", 6_500_000)) // batch_size - _ANSWER_HEAD
         limits = Limits(max_response_bytes=max(1, self._max_answer))
         service = InferenceService(ModelRegistry({predictor.manifest.model: predictor}), limits)
-        # TorchServe's own queue is the bound: what it hands over is answered.
+        # TorchServe's own queue is the bound: every request that it passes on is answered.
         self._dispatcher = Dispatcher(service, BatchConfig(max_queue=2**31 - 1), threads=1)
 
     def handle(self, data, context):
@@ -124,7 +124,7 @@ def _is_json(index, context):
 
 
 def _json_object(body):
-    # TorchServe has parsed a JSON body already, unless it is broken: then it hands over the text.
+    # TorchServe has parsed a JSON body already, unless it is malformed: then it passes the text on.
     if isinstance(body, (bytes, bytearray, str)):
         return json_codec.parse_json(bytes(body) if isinstance(body, bytearray) else body)
     if not isinstance(body, dict):

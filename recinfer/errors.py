@@ -7,9 +7,8 @@
     ├── ConfigError (ValueError)       an inconsistent config, plan or feature contract
     ├── CheckpointError (ValueError)   a checkpoint that cannot be read, or does not match the model
     ├── ArchiveError (ValueError)      an archive that breaks a rule of archive/FORMAT.md (``.rule`` names it)
-    ├── MismatchError (ValueError)     a model whose outputs differ from the recorded ones (``.comparison`` has the
-    rows) └── UnavailableError (RuntimeError) something that would work elsewhere or later: a missing extra, a stopped
-    server
+    ├── MismatchError (ValueError)     outputs that differ from the recorded ones (``.comparison`` has the rows)
+    └── UnavailableError (RuntimeError) something that would work elsewhere or later: a missing extra, a stopped server
         ├── OverloadedError            the server's queue or memory budget is full (``.retry_after`` seconds)
         └── DeadlineError              a request's deadline passed before it was run
 

@@ -36,7 +36,7 @@ def put(partial: Path, target: Path, *, replace: bool) -> None:
         elif exchange(partial, target):
             shutil.rmtree(partial, ignore_errors=True)
         else:
-            _step_aside(partial, target)
+            _replace_folder(partial, target)
     sync_folder(target.parent)
 
 
@@ -76,19 +76,19 @@ def _renameat2(source: Path, target: Path, flag: int) -> int:
     return ctypes.get_errno()
 
 
-def _step_aside(partial: Path, target: Path) -> None:
+def _replace_folder(partial: Path, target: Path) -> None:
     """Move the old target to another name, because a folder cannot be renamed over a non-empty one; moves it back on an
     error."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
+    moved = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
     try:
-        os.rename(target, aside / "old")
+        os.rename(target, moved / "old")
         try:
             os.rename(partial, target)
         except BaseException:
-            os.rename(aside / "old", target)
+            os.rename(moved / "old", target)
             raise
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(moved, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -100,6 +100,6 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError:
-        pass  # a file system that knows no such thing
+        pass  # a file system without this operation
     finally:
         os.close(descriptor)

@@ -30,6 +30,6 @@ def group_device(pg: dist.ProcessGroup) -> torch.device:
     if pg.bound_device_id is not None:
         return pg.bound_device_id
     index = torch.cuda.current_device()
-    if index == 0:  # chosen by nobody, or the right one for local rank 0 and where a process sees one GPU only
+    if index == 0:  # the default; also right for local rank 0 and for a process with only one visible GPU
         index = dist.get_rank() % env.local_world_size(dist.get_world_size()) % torch.cuda.device_count()
     return torch.device("cuda", index)

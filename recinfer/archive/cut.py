@@ -1,8 +1,8 @@
 """Separates a model's dense part from its embedding modules, as one function of tensors.
 
-The model runs with stand-ins: each embedding module returns given vectors instead of looking up, each argument of
-``forward`` is a stand-in that notes whether it reaches an embedding module (a sparse input) or is used as a tensor (the
-dense input). Whatever the Python between them does, the cut has seen it or refuses it by name.
+The model runs with stand-ins: each embedding module returns given vectors instead of looking up, and each argument of
+``forward`` is a stand-in that records whether it reaches an embedding module (a sparse input) or is used as a tensor
+(the dense input). Any other use raises an error that names it.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class ModuleInfo:
     """One embedding collection of the model.
 
     ``features`` in output order, ``outputs`` the embedding name of each. ``position_weights`` gives the number of
-    positions per feature when a position-weighted processor stands before the tables.
+    positions per feature, for tables with a position-weighted processor.
     """
 
     path: str

@@ -1,7 +1,7 @@
 """Maps shard files into memory so that the row-wise shards of a table are contiguous.
 
-The pages are the page cache's own: loading copies nothing (but the pages that two pieces share), and processes that
-serve the same archive share them.
+The mapped pages belong to the page cache: loading copies only pages that two shards share, and processes that serve the
+same archive share the memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks ``model.pt2`` before ``torch.export.load``: it may contain only a graph and numbers.
 
 torch unpickles some entries of a program file and evaluates its symbolic expressions and guards as Python. An archive
-is data, so nothing of the kind is let through: rule D1.
+must be data only, so such entries are rejected: rule D1.
 """
 
 from __future__ import annotations

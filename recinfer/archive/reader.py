@@ -112,7 +112,7 @@ def open_archive(
         path: the archive's folder.
         check_hashes: hash the shards too; reads every byte.
         ranks: those whose shard files are wanted; the others' need not be in the folder. Default all.
-        dense: False for who wants shards alone: the dense part and the golden requests need not be in the folder.
+        dense: False to open shards only: the dense part and the golden requests need not be in the folder.
 
     Raises:
         ArchiveError: the rule that is broken is in ``.rule``.

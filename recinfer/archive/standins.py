@@ -51,7 +51,7 @@ class Argument:
         raise UsedAsTensor(self._path, "a slice of it")
 
     def split(self, sizes: Any, *args: Any, **kwargs: Any) -> Any:
-        """Like KeyedJaggedTensor.split; each part stands for the whole, because an embedding module selects its
+        """Like KeyedJaggedTensor.split; each part represents the whole, because an embedding module selects its
         features by name.
 
         A tensor is split along a dimension that is named: the default is the batch, which has no fixed sizes.

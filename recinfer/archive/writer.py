@@ -47,7 +47,7 @@ class _HashedFile:
     Written past the buffers of Python: a buffer that could not be written would be tried again by close.
 
     Args:
-        hasher: hashes beside the thread that writes; the two take about as long.
+        hasher: hashes concurrently with the writing thread; both take about the same time.
     """
 
     def __init__(self, path: Path, size: int, hasher: Executor) -> None:
@@ -61,7 +61,7 @@ class _HashedFile:
 
     def write_at(self, offset: int, data: bytes | memoryview) -> None:
         if offset != self._hashed:
-            if self._in_order and 0 < offset - self._hashed <= 8192:  # padding: zeros that nobody writes
+            if self._in_order and 0 < offset - self._hashed <= 8192:  # padding: zeros that are never written
                 self._digest.update(bytes(offset - self._hashed))
                 self._hashed = offset
             else:

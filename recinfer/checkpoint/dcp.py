@@ -1,9 +1,9 @@
 """Reads the index of a torch.distributed.checkpoint folder: the file and byte offset of every shard of every tensor.
 
-What is trusted: nothing. ``.metadata`` is a pickle, and torch reads it with the full unpickler, which runs what the
-file says. Here it is read by an unpickler that knows torch's few metadata classes and refuses all others, so a folder
-of unknown origin can be opened. Its content is then checked: shards lie inside their tensor, cover it once, and name
-files of the folder.
+The files are not trusted. ``.metadata`` is a pickle, and torch reads it with the full unpickler, which can run code
+from the file. Here it is read by an unpickler that allows only torch's few metadata classes, so a folder of unknown
+origin can be opened. Its content is then checked: shards lie inside their tensor, cover it once, and name files of the
+folder.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
      "model": {"class": "dlrm", ...} or null, "contract": {...} or null}
 
 ``model.class`` names an entry of a registry of builders; a module of a class that is not registered is stored with
-``"model": null`` and comes back through a function of the user's (:func:`recinfer.checkpoint.resolve.resolve_model`).
+``"model": null`` and is built by a function of the user (:func:`recinfer.checkpoint.resolve.resolve_model`).
 """
 
 from __future__ import annotations

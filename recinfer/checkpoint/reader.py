@@ -1,8 +1,8 @@
 """Reads a checkpoint in slices: a torch.distributed.checkpoint folder (ours or TorchRec's) or a ``.pt`` state dict.
 
-Tensors are read from the byte ranges of their files into memory of the caller's choice, so a table never exists
-twice, and a slice of rows touches only the shards that overlap it. torchrec is not needed, whatever the sharding was.
-Files need not be trusted: see :mod:`recinfer.checkpoint.dcp` and :mod:`recinfer.checkpoint.torch_file`.
+Tensors are read from the byte ranges of their files into memory that the caller chooses, so a table never exists twice,
+and a slice of rows reads only the shards that overlap it. torchrec is not needed for any sharding. Files need not be
+trusted: see :mod:`recinfer.checkpoint.dcp` and :mod:`recinfer.checkpoint.torch_file`.
 """
 
 from __future__ import annotations

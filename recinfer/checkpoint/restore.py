@@ -1,9 +1,9 @@
 """Loads a checkpoint with its optimizer state into a model with any sharding and number of ranks, in bounded memory.
 
 Every rank reads the rectangles of its own shards and nothing else; no rank holds a table that it does not own, and
-nothing travels between ranks. Where the sharding changed, so does the layout of row-wise optimizer state (one number a
-row and column piece): pieces that are joined give the mean weighted by columns, which is what the whole row would have;
-a piece that is cut gives its number to both parts.
+ranks exchange no data. If the sharding changes, the layout of row-wise optimizer state (one number per row and column
+shard) changes too: joined shards get the mean weighted by columns, which is the value of the whole row; the parts of a
+split shard get its value.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def load_checkpoint(
 
     Args:
         folder: a torch.distributed.checkpoint folder that recinfer or TorchRec wrote, at any world size and sharding,
-            or a ``.pt`` state dict. The model's keys may lie under any prefix.
+            or a ``.pt`` state dict. The model's keys may have any prefix.
         model: sharded (its state dict holds ShardedTensors) or not.
         optimizer: keyed optimizers (``DistributedModelParallel.fused_optimizer``, CombinedOptimizer) or torch's, over
             the model's parameters.

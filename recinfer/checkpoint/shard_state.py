@@ -1,7 +1,8 @@
 """Combines the state that a plain optimizer keeps per local shard of a table into one tensor of all ranks.
 
-A table with the kernel ``dense`` is sharded, but its parameter on a rank is an ordinary tensor, and so is the state that
-torch's optimizers make for it. Written as it is, every rank's part would have the same name.
+A table with the kernel ``dense`` is sharded, but its parameter on a rank is an ordinary tensor, and so is the state
+that torch's optimizers create for it. Without this conversion, every rank's part would have the same name in a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def state_of_all_ranks(
         model: the model's state dict; sharded tables are ShardedTensors or DTensors in it.
 
     Returns:
-        parameter -> state name -> value; nothing of tables that lie on other ranks.
+        parameter -> state name -> value; without tables on other ranks.
 
     Raises:
         CheckpointError: state that is neither one number an element nor one a row of the table.

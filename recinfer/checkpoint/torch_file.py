@@ -1,7 +1,7 @@
 """Finds and reads single tensors in torch.save files without loading the whole file.
 
 torch.save writes a zip of uncompressed records: ``data.pkl`` describes the tensors, ``data/<n>`` hold their storages.
-Here ``data.pkl`` is read by an unpickler that knows nothing but tensors and plain containers, so no code in a file
+Here ``data.pkl`` is read by an unpickler that allows only tensors and plain containers, so no code in a file
 can run, and what it returns are byte ranges that are read row by row with ``pread``.
 """
 

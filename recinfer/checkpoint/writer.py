@@ -47,10 +47,11 @@ def save_checkpoint(
 ) -> Path:
     """Write ``model`` and its model.json. The folder appears under its name when it is complete.
 
-    Tensors lie under ``model.<key of the state dict>``, the optimizer's under ``optim.state.<parameter>.<state>``, so
-    ``dcp.load({"model": module.state_dict()}, checkpoint_id=folder)`` reads it back too (give what it filled to
-    ``module.load_state_dict`` where tables are behind a cache of rows, which keeps old ones otherwise). With a process
-    group every rank calls this, with the same folder on a shared file system, and writes its own shards.
+    Tensors are stored under ``model.<key of the state dict>``, the optimizer's under
+    ``optim.state.<parameter>.<state>``, so ``dcp.load({"model": module.state_dict()}, checkpoint_id=folder)`` reads it
+    back too (give what it filled to ``module.load_state_dict`` where tables are behind a cache of rows, which keeps old
+    ones otherwise). With a process group every rank calls this, with the same folder on a shared file system, and
+    writes its own shards.
 
     Args:
         folder: where to; an earlier checkpoint there is replaced.

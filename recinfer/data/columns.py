@@ -1,6 +1,6 @@
 """Converts raw columns (text, numbers, None, nan) to columns of text or numbers.
 
-A missing value is None, nan or the empty text. A number and its text are the same value: 7, 7.0 and "7" all read "7".
+A missing value is None, nan or the empty text. A number and its text are the same value: 7, 7.0 and "7" all become "7".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The feature contract: plain data that defines how raw columns become a model's inputs, in training and serving.
 
-It is stored in ``model.json`` and in an archive's manifest, so that whoever has the model can feed it raw rows:
+It is stored in ``model.json`` and in an archive's manifest, so that every user of the model can convert raw rows:
 
     contract = FeatureContract(
         sparse=(SparseFeature("C1", Hash(1000)), SparseFeature("genres", Vocabulary(("Comedy", "Drama")), separator=" ")),
@@ -116,7 +116,7 @@ class DenseFeature:
     Attributes:
         name: what it is called.
         column: the raw column; "" is ``name``.
-        fill: the raw value that stands for a missing one; None fails the call.
+        fill: the raw value used for a missing one; None makes a missing value an error.
         clip_min, clip_max: bounds of the raw value; None is no bound.
         log: take log(1 + x); needs ``clip_min`` above -1.
         shift, scale: numbers; scale is not 0.

@@ -63,7 +63,7 @@ def load_dataset(
     Args:
         path: the rows; None, and only None, for ``synthetic``.
         format: ``"criteo"`` (csv with header, or tsv without), ``"movielens"`` (RecBole's .inter, with .user and .item
-            where they lie beside it) or ``"synthetic"``.
+            if they are next to it) or ``"synthetic"``.
         limit: use only that many rows, the first of a file; None for all (synthetic: 50,000).
         seed: of the split, and of synthetic rows.
         test_fraction: part of the rows to hold out, chosen at random.

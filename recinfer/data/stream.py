@@ -1,7 +1,7 @@
 """Streams rows of csv, tsv (also gzip) and parquet files in blocks, for data larger than memory.
 
-A block is a run of rows that every rank of a training counts alike; of each block a rank parses only its own rows where
-the format allows (tab-separated text, parquet), and turns only those into ids in any case.
+All ranks of a training see the same blocks. A rank converts only its own rows of a block to ids, and parses only these
+if the format allows (tab-separated text, parquet).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Generates synthetic rows in Criteo's format, with a signal that a model can learn.
 
 Columns as in the real set: ``label``, 13 counts ``I1..I13`` with a heavy tail, 26 categories ``C1..C26`` as 8 hex
-digits whose frequencies follow a bounded Zipf law; both may be empty. A click is a coin thrown with the probability
-``sigmoid(bias + dense effects + category effects + pair effects)``, which :class:`SyntheticRows` keeps, so the best AUC
-that any model could reach is known.
+digits whose frequencies follow a bounded Zipf law; both may be empty. A click is drawn with the probability
+``sigmoid(bias + dense effects + category effects + pair effects)``, which :class:`SyntheticRows` keeps, so that the
+best possible AUC is known.
 """
 
 from __future__ import annotations

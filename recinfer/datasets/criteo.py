@@ -1,6 +1,6 @@
 """Iterates over Criteo click logs: rows of the text files, and batches of binary (npy) files.
 
-The text's 40 fields are here named ``label``, ``int_0..int_12`` and ``cat_0..cat_25``, as TorchRec's programs name them.
+The text's 40 fields are named ``label``, ``int_0..int_12`` and ``cat_0..cat_25``, as TorchRec's programs name them.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class InMemoryBinaryCriteoIterDataPipe(IterableDataset[Batch]):
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.shuffle_batches, self.mmap_mode = shuffle_batches, mmap_mode
         self.hashes = None if hashes is None else np.array(hashes).reshape(1, CAT_FEATURE_COUNT)
-        # TorchRec seeds numpy's global generator; one of our own gives the same numbers and disturbs nobody.
+        # TorchRec seeds numpy's global generator; a separate one gives the same numbers without side effects.
         self._random = np.random.RandomState(shuffle_training_set_random_seed)
 
         shuffle = shuffle_training_set and stage == "train"

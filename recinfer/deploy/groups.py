@@ -58,7 +58,7 @@ class Footprint:
 
     Attributes:
         model: as the manifest has it.
-        version: the folder's name where the archive lies at ``<model>/<version>``, as in a store; else the manifest's.
+        version: the folder's name if the archive is at ``<model>/<version>``, as in a store; else the manifest's.
         groups: of ranks, all of them once.
         ranker_bytes: memory of a ranker with one version.
         ranker_limit_bytes: the same with two.

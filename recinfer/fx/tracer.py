@@ -67,7 +67,7 @@ class Tracer(fx.Tracer):
 def _resolve_annotations(graph: fx.Graph, function: Callable[..., Any]) -> None:
     """Replace annotations that are text (``from __future__ import annotations``) by their classes.
 
-    torch.fx writes them into the code of the GraphModule as they are, where TorchScript does not know them.
+    torch.fx writes them into the code of the GraphModule unchanged, where TorchScript cannot resolve them.
     """
     try:
         hints = typing.get_type_hints(function)

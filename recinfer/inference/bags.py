@@ -1,7 +1,7 @@
 """A request's features as numpy arrays, without tensor operations between the wire and the lookup.
 
-A torch operator costs more to reach than it does at the sizes of a request. Shape suffixes: F features, B batch,
-S samples of all requests, N ids. Loops run over requests and features, never over ids.
+At the sizes of a request, the dispatch of a torch operator takes longer than its work. Shape suffixes: F features, B
+batch, S samples of all requests, N ids. Loops run over requests and features, never over ids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from recinfer.sparse.jagged_tensor import KeyedJaggedTensor
 __all__ = ["Bags", "Features", "bags_of", "merge_bags", "offsets_of"]
 
 # torch warns, once a process, that a tensor over memory that is not writable must not be written. Nothing behind this
-# module writes to ids: get that one warning over with where nobody sees it.
+# module writes to ids: trigger that warning here, where it is hidden.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0", np.uint8))
@@ -100,7 +100,7 @@ class Bags:
         """These samples with the features of ``context`` added, one sample that applies to all; its bags are put in the
         first sample.
 
-        The other samples' bags of those features are empty; who looks them up writes the first one's vectors there.
+        The other samples' bags of those features are empty; the lookup copies the first sample's vectors to them.
         """
         if not self.batch:  # nothing that the context could go with
             return self.arranged(self.keys + context.keys)

@@ -1,15 +1,17 @@
 """Compares a model's outputs with outputs that another program recorded for the same inputs.
 
-Two comparisons, by what is at hand:
+There are two comparisons:
 
-* An export has the checkpoint's float rows. Float rows through the exported dense program must give the recorded outputs up
+* At export, the checkpoint's float rows are available. Float rows through the exported dense program must give the
+  recorded outputs up
   to the rounding of float32 sums; each embedding of the archive must be as near to the float one as its precision allows.
-* An archive alone has quantized rows. Each element of a row is within half a step of its float value, so the dense program
-  is run on rows moved up or down by that, at random: the root mean square of what this does to an output, times
-  ``_DEVIATIONS``, is how far off the float model's output may be. Rounding errors are spread evenly over the step, so this
-  is 7 of their standard deviations, for any dense program, shared tables and repeated ids included. Where the archive's
-  output lies on a flat part of the program (a saturated sigmoid) small moves show nothing: rows are also moved by
-  ``_DEVIATIONS`` times as much, and the larger of the two figures counts.
+* An archive has only quantized rows. Each element of a row is within half a step of its float value, so the dense
+  program
+  is run on rows moved up or down by that, at random: the root mean square change of an output, times ``_DEVIATIONS``,
+  bounds the difference from the float model's output. Rounding errors are uniform over the step, so the bound is 7 of
+  their standard deviations, for any dense program, shared tables and repeated ids. On a flat part of the program (a
+  saturated sigmoid) small moves change nothing: rows are therefore also moved by ``_DEVIATIONS`` times as much, and the
+  larger result is used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Creates a delta from an archive and a new checkpoint: packs every row and keeps those that differ.
 
-The delta is tried before it gets its name: applied to the archive it must be as close to the new float model as an export
-must be, and its answers to the golden requests go into it.
+The delta is tested before the file appears: applied to the archive, it must be as close to the new float model as an
+export must be. Its answers to the golden requests are stored in it.
 """
 
 from __future__ import annotations

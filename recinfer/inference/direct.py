@@ -1,8 +1,8 @@
 """Pooled lookups of small requests directly from their bytes, with the compiled loop of recinfer.quant.
 
-Around the op's own 13 microseconds stand several times as much for arrays, tensors and dispatch, and in a server, where
-nothing of it stays in the caches, several times that. Here one call goes from lengths and ids to the answer's bytes. What
-is unusual (an id out of range, a feature unknown) is not answered here at all: the ordinary way says what is wrong.
+The operator's 13 microseconds come with several times as much for arrays, tensors and dispatch, and in a server with
+cold caches several times that. This module goes from lengths and ids to the response's bytes in one call. Unusual
+requests (an id out of range, an unknown feature) take the ordinary path, which reports the error.
 """
 
 from __future__ import annotations

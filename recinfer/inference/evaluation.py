@@ -1,8 +1,8 @@
 """Compares a float model and its quantized archive on held-out rows: AUC, log-loss, normalized entropy, and the AUC
 drop per table.
 
-The float model is not loaded: the rows that the data read are picked out while the tables stream by (FloatRows), and the
-dense program runs on them. So a model of any size is evaluated in the memory of the rows that the data touch.
+The float model is not loaded: the rows that the data needs are collected while the tables are read (FloatRows), and the
+dense program runs on them. Memory is therefore bounded by these rows, for models of any size.
 """
 
 from __future__ import annotations

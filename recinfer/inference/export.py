@@ -1,7 +1,7 @@
 """Exports a checkpoint and a plan to an archive: quantizes tables into shards and exports the dense part.
 
-The archive is built in a temporary folder, answers its own golden requests there, is compared with the float model, is
-opened as any reader would, and only then gets its name.
+The archive is built in a temporary folder, runs its own golden requests, is compared with the float model and opened by
+the reader, and is then renamed to its target.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The interface between a predictor and its tables, and its implementation for tables in this process.
 
-A predictor says what it wants (:class:`Ask`) and goes on with what was found, so the same steps run where the rows are
-mapped here (:func:`run_now`) and where they are on other hosts and have to be waited for (:func:`run_steps`).
+A predictor is a generator that yields the lookup it needs (:class:`Ask`) and continues with the result. The same steps
+therefore run on local rows (:func:`run_now`) and on rows of other hosts, without blocking (:func:`run_steps`).
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def run_steps(
     """Run steps with remote lookups to completion without blocking a thread during the lookups.
 
     Args:
-        deadline: ``time.monotonic()`` after which nobody waits for the result.
+        deadline: ``time.monotonic()`` after which the result is not needed.
         done: is given the result, or what the steps raised.
         resume: runs the next step once a lookup is there, on a thread that may compute.
     """
@@ -366,7 +366,7 @@ def _part(
     # Position weights are made by name, so names may not repeat there. Past nn.Module's call machinery, which costs as
     # much as the op's dispatch.
     direct = fused if isinstance(fused, PooledLookup) and positions is None else None
-    # MEAN columns beside SUM ones are scaled behind the op, and padded columns dropped.
+    # With MEAN and SUM tables together, MEAN columns are scaled after the operator; padded columns are dropped.
     finished = direct is not None and direct.batch.total_dim == sum(dims) and len({t.pooling for t in tables}) == 1
     order = tuple(dict.fromkeys(info.features)) if direct is None else tuple(direct.arranger.features)
     return _LocalPart(

@@ -1,6 +1,6 @@
 """A loaded archive: its tables, feature checks and dense part in one state.
 
-Everything is built when the archive is loaded; a call only runs, and any number run at once.
+Everything is prepared when the archive is loaded; calls are thread-safe.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Quantizes float models and shards quantized ones, with TorchRec's names and signatures.
 
-``quantize_inference_model`` and ``shard_quant_model`` return a new model that shares the dense parameters with the one
-they were given, which is not changed. Only the embedding collections differ. ``shard_quant_model`` returns the module with its weights (TorchRec's comes without).
+``quantize_inference_model`` and ``shard_quant_model`` return a new model that shares the dense parameters with the
+given model, which is unchanged. Only the embedding collections differ. ``shard_quant_model`` returns the module with
+its weights (TorchRec returns it without).
 """
 
 from __future__ import annotations

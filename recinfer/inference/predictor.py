@@ -77,7 +77,7 @@ class Predictor(LoadedModel):
             dense: float32 [B, num_dense], finite, or rows of numbers; None when the model has no dense input.
             features: all features of the model, in any order. One that is left out is refused, unless the archive was
                 exported to fill it in (``recinfer export --missing``).
-            context: features of one sample that go with every one of the B (a user's, beside its candidates'); none of
+            context: features of one sample that apply to all B samples (a user's features with B candidates); none of
                 them in ``features``. They are looked up once.
 
         Returns:
@@ -175,7 +175,7 @@ def load(
             read instead of one a piece, for a copy of these tables that other processes do not share.
         reuse_outputs: keep the memory of freed outputs for the next ones, in the whole process: outputs above 32 MiB
             come in about half the time (:func:`recinfer.quant.outputs.keep_outputs`).
-        lookups: who looks up instead of this process: no shard is opened then.
+        lookups: creates lookups that replace local tables; no shard is opened then.
 
     Raises:
         ArchiveError: the archive breaks a rule of FORMAT.md, or answers its first golden request wrongly.

@@ -1,7 +1,7 @@
 """Quantizes a checkpoint's tables into shards with a few threads that read, pack and measure chunks.
 
-Memory is bounded by the chunks in flight, whatever the tables' sizes. Inside a chunk the work runs over blocks that stay
-in a core's cache, which is several times faster than passes over the whole chunk.
+Memory is bounded by the chunks in flight for any table size. A chunk is processed in blocks that fit a core's cache,
+which is several times faster than passes over the whole chunk.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def quantize_tables(
         tables: each with its key in the checkpoint.
         write: called in this thread with (table, first row, packed rows uint8 [R, row bytes]), rows ascending.
         collect: called in any thread with (table, first row, float32 rows), which it must not keep.
-        advance: told the bytes (of float32) done.
+        advance: called with the number of processed bytes (of float32).
         max_chunk_bytes: float bytes of a chunk; a few packed chunks are in memory at a time, and 2 MB a worker.
 
     Returns:

@@ -2,8 +2,8 @@
 pickle.
 
 The file holds ``F.values`` (int64 [ids]) and ``F.lengths`` (int32 [B]) for each feature F, ``F.weights`` (float32 [ids]) for
-features of weighted tables, ``dense`` (float32 [B, num_dense]), and each output under its name (``output`` where there is
-one), float32 [B, ...].
+features of weighted tables, ``dense`` (float32 [B, num_dense]), and each output under its name (``output`` if there is
+only one), float32 [B, ...].
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reshards an archive by copying packed rows, without the checkpoint.
 
 The new archive holds the same bytes of every row, the same dense part and the same golden requests and answers, which
-it must give again before it gets its name.
+it must reproduce before it is renamed to its target.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def reshard_archive(
     source = open_archive(path)
     _check_plan(plan, source)
     with archive_folder(Path(out), overwrite=overwrite) as folder:
-        # Damaged rows must not get a new, valid hash: the old one is checked beside the copying.
+        # Damaged rows must not get a new, valid hash: the old one is checked while copying.
         with ThreadPoolExecutor(1) as pool:
             hashes = [pool.submit(source.check_hash, file) for file in source.manifest.files]
             try:
@@ -122,7 +122,7 @@ def embedding_model(manifest: Manifest) -> nn.Module:
     """The archive's embedding modules at their paths, on the meta device, as input for the planner."""
     root = nn.Module()
     for module in manifest.modules:
-        # Float, as models are; the stored precisions go to the planner beside the model.
+        # Float, as models are; the stored precisions are passed to the planner separately.
         configs = [replace(config, data_type=DataType.FP32) for config in manifest.configs(module.path)]
         meta = torch.device("meta")
         collection: nn.Module

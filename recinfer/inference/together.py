@@ -1,7 +1,7 @@
 """Runs one or several requests with one lookup and one run of the dense part; each gets its own result or error.
 
-A request may bring its context (a user, a query) once beside its candidates: the context's features are looked up for the
-first candidate and their vectors written beside the others.
+A request may have a context (a user, a query) that applies to all its candidates: the context's features are looked up
+for the first candidate and their vectors are copied to the others.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _broadcast(part: Any, found: Tensor, taken: Sequence[_Taken]) -> None:
 def _repeat_sequences(
     part: Any, found: Sequence[JaggedTensor], taken: Sequence[_Taken], batches: Sequence[int]
 ) -> list[Tensor]:
-    """Per output values and lengths of the candidates; a context's list stands once for every candidate."""
+    """Per output values and lengths of the candidates; a context's list is repeated for every candidate."""
     tensors = []
     for name, sequence in zip(part.info.features, found):
         lengths = list(sequence.lengths().split(batches))

@@ -27,7 +27,8 @@ class VerifyReport:
         num_files, num_bytes: files whose sizes and hashes were checked.
         num_requests: golden requests replayed.
         engines: dense engines they were replayed on.
-        problems: what is wrong: rule C2 (answers differ) or F6 (files that belong to nobody); empty when all is well.
+        problems: what is wrong: rule C2 (answers differ) or F6 (files that the manifest does not list); empty if there
+            are none.
         seconds: how long it took.
     """
 

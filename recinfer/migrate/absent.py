@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["INSTEAD"]
 
-# A key that ends in .* stands for every other name below it.
+# A key that ends in .* applies to every other name below it.
 INSTEAD = {
     "torchrec.datasets.criteo.BinaryCriteoUtils.get_file_row_ranges_and_remainder": "InMemoryBinaryCriteoIterDataPipe(rank=, world_size=), which shares the rows among the ranks",
     "torchrec.datasets.criteo.BinaryCriteoUtils.shuffle": "InMemoryBinaryCriteoIterDataPipe(shuffle_training_set=True), which shuffles while it reads",

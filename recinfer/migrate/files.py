@@ -43,7 +43,7 @@ class FileChange:
         before, after: its text.
         encoding: of the text on disk.
         missing: the names that are not here.
-        by_hand: (line, what stands there) of what names torchrec and is left as it is, such as a string.
+        by_hand: (line, description) of uses of torchrec that are not rewritten, such as a string.
     """
 
     path: Path

@@ -1,7 +1,7 @@
 """Rewrites the imports and dotted uses of torchrec in one file, by their positions in the syntax tree.
 
-Formatting, comments and strings stay as they are. Every name of torchrec becomes the same name of recinfer, also one that
-is not here: it is listed, and the program stops at it when it is run.
+Formatting, comments and strings stay as they are. Every name of torchrec becomes the same name of recinfer. A name that
+recinfer lacks is rewritten and listed; the program fails at it when it runs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Uses:
         for line in self._source.splitlines(keepends=True):
             self._line_starts.append(self._line_starts[-1] + len(line))
         self._places: set[int] = set()  # bytes of the source where "torchrec" is to be replaced
-        self._bound: dict[str, str] = {}  # name in the file -> dotted name of torchrec that it stands for
+        self._bound: dict[str, str] = {}  # name in the file -> dotted name of torchrec
         self._by_own_name = False  # whether `import torchrec` binds the name itself
         nodes = list(ast.walk(self.tree))
         for node in nodes:
@@ -127,7 +127,7 @@ class _Uses:
     def _replace(self, node: ast.alias | ast.ImportFrom | ast.Name, place: int) -> None:
         if self._source.startswith(_THEIRS.encode(), place):
             self._places.add(place)
-        else:  # Python 3.11 gives no true places for what stands in an f-string
+        else:  # Python 3.11 reports no exact positions inside f-strings
             self.by_hand.append((node.lineno, f"a use of {_THEIRS} whose position Python does not report"))
 
 

@@ -108,7 +108,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         """The process groups that this rank reduces over, in an order common to all ranks.
 
         A rank without a part of a parameter, or without a gradient in this step, still has to meet the others, and does
-        not know of them: the ranks tell each other once.
+        not have them: the ranks exchange them once.
         """
         if self._reductions is None:
             self._reductions = _meetings_of_all(set(self._pgs.values())) if self._global else []

@@ -1,8 +1,8 @@
 """The table optimizers as torch optimizers, with the same formulas as the fused kernels.
 
-Give them to :func:`recinfer.optim.apply_optimizer_in_backward.apply_optimizer_in_backward` to have a sharded module run
-the fused kernel of the same name; stepped by themselves they update parameters with sparse gradients (only the rows
-that have one) or dense ones (all rows). State: ``step`` and, as the formula has them, ``momentum1`` and ``exp_avg_sq``.
+Pass them to :func:`recinfer.optim.apply_optimizer_in_backward.apply_optimizer_in_backward` to run the fused kernel of
+the same name in a sharded module; stepped on their own they update parameters with sparse gradients (only the rows that
+have one) or dense ones (all rows). State: ``step`` and, as the formula has them, ``momentum1`` and ``exp_avg_sq``.
 """
 
 from __future__ import annotations

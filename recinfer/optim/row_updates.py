@@ -1,8 +1,8 @@
 """The update formulas of the table optimizers, as functions on rows of weights, gradients and state.
 
 These are the formulas of FBGEMM's fused kernels, written with torch: the reference that the kernels are tested against,
-and what runs where FBGEMM has no kernel. Rows are ``[R, D]`` in float32; row-wise state is ``[R]``; ``t`` counts steps
-from 1. With ``g`` the gradient and ``lr`` the rate:
+and the implementation where FBGEMM has no kernel. Rows are ``[R, D]`` in float32; row-wise state is ``[R]``; ``t``
+counts steps from 1. With ``g`` the gradient and ``lr`` the rate:
 
     sgd                    w -= lr g
     adagrad                s += g^2                 w -= lr g / (sqrt(s) + eps)
@@ -14,7 +14,7 @@ from 1. With ``g`` the gradient and ``lr`` the rate:
     lars_sgd               a = lr eta |w| / (|g| + wd |w|)    m = momentum m + a (g + wd w)    w -= m
 
 Weight decay ``wd``: the last five have it in their formula. For sgd and the Adagrads, ``"l2"`` adds ``wd w`` to the
-gradient, also to the one that is accumulated, ``"decouple"`` shrinks ``w`` by ``lr wd w`` beside the step.
+gradient, also to the one that is accumulated, ``"decouple"`` shrinks ``w`` by ``lr wd w`` separately.
 """
 
 from __future__ import annotations

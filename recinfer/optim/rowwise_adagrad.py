@@ -88,7 +88,7 @@ class RowWiseAdagrad(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for table in group["params"]:
-                if table.grad is not None and table.numel():  # a table that lies on other ranks is empty here
+                if table.grad is not None and table.numel():  # a table on other ranks is empty here
                     _update(table, table.grad, self.state[table], group)
         return loss
 

@@ -103,7 +103,7 @@ def _multiplier(stage: WarmupStage, step: int) -> float:
 class WarmupOptimizer(OptimizerWrapper):
     """Sets the learning rate of another optimizer, ``lr`` times the stage's multiplier, for each step.
 
-    Step 0 has its rate from the start. After the last stage the multiplier is 1. Where training stands is saved in the
+    Step 0 has its rate from the start. After the last stage the multiplier is 1. The step and stage are saved in the
     state dict under ``param_name``, ``{"warmup": int64 [step, stage]}``, and so are the param_groups.
 
     Args:

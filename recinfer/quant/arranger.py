@@ -1,7 +1,8 @@
 """Prepares a KeyedJaggedTensor for lookup: puts features in order and checks ids.
 
-On CPU the op itself refuses ids beyond a table's rows, where it can tell them (``TableBatch.knows_rows``); all it lets
-through is -1, so one minimum over the ids is the whole check. Elsewhere the largest id of each feature is compared.
+On the CPU the operator itself rejects ids beyond a table's rows, if it has the number of rows
+(``TableBatch.knows_rows``). It skips only -1, so one minimum over the ids completes the check. Elsewhere the largest id
+of each feature is compared.
 
 Shape suffixes: F features, B batch, N ids.
 """

@@ -1,6 +1,6 @@
 """Buffers of packed rows, and the position of each rectangle in them.
 
-Everything that holds packed rows says so with :class:`Placed`: a shard, whole columns of a table, a table of a kernel call.
+:class:`Placed` describes packed rows in a buffer: a shard, whole columns of a table, or a table of a kernel call.
 
 Shape suffixes: R rows, P packed bytes.
 """

@@ -1,8 +1,8 @@
 """Pooled and unpooled lookups over packed tables in this process, with one operator call per collection.
 
-A table may be cut into column pieces, never into rows. Every (feature, piece) pair is a feature of the op, in the
-module's feature order, so the op writes its output already concatenated. Everything that
-depends on the tables alone is computed when the module is built; forward only runs.
+A table may be split by columns, not by rows. Every (feature, column piece) pair is a feature of the operator, in the
+module's feature order, so that the operator writes concatenated output. Everything that depends on the tables alone is
+computed when the module is built; forward only runs.
 
 Shape suffixes: F features, B batch, N ids, D output columns.
 """

@@ -124,7 +124,7 @@ class RowPacker:
         )
         if not weight_squares < _LARGEST**2:
             self._check(weight_RD, table, first_row)
-        if odd:  # which of the zeros FBGEMM takes for the bias, it alone knows
+        if odd:  # FBGEMM decides which of the zeros is the bias
             rows = torch.from_numpy(self._odd[:odd].astype(np.int64))
             from recinfer.quant.tbe import quantize_rows  # FBGEMM, which rows of other elements do without
 

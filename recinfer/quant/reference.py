@@ -1,6 +1,6 @@
 """Reference implementations of the quantized kernels in plain torch, for tests.
 
-Nothing here is fast, and nothing here touches FBGEMM. Formulas: row-wise asymmetric quantization with fp16 scale and
+It is slow and does not use FBGEMM. Formulas: row-wise asymmetric quantization with fp16 scale and
 bias, rounding half to even, as FBGEMM's ``FloatToFusedNBitRowwiseQuantizedSBHalf`` does on its scalar path.
 """
 

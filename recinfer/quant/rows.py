@@ -1,6 +1,6 @@
 """The format of packed rows (FBGEMM's): sizes, slicing and joining columns, and unpacking.
 
-A packed row is bytes, in the order the table-batched-embedding (TBE) op reads them::
+A packed row is bytes, in the order that the table-batched-embedding (TBE) operator reads::
 
     INT8, INT4, INT2:  scale (fp16) | bias (fp16) | codes, low bits first | zero padding to the row alignment
     FP16, FP32:        the elements | zero padding to the row alignment
@@ -148,7 +148,7 @@ def slice_packed_columns(
     if col_start % per_byte == 0 and (col_stop % per_byte == 0 or col_stop == dim):
         first = QPARAM_BYTES + col_start // per_byte
         out[:, QPARAM_BYTES : QPARAM_BYTES + payload] = packed_RP[:, first : first + payload]
-    else:  # a cut inside a byte: the codes move, the numbers they stand for do not
+    else:  # a slice inside a byte: the codes move, their values do not
         codes = _codes(packed_RP, dim, data_type)[:, col_start:col_stop]
         out[:, QPARAM_BYTES : QPARAM_BYTES + payload] = _join_codes(codes, data_type)
     return out

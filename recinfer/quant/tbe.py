@@ -1,9 +1,9 @@
 """The interface to FBGEMM's table-batched embeddings (TBE): quantizing rows, looking up packed rows, registering TBE
 modules.
 
-No other file imports FBGEMM's TBE classes. The lookup calls the op itself on tables that lie anywhere in one uint8
+No other file imports FBGEMM's TBE classes. The lookup calls the operator itself on tables anywhere in one uint8
 buffer, so tables are never copied into a module's own storage: a memory-mapped archive serves as it is. FBGEMM's
-``IntNBitTableBatchedEmbeddingBagsCodegen`` is built only for those who want the module (registration, inspection); it
+``IntNBitTableBatchedEmbeddingBagsCodegen`` is built only on request (registration, inspection); it
 shares the same bytes.
 """
 
@@ -202,9 +202,9 @@ class TableBatch(nn.Module):
     def _knows_rows(self, size: int) -> bool:
         """Whether the operator rejects every id beyond each table's rows.
 
-        It is not told the rows: it takes the bytes up to the next feature's table (or the end of the buffer) for the
-        table's. So tables must follow one another in the order of the features, with less than a row between them. It
-        lets -1 through in any case: the id of a row pruned away.
+        It does not get the number of rows: it treats the bytes up to the next feature's table (or the buffer's end) as
+        the table's. So tables must follow one another in the order of the features, with less than a row between them.
+        It lets -1 through in any case: the id of a row pruned away.
         """
         reads = self.reads
         ends = [read.offset for read in reads[1:]] + [size]
@@ -251,7 +251,7 @@ class TableBatch(nn.Module):
         """Run the operator over features ``first:last`` only, with all ids and the offsets of these features' bags."""
         buffer, managed, locations, starts, types, columns, *_ = self._bounded
         if self.knows_rows and last < len(self.reads):
-            # Up to the next table, which the op would else not know of.
+            # Up to the next table, which the operator does not get otherwise.
             ahead = [int(start) for start in starts[last:] if start > starts[last - 1]]
             buffer = buffer[: min(ahead, default=buffer.numel())]
         mine = columns[first : last + 1] - columns[first]

@@ -1,8 +1,8 @@
 """Splits a lookup over several threads where measured times show that this is faster.
 
-FBGEMM's CPU op runs on one thread and lets the interpreter go while it does. It allocates its output, so each part is
-copied to its columns of the whole; that is why lookups of one id a bag seldom gain (their output is all there is to
-write) and bags of many ids do.
+FBGEMM's CPU operator runs on one thread and releases the interpreter lock. It allocates its output, so each part is
+copied to its columns of the whole output. Lookups with one id per bag therefore seldom gain (the output is most of the
+work), and bags of many ids do.
 
 Shape suffixes: F features, B batch, N ids, D output columns.
 """

@@ -1,8 +1,8 @@
 """A Triton kernel that looks up packed rows of all tables of a device in one launch.
 
-The kernel reads the rows of :mod:`recinfer.quant.rows` as they lie in memory. A program takes a tile of bags (or of single
-ids, unpooled) and up to 256 columns of one table; sums are float32, in the order of the ids. It also counts ids out of
-range, so that nothing has to wait for the device before a lookup.
+The kernel reads the rows of :mod:`recinfer.quant.rows` in their memory layout. A program takes a tile of bags (or of
+single ids, unpooled) and up to 256 columns of one table; sums are float32, in the order of the ids. It also counts ids
+out of range, so that a lookup need not wait for the device first.
 
 On a machine without a GPU the same code runs in Triton's interpreter: set ``TRITON_INTERPRET=1`` before Python starts. That
 is for tests; it is thousands of times slower than FBGEMM.
@@ -94,7 +94,7 @@ def _tile(
     row_bytes = tl.multiple_of(tl.load(chunk_ptr + 3), ALIGNMENT)
     first_row, rows = tl.load(chunk_ptr + 4), tl.load(chunk_ptr + 5)
     table_rows, default = tl.load(chunk_ptr + 6), tl.load(chunk_ptr + 7)
-    # The compiler makes wide loads and stores only of what it knows to be aligned, masks included.
+    # The compiler generates wide loads and stores only for provably aligned accesses, masks included.
     first = tl.multiple_of(tl.load(chunk_ptr + 8), 16)
     columns = tl.multiple_of(tl.load(chunk_ptr + 9), UNIT)
     out_column = tl.multiple_of(tl.load(chunk_ptr + 10), UNIT)
@@ -172,7 +172,7 @@ class Read(NamedTuple):
         key: number of the input's key whose ids it takes.
         pooling: SUM or MEAN; NONE for one row an id.
         table_rows: rows of the whole table, beyond which ids are out of range; None: ``placed.rect.row_stop``.
-        default: the row that an id out of range stands for; None: it gives zeros, and the caller refuses the request.
+        default: the row used for an id out of range; None gives zeros, and the caller rejects the request.
     """
 
     placed: Placed
@@ -228,7 +228,7 @@ class TritonTables:
         widths = [read.placed.rect.cols for read in reads]
         self.columns = min(_MOST_COLUMNS, max(16, _power_of_two(max(widths))))
         self._types = sum({_BITS[read.placed.data_type] for read in reads})
-        # Where each read's output is: (layer, first column). Unpooled reads of one key lie in layers of their own, but for
+        # Where each read's output is: (layer, first column). Unpooled reads of one key have separate layers, except for
         # the column pieces of one table.
         self.places: list[tuple[int, int]] = []
         self.layers = 1
@@ -260,7 +260,7 @@ class TritonTables:
         placed, rect, (layer, out_column) = read.placed, read.placed.rect, self.places[number]
         start = placed.offset
         if self.buffers.memory_of(placed) != "near" and self.buffers.managed is not None:
-            # The kernel takes one pointer: rows in the other buffer lie at a distance from it. A GPU and its host share
+            # The kernel takes one pointer: rows in the other buffer are at a distance from it. A GPU and its host share
             # one address space, so the distance reaches pinned host memory too.
             start += self.buffers.managed.data_ptr() - self.buffers.near.data_ptr()
         table_rows = rect.row_stop if read.table_rows is None else read.table_rows

@@ -1,8 +1,8 @@
 """Checks of jagged data when it is built; skipped while tracing and, where they are slow, on other devices than the
 CPU.
 
-Shapes are always checked. Numbers inside tensors (sums, signs) are checked on the CPU only: on another device each
-look would wait for the device. Nothing is checked while torch traces, exports or compiles, or on the meta device.
+Shapes are always checked. Numbers inside tensors (sums, signs) are checked on the CPU only: on other devices each check
+would wait for the device. Nothing is checked while torch traces, exports or compiles, or on the meta device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Splits a KeyedJaggedTensor for other ranks and joins the received pieces.
 
 Shapes: ``F`` keys a rank receives, ``W`` ranks that sent. Received tensors are rank-major (rank, key, example); a
-KeyedJaggedTensor is key-major (key, rank, example); ``recat`` is the order of the (rank, key) pieces that does it.
+KeyedJaggedTensor is key-major (key, rank, example); ``recat`` is the permutation of the (rank, key) pieces between the
+two.
 """
 
 from __future__ import annotations

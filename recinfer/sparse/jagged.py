@@ -108,7 +108,7 @@ class JaggedTensor(metaclass=Proxyable):
             "expected values [B, M, ...] and B lengths",
         )
         mask = torch.arange(values.shape[1], device=values.device).expand(values.shape[:2]) < lengths.unsqueeze(-1)
-        # A length above M has no values to stand for it; the constructor compares the two numbers.
+        # A length above M has too few values; the constructor compares the two numbers.
         return JaggedTensor(values[mask], weights=None if weights is None else weights[mask], lengths=lengths)
 
     @staticmethod

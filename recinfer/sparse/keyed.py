@@ -1,6 +1,6 @@
 """KeyedTensor: dense tensors of several keys, concatenated in one tensor, and regrouping them.
 
-Everything here is slices and concatenations with sizes known in Python, so that torch.export follows it.
+The operations are slices and concatenations with sizes known in Python, which torch.export can trace.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class KeyedTensor(metaclass=Proxyable):
         length_per_key: how wide each key's block is along ``key_dim``.
         values: ``[B, sum(length_per_key)]`` (or any shape whose ``key_dim`` is that sum).
         key_dim: the dimension that the keys share.
-        offset_per_key, index_per_key: what could be computed, when the caller knows it.
+        offset_per_key, index_per_key: precomputed values, if the caller has them.
 
     Raises:
         InputError: as many lengths as keys, or a sum that is not the size of ``key_dim``.
@@ -196,7 +196,7 @@ class KeyedTensor(metaclass=Proxyable):
         return summary("KeyedTensor", self._keys, values=self._values)
 
 
-@fx.wrap  # one node in a graph that torch.fx traces: the keyed tensors are symbols there, whose keys nobody knows
+@fx.wrap  # one node in a graph that torch.fx traces: the keyed tensors are symbols there, with unknown keys
 def regroup_kts(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
     """The implementation of :meth:`KeyedTensor.regroup`: keys that stay adjacent are copied as one slice."""
     require(len(keyed_tensors) > 0, "KeyedTensor.regroup: got no keyed tensors; expected at least one")

@@ -2,7 +2,7 @@
 
 Shapes: ``F`` keys, ``B`` batch size (the stride), ``N`` values. With a variable batch every key has its own batch
 size, split by rank: ``stride_per_key_per_rank[F][ranks]``, and ``inverse_indices`` say which row of the key's batch
-stands for each example of the full batch.
+belongs to each example of the full batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KeyedJaggedTensor(KeyedParts):
         stride_per_key_per_rank: batch size of each key on each rank, ``[F][ranks]``: a variable batch.
         stride_per_key: batch size of each key; unequal ones make a variable batch of one rank.
         length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: what could be computed, when
-            the caller knows it already; taken as they are.
+            the caller has it already; not checked.
         inverse_indices: ``(keys, int64[len(keys), full batch])`` of a variable batch.
 
     Raises:

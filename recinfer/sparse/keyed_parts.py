@@ -276,7 +276,7 @@ class KeyedParts(metaclass=Proxyable):
     def length_per_key(self) -> list[int]:
         """Number of values of each key; computed once (waits for the device).
 
-        On the meta device nobody knows: the values are taken for shared out evenly, the rest to the first key.
+        On the meta device the numbers are unknown: the values are split evenly, with the remainder in the first key.
         """
         if self._length_per_key is None:
             self._length_per_key = self._compute_length_per_key()

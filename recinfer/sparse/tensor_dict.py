@@ -44,7 +44,7 @@ def _jagged(key: str, value: Any) -> JaggedTensor:
     if isinstance(value, JaggedTensor):
         return value
     if isinstance(value, Tensor) and value.is_nested:
-        nested: Any = value  # whose methods the stubs do not know
+        nested: Any = value  # the stubs lack its methods
         if nested.lengths() is None:
             return JaggedTensor(nested.values(), offsets=nested.offsets())
         return JaggedTensor(torch.cat(nested.unbind()), lengths=nested.lengths())  # a view with gaps between the rows

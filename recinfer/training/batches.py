@@ -106,7 +106,7 @@ class Examples:
         lengths = self._lengths_FN[:, rows].reshape(-1)
         starts = self._starts_FN[:, rows].reshape(-1)
         ends = lengths.cumsum(0)
-        # Place k of the batch lies in bag j, at starts[j] + (k - ends[j] + lengths[j]).
+        # Position k of the batch is in bag j, at starts[j] + (k - ends[j] + lengths[j]).
         shift = torch.repeat_interleave(starts - ends + lengths, lengths)
         values = self._values[shift + torch.arange(shift.numel())]
         sparse = KeyedJaggedTensor.from_parts_unchecked(self.keys, values, lengths, stride=rows.numel())

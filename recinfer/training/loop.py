@@ -165,8 +165,8 @@ def fit(
     Args:
         source: this rank's batches.
         settings: how.
-        out: folder of the checkpoint; None writes none. Checkpoints of the run under way lie in
-            :func:`~recinfer.training.step_checkpoints.resume_folder` beside it and go when the run is done.
+        out: folder of the checkpoint; None writes none. Checkpoints of the running training are in
+            :func:`~recinfer.training.step_checkpoints.resume_folder` next to it and are removed when the run is done.
         curve: takes the losses and metrics; only the first rank's is used.
         progress: show a progress bar on stderr (first rank).
 

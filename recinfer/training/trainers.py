@@ -1,6 +1,6 @@
 """Trainers for one process and for several ranks: model, optimizers, steps and checkpoints.
 
-On one process the tables have sparse gradients and row-wise Adagrad of ours, and FBGEMM is not needed. On several ranks
+On one process the tables have sparse gradients and recinfer's row-wise Adagrad, without FBGEMM. On several ranks
 the model is a DistributedModelParallel: tables are sharded and updated in the backward, and the exchange of ids runs
 ahead in a training pipeline.
 """

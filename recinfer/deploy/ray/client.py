@@ -80,7 +80,7 @@ def deploy(spec: Deployment) -> None:
         )
     from recinfer.deploy.ray.actor import ControllerActor
 
-    # Ray's types do not know that an actor's methods have a remote().
+    # Ray's type stubs lack remote() on an actor's methods.
     actor: Any = ray.remote(ControllerActor).options(
         name=spec.name,
         namespace=NAMESPACE,

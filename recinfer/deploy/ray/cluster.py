@@ -1,8 +1,8 @@
 """Implements the engine on Ray: a placement group per place, a detached actor per process, and Ray's key-value store
 for state.
 
-A group has one bundle, on the node that recinfer.deploy.ray.place chose. Ray's own SPREAD does not know which bundles are
-replicas of one shard, and a group can neither grow nor give a part of itself back.
+A group has one bundle, on the node that recinfer.deploy.ray.place chose. Ray's own SPREAD does not consider which
+bundles are replicas of one shard, and a group can neither grow nor release a part of its resources.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RayEngine:
             name=self._life(member),
             namespace=NAMESPACE,
             lifetime="detached",
-            max_restarts=0,  # the controller starts another one, which it knows the version and the port of
+            max_restarts=0,  # the controller starts another one with the right version and port
             num_cpus=need.cpus,
             memory=need.memory,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),

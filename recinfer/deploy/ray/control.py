@@ -1,7 +1,7 @@
 """The controller of a deployment: every second it checks all servers and acts to reach the wanted state.
 
-It knows no Ray: an Engine runs the processes. It holds nothing that a request needs, so servers go on without it; what it
-has to know is kept by the engine, and a controller that takes over goes on from there.
+It does not depend on Ray: an Engine runs the processes. Requests do not need the controller, so servers continue
+without it. The engine stores its state, and a new controller continues from there.
 """
 
 from __future__ import annotations

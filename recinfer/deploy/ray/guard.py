@@ -1,9 +1,10 @@
 """``python -m recinfer.deploy.ray.guard``: runs a command that ends with its starter, and removes its folder
 afterwards.
 
-The guard's stdin is a pipe that its starter holds and never writes to. When it ends, because the starter closed it or is
-gone, the guard sends SIGTERM to the command, after the grace SIGKILL, and removes the folder. A guard that is killed takes
-the command along: the kernel sends it SIGKILL. The first line on stdout is ``{"pid": N}``; the rest is the command's.
+The guard's stdin is a pipe that its starter holds and never writes to. When the pipe ends, because the starter closed
+it or ended, the guard sends SIGTERM to the command, then SIGKILL after the grace period, and removes the folder. If the
+guard is killed, the kernel sends the command SIGKILL. The first line on stdout is ``{"pid": N}``; the rest is the
+command's.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ class Probe:
 
     Attributes:
         answers: its health service answered; ``serving``: and that it takes requests.
-        why: it did not answer, as gRPC says it; empty without TLS, where it is no more than that nobody listens yet.
+        why: gRPC's reason for a failed call; empty without TLS, where it only means that the server does not listen
+            yet.
         status: as recinfer.serving.server.telemetry.metrics has it; empty when it was not to be had.
         rate: requests a second since the last look.
         inside: requests that were in the server at a time, on average since the last look (waiting or at work): the
@@ -82,7 +83,8 @@ class Prober:
         """Probe all members concurrently; returns results by name, without members that have no port.
 
         Raises:
-            ConfigError: a file of TLS is not on this node: nothing is known then, so nobody may be taken for gone.
+            ConfigError: a TLS file is missing on this node. No server's state is known then, so none may be treated as
+                failed.
         """
         if self._tls is not None and self._context is None:
             self._credentials, self._context = self._tls.credentials(), self._tls.context()

@@ -65,7 +65,7 @@ class Deployment:
         cool_down: seconds that load must have been low for before there is one less.
         token: bearer token of all servers; None: none.
         insecure: listen beyond this machine without one.
-        tls: of all servers, and of who asks them; None: none.
+        tls: TLS of all servers and their clients; None for no TLS.
     """
 
     name: str

@@ -56,14 +56,14 @@ class Tls:
     def settings(self) -> dict[str, str]:
         """Settings of shards.json: see recinfer.serving.shards.config.ShardsSettings."""
         cert, key = self.shown or (None, None)
-        told = {"tls_ca": self.ca, "tls_cert": cert, "tls_key": key, "tls_name": self.name}
-        return {name: value for name, value in told.items() if value is not None}
+        values = {"tls_ca": self.ca, "tls_cert": cert, "tls_key": key, "tls_name": self.name}
+        return {name: value for name, value in values.items() if value is not None}
 
     def caller(self) -> dict[str, Path | None]:
         """Keyword arguments of recinfer.serving.client.client.InferenceClient, except the name."""
         cert, key = self.shown or (None, None)
-        told = {"tls_ca": self.ca, "tls_cert": cert, "tls_key": key}
-        return {name: None if path is None else Path(path) for name, path in told.items()}
+        values = {"tls_ca": self.ca, "tls_cert": cert, "tls_key": key}
+        return {name: None if path is None else Path(path) for name, path in values.items()}
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Credentials of a gRPC channel to a server. Raises ConfigError naming a missing file."""
