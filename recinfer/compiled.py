@@ -15,7 +15,7 @@ def check_compiled() -> None:
     """Raise an error with instructions if a compiled module is missing, as in a source tree that was not built.
 
     Raises:
-        ImportError: something is not there; the message says what to run.
+        ImportError: a compiled module is missing; the message gives the command to build it.
     """
     folder = os.path.dirname(__file__)
     for name in COMPILED:

@@ -13,8 +13,8 @@ __all__ = ["group_device", "has_nccl"]
 def has_nccl(pg: dist.ProcessGroup) -> bool:
     """Whether NCCL moves the group's tensors on GPUs.
 
-    The config says it, not ``get_backend``: after a bare ``init_process_group()``, which gives gloo and NCCL, that is
-    "undefined".
+    This reads the config instead of ``get_backend``: after a bare ``init_process_group()``, which gives gloo and NCCL,
+    that is "undefined".
     """
     return "nccl" in dist.get_backend_config(pg)
 

@@ -34,7 +34,7 @@ def lazy_names(
 
     def names() -> list[str]:
         found = vars(sys.modules[package]).items()
-        # A package that lists its public modules shows these alone, whatever has been imported meanwhile.
+        # A package that lists its public modules shows only these, independent of what was imported meanwhile.
         own = (n for n, value in found if n[:2] == "__" or (isinstance(value, ModuleType) and not modules))
         return sorted({*own, *homes, *modules})
 

@@ -76,7 +76,7 @@ class Delta:
     """An opened delta; its rows are memory-mapped from the file.
 
     Attributes:
-        info: what it says.
+        info: the content of its delta.json.
         sha256: of ``delta.json``: what the next delta names as its ``previous``.
         rows: per entry of ``info.tables``, int64 [n], ascending.
         packed: per entry, uint8 [n, row bytes].

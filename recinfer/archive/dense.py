@@ -104,7 +104,7 @@ def _to_onnx(program: ExportedProgram, cut: Cut) -> tuple[bytes | None, str | No
         return model.SerializeToString(), None
     except ImportError as error:
         return None, f"the ONNX exporter is not installed: {error}"
-    except Exception as error:  # whatever the exporter meets, the torch program serves
+    except Exception as error:  # for any exporter error, the torch program is used
         while error.__cause__ is not None and isinstance(error.__cause__, Exception):
             error = error.__cause__  # the outer ones tell how to write a bug report
         return None, f"the ONNX export failed: {type(error).__name__}: {error}"
@@ -246,7 +246,7 @@ def open_dense(
 
     Raises:
         ArchiveError: rules F4, F5, D1 to D3.
-        ConfigError: the engine asked for is not in the archive.
+        ConfigError: the requested engine is not in the archive.
         UnavailableError: onnxruntime is needed and not installed.
     """
     chosen = engine or (info.engine if torch.device(device).type == "cpu" else "torch")

@@ -144,7 +144,7 @@ class OnnxInfo:
 
 @dataclass(frozen=True)
 class DenseInfo:
-    """The dense program. ``onnx_refused`` says why there is no ONNX form, when there is none."""
+    """The dense program. ``onnx_refused`` is the reason for a missing ONNX form."""
 
     engine: Literal["onnx", "torch"]
     num_dense: int

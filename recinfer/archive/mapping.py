@@ -81,7 +81,7 @@ def map_shards(
             process; the files and other processes never see the change, and all other pages stay shared.
 
     Raises:
-        ArchiveError: a file is not there any more (F3) or shorter than its header says (F4).
+        ArchiveError: a file no longer exists (F3) or is shorter than its header requires (F4).
         UnavailableError: there is no memory for the copy, or the limit on locked memory is too low.
     """
     placed, size = _place(files)

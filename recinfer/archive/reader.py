@@ -180,7 +180,7 @@ def _read_plan(root: Path, manifest: Manifest) -> Plan:
         plan = Plan.from_json(data)
     except TilingError as error:
         raise ArchiveError(f"plan.json: {error}", rule="P4") from None
-    except Exception as error:  # whatever a hostile plan provokes in its parser, it is no plan
+    except Exception as error:  # any error of the parser means an invalid plan
         raise ArchiveError(f"plan.json: {error}", rule="P1") from None
     if plan.hash != manifest.plan_hash:
         raise ArchiveError(f"plan.json has hash {plan.hash}; plan_hash is {manifest.plan_hash[:80]}", rule="P2")

@@ -186,7 +186,7 @@ def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[Archive
     error.
 
     Args:
-        target: where the archive goes; must not exist, unless ``overwrite``, and then must be an archive (or empty).
+        target: path of the archive; must not exist, or with ``overwrite`` must be an archive (or empty).
 
     Raises:
         ArchiveError: the target exists, or is something else than an archive.
@@ -215,7 +215,7 @@ def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[Archive
 def partial_folder(target: Path) -> Iterator[Path]:
     """A new, locked, hidden folder next to ``target``, removed at the end of the block and on any error.
 
-    The lock is the kernel's: it goes with the process, however that ends, so :func:`remove_stale` can tell what is left
+    The kernel releases the lock when the process ends in any way, so that :func:`remove_stale` can tell what is left
     of a killed one from what another is writing, on any host that shares the disk and its locks. Where there are no locks
     there is none.
     """
@@ -257,7 +257,7 @@ def remove_stale(target: Path) -> None:
         try:
             if time.time() - folder.stat().st_mtime < _YOUNG_SECONDS:
                 continue
-        except OSError:  # gone meanwhile
+        except OSError:  # removed meanwhile
             continue
         lock = _lock(folder)
         if lock is not None:

@@ -39,7 +39,7 @@ _ALIASES = {
     "step": ("iter",),
     "iter": ("step",),
 }
-_COUNTS = ("step", "iter")  # one number a parameter or a table, whatever the sharding
+_COUNTS = ("step", "iter")  # one number per parameter or table, for any sharding
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from recinfer.sizing.arrivals import Trace
     from recinfer.sizing.capacity import Measured
 
-__all__ = ["EXAMPLE", "Asked", "LoadOptions", "capacity", "measure", "show_measured"]
+__all__ = ["EXAMPLE", "MeasuredServer", "LoadOptions", "capacity", "measure", "show_measured"]
 
 EXAMPLE = (
     "Example: recinfer bench capacity movielens.rqa --p99-ms 10 --out capacity.json --plot capacity.png\n\n"
@@ -105,8 +105,8 @@ def capacity(options: CapacityOptions) -> None:
         check_picture(options.plot)
     if options.out is not None:
         check_place("--out", options.out)
-    asked = Asked(options.archive, options.target, options.sharded)
-    found = measure(asked, options.load, options.client, output)
+    subject = MeasuredServer(options.archive, options.target, options.sharded)
+    found = measure(subject, options.load, options.client, output)
     show_measured(output, found)
     if options.out is not None:
         found.save(options.out)
@@ -120,7 +120,7 @@ def capacity(options: CapacityOptions) -> None:
 
 
 @dataclass(frozen=True)
-class Asked:
+class MeasuredServer:
     """The server to measure: started for an archive (as a ranker and a shard server with ``sharded``), or running at a
     target."""
 
@@ -134,18 +134,20 @@ class Asked:
         return "ranker and shard" if self.sharded else "server"
 
 
-def measure(asked: Asked, load: LoadOptions, client: ClientOptions, output: Output) -> Measured:
+def measure(subject: MeasuredServer, load: LoadOptions, client: ClientOptions, output: Output) -> Measured:
     """Start the server unless it runs already, measure it, and stop it."""
     from recinfer.sizing.capacity import Measured, find_knee, this_machine
     from recinfer.sizing.load import Driver, encode_requests
 
-    output.note(f"starting a {asked.what} for {asked.archive}" if asked.target is None else f"loading {asked.target}")
-    with _server(asked) as (target, cpu_s):
+    output.note(
+        f"starting a {subject.what} for {subject.archive}" if subject.target is None else f"loading {subject.target}"
+    )
+    with _server(subject) as (target, cpu_s):
         arguments = client_arguments(client)
         with open_client(target, client) as asker:
-            asker.wait_until_ready(max(client.wait, 60.0) if asked.target is None else max(client.wait, 1.0))
+            asker.wait_until_ready(max(client.wait, 60.0) if subject.target is None else max(client.wait, 1.0))
             model = asker.get_model()
-        call = _call(load, asked, model)
+        call = _call(load, subject, model)
         trace = _trace(load, model)
         name, version = client.model, client.version
         requests = encode_requests(model, call, trace, name=name, version=version, seed=load.seed)
@@ -163,7 +165,7 @@ def measure(asked: Asked, load: LoadOptions, client: ClientOptions, output: Outp
                 progress=progress,
             )
     return Measured(
-        what=asked.what,
+        what=subject.what,
         model=model.name,
         version=model.version,
         call=call,
@@ -176,33 +178,33 @@ def measure(asked: Asked, load: LoadOptions, client: ClientOptions, output: Outp
 
 
 @contextmanager
-def _server(asked: Asked) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+def _server(subject: MeasuredServer) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
     """Yields its target and a function that gives the CPU seconds of each of its processes so far."""
     from recinfer.sizing.server_process import ServerProcess, ranker_and_shard
 
-    if asked.target is not None:
-        yield asked.target, dict
+    if subject.target is not None:
+        yield subject.target, dict
         return
-    assert asked.archive is not None
-    if not asked.sharded:
-        with ServerProcess(asked.archive) as server:
+    assert subject.archive is not None
+    if not subject.sharded:
+        with ServerProcess(subject.archive) as server:
             yield server.target, lambda: {"server": server.cpu_s()}
         return
     from recinfer.archive.reader import open_archive
 
-    world_size = open_archive(asked.archive, ranks=()).manifest.world_size
-    with ranker_and_shard(asked.archive, world_size) as (ranker, shard):
+    world_size = open_archive(subject.archive, ranks=()).manifest.world_size
+    with ranker_and_shard(subject.archive, world_size) as (ranker, shard):
         yield ranker.target, lambda: {"ranker": ranker.cpu_s(), "shard": shard.cpu_s()}
 
 
-def _call(load: LoadOptions, asked: Asked, model: ModelDescription) -> Any:
+def _call(load: LoadOptions, subject: MeasuredServer, model: ModelDescription) -> Any:
     if load.call is not None:
         return load.call.value
-    if asked.archive is None:
+    if subject.archive is None:
         return "predict" if model.num_dense else "lookup"
     from recinfer.archive.reader import open_archive
 
-    return "predict" if open_archive(asked.archive, ranks=()).manifest.dense is not None else "lookup"
+    return "predict" if open_archive(subject.archive, ranks=()).manifest.dense is not None else "lookup"
 
 
 def _trace(load: LoadOptions, model: ModelDescription) -> Trace:

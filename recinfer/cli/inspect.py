@@ -169,7 +169,7 @@ def _delta_tables(delta: Delta, num_bytes: int) -> list[Table]:
     about = Table(show_header=False, box=None, title=title, title_justify="left")
     about.add_row("created", info.created)
     about.add_row("archive", info.base)
-    about.add_row("goes on", "the archive alone" if info.sequence == 1 else f"delta {info.previous}")
+    about.add_row("applies to", "the archive" if info.sequence == 1 else f"the archive after delta {info.previous}")
     about.add_row("size", f"{mebibytes(num_bytes)}, {delta.num_rows:,} rows of {len(info.tables)} tables")
     about.add_row("other files", escape(", ".join(file.path for file in info.files)) or "none")
     tables = Table("table", "changed rows", "bytes")

@@ -85,7 +85,7 @@ class PredictOptions:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Input:
     """All rows of an input: dense inputs ``[N, d]``, ids, context features, and the model and version that the input
     names."""
 
@@ -116,12 +116,12 @@ def run(options: PredictOptions) -> None:
     if source is None:
         return _score_rows(options, output)
     kind = options.format or _format_of(source)
-    asked = _from_json(source) if kind is InputFormat.json else None
-    with open_client(options.target, _named(options.client, asked)) as client:
-        if asked is None:
-            asked = _from_rows(source, kind, client)
-        outputs, missing = _predict(client, asked, options.batch_size)
-    num_rows = asked.features.batch
+    parsed = _from_json(source) if kind is InputFormat.json else None
+    with open_client(options.target, _named(options.client, parsed)) as client:
+        if parsed is None:
+            parsed = _from_rows(source, kind, client)
+        outputs, missing = _predict(client, parsed, options.batch_size)
+    num_rows = parsed.features.batch
     if missing:
         output.show(missing_text(missing))
     output.show(_table(outputs, num_rows))
@@ -198,13 +198,13 @@ def _format_of(path: Path) -> InputFormat:
     return kind
 
 
-def _named(options: ClientOptions, asked: _Asked | None) -> ClientOptions:
+def _named(options: ClientOptions, parsed: _Input | None) -> ClientOptions:
     """``options`` with the model and version that the input names; raises ConfigError if ``options`` name different
     ones."""
-    if asked is None:
+    if parsed is None:
         return options
-    model = _one_of("model", options.model, asked.model)
-    return replace(options, model=model, version=_one_of("version", options.version, asked.version))
+    model = _one_of("model", options.model, parsed.model)
+    return replace(options, model=model, version=_one_of("version", options.version, parsed.version))
 
 
 def _one_of(name: str, given: str, own: str) -> str:
@@ -213,7 +213,7 @@ def _one_of(name: str, given: str, own: str) -> str:
     return given or own
 
 
-def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> _Asked:
+def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> _Input:
     """Raw rows, converted by the served model's feature contract."""
     from recinfer.data import read_columns, read_csv
     from recinfer.data.tables import first_line
@@ -225,15 +225,15 @@ def _from_rows(path: Path, kind: InputFormat, client: InferenceClient) -> _Asked
             f"raw rows with; send ids as JSON (--format json)"
         )
     if kind is InputFormat.csv and not set(about.contract.columns).isdisjoint(_fields(first_line(path))):
-        return _Asked(*about.contract.apply_arrays(read_csv(path)))
-    return _Asked(*about.contract.apply_arrays(read_columns(path, "criteo" if kind is InputFormat.csv else kind.value)))
+        return _Input(*about.contract.apply_arrays(read_csv(path)))
+    return _Input(*about.contract.apply_arrays(read_columns(path, "criteo" if kind is InputFormat.csv else kind.value)))
 
 
 def _fields(line: str) -> list[str]:
     return next(csv.reader([line]), [])
 
 
-def _from_json(path: Path) -> _Asked:
+def _from_json(path: Path) -> _Input:
     """The rows of a JSON file; the TorchServe handler accepts the same format."""
     import numpy as np
 
@@ -247,18 +247,18 @@ def _from_json(path: Path) -> _Asked:
         raise InputError(f"{path}: got no samples, expected at least one")
     dense = np.frombuffer(request.dense, np.float32).reshape(features.batch, -1)
     context = features_of(request.context) if request.HasField("context") else None
-    return _Asked(dense, features, context, request.model, request.version)
+    return _Input(dense, features, context, request.model, request.version)
 
 
-def _predict(client: InferenceClient, asked: _Asked, batch_size: int) -> tuple[dict[str, NDArray[Any]], list[int]]:
+def _predict(client: InferenceClient, parsed: _Input, batch_size: int) -> tuple[dict[str, NDArray[Any]], list[int]]:
     """The model's outputs for all rows, requested ``batch_size`` rows at a time, and the ranks missing from any
     response."""
     import numpy as np
 
     found = []
-    for start in range(0, asked.features.batch, batch_size):
-        features = asked.features.rows(start, start + batch_size)
-        found.append(client.predict(asked.dense[start : start + batch_size], features, context=asked.context))
+    for start in range(0, parsed.features.batch, batch_size):
+        features = parsed.features.rows(start, start + batch_size)
+        found.append(client.predict(parsed.dense[start : start + batch_size], features, context=parsed.context))
     missing = sorted({rank for outputs in found for rank in outputs.missing})
     return {name: np.concatenate([outputs[name] for outputs in found]) for name in found[0]}, missing
 

@@ -79,8 +79,8 @@ def security_of(options: SecurityOptions, *, worker: bool = False) -> Security:
     """The security settings of the server; raises ConfigError for a token file that cannot be read.
 
     Args:
-        worker: of a supervisor, which puts its own token into the environment of its workers: one that takes the place of
-            another has the same as the others then, whatever the file says by now.
+        worker: whether this process is a worker. The supervisor passes its token in the environment of its workers, so
+            that a restarted worker has the token of the others even if the file has changed.
     """
     from recinfer.serving.server.security import Security
     from recinfer.serving.wire.tls import read_token

@@ -335,7 +335,7 @@ class _Life:
         served = [f"{m.name} {m.version}" for m in self._models]
         engines = [_engine_of(m) for m in self._models]
         http_port, shown = self._server.http_port, self._server.metrics_port
-        if self._link is None:  # else the supervisor says it, once for all workers
+        if self._link is None:  # otherwise the supervisor prints it once for all workers
             tls = self._options.security.tls_cert is not None
             ports = {"http_port": http_port, "metrics_port": shown}
             show_addresses(output, ", ".join(served), address.host, port, **ports, tls=tls, engines=engines)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recinfer.cli.bench_capacity import Asked, LoadOptions, as_data, measure, show_measured
+from recinfer.cli.bench_capacity import MeasuredServer, LoadOptions, as_data, measure, show_measured
 from recinfer.cli.client import ClientOptions
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
 from recinfer.cli.declared import takes
@@ -206,9 +206,9 @@ def _measured_now(
         ids=options.ids,
         seconds=options.seconds,
     )
-    asked = Asked(options.archive)
-    server = measure(asked, load, ClientOptions(), output) if 1 in counts else None
-    sharded = measure(replace(asked, sharded=True), load, ClientOptions(), output) if counts - {1} else None
+    subject = MeasuredServer(options.archive)
+    server = measure(subject, load, ClientOptions(), output) if 1 in counts else None
+    sharded = measure(replace(subject, sharded=True), load, ClientOptions(), output) if counts - {1} else None
     for each in (server, sharded):
         if each is not None:
             show_measured(output, each)

@@ -50,9 +50,9 @@ class K8sOptions:
         max_rankers: the same of rankers.
         claim: PersistentVolumeClaim with ``<model>/<version>/`` archives.
         token_secret: Secret whose key ``token`` all calls need; None: ``<name>-token``.
-        cpus: cores that a container asks for, as Kubernetes writes them.
+        cpus: requested cores per container, in Kubernetes' notation.
         queue_depth: requests waiting in a ranker that one more is started for.
-        busy_percent: of the cores asked for, and of a shard server's time, above which one more is started.
+        busy_percent: share of the requested cores, and of a shard server's time, above which the autoscaler adds a pod.
     """
 
     namespace: str = "recinfer"
@@ -230,7 +230,8 @@ class _Renderer:
                 "scaleTargetRef": {"apiVersion": "apps/v1", "kind": kind, "name": name},
                 "minReplicas": bounds[0],
                 "maxReplicas": bounds[1],
-                # Whichever wants more pods. A ranker that waits for shards has an empty queue and busy cores.
+                # The metric that needs more pods decides. A ranker that waits for shards has an empty queue and busy
+                # cores.
                 "metrics": [
                     {"type": "Pods", "pods": {"metric": {"name": metric}, "target": average}},
                     {"type": "Resource", "resource": {"name": "cpu", "target": busy}},

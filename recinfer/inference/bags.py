@@ -60,7 +60,7 @@ class Bags:
         values, batch = self.values, self.batch
         if not values.size:
             return True
-        # Unsigned, a negative id is huge, so the largest id of a feature says it all.
+        # Unsigned, a negative id is huge, so checking the largest id of a feature is enough.
         unsigned = values.view(np.uint64 if values.dtype == np.int64 else np.uint32)
         edges = self.offsets[::batch]
         starts = edges[:-1]
@@ -175,7 +175,7 @@ def merge_bags(requests: Sequence[Bags], names: tuple[str, ...], *, weighted: bo
     """Merge requests into one batch: their samples in order, with the features ``names`` in that order.
 
     Args:
-        requests: with whatever features, in any order; those that are absent are empty bags.
+        requests: with any features in any order; missing features become empty bags.
         weighted: keep the weights, which every request then has; otherwise they are dropped.
 
     Returns:
@@ -203,7 +203,7 @@ def merge_bags(requests: Sequence[Bags], names: tuple[str, ...], *, weighted: bo
     ends = np.add.accumulate(lengths)
     taken = lengths[order]
     offsets = offsets_of(taken, dtype)
-    # Where each id comes from: its bag's first id in the requests, less the bag's first place in the merged batch.
+    # Source of each id: its bag's first id in the requests, less the bag's first place in the merged batch.
     source = np.repeat((ends - lengths)[order] - offsets[:-1], taken)
     source += np.arange(len(source), dtype=dtype)
     weights = None

@@ -43,7 +43,7 @@ class DirectOrder:
         columns: sum of ``dims``.
         complete: whether every feature of the model is there.
         context_steps: as ``steps``, of the request's context.
-        heads: room for what a caller puts before answers, by whatever it depends on.
+        heads: bytes that a caller writes before responses, by key.
     """
 
     steps: NDArray[np.int64]
@@ -173,7 +173,7 @@ class DirectTables:
         Args:
             bags: of the request, in ``data``.
             part: the first sample and the number of samples that are wanted; None: all.
-            context: the bags of what goes with every sample.
+            context: the bags of the context, which applies to every sample.
         """
         if part is None and context is None:
             return self.pieces.pool(order.steps, data, bags, order.columns, into)

@@ -63,7 +63,7 @@ class Evaluation:
     Attributes:
         rows: how many.
         float_model, quantized_model: their figures.
-        worst: tables by what each takes from the AUC, the worst first; empty unless that was asked for.
+        worst: tables by AUC drop, the largest first; empty unless requested.
     """
 
     rows: int

@@ -123,7 +123,7 @@ class Lookups(Protocol):
         """Look up the vectors of all requests' samples, in order.
 
         Args:
-            requests: with whatever features; those that are absent are empty bags.
+            requests: with any features; missing features are empty bags.
             present: features that are wanted; modules without any of them are left out. None: all.
         """
         ...

@@ -132,7 +132,7 @@ class LoadedModel(States):
             return f"the device is {self.device}"
         if self._dense_options["engine"] == "torch":
             return "it was loaded with dense_engine='torch'"
-        return dense.onnx_refused or "the archive's manifest says so"
+        return dense.onnx_refused or "the archive's manifest selects torch"
 
     @property
     def mapped_bytes(self) -> int:

@@ -267,7 +267,7 @@ def shard_quant_model(
         the sharded model (dense parameters shared with ``model``) and its plan.
 
     Raises:
-        PlannerError: nothing fits; says what binds. ConfigError: the plan does not match, or a device is not there.
+        PlannerError: no plan fits; names the limit. ConfigError: the plan does not match, or a device does not exist.
     """
     chosen = tuple(sharders) if sharders else _DEFAULT_SHARDERS
     plan = sharding_plan or _plan(model, world_size, compute_device, device_memory_size, constraints, ddr_cap)

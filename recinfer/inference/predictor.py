@@ -1,7 +1,7 @@
 """Loads an archive as a Predictor, which runs ``lookup`` and ``predict`` in this process.
 
-A request goes: intake (checks, absent features) -> one fused lookup per embedding module over the mapped shards ->
-the dense program.
+A request passes these steps: intake (checks, missing features) -> one fused lookup per embedding module over the mapped
+shards -> the dense program.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def load(
         path: the archive's folder.
         device: ``"cpu"``, or ``"cuda"``: rank r's tables go to GPU r.
         preload: read all table pages now instead of at their first use.
-        lock: also keep them in memory whatever else the machine does (mlock; needs a limit, ulimit -l, that allows it).
+        lock: also lock the tables in memory (mlock; needs a sufficient limit, ulimit -l).
         check_hashes: hash the shards too (reads every byte); everything else is always hashed.
         dense_threads: threads that one call of the dense program uses; servers run many calls at once, so 1.
         dense_engine: ``"onnx"`` or ``"torch"`` instead of the manifest's choice.

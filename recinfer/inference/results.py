@@ -25,7 +25,7 @@ class LookupResult:
     """Embeddings of a request's features, in the model's order.
 
     Attributes:
-        pooled: float32 [B, sum of dims], or None when no pooled feature was asked for.
+        pooled: float32 [B, sum of dims], or None if no pooled feature was requested.
         sequences: name -> values float32 [ids, dim] with their lengths.
         missing: ranks whose hosts did not answer, so that vectors of their rows are zero.
     """

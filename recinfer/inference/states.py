@@ -153,7 +153,7 @@ class States(abc.ABC):
         """SHA-256 (hex) of the archive's manifest, which lists the hashes of all other files, and of each applied
         delta.
 
-        Two predictors with the same give the same answers, whatever they are called.
+        Two predictors with the same content give the same results, independent of their names.
         """
         now = self._state or self
         return [now._archive.manifest_sha256, *(delta.sha256 for delta in now._deltas)]

@@ -73,7 +73,7 @@ def lookup_many(model: LoadedModel, requests: Sequence[Features]) -> Steps[list[
         for at, _ in taken:
             answers[at] = error
         return answers
-    except Exception:  # one of them holds a bad id: each on its own says which
+    except Exception:  # one of them has a bad id: running each alone finds it
         for at, _ in taken:
             answers[at] = yield from _alone(lookup_one(model, requests[at]))
         return answers
@@ -105,7 +105,7 @@ def predict_many(model: LoadedModel, requests: Sequence[PredictInputs]) -> Steps
         for mine in taken:
             answers[mine.at] = error
         return answers
-    except Exception:  # one of them is wrong: each on its own says which
+    except Exception:  # one of them is invalid: running each alone finds it
         pass
     if outputs is None:
         for mine in taken:

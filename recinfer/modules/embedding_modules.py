@@ -233,7 +233,7 @@ def _pool(bag: nn.EmbeddingBag, name: str, feature: JaggedTensor, weighted: bool
     weights = feature.weights().to(bag.weight.dtype) if weighted else None
     offsets = feature.offsets()
     ids = feature.values()
-    # embedding_bag wants ids and offsets of one dtype.
+    # embedding_bag requires ids and offsets of one dtype.
     if ids.dtype != offsets.dtype:
         ids, offsets = ids.long(), offsets.long()
     try:

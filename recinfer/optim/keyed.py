@@ -1,6 +1,6 @@
 """Optimizers whose state is keyed by parameter names, so that a checkpoint is independent of order and sharding.
 
-A state dict is ``{"state": {parameter name: {state name: value}}}``, with ``"param_groups"`` when asked for. Values may
+A state dict is ``{"state": {parameter name: {state name: value}}}``, with ``"param_groups"`` if requested. Values may
 be tensors, ShardedTensors, DTensors, numbers or dictionaries of these; loading copies in place. An
 object of the state that has ``state_dict`` and ``load_state_dict`` saves and loads itself.
 """

@@ -87,7 +87,7 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
         cache_features_order: bool = False,
     ) -> None:
         _warn_ignored("EmbeddingBagCollection", register_tbes, quant_state_dict_split_scale_bias)
-        self.__dict__["_is_weighted"] = is_weighted  # the base builds the lookup, which asks
+        self.__dict__["_is_weighted"] = is_weighted  # the base class builds the lookup, which reads this
         super().__init__(tables, device, output_dtype, table_name_to_quantized_weights, row_alignment)
 
     def _make_lookup(self, pieces: Mapping[str, Sequence[Placed]]) -> PooledLookup:
@@ -134,7 +134,7 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
             data_type: precision of all tables; None: what the weight observer of ``module.qconfig`` and its
                 ``per_table_weight_dtype`` say, INT8 without them.
             per_table: table -> precision, where it differs.
-            output_dtype: of the looked-up vectors; None: what the activation observer of ``module.qconfig`` says,
+            output_dtype: of the looked-up vectors; None: that of the activation observer of ``module.qconfig``,
                 float32 without one.
 
         Raises:
@@ -174,7 +174,7 @@ class EmbeddingCollection(QuantizedCollection[EmbeddingConfig, SequenceLookup]):
         cache_features_order: bool = False,
     ) -> None:
         _warn_ignored("EmbeddingCollection", register_tbes, quant_state_dict_split_scale_bias)
-        self.__dict__["_need_indices"] = need_indices  # the base builds the lookup, which asks
+        self.__dict__["_need_indices"] = need_indices  # the base class builds the lookup, which reads this
         super().__init__(tables, device, output_dtype, table_name_to_quantized_weights, row_alignment)
 
     def _make_lookup(self, pieces: Mapping[str, Sequence[Placed]]) -> SequenceLookup:

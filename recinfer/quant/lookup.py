@@ -171,7 +171,7 @@ class PooledLookup(nn.Module):
         for first, last, column, width in self._mean_runs:
             inverse_BF = (1.0 / lengths_FB[first:last].clamp(min=1).float()).t().to(out_BD.device)
             run = out_BD[:, column : column + (last - first) * width]
-            run.view(-1, last - first, width).mul_(inverse_BF.unsqueeze(2))  # in float32, whatever the output is
+            run.view(-1, last - first, width).mul_(inverse_BF.unsqueeze(2))  # in float32, for any output dtype
 
 
 def _mean_runs(reads: Sequence[Placed], widths: Sequence[int], means: Set[str]) -> list[tuple[int, int, int, int]]:

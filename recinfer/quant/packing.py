@@ -161,7 +161,7 @@ def pack_rows(
         table, first_row: only for messages, when the rows are a chunk of a table.
 
     Returns:
-        uint8 tensor [R, row_bytes(D, data_type, row_alignment)]. Temporary memory is bounded, whatever R.
+        uint8 tensor [R, row_bytes(D, data_type, row_alignment)]. Temporary memory is bounded for any R.
 
     Raises:
         InputError: a weight is NaN or infinite, or too large for fp16; names table, row and column.

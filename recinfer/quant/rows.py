@@ -86,7 +86,7 @@ def row_bytes(dim: int, data_type: DataType, row_alignment: int = 1) -> int:
 
 def _qparams(packed_RP: Tensor) -> Tensor:
     """Scale and bias of packed integer rows, fp16 [R, 2]."""
-    # clone, not contiguous(): a single row counts as contiguous whatever its stride, and view() then refuses it
+    # clone, not contiguous(): a single row counts as contiguous with any stride, and view() then fails
     return packed_RP[:, :QPARAM_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float16)
 
 

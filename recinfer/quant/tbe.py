@@ -83,7 +83,7 @@ def quantize_rows(weight_RD: Tensor, bits: int) -> Tensor:
     if rows == 0:
         return torch.empty((0, QPARAM_BYTES + payload), dtype=torch.uint8)
     fill = -dim % (2 * per_byte)
-    if fill:  # the op wants an even number of bytes; repeating a column changes neither minimum nor maximum
+    if fill:  # the operator needs an even number of bytes; repeating a column changes neither minimum nor maximum
         weight_RD = torch.cat([weight_RD, weight_RD[:, :1].expand(rows, fill)], dim=1)
     fused = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(weight_RD, bits)
     out = torch.cat([fused[:, -QPARAM_BYTES:], fused[:, :payload]], dim=1)

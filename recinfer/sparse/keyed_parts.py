@@ -61,7 +61,7 @@ class KeyedParts(metaclass=Proxyable):
         if type(lengths) is Tensor and lengths.dim() == 2 and lengths.shape[0] == len(keys):
             lengths = lengths.reshape(-1)
         if keys and isinstance(stride_per_key_per_rank, list) and not stride_per_key_per_rank:
-            stride_per_key_per_rank = None  # what stride_per_key_per_rank() says of a fixed batch
+            stride_per_key_per_rank = None  # the value of stride_per_key_per_rank() for a fixed batch
         if stride_per_key_per_rank is None and stride_per_key is not None and len(set(stride_per_key)) > 1:
             stride_per_key_per_rank = [[s] for s in stride_per_key]
         self._set(keys, values, weights, lengths, offsets, stride, stride_per_key_per_rank, inverse_indices)

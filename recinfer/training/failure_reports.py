@@ -14,7 +14,7 @@ from recinfer.errors import UnavailableError
 
 __all__ = ["FailureReports"]
 
-_WAIT_S = 5.0  # for ranks that lost their peers to notice and say so: those that are still silent then are gone
+_WAIT_S = 5.0  # time for ranks that lost their peers to write a report; ranks without one by then have ended
 _RESUME = "--resume continues from the last checkpoint of --save-every"
 
 

@@ -85,7 +85,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
 
     Raises:
         RecinferError: that a rank raised, as it was raised.
-        UnavailableError: a rank died or failed otherwise; names it and says how. The others are stopped within seconds.
+        UnavailableError: a rank was killed or failed; names the rank and the reason. The others are stopped within
+            seconds.
     """
     context: Any = multiprocessing.get_context(_START)
     store = _store()
@@ -112,7 +113,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
 def _rank_main(rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], args: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the parent stops the ranks
     env.set_torchrun(rank, world_size, port)
-    # torch says of its own ShardedTensor, which TorchRec's checkpoints are made of, that DTensor will follow it.
+    # torch deprecates its ShardedTensor, which TorchRec's checkpoints consist of, in favour of DTensor.
     warnings.filterwarnings("ignore", message="Please use DTensor instead")
     global _told
     _told = partial(_tell, Path(folder), rank)

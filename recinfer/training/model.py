@@ -34,7 +34,7 @@ def build_dlrm(
     Each sparse feature has its own table, named ``t_<feature>``, pooled by sum.
 
     Args:
-        contract: says the features, the rows each needs and the number of dense ones.
+        contract: the feature contract, which defines the features, their table sizes and the number of dense features.
         embedding_dim: columns of every table.
         dense_layers: columns of the bottom MLP before its last layer, which has ``embedding_dim``.
         over_layers: columns of the top MLP before its last layer, which gives the logit.

@@ -271,7 +271,7 @@ def _on_every_node(nodes: list[dict[str, Any]], run: Callable[[Any], Any], argum
     ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
     found = {}
     for answer in ready:
-        with suppress(ray.exceptions.RayError):  # the node has gone
+        with suppress(ray.exceptions.RayError):  # the node failed meanwhile
             found[asked[answer]] = ray.get(answer)
     return found
 

@@ -91,7 +91,7 @@ class Controller:
             "rankers": self._targets(),
             "servers": [
                 {
-                    **member.shown(),
+                    **member.status(),
                     "ranks": [] if member.group is None else list(self.spec.groups[member.group]),
                     "load": round(requests_in(member, self._probes), 1),
                     "busy": None if member.group is None else round(busy_share(member, self._probes), 2),
@@ -373,7 +373,7 @@ class Controller:
             "whole": self._whole,
             "wanted": [[kind, count] for kind, count in self._wanted.items()],
             "listed": {str(group): list(found) for group, found in self._listed.items()},
-            "members": [member.kept() for member in self._members.values()],
+            "members": [member.to_state() for member in self._members.values()],
         }
         text = json.dumps(state, sort_keys=True)
         if text != self._kept:
@@ -386,7 +386,7 @@ class Controller:
         self._serial, self._whole = state["serial"], state["whole"]
         self._wanted = {kind: count for kind, count in state["wanted"]}
         self._listed = {int(group): tuple(found) for group, found in state["listed"].items()}
-        members = [Member.from_kept(kept, now) for kept in state["members"]]
+        members = [Member.from_state(saved, now) for saved in state["members"]]
         self._members = {member.name: member for member in members}
         self._engine.sweep(members)  # leftovers that the last controller did not save
         self._serial += _SKIP

@@ -92,7 +92,7 @@ class Member:
             self.phase, self.since = phase, now
         self.why = why
 
-    def shown(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Its own part of ``recinfer deploy --status``, as JSON values."""
         return {
             "name": self.name,
@@ -110,14 +110,14 @@ class Member:
             "why": self.why,
         }
 
-    def kept(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, Any]:
         """The state that a new controller needs, as JSON values, without times, which are local to this process."""
         return {k: v for k, v in asdict(self).items() if k not in ("again_at", "since", "rate", "memory")}
 
     @classmethod
-    def from_kept(cls, kept: Mapping[str, Any], now: float) -> Member:
-        """The member of :meth:`kept`."""
-        return cls(**{**kept, "phase": Phase(kept["phase"])}, since=now)
+    def from_state(cls, state: Mapping[str, Any], now: float) -> Member:
+        """The member of :meth:`to_state`."""
+        return cls(**{**state, "phase": Phase(state["phase"])}, since=now)
 
 
 def backoff(last: float, lived: float) -> float:

@@ -37,7 +37,7 @@ def choose_node(what: str, need: Need, nodes: Collection[Node], same: Iterable[s
         same: ids of the nodes that have one which does the same, each as often as it has them.
 
     Raises:
-        UnavailableError: no node has room; says what is needed and what there is.
+        UnavailableError: no node has the resources; names the needed and the free ones.
     """
     room = [node for node in nodes if node.memory >= need.memory and node.cpus >= need.cpus]
     if not room:

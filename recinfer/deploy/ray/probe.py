@@ -23,7 +23,7 @@ __all__ = ["Probe", "Prober"]
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _TIMEOUT_S = 2.0
 _THREADS = 16
-_LAST = "last error: "  # of gRPC's, behind what it says first of all addresses
+_LAST = "last error: "  # in gRPC's message, after a text about all addresses
 _UNCOUNTED = frozenset({"State", "Prepare", "ListModels", "Load", "Unload", "SetDefault"})  # the control's own calls
 
 

@@ -49,7 +49,7 @@ class ServerProcess:
     Args:
         arguments: of ``recinfer serve``.
         environment: on top of this process's own.
-        shards: a ranker's shards.json; it is written to a folder that is gone when the server is. None: no ranker.
+        shards: a ranker's shards.json, written to a folder that is removed with the server; None for a shard server.
         tag: in that folder's name.
         grace: seconds that the server has to finish its requests.
 
