@@ -2,9 +2,9 @@
 delta.
 
 A synthetic checkpoint is written to a temporary folder (--size GiB of float32), exported to INT8, opened by 1, 2 and 4
-processes that touch every page, resharded, and, with --changed of its rows new, made into a delta that is applied.
-Every speed is compared with plain file I/O of the same bytes in the same run and the same state of the page cache: read
-the one file with read(), write the other with write() and fsync it, as export does too. Needs about 2.7 times --size of
+processes that read every page, and resharded. A delta with a share --changed of new rows is written and applied. Every
+speed is compared with plain file I/O of the same bytes in the same run and the same state of the page cache: read the
+one file with read(), write the other with write() and fsync it, as export does too. Needs about 2.7 times --size of
 disk.
 
     python -m benchmarks.archive --size 4

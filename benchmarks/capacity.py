@@ -4,9 +4,9 @@
     OMP_NUM_THREADS=1 python -m benchmarks.capacity --call lookup --p99-ms 5
     OMP_NUM_THREADS=1 python -m benchmarks.capacity --sharded
 
-The server is ``recinfer serve`` in a process of its own; it and the load share the machine. LoadGen
+The server is ``recinfer serve`` in a separate process; it shares the machine with the load. LoadGen
 (``pip install mlcommons-loadgen``) sends requests of its own Poisson process in its Server scenario and calls a run VALID if
-99 % of them were answered within the given latency; without it that part is left out.
+99 % of them were answered within the given latency. Without LoadGen that part is skipped.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@ same dict.
 
     python -m benchmarks.client
 
-Each line is the least of several rounds, in microseconds, and the ratio to json.dumps in the same process: on a busy machine only
-the ratios mean something. ``process``: CPU seconds of an interpreter that imports recinfer and makes one call (``--target``).
+Each line is the least of several rounds, in microseconds, and the ratio to json.dumps in the same process: on a busy
+machine only the ratios are meaningful. ``process``: CPU seconds of an interpreter that imports recinfer and makes one
+call (``--target``).
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.compare_commits HEAD~1            # against the working tree, four minutes
     OMP_NUM_THREADS=1 python -m benchmarks.compare_commits v0.1.0 main --turns 9
-    OMP_NUM_THREADS=1 python -m benchmarks.compare_commits HEAD HEAD         # how far two equal servers differ here
+    OMP_NUM_THREADS=1 python -m benchmarks.compare_commits HEAD HEAD         # the noise: two equal servers
 
-Each commit is checked out into a worktree of its own and its C parts are built there; "." is the working tree as it is. The
-first commit writes the archive (26 INT8 tables, two ranks), so the second one must read what the first one wrote. Of each
-commit run one ``recinfer serve`` with all tables, and a ranker with two shard servers. The load is one process with one
-asyncio channel. A cell is a call, a batch and a number of callers; its ratio is the median over turns of the second commit's
-rate over the first one's, and both are measured in each turn, so that a machine that changes changes both.
+Each commit is checked out into its own worktree and its C modules are built there; "." is the working tree. The first
+commit writes the archive (26 INT8 tables, two ranks), so the second must be able to read it. Each commit runs one
+``recinfer serve`` with all tables, and a ranker with two shard servers. The load is one process with one asyncio
+channel. A cell is a kind of call, a batch and a number of callers; its ratio is the median over turns of the second
+commit's rate divided by the first's. Both are measured in every turn, so that noise affects both.
 """
 
 from __future__ import annotations

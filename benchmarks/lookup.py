@@ -5,8 +5,8 @@
     python -m benchmarks.lookup --full --cases "200 tables, dim 128, pooling 20, int4" --reuse-outputs
     python -m benchmarks.lookup --out lookup.json
 
-One thread, one process; every column is timed in turn within one run, and the table shows the bare op's microseconds
-and everyone else's time as a multiple of it. TorchRec's columns appear if torchrec is installed too.
+One thread, one process; all columns are timed in turn within one run. The table shows the bare operator's microseconds
+and the other times as multiples of it. TorchRec's columns appear if torchrec is installed too.
 """
 
 from __future__ import annotations

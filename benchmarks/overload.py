@@ -4,19 +4,20 @@
     OMP_NUM_THREADS=1 python -m benchmarks.overload --over 1024 1024 1 --batch 64    # another model and request
     OMP_NUM_THREADS=1 python -m benchmarks.overload --times 1 3 10 --turns 3 --clients ours
 
-First the number of callers, one request behind another, that get the most answers. Then turns: the peak, which is what so
-many callers get, and right after it requests at fixed rates, whatever becomes of them. Goodput is what is answered in time,
-behind the first quarter; the result is the median of the turns' ratios, since all of a turn are of the same seconds. Callers
-who wait come in bursts, when a run is over, those of a fixed rate one by one, which costs the server more a call: so the last of
---times stands beside the best of the others too, which is the peak of goodput by offered rate (--times 0.7 0.8 0.9 1 3 for all of
-that curve). All requests have the same deadline. Plain clients send whatever they are
-asked to; ours (recinfer.serving.client.client, each call tried once) hold back what a full server would refuse.
+First it finds the number of callers, in a closed loop, that gets the most responses. Then each turn measures the peak
+(the rate of that closed loop) and, right after it, open loops at fixed rates. Goodput is the rate of responses within
+the deadline, without the first quarter of the time. The result is the median of the turns' ratios, since the
+measurements of a turn share the machine's state. A closed loop sends in bursts when a run ends, an open loop one by
+one, which costs the server more per call. The last of --times is therefore also compared with the best of the others,
+the peak of goodput by offered rate (--times 0.7 0.8 0.9 1 3 gives that curve). All requests have the same deadline.
+Plain clients send every request; recinfer's clients (recinfer.serving.client.client, without retries) hold back
+requests that a full server would reject.
 
-Server and clients have half of the machine's cores each, since what clients take of the server's cores is no matter of
-the server's. The clients' are always busy, if need be with nothing (SCHED_IDLE): a virtual machine's cores are often two
-halves of one, and clients with three times as much to send would slow the server down that way. "cores" says how many were
-used: by clients (near all of theirs it is they who are measured), runs (the model), events (the thread of gRPC's events,
-which refuses), loop (what is answered passes it) and gRPC's own threads.
+Server and clients have half of the machine's cores each, so that clients do not take CPU time from the server. The
+clients' cores are kept busy with idle-priority work (SCHED_IDLE): the cores of a virtual machine are often two
+hyperthreads of one core, and more client load would otherwise slow the server down. "cores" shows the cores in use: by
+clients (if they use all of theirs, the clients are the bottleneck), runs (the model), events (gRPC's event thread,
+which rejects requests), loop (which sends responses) and gRPC's own threads.
 """
 
 from __future__ import annotations

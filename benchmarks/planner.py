@@ -5,9 +5,9 @@
     python -m benchmarks.planner --cases 26x8,200x16 --timeout 60 --out planner.json
     python -m benchmarks.planner --calibrated                     # planned against measured time of each rank, on CPU
 
-80 GiB a rank, batch 512, synthetic tables that depend on nothing but their number. Each case runs in a process of its
-own, so that its peak memory is its own. Both planners' plans are rated with one estimator, ours (which agrees with
-TorchRec's option by option: ``python -m benchmarks.planner_parity``); the bound is ours too, and exact: no plan of these
+80 GiB per rank, batch 512, synthetic tables that depend only on their number. Each case runs in a separate process, so
+that its peak memory is measured alone. Both planners' plans are rated with one estimator, recinfer's (which agrees with
+TorchRec's option by option: ``python -m benchmarks.planner_parity``); the bound is recinfer's too: no plan with these
 options is below it (recinfer.distributed.planner.solve.problem.lower_bound). A gap of 1 proves a plan optimal.
 """
 

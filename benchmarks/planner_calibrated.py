@@ -1,9 +1,9 @@
 """Compares planned with measured milliseconds of quantized collections on this CPU: ``python -m benchmarks.planner
 --calibrated``.
 
-Two sets of cases. The first were looked at while the estimator was made; the second were not: other row counts, widths,
-precisions, bag lengths and batches. Both sides are measured in interleaved rounds, each rank's lookups as a module of
-their own, ids uniform, every call with a new request.
+There are two sets of cases: those used to fit the estimator, and others with different row counts, widths, precisions,
+bag lengths and batches. Both are measured in interleaved rounds. Each rank's lookups are a separate module, ids are
+uniform, and every call has a new request.
 """
 
 from __future__ import annotations

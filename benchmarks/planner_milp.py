@@ -1,12 +1,13 @@
 """Compares the planner's placements with those of a mixed-integer solver over the same options, with nearly full
 memory.
 
-    pip install scipy                                                    # HiGHS; no dependency of recinfer
+    pip install scipy                                                    # HiGHS; not a dependency of recinfer
     python -m benchmarks.planner_milp                                    # 98 and 99.5 % full, ten cases each, seven minutes
     python -m benchmarks.planner_milp --full 98 --cases 3 --limit 5
 
-A case is 20 tables of 100 to 10 million rows, INT8, on 4 CPU ranks whose memory together is just more than what the tables take
-at least. The solver has --limit seconds; the ratio is the busiest rank's time of ours over its.
+A case is 20 tables of 100 to 10 million rows, INT8, on 4 CPU ranks whose total memory is slightly more than the minimum
+that the tables need. The solver has --limit seconds. The ratio is the busiest rank's time in recinfer's plan divided by
+that in the solver's.
 """
 
 from __future__ import annotations

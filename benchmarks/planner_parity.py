@@ -1,8 +1,9 @@
 """Compares estimates with TorchRec's, option by option: ``python -m benchmarks.planner_parity --torchrec-python PATH``.
 
 Each case lists every option of a few tables on both sides and compares rectangles, six perf parts and both memories of
-every shard. What differs on purpose is listed by ``EXPECTED`` (see docs/decisions/0018-planner-estimates-follow-torchrec-with-listed-differences.md); anything else is
-reported and makes the run fail.
+every shard. Intended differences are listed in ``EXPECTED`` (see
+docs/decisions/0018-planner-estimates-follow-torchrec-with-listed-differences.md); any other difference is reported and
+fails the run.
 """
 
 from __future__ import annotations

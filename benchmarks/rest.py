@@ -4,12 +4,12 @@
     OMP_NUM_THREADS=1 python -m benchmarks.rest      # about a minute on two cores
     OMP_NUM_THREADS=1 python -m benchmarks.rest --seconds 2 --batches 1 --concurrency 32
 
-A DLRM of 26 features (INT8, width 16, 13 dense columns) with random weights; one id a feature and sample; bodies are
+A DLRM of 26 features (INT8, width 16, 13 dense columns) with random weights; one id per feature and sample; bodies are
 ``{"instances": [...]}``, and both servers answer ``{"predictions": [...]}`` with the same numbers, which is checked first.
-Each server has its own process, and the callers another: C connections, a request in flight on each. They take turns; a
-figure is the median over the turns. FastAPI's application is written as its documentation has it: a pydantic model of the
-body, ids and numbers collected by comprehensions, the predictor called in the route (``async def``, which is faster here than a thread of
-its pool: ``--threads`` measures that form too), uvloop and httptools under uvicorn.
+Each server has its own process, and the clients another: C connections with one request in flight each. Servers take
+turns; a figure is the median over the turns. FastAPI's application follows its documentation: a pydantic model of the
+body, ids and numbers collected by comprehensions, the predictor called in the route (``async def``, which is faster
+here than a thread of its pool: ``--threads`` measures that form too), uvloop and httptools under uvicorn.
 """
 
 from __future__ import annotations

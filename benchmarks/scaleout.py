@@ -5,12 +5,12 @@
     OMP_NUM_THREADS=1 python -m benchmarks.scaleout --sharding row_wise
     OMP_NUM_THREADS=1 python -m benchmarks.scaleout --half             # vectors as float16
 
-A DLRM of 26 features (INT8, 13 dense columns) with random weights, cut for two ranks. Four servers stand at a time: the
-single process, two shard servers, a ranker that asks them, and a ranker that asks one shard server with both ranks. The
-clients are one more process with one channel each. All take turns; figures are medians over the turns.
+A DLRM of 26 features (INT8, 13 dense columns) with random weights, sharded over two ranks. Four setups run at a time: a
+single process, two shard servers, a ranker on both, and a ranker on one shard server with both ranks. The clients are
+one more process with one channel each. All take turns; figures are medians over the turns.
 
-The floor is gRPC's own: a bare server that calls two bare servers at a time, with as many bytes as a ranker and its shards
-send, and a bare server that calls no other; all on our event loop and scheduling.
+The floor is gRPC's own cost: a bare server that calls two bare servers concurrently, with as many bytes as a ranker and
+its shard servers send, and a bare server that calls no other. All use recinfer's event loop and scheduling.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.serving                     # everything, about five minutes on two cores
     OMP_NUM_THREADS=1 python -m benchmarks.serving --seconds 2 --batches 1 --concurrency 1 32
-    OMP_NUM_THREADS=1 python -m benchmarks.serving --tuned             # and echoes with our loop, and on gRPC's core
-    OMP_NUM_THREADS=1 python -m benchmarks.serving --torchserve        # and TorchServe on the same archive
-    OMP_NUM_THREADS=1 python -m benchmarks.serving --unbatched --over 2048 2048 1 --batches 1 --concurrency 32
+    OMP_NUM_THREADS=1 python -m benchmarks.serving --tuned             # and echo servers on recinfer's event loop and
+    on gRPC's core OMP_NUM_THREADS=1 python -m benchmarks.serving --torchserve        # and TorchServe on the same
+    archive OMP_NUM_THREADS=1 python -m benchmarks.serving --unbatched --over 2048 2048 1 --batches 1 --concurrency 32
     OMP_NUM_THREADS=1 python -m benchmarks.serving --context           # what looking up the context once saves
 
 A DLRM of 26 features (INT8, width 16, 13 dense columns) with random weights. Each server has its own process, and the
-clients another: one asyncio channel, C requests in flight. All take turns of a fifth of the time, after a fifth of a
-second to warm up; figures are medians over the turns. "in process" is the same call on the predictor itself, "CPU" what
-the server's process took for each call. "tuned echo" is grpc.aio's server on our event loop and scheduling, "core echo" our
-own server (recinfer.serving.server.grpc_core) with nothing behind it.
+clients another: one asyncio channel, C requests in flight. All take turns of a fifth of the time, after a warm-up of a
+fifth of a second; figures are medians over the turns. "in process" is the same call on the predictor itself, "CPU" the
+CPU time of the server's process per call. "tuned echo" is grpc.aio's server on recinfer's event loop and scheduling,
+"core echo" is recinfer's own server (recinfer.serving.server.grpc_core) without a model.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Soak test: a server under steady load while versions and deltas change; no request may fail, and memory must not
 grow.
 
-    python -m benchmarks.soak                       # ten minutes at 70 % of what the server can do here
+    python -m benchmarks.soak                       # ten minutes at 70 % of the server's capacity
     python -m benchmarks.soak --seconds 60 --every 1
     python -m benchmarks.soak --workers 2
 
 A model store of two versions of one DLRM and a delta for each; the server is ``recinfer serve`` in its own process. An
-open loop asks at a steady rate, whatever the answers take (70 % of what a closed loop gets, measured anew every minute, as
-other work on the machine comes and goes); every answer must be that of the version it names, with or
-without its delta. Meanwhile the other version is loaded, gets a tenth of the requests, then all, a delta is applied and
-undone, the change is rolled back and made again, and the old version is unloaded. Memory is the server's anonymous pages
-(what is mapped from files is the page cache's) once a second; its slope is that of a line through the averages of
-sixty parts of the second half of the run, with the 95 % interval of that fit.
+open loop sends requests at a steady rate: 70 % of the rate of a closed loop, measured again every minute because other
+load on the machine changes. Every response must match the version that it names, with or without its delta. Meanwhile
+the other version is loaded and gets a tenth of the requests, then all; a delta is applied and undone; the change is
+rolled back and repeated; and the old version is unloaded. Memory is the server's anonymous memory (without pages mapped
+from files), once per second; its slope is that of a line through the averages of sixty parts of the second half of the
+run, with the 95 % interval of that fit.
 """
 
 from __future__ import annotations

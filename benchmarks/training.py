@@ -7,11 +7,11 @@ TorchRec.
     python -m benchmarks.training --before HEAD~3                   # and recinfer as of another commit
     python -m benchmarks.training --threads 0                       # torch's own number of threads, as OMP_NUM_THREADS
 
-8 tables of 100,000 x 64, pooling 5, batch 512 a rank, row-wise Adagrad in the backward, 2 gloo ranks on this host. One
-program trains with either package: only the name that it imports differs. All contenders of a sharding type are alive
-at once and take turns, so that a noisy moment hits all of them; samples a second are those of both ranks, from the
-median turn. A ratio is the median over turns of the better variant's over the better variant's, with the least and the
-largest; the variant is the one with the better median.
+8 tables of 100,000 x 64, pooling 5, batch 512 per rank, row-wise Adagrad in the backward pass, 2 gloo ranks on this
+host. The same program trains with either package; only the imported name differs. All contenders of a sharding type run
+at once and take turns, so that noise affects all of them. Samples per second are those of both ranks, from the median
+turn. A ratio compares the better variant of each side (by median); it is the median over turns, with the least and the
+largest.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Runs the GPU tests and the lookup benchmarks on one machine and writes the results to one JSON file.
 
 From a checkout: ``python tools/gpu_trial.py --out gpu_trial.json``. The kernel's part needs torch (a CUDA build), Triton, numpy and
-pytest: neither FBGEMM nor a network. Tests of what is not installed there are left out, and the file says which. On a machine without a
-GPU ``TRITON_INTERPRET=1 python tools/gpu_trial.py --device cpu --tiny`` runs every line of it but the CUDA graphs; its times mean nothing.
+pytest: neither FBGEMM nor a network. Tests of packages that are not installed are skipped and listed in the file. On a
+    machine without a GPU ``TRITON_INTERPRET=1 python tools/gpu_trial.py --device cpu --tiny`` runs every line of it but
+    the CUDA graphs; its times mean nothing.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ bridge.
     python tools/netns_trial.py                  # as root, about two minutes; needs ip and tc
     python tools/netns_trial.py --seconds 8
 
-Each host has an address of its own behind a veth pair. Under load, which checks every answer against the single process:
-nothing wrong; one replica killed (and started again); one host cut off (its link goes down); one host slowed by 50 ms,
-with hedging and without: by tc netem, or where the kernel has none by a relay on that host that holds all bytes back.
-Prints failed and wrong answers, p50 and p99 of each part; exits with 1 when an answer failed or was wrong.
+Each host has its own address behind a veth pair. The load checks every response against a single process. The parts
+are: no fault; one replica killed and restarted; one host cut off (its link goes down); one host slowed by 50 ms, with
+hedging and without (by tc netem, or by a relay on that host if the kernel lacks it). Prints failed and wrong responses,
+p50 and p99 of each part; exits with 1 if a response failed or was wrong.
 """
 
 from __future__ import annotations

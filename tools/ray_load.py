@@ -1,6 +1,6 @@
 """The client of tools/ray_trial.py, in a separate process: sends requests to rankers and checks every response.
 
-It resolves names, takes turns and tries again as gRPC does by itself; an answer has to be that of the version it names.
+It uses gRPC's own name resolution, round robin and retries; every response must match the version that it names.
 """
 
 from __future__ import annotations

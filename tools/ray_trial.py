@@ -4,12 +4,12 @@ killed.
     python tools/ray_trial.py                  # as root, about eight minutes; needs the extra ray, unshare and ip
     python tools/ray_trial.py --seconds 4
 
-The nodes are three raylets with addresses 127.0.0.1 to 127.0.0.3 in a network and a process namespace of their own, which
-has loopback alone: Ray listens on every interface. A client calls through gRPC's own name resolution, round robin and
-retry, and checks every answer against the version that it names. Servers, actors and the controller are killed, a node
-with all it runs, a version is rolled out, back, and a broken one refused, servers are added and removed by hand and by
-load (rankers, then shard servers), and some of it again behind mutual TLS. Prints a line for each part; exits with 1 when an
-answer failed or was wrong, or something was left behind.
+The nodes are three raylets with addresses 127.0.0.1 to 127.0.0.3 in their own network and process namespaces with
+loopback only, because Ray listens on every interface. A client calls through gRPC's own name resolution, round robin
+and retry, and checks every answer against the version that it names. Servers, actors and the controller are killed, a
+node with all it runs, a version is rolled out, back, and a broken one refused, servers are added and removed by hand
+and by load (rankers, then shard servers), and some of it again behind mutual TLS. Prints a line for each part; exits
+with 1 when an answer failed or was wrong, or something was left behind.
 """
 
 from __future__ import annotations

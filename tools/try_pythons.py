@@ -4,7 +4,7 @@
     TORCH_PIP_ARGS="--index-url ..." python tools/try_pythons.py python3.12     # as make's
     python tools/try_pythons.py --without-torch python3.13                      # the compiled parts alone
 
-What is tried: the compiled parts load and do what they should; then ``recinfer demo``, which trains, plans, exports, verifies
+It tests that the compiled modules load and work, then runs ``recinfer demo``, which trains, plans, exports, verifies
 and serves a small model. torch and FBGEMM are downloaded, of the releases that pyproject.toml names.
 """
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from recinfer.sizing.arrivals import Trace
     from recinfer.sizing.capacity import Measured
 
-__all__ = ["EXAMPLE", "MeasuredServer", "LoadOptions", "capacity", "measure", "show_measured"]
+__all__ = ["EXAMPLE", "LoadOptions", "MeasuredServer", "capacity", "measure", "show_measured"]
 
 EXAMPLE = (
     "Example: recinfer bench capacity movielens.rqa --p99-ms 10 --out capacity.json --plot capacity.png\n\n"

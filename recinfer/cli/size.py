@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from recinfer.cli.bench_capacity import MeasuredServer, LoadOptions, as_data, measure, show_measured
+from recinfer.cli.bench_capacity import LoadOptions, MeasuredServer, as_data, measure, show_measured
 from recinfer.cli.client import ClientOptions
 from recinfer.cli.console import EXIT_FAILED_CHECK, JsonOption, Output
 from recinfer.cli.declared import takes
