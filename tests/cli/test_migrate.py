@@ -155,7 +155,7 @@ def test_missing_names_are_listed_and_the_files_written(tmp_path: Path) -> None:
     assert code == 1
     assert f"{program}:1: torchrec.nowhere.This is not in recinfer; no replacement is known\n" in out
     code, _, err = invoke("migrate", tmp_path / "absent")
-    assert code == 2 and "is not there; expected a Python file or a folder" in err
+    assert code == 2 and "does not exist; expected a Python file or a folder" in err
 
 
 def test_torchrec_itself_is_never_imported(tmp_path: Path) -> None:

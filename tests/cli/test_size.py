@@ -66,14 +66,14 @@ def test_a_promise_that_no_rate_keeps_ends_with_one(server: Server) -> None:  # 
     target = f"127.0.0.1:{server.port}"
     code, out, _ = run("bench", "capacity", "--target", target, "--seconds", 0.2, "--p99-ms", 0.01)
     assert code == 1
-    assert "no rate keeps it: alone a request takes" in out
+    assert "no rate meets the objective: a request on an idle server takes" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "give an archive"),
-        (("none.rqa", "--target", "127.0.0.1:1"), "give an archive"),
+        ((), "give either ARCHIVE"),
+        (("none.rqa", "--target", "127.0.0.1:1"), "give either ARCHIVE"),
         (("none.rqa",), "none.rqa"),
         (("--target", "127.0.0.1:1"), "127.0.0.1:1"),
         (("--target", "127.0.0.1:1", "--out", "/nonexistent/x.json"), "--out"),
@@ -95,7 +95,7 @@ def test_the_table_marks_the_chosen_one(options: list[object]) -> None:
     (chosen,) = (line for line in out.splitlines() if "->" in line)
     assert all(text in chosen for text in ("four", "keeps it"))
     assert "four hosts, each with all tables: " in out
-    assert "made up" not in err
+    assert "are examples" not in err
     assert "measured on 4 cores" in err
 
 
@@ -111,7 +111,7 @@ def test_shards_are_computed_from_a_ranker_and_one_shard(options: list[object], 
     code, out, err = run(*options, "--capacity", files / "sharded.json", "--qps", 1500, "--shards", 4)
     assert code == 0, err
     assert "4 shards x" in out
-    assert "the queue on paper has a p99" in err
+    assert "the model gives p99" in err
 
 
 def test_no_kind_of_host_keeps_the_promise(options: list[object]) -> None:
@@ -151,7 +151,7 @@ def test_two_files_of_one_kind_or_of_another_model(options: list[object], files:
     assert "two files measure a server" in again
     other = tmp_path / "other.json"
     replace(Measured.load(files / "sharded.json"), model="other").save(other)
-    assert "it is of other" in run_json(*options, "--qps", 10, "--capacity", other, code=2)["error"]["message"]
+    assert "it measures model other" in run_json(*options, "--qps", 10, "--capacity", other, code=2)["error"]["message"]
 
 
 def test_help_has_an_example() -> None:

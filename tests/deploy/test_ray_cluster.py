@@ -109,13 +109,13 @@ def life(archive: str) -> None:
     assert ok("--ray", HEAD, "--status") == {"deployments": []}, "what was begun of it was taken back"
     made = ok(*deploy, "--replicas", 1, "--name", "one")
     assert [server["name"] for server in made["servers"]] == ["shard-0-0", "ranker-0"] and made["ready"]
-    assert "there already" in error_of(recinfer(*deploy, "--name", "one"))
+    assert "exists already" in error_of(recinfer(*deploy, "--name", "one"))
     os.kill(made["servers"][0]["pid"], 9)
     end = time.monotonic() + 240
     while not (now := ok("--ray", HEAD, "--status"))["ready"] or now["servers"][0]["restarts"] != 1:
         assert time.monotonic() < end, now
     assert now["servers"][0]["address"] == made["servers"][0]["address"]
-    assert "no model store" in error_of(recinfer(archive, "--ray", HEAD, "--roll"))
+    assert "is not in a model store" in error_of(recinfer(archive, "--ray", HEAD, "--roll"))
     assert len(ok("--ray", HEAD, "--scale", 2)["servers"]) == 3
     assert ok("--ray", HEAD, "--down", "--name", "one") == {"removed_by_name": []}
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]

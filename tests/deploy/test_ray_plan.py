@@ -93,7 +93,7 @@ def test_an_archive_in_no_store_has_one_version():
         ({"shards": Bounds(2, 3, 4)}, "replicas"),
         ({"rankers": Bounds(0, 0, 4)}, "rankers"),
         ({"queue_depth": 0}, "queue depth"),
-        ({"busy_percent": 101}, "busy per cent"),
+        ({"busy_percent": 101}, "busy percent"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str):

@@ -78,7 +78,7 @@ def test_a_half_written_checkpoint_is_not_taken(
     (folder / names[-1] / "train.json").unlink()  # as if the process had died before the end of the save
     curve = Curve()
     run(dataset, tmp_path / "out", curve, resume=True)
-    with pytest.raises(CheckpointError, match="no whole checkpoint to resume from"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint to resume from"):
         run(dataset, tmp_path / "other", Curve(), resume=True)
 
 
