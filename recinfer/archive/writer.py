@@ -198,7 +198,7 @@ def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[Archive
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_stale(target)
     except OSError as error:
-        raise UnavailableError(f"cannot create a folder next to {str(target)!r}: {error.strerror}") from None
+        raise UnavailableError(f"cannot write next to {str(target)!r}: {error.strerror}") from None
     try:
         with partial_folder(target) as root:
             root.chmod(0o755)

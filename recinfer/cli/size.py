@@ -67,7 +67,12 @@ class SizeOptions:
     ] = None
     p99_ms: Annotated[
         float | None,
-        typer.Option("--p99-ms", min=0.01, help="The promise.", show_default="that of --capacity"),
+        typer.Option(
+            "--p99-ms",
+            min=0.01,
+            help="Objective: 99 % of requests get a response within this many milliseconds.",
+            show_default="that of --capacity",
+        ),
     ] = None
     capacity: Annotated[
         list[Path] | None,
