@@ -86,7 +86,7 @@ def serve(options: BenchServeOptions) -> None:
         **client_arguments(options.client),
     )
     what = {name: getattr(options, name) for name in ("target", "call", "batch", "ids")}
-    output.show(_table("{call} of {batch} samples, {ids} ids a feature, {target}".format(**what), results))
+    output.show(_table("{call} of {batch} samples, {ids} ids per feature, {target}".format(**what), results))
     reasons = {name: reason for result in reversed(results) for name, reason in result.reasons.items()}
     for name, reason in sorted(reasons.items()):
         output.show(escape(f"the first {name}: {reason}"))

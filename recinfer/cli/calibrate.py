@@ -51,7 +51,7 @@ def run(
             f"{grid.row_bytes[middle]:.0f} B",
             *(f"{(of_set[-1] - of_set[-2]) / (many - few):.1f}" for of_set in grid.bag_ns[middle]),
         )
-    overheads = f"a call {profile.call_ms * 1e3:.1f} us, a feature {profile.feature_ms * 1e3:.2f} us"
+    overheads = f"{profile.call_ms * 1e3:.1f} us per call, {profile.feature_ms * 1e3:.2f} us per feature"
     output.show(table, overheads, f"[green]wrote[/green] {out}  {profile.name}, {profile.threads} threads")
     output.finish({"hardware": str(out), **asdict(profile)})
 
