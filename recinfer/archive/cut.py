@@ -57,14 +57,14 @@ def cut_model(
         model: not changed; its dense parameters may be on meta.
         leaves: its embedding modules; their tables are neither copied nor read.
         load: fills the parameters and buffers of the model without its leaves.
-        num_dense: columns of the dense input, when no Linear layer tells.
+        num_dense: columns of the dense input, if no Linear layer determines them.
 
     Returns:
-        the cut, or None when the model is one embedding module and nothing else.
+        the dense part, or None if the model is a single embedding module.
 
     Raises:
         ConfigError: the input of an embedding module is computed inside forward, two tensors are used as dense inputs,
-            an output is not a batch of numbers, or num_dense is not known. The message names the place.
+            an output is not a batch of numbers, or num_dense is unknown. The message names the place.
     """
     if len(leaves) == 1 and leaves[0].module is model:
         return None

@@ -77,7 +77,7 @@ class Delta:
 
     Attributes:
         info: the content of its delta.json.
-        sha256: of ``delta.json``: what the next delta names as its ``previous``.
+        sha256: SHA-256 of ``delta.json``, which the next delta has as its ``previous``.
         rows: per entry of ``info.tables``, int64 [n], ascending.
         packed: per entry, uint8 [n, row bytes].
         files: new contents by path.
@@ -373,7 +373,7 @@ def delta_file(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     error.
 
     Raises:
-        ArchiveError: the target exists, and is not to be overwritten or is no file.
+        ArchiveError: the target exists and may not be overwritten, or is not a file.
         UnavailableError: the disk is full, or the folder cannot be written.
     """
     target = Path(os.path.abspath(target))

@@ -86,9 +86,9 @@ class TableInfo:
 class FeatureInfo:
     """One sparse feature and what happens to requests that lack it or carry ids beyond its table.
 
-    ``missing``: a prediction that lacks the feature is refused (``"reject"``, what an export writes by default), or the
-    feature is an empty bag (``"empty"``) or this id in every sample. ``out_of_range``: such an id fails the request, or
-    becomes ``default_row``.
+    ``missing``: a prediction without the feature fails (``"reject"``, the default), or the feature is an empty bag
+    (``"empty"``) or this id in every sample. ``out_of_range``: an id out of range fails the request, or becomes
+    ``default_row``.
     """
 
     name: str
@@ -181,8 +181,8 @@ class FileInfo:
 class Manifest:
     """The content of ``manifest.json``; ``FORMAT.md`` defines each part and its rules.
 
-    ``missing_shards`` is the one key that may be absent, then ``"reject"``: whether rows of ranks that no host answers for
-    may be replaced by default rows.
+    ``missing_shards`` is whether rows of unavailable ranks may be replaced by default rows. It is the only optional
+    key; its default is ``"reject"``.
     """
 
     format: str

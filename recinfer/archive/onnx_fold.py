@@ -20,8 +20,8 @@ def fold_gathers(model: Any) -> int:
 
     ``Gemm(Concat(a, Gather(products)))`` becomes ``Gemm(products, C=Gemm(a))``, whose weights are 0 where no column was
     gathered: no copy of the columns, no Concat. A DLRM's interactions before a layer of 64 are such products; before wider
-    layers the gather is cheaper. Sums are of the same numbers in another order. Only columns of a MatMul are left out this
-    way, which are finite wherever the numbers that they are made of are of any use.
+    layers the gather is cheaper. Sums are of the same numbers in another order. Only columns of a MatMul are replaced
+    this way; they are finite for finite inputs.
 
     Args:
         model: an ``onnx.ModelProto`` with the shapes of its values.

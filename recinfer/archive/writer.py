@@ -189,7 +189,7 @@ def archive_folder(target: Path, *, overwrite: bool = False) -> Iterator[Archive
         target: path of the archive; must not exist, or with ``overwrite`` must be an archive (or empty).
 
     Raises:
-        ArchiveError: the target exists, or is something else than an archive.
+        ArchiveError: the target exists, or is not an archive.
         UnavailableError: the disk is full, or the folder cannot be written.
     """
     target = Path(os.path.abspath(target))
@@ -216,8 +216,8 @@ def partial_folder(target: Path) -> Iterator[Path]:
     """A new, locked, hidden folder next to ``target``, removed at the end of the block and on any error.
 
     The kernel releases the lock when the process ends in any way, so that :func:`remove_stale` can tell what is left
-    of a killed one from what another is writing, on any host that shares the disk and its locks. Where there are no locks
-    there is none.
+    by a killed writer from what another is writing, on any host that shares the disk and its locks. Without lock
+    support nothing is removed.
     """
     root = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
     lock: int | None = None
@@ -249,7 +249,7 @@ def _remove(folder: Path) -> None:
 def remove_stale(target: Path) -> None:
     """Remove partial folders next to ``target`` that killed writers left: those without a held lock.
 
-    Young ones are kept: a writer makes its folder first and locks it then.
+    New folders are kept: a writer creates its folder before it locks it.
     """
     for folder in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
         if not _PARTIAL.fullmatch(folder.name[len(target.name) + 1 :]) or folder.is_symlink() or not folder.is_dir():

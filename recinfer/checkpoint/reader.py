@@ -33,7 +33,7 @@ _MODEL_GROUPS = ("model", "state_dict", "model_state_dict", "module", "app")
 class CheckpointReader:
     """One checkpoint, open for reading. Opening reads the index only. Safe to use from several threads.
 
-    A state dict saved inside another, as in ``dcp.save({"model": ..., "optim": ...})``, is found by itself: keys are
+    A state dict saved inside another, as in ``dcp.save({"model": ..., "optim": ...})``, is recognized: keys are
     the module's own, without the ``model.`` before them. :meth:`align` finds any other nesting by the module's keys.
 
     Args:
@@ -41,7 +41,7 @@ class CheckpointReader:
         prefix: the part of the keys to leave out, with its dot; None finds it. ``""`` shows the keys as stored.
 
     Raises:
-        CheckpointError: nothing there, or no checkpoint that can be read.
+        CheckpointError: the path does not exist, or is not a readable checkpoint.
 
     Example::
 
@@ -225,7 +225,7 @@ class CheckpointReader:
         """The module that ``model.json`` describes, without its weights (see :func:`recinfer.checkpoint.load_into`).
 
         Raises:
-            CheckpointError: no ``model.json``, or one that describes no module known here.
+            CheckpointError: no ``model.json``, or one that describes an unknown module.
         """
         if self.model_json is None:
             raise CheckpointError(

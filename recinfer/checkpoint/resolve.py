@@ -17,10 +17,10 @@ def resolve_model(spec: str) -> nn.Module:
     """Import ``pkg.module`` (the working directory counts) and call its ``function`` with no arguments.
 
     The function returns the module; build embedding tables with ``device="meta"``, so that they cost no memory. This
-    runs the user's own code, on the user's word.
+    runs the user's code.
 
     Raises:
-        ConfigError: not of the form ``pkg.module:function``, or something else than a module came back.
+        ConfigError: not of the form ``pkg.module:function``, or the function does not return a module.
         NotFoundError: no such module or function.
         UnavailableError: the user's module imports a package that is not installed.
     """

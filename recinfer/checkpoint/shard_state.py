@@ -39,7 +39,7 @@ def state_of_all_ranks(
         parameter -> state name -> value; without tables on other ranks.
 
     Raises:
-        CheckpointError: state that is neither one number an element nor one a row of the table.
+        CheckpointError: state with neither one number per element nor one per row of the table.
     """
     found = {}
     for name, values in optimizer.state_dict()["state"].items():

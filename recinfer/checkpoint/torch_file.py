@@ -102,7 +102,7 @@ class TensorBytes:
         """Yields (first, last) for rows ``start`` to ``stop`` in blocks; before each yield the first rows of ``block``
         are filled.
 
-        For tensors that are :meth:`plain` only: nothing but reads happens here.
+        Only for tensors that are :meth:`plain`.
         """
         bytes_of_row = math.prod(self.shape[1:]) * self.dtype.itemsize
         view = block.reshape(-1).view(torch.uint8).numpy().data

@@ -61,7 +61,7 @@ def save_checkpoint(
         model_name, model_version: under which the model is served.
 
     Raises:
-        CheckpointError: tensors on meta, or ``folder`` holds something that is no checkpoint.
+        CheckpointError: tensors on meta, or ``folder`` holds files that are not a checkpoint.
         UnavailableError: the disk is full, or the folder cannot be written; what was written is removed.
     """
     saving = _Saving(folder, model, optimizer, contract, model_name, model_version)

@@ -27,7 +27,7 @@ def column(columns: Columns, name: str, needed_by: str) -> NDArray[Any]:
     """The column ``name`` as a 1-D array (dtype object for mixed values).
 
     Raises:
-        InputError: no such column, or one with other than one value a row.
+        InputError: no such column, or not one value per row.
     """
     require(columns, [name], needed_by)
     values = columns[name]
@@ -119,7 +119,7 @@ def to_numbers(values: NDArray[Any], name: str) -> NDArray[np.float64]:
     """The column as float64, nan for missing values.
 
     Raises:
-        InputError: text that is no number; names the column, the row and the text.
+        InputError: text that is not a number; names the column, the row and the text.
     """
     kind = values.dtype.kind
     if kind in "biuf":

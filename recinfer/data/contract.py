@@ -314,7 +314,7 @@ class FeatureContract:
         """The contract of :meth:`to_dict`.
 
         Raises:
-            ConfigError: another format, unknown or missing keys, values that make no contract.
+            ConfigError: another format, unknown or missing keys, or invalid values.
         """
         if not isinstance(data, Mapping) or data.get("format") != CONTRACT_FORMAT:
             found = data.get("format") if isinstance(data, Mapping) else type(data).__name__

@@ -75,7 +75,7 @@ def criteo_contract(columns: Columns, *, max_buckets: int = 1 << 20, seed: int =
         seed: of the hash.
 
     Raises:
-        InputError: a column is missing, or a count is no number.
+        InputError: a column is missing, or a count is not a number.
     """
     dense = [standardized(DenseFeature(name, clip_min=0.0, log=True), columns) for name in DENSE]
     sparse = []

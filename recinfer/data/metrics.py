@@ -23,7 +23,7 @@ def auc(labels: ArrayLike, scores: ArrayLike) -> float:
         scores: ``[n]``, finite numbers; higher means more likely positive. Torch tensors on the CPU are fine.
 
     Returns:
-        float: in [0, 1]; nan when only one class is there, since then nothing is ranked.
+        float: in [0, 1]; nan with only one class, since then nothing is ranked.
 
     Raises:
         InputError: no rows, different lengths, labels other than 0 and 1, scores that are not finite.
@@ -77,7 +77,7 @@ def normalized_entropy(labels: ArrayLike, probabilities: ArrayLike, eps: float =
     Args: as :func:`log_loss`.
 
     Returns:
-        float: nan when only one class is there.
+        float: nan with only one class.
 
     >>> round(normalized_entropy([1, 0, 0, 1], [0.9, 0.1, 0.2, 0.8]), 4)
     0.237

@@ -84,7 +84,7 @@ class SideTable:
         path: the file.
         key: the column it is joined by.
         row_of: key -> row.
-        columns: the others, with one more row at the end, of nothing, for keys that are not there.
+        columns: the other columns, with an additional empty row at the end for missing keys.
     """
 
     path: Path
@@ -139,7 +139,7 @@ def movielens_contract(columns: Columns) -> FeatureContract:
     Other columns than user_id and item_id are left out where the rows lack them. The label is a rating of 4 or 5.
 
     Raises:
-        InputError: no user_id or item_id, or numbers that are none.
+        InputError: no user_id or item_id, or text that is not a number.
     """
     sparse = [SparseFeature(name, vocabulary(columns, name)) for name in ("user_id", "item_id")]
     sparse += [

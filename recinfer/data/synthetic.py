@@ -42,7 +42,7 @@ class SyntheticRows:
 
     Attributes:
         columns: ``label`` (int64), ``I1..I13`` (float64, nan is empty), ``C1..C26`` (str, ``""`` is empty).
-        probability: float64 ``[rows]``, the probability each label was thrown with.
+        probability: float64 ``[rows]``, the probability that each label was drawn with.
     """
 
     columns: dict[str, NDArray]
@@ -56,7 +56,7 @@ class SyntheticRows:
 def generate_criteo(num_rows: int, seed: int = 0) -> SyntheticRows:
     """``num_rows`` rows in the format of the Criteo set; the same ``num_rows`` and seed give the same rows.
 
-    What acts how on the label depends on the seed alone, so more rows with the same seed show the same world.
+    The effects on the label depend only on the seed, so more rows with the same seed follow the same model.
 
     Raises:
         InputError: fewer than 1 row.

@@ -30,12 +30,12 @@ class RandomRecDataset(IterableDataset[Batch]):
         num_dense: dense features.
         manual_seed: None draws from torch's own generator.
         num_batches: batches of one pass; None is without end.
-        num_generated_batches: this many batches are made and then given again and again; negative makes each anew.
+        num_generated_batches: this many batches are generated and repeated; negative generates every batch anew.
         min_ids_per_feature, min_ids_per_features: the fewest ids of a feature in an example, for all or for each;
             without either it is ``ids_per_feature``, and 0 where that is not given.
 
     Raises:
-        ConfigError: sizes that are not one for each key, or no batch to give.
+        ConfigError: not one size per key, or num_generated_batches is 0.
     """
 
     def __init__(

@@ -184,7 +184,7 @@ def rand_split_train_val(
     Args:
         datapipe: the items.
         train_perc: the probability of the first stream, in (0, 1).
-        random_seed: of the coin.
+        random_seed: seed of the split.
 
     Raises:
         InputError: ``train_perc`` outside of (0, 1).

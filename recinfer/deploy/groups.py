@@ -57,7 +57,7 @@ class Footprint:
     """The servers that an archive needs and their memory.
 
     Attributes:
-        model: as the manifest has it.
+        model: name of the model in the manifest.
         version: the folder's name if the archive is at ``<model>/<version>``, as in a store; else the manifest's.
         groups: of ranks, all of them once.
         ranker_bytes: memory of a ranker with one version.
@@ -79,7 +79,7 @@ def footprint(archive: Path, ranks_per_shard: int = 1) -> Footprint:
         ranks_per_shard: consecutive ranks that one shard server holds.
 
     Raises:
-        ArchiveError: it is none.
+        ArchiveError: the folder is not an archive.
         ConfigError: ranks_per_shard is below 1.
     """
     if ranks_per_shard < 1:

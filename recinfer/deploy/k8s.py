@@ -41,17 +41,17 @@ class K8sOptions:
     """Options of the manifests.
 
     Attributes:
-        namespace: of everything; it is not made here.
-        image: that has ``recinfer`` on its PATH.
-        name: what all names begin with; None: the model's.
+        namespace: of all objects; the manifests do not create it.
+        image: container image with ``recinfer`` on its PATH.
+        name: prefix of all names; None: the model's name.
         replicas: shard servers of each group of ranks.
-        rankers: how many.
-        max_replicas: shard servers of a group that an autoscaler may go to; None, or as many as replicas: no autoscaler.
-        max_rankers: the same of rankers.
+        rankers: number of rankers.
+        max_replicas: most shard servers per group; None, or the value of replicas, means no autoscaler.
+        max_rankers: most rankers, in the same way.
         claim: PersistentVolumeClaim with ``<model>/<version>/`` archives.
-        token_secret: Secret whose key ``token`` all calls need; None: ``<name>-token``.
+        token_secret: Secret with the bearer token under the key ``token``; None: ``<name>-token``.
         cpus: requested cores per container, in Kubernetes' notation.
-        queue_depth: requests waiting in a ranker that one more is started for.
+        queue_depth: queued requests per ranker above which the autoscaler adds a ranker.
         busy_percent: share of the requested cores, and of a shard server's time, above which the autoscaler adds a pod.
     """
 
@@ -98,7 +98,7 @@ def manifests(found: Footprint, options: K8sOptions) -> dict[str, dict[str, Any]
     """File name -> manifest, in the order to apply them; the same arguments give the same manifests.
 
     Raises:
-        ConfigError: model or version cannot be a label, or more ranks than the names have room for.
+        ConfigError: model or version is not a valid label, or the names of so many ranks are too long.
     """
     return _Renderer(found, options).all()
 
@@ -107,7 +107,7 @@ def write_manifests(found: Footprint, options: K8sOptions, out: Path) -> list[Pa
     """Write each manifest to a file in ``out``, which is created, and a kustomization.yaml that lists them.
 
     Raises:
-        ConfigError: ``out`` holds YAML files that this would not write: an older plan's, which would be applied too.
+        ConfigError: ``out`` holds other YAML files, for example of an older plan, which kubectl would apply too.
     """
     texts = {name: to_yaml(manifest) for name, manifest in manifests(found, options).items()}
     kustomization = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", "resources": list(texts)}

@@ -96,7 +96,7 @@ class Bags:
             weights = None if weights is None else _joined(weights, pieces)
         return Bags(names, batch, offsets_of(lengths_FB, values.dtype), values, weights)
 
-    def beside(self, context: Bags) -> Bags:
+    def with_context(self, context: Bags) -> Bags:
         """These samples with the features of ``context`` added, one sample that applies to all; its bags are put in the
         first sample.
 

@@ -71,7 +71,8 @@ class Comparison:
         rows, num_wrong: recorded rows; those with an output over its bound.
         max_difference: largest difference of the compared model from the record.
         max_bound: the largest difference that was allowed.
-        archive_difference: largest difference of the archive from the record: with ``"float"`` what the precision costs.
+        archive_difference: largest difference of the archive from the record; with ``"float"`` this is the effect of
+            the precision.
         wrong: rows over their bound, the furthest over it first, at most 10.
         blunt: outputs for which the precision allows more than the standard deviation of the recorded values, so that a
             wrong model may pass.
@@ -185,7 +186,7 @@ def compare_export(
         batches: ``reference.batches`` of the archive's manifest.
 
     Raises:
-        ArchiveError: an embedding of the archive is further off than its precision explains.
+        ArchiveError: an embedding of the archive differs by more than its precision allows.
     """
     manifest = predictor.manifest
     tally = _Tally(reference, manifest, batches, "float")

@@ -75,8 +75,8 @@ class Predictor(LoadedModel):
 
         Args:
             dense: float32 [B, num_dense], finite, or rows of numbers; None when the model has no dense input.
-            features: all features of the model, in any order. One that is left out is refused, unless the archive was
-                exported to fill it in (``recinfer export --missing``).
+            features: all features of the model, in any order. A missing feature is an error, unless the archive was
+                exported with a policy for it (``recinfer export --missing``).
             context: features of one sample that apply to all B samples (a user's features with B candidates); none of
                 them in ``features``. They are looked up once.
 
@@ -84,7 +84,7 @@ class Predictor(LoadedModel):
             output name -> float32 [B, ...] (``"output"`` when forward returns one tensor).
 
         Raises:
-            InputError: as lookup, and: a feature left out; wrong shape or dtype, NaN or infinity in dense.
+            InputError: as lookup; also a missing feature, or a wrong shape, dtype, NaN or infinity in dense.
         """
         if dense is not None and not isinstance(dense, Tensor):
             dense = torch.from_numpy(as_matrix(dense))

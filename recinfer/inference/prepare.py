@@ -209,10 +209,10 @@ def with_policies(
 ) -> Manifest:
     """The manifest with other policies for the named features; ``"*"`` names all other features.
 
-    A feature contract that the manifest holds gets the same ``out_of_range``, so that raw rows and ids are treated alike.
+    A feature contract in the manifest gets the same ``out_of_range``, so that raw rows and ids are treated alike.
 
     Raises:
-        ConfigError: a feature that the model does not have, or a policy that there is not.
+        ConfigError: an unknown feature or policy.
     """
     missing, out_of_range = missing or {}, out_of_range or {}
     rows = {name: min(t.rows for t in tables) for name, tables in manifest.feature_tables.items()}

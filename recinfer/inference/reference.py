@@ -60,7 +60,7 @@ def compare_with_float(
     """The largest difference of embeddings and of outputs from the float model's.
 
     Raises:
-        ArchiveError: an embedding is further off than its precision explains: a bug, or a bad disk.
+        ArchiveError: an embedding differs by more than its precision allows: a bug, or a damaged disk.
     """
     manifest = predictor.manifest
     worst = worst_output = 0.0

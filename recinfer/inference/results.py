@@ -27,7 +27,7 @@ class LookupResult:
     Attributes:
         pooled: float32 [B, sum of dims], or None if no pooled feature was requested.
         sequences: name -> values float32 [ids, dim] with their lengths.
-        missing: ranks whose hosts did not answer, so that vectors of their rows are zero.
+        missing: ranks whose hosts did not respond; the vectors of their rows are zero.
     """
 
     pooled: KeyedTensor | None

@@ -12,8 +12,8 @@ __all__ = ["FeatureSpec", "Outputs"]
 class FeatureSpec:
     """One output of lookup: its name, its table, and whether its feature is optional in a prediction.
 
-    ``missing``: a prediction without the feature is refused (``"reject"``), or takes no ids (``"empty"``) or this id in
-    every sample. A lookup may leave out any feature. ``weighted``: whether requests may bring weights for its ids.
+    ``missing``: a prediction without the feature fails (``"reject"``), or uses no ids (``"empty"``) or this id in every
+    sample. A lookup may leave out any feature. ``weighted``: whether requests may bring weights for its ids.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Outputs(dict[str, Any]):
     """The model's outputs by name, float32 ``[B, ...]``: tensors, or numpy arrays from a client.
 
     Attributes:
-        missing: ranks whose hosts did not answer, so that vectors of their rows were zero.
+        missing: ranks whose hosts did not respond; the vectors of their rows were zero.
     """
 
     missing: tuple[int, ...]

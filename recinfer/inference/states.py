@@ -35,9 +35,9 @@ def at_one_state(method: _Method) -> _Method:
 class States(abc.ABC):
     """Holds the current state of a predictor and replaces it when a delta is applied or undone.
 
-    ``_state`` is a copy of the predictor with the rows and the dense program of the deltas applied; what does not change
-    (counters, the checks of features) is shared. Each call runs on the one state that it finds, to its end: the base is
-    such a copy too, since a call that ran on the predictor itself would meet a delta half-way.
+    ``_state`` is a copy of the predictor with the rows and the dense program after the applied deltas; unchanged parts
+    (counters, feature checks) are shared. Each call runs on one state to its end. The base is such a copy too, since a
+    call on the predictor itself could see a partly applied delta.
     """
 
     _state: Self | None
@@ -66,15 +66,16 @@ class States(abc.ABC):
     def apply_delta(self, path: str | os.PathLike[str]) -> None:
         """Apply a delta: update the model to a later checkpoint while requests run.
 
-        A request (and a batch of requests that run together) sees all of the delta or nothing of it. The changed rows'
-        pages become this process's own; all others stay shared. Answers are then those of a full export.
+        A request, or a batch of merged requests, sees the whole delta or none of it. Pages of changed rows become
+        private to this process; all others stay shared. Results then equal those of a full export.
 
         Args:
             path: a delta (``*.rqd``) for this archive, the next one in its chain.
 
         Raises:
-            ArchiveError: the delta breaks a rule of DELTA.md, or its golden answers do not come out. Nothing changed.
-            UnavailableError: there is no memory for the changed rows. Nothing changed.
+            ArchiveError: the delta breaks a rule of DELTA.md, or its golden answers are not reproduced. The state is
+                unchanged.
+            UnavailableError: there is no memory for the changed rows. The state is unchanged.
         """
         self.apply(read_delta(path))
 

@@ -146,7 +146,7 @@ def _take(model: LoadedModel, at: int, request: PredictInputs) -> _Taken:
         raise InputError(f"context: feature {min(twice)!r} is also in features; give it in only one of the two")
     features = intake.take(candidates, need_all=True, elsewhere=shared).features
     own = intake.take(context, need_all=False, fill=False).features
-    return _Taken(at, model.check_dense(request.dense, features.batch), features.beside(own), shared)
+    return _Taken(at, model.check_dense(request.dense, features.batch), features.with_context(own), shared)
 
 
 def _apart(found: Sequence[Any], batches: Sequence[int]) -> list[list[Any]]:

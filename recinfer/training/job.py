@@ -44,9 +44,9 @@ class TrainJob:
         limit: use only that many rows.
         sharding: table -> sharding type.
         plan: a plan's file.
-        stream: read rows anew in every pass; None decides by the file.
+        stream: read rows from disk in every epoch; None decides by the file.
         metrics, plot: files for the learning curve.
-        save_every, resume: checkpoints on the way.
+        save_every, resume: step checkpoints.
     """
 
     out: Path
@@ -87,7 +87,7 @@ def run_job(job: TrainJob, world_size: int = 1) -> TrainReport | None:
     Returns:
         the report; None on every rank of torchrun but the first.
 
-    Raises: as :func:`recinfer.training.loop.train`, and UnavailableError naming a rank that died.
+    Raises: as :func:`recinfer.training.loop.train`, and UnavailableError naming a rank that failed.
     """
     check_target(job.out)
     if job.plot is not None:

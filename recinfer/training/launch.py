@@ -42,8 +42,8 @@ def process_group(timeout: float = 600.0) -> Iterator[tuple[int, int]]:
         timeout: seconds that a rank waits for the others in a collective.
 
     Raises:
-        UnavailableError: this process is no rank; or another rank was lost, names it (torchrun's ranks find that out among
-            themselves, :func:`run_ranks` sees it).
+        UnavailableError: this process is not a rank, or another rank failed, which is named (under torchrun by reports
+            between the ranks, otherwise by :func:`run_ranks`).
     """
     place = env.torchrun_rank()
     if place is None:
@@ -79,7 +79,7 @@ def process_group(timeout: float = 600.0) -> Iterator[tuple[int, int]]:
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> Any:
     """Run ``function(*args)`` on ``world_size`` new ranks of this host; returns the result of rank 0.
 
-    Each rank is a process of its own with torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK,
+    Each rank is a process with torchrun's environment variables (RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT); ``function`` joins with :func:`process_group`. It must be importable by
     name, and arguments and result must pickle. Ctrl-C stops all ranks.
 

@@ -54,10 +54,11 @@ class TrainSettings:
         epochs: passes over the training rows.
         seed: of the initial weights.
         dense_lr, sparse_lr: peak learning rates of the MLPs (Adam) and of the tables (row-wise Adagrad).
-        sharding: on several ranks, table -> sharding type; ``"*"`` for all others. What is not named the planner chooses.
+        sharding: on several ranks, table -> sharding type; ``"*"`` for all others. The planner chooses for other
+            tables.
         plan: on several ranks, a sharding made before.
         save_every: steps between checkpoints of the run under way; None for none.
-        resume: go on from the last of them.
+        resume: continue from the last of them.
     """
 
     embedding_dim: int = 16
@@ -85,7 +86,7 @@ class TrainResult:
     Attributes:
         auc: area under the ROC curve on the held-out rows; nan if they hold one class only.
         log_loss: mean log-loss on the held-out rows, natural logarithm.
-        normalized_entropy: log-loss over that of always saying the mean; nan if they hold one class only.
+        normalized_entropy: log-loss divided by that of a constant prediction of the mean; nan with only one class.
         train_losses: mean training loss of each epoch (of a resumed run, of the steps since).
         num_train_rows, num_test_rows: rows trained on in a pass, and rows held out.
         num_steps: updates made, those before a resume too.
@@ -139,7 +140,7 @@ def train(
     Raises:
         ConfigError: settings below 1, a contract without labels, a loss that is no longer finite.
         InputError: values that the contract refuses, or a split with no rows.
-        CheckpointError: ``out`` holds something that is no checkpoint (found before training).
+        CheckpointError: ``out`` holds files that are not a checkpoint (checked before training).
     """
     started = time.perf_counter()
     settings = TrainSettings(embedding_dim, epochs, seed, dense_lr, sparse_lr)

@@ -26,7 +26,7 @@ def resume_folder(out: str | os.PathLike[str]) -> Path:
 class StepCheckpoints:
     """The checkpoints ``step-NNNNNNNNN`` in ``folder``, which is created with the first of them.
 
-    One is whole once it has its position, which is written last and removed first.
+    A checkpoint is complete if it has its position, which is written last and removed first.
     """
 
     def __init__(self, folder: Path) -> None:

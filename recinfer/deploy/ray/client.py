@@ -57,7 +57,7 @@ def deploy(spec: Deployment) -> None:
     """Create the controller of a deployment, which starts its servers.
 
     Raises:
-        ConfigError: a deployment of that name is there, or a node can be reached by anybody and there is no token.
+        ConfigError: a deployment of that name exists, or a node is reachable from other machines and there is no token.
     """
     import ray
 
@@ -106,7 +106,7 @@ def status(name: str | None) -> dict[str, Any]:
 
     Raises:
         NotFoundError: there is no such deployment, or there are several.
-        UnavailableError: its controller does not answer; it may be starting on another node.
+        UnavailableError: its controller does not respond; it may be restarting on another node.
     """
     found: dict[str, Any] = _get(_controller(name).status.remote(), _ANSWER_S)
     return found

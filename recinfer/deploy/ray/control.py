@@ -42,7 +42,7 @@ class Controller:
     """Runs one deployment from ``start`` to ``down``. All methods may be called from any thread.
 
     Args:
-        spec: what is to run; numbers of servers and the version may have been changed since, and are kept.
+        spec: the deployment; its numbers of servers and version are initial values, which saved state overrides.
         engine: runs the processes.
     """
 

@@ -18,9 +18,9 @@ class Node:
     """A live machine of the cluster.
 
     Attributes:
-        id: the cluster's name for it.
+        id: the cluster's id of the node.
         host: its address.
-        memory, cpus: that nothing has reserved.
+        memory, cpus: unreserved resources.
     """
 
     id: str
@@ -34,7 +34,7 @@ def choose_node(what: str, need: Need, nodes: Collection[Node], same: Iterable[s
 
     Args:
         what: the server, for messages.
-        same: ids of the nodes that have one which does the same, each as often as it has them.
+        same: ids of the nodes with servers of the same group, once per server.
 
     Raises:
         UnavailableError: no node has the resources; names the needed and the free ones.

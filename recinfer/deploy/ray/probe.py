@@ -32,13 +32,13 @@ class Probe:
     """The result of a probe.
 
     Attributes:
-        answers: its health service answered; ``serving``: and that it takes requests.
+        answers: whether its health service responds; ``serving``: whether it is ready.
         why: gRPC's reason for a failed call; empty without TLS, where it only means that the server does not listen
             yet.
-        status: as recinfer.serving.server.telemetry.metrics has it; empty when it was not to be had.
-        rate: requests a second since the last look.
-        inside: requests that were in the server at a time, on average since the last look (waiting or at work): the
-            seconds that those spent in it which were answered since then, by the seconds that have passed.
+        status: as recinfer.serving.server.telemetry.metrics has it; empty if it was not available.
+        rate: requests per second since the last probe.
+        inside: average number of requests in the server (queued or running) since the last probe: the seconds that the
+            completed requests spent in it, divided by the elapsed seconds.
     """
 
     answers: bool = False
@@ -66,8 +66,8 @@ class Prober:
     """Keeps a connection to each server's health service, and the counters of its last probe.
 
     Args:
-        token: of the servers; None: they have none.
-        tls: of theirs; None: none.
+        token: bearer token of the servers; None for none.
+        tls: TLS settings of the servers; None for none.
     """
 
     def __init__(self, token: str | None, tls: Tls | None = None) -> None:

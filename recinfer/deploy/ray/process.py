@@ -27,11 +27,11 @@ class Life:
     """The state of a server process.
 
     Attributes:
-        running: it has not ended.
-        port, metrics_port: where it listens; 0 before it does.
+        running: whether it has not ended.
+        port, metrics_port: the ports that it listens on; 0 before that.
         pid: of the server; 0 before it has started.
-        memory: bytes resident, mapped tables that were read included.
-        why: what it said when it could not start, or how it ended.
+        memory: resident bytes, including mapped tables that were read.
+        why: its error message, or how it ended.
     """
 
     running: bool
@@ -50,11 +50,11 @@ class ServerProcess:
         arguments: of ``recinfer serve``.
         environment: on top of this process's own.
         shards: a ranker's shards.json, written to a folder that is removed with the server; None for a shard server.
-        tag: in that folder's name.
+        tag: part of that folder's name.
         grace: seconds that the server has to finish its requests.
 
     Attributes:
-        folder: where shards.json is; None: no ranker.
+        folder: folder of shards.json; None for a shard server.
     """
 
     def __init__(

@@ -50,21 +50,21 @@ class Deployment:
     """An archive on a cluster.
 
     Attributes:
-        name: of the deployment; what all names begin with.
-        tag: of this run of it alone; in the names of files.
-        model: as the manifest has it.
-        version: that is served first: the folder's name in the store, without one the manifest's.
+        name: name of the deployment and prefix of all names.
+        tag: unique to this run of the deployment; part of file names.
+        model: name of the model in the manifest.
+        version: the version served first: the folder's name in the store, or the manifest's without a store.
         archive: its folder, on every node.
-        store: folder of ``<model>/<version>/`` on every node; None: the version stays what it is.
+        store: folder of ``<model>/<version>/`` on every node; None if the version cannot change.
         groups: the ranks of each shard.
         shard_memory: bytes of each group's servers; ``ranker_memory``: of a ranker.
-        cpus: of each server, for placing alone.
-        shards, rankers: how many of each group, and how many rankers.
-        queue_depth: requests that are in a server at a time, on average, above which there should be one more.
-        busy_percent: of a shard server's time, above which there should be one more too.
-        cool_down: seconds that load must have been low for before there is one less.
-        token: bearer token of all servers; None: none.
-        insecure: listen beyond this machine without one.
+        cpus: CPUs per server, used only for placement.
+        shards, rankers: bounds on the shard servers per group, and on the rankers.
+        queue_depth: average number of requests in a server above which a server is added.
+        busy_percent: busy share of a shard server's time above which a shard server is added.
+        cool_down: seconds of low load before a server is removed.
+        token: bearer token of all servers; None for none.
+        insecure: allow listening beyond loopback without a token.
         tls: TLS of all servers and their clients; None for no TLS.
     """
 
@@ -134,12 +134,12 @@ def deployment_of(found: Footprint, archive: Path, store: Path | None, tag: str,
     """The deployment of an archive.
 
     Args:
-        found: what of it runs where.
+        found: its groups of ranks and their memory.
         store: None: the folder two above the archive, where the one above has the model's name.
         options: as Deployment has them; ``name`` may be None, the model's name as a label.
 
     Raises:
-        ConfigError: numbers that do not fit, or an archive that is not where the store would have it.
+        ConfigError: inconsistent numbers, or an archive that is not at its place in the store.
     """
     archive = archive.resolve()
     if store is not None and archive.parent != store.resolve() / found.model:

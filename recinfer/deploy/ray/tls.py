@@ -20,11 +20,11 @@ class Tls:
     """PEM files, each at the same absolute path on every node; a node may have its own certificate and key there.
 
     Attributes:
-        cert, key: certificate chain and key of every server. With ``client_ca`` rankers show it to shards, and the
-            controller to all, so it must be good for both ends.
-        ca: the authority of these certificates, which rankers and the controller check servers by.
-        client_ca: the authority of the certificates that callers must show (mutual TLS); None: they need none.
-        name: in the servers' certificates, where it is not the node's address.
+        cert, key: certificate chain and key of every server. With ``client_ca``, rankers present it to shard servers
+        and the controller presents it to all servers, so it must be valid for server and client use.
+        ca: the certificate authority of these certificates, which rankers and the controller verify servers with.
+        client_ca: the certificate authority of client certificates (mutual TLS); None if clients need none.
+        name: host name in the servers' certificates, if it differs from the node's address.
     """
 
     cert: str
