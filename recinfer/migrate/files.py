@@ -25,7 +25,7 @@ class MissingName:
         path: the file that uses it.
         line: the line, from 1.
         name: dotted, as in ``torchrec.metrics.recall``.
-        instead: what to use instead; "" where nothing is known.
+        instead: the replacement; "" if none is known.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class FileChange:
         path: the file.
         before, after: its text.
         encoding: of the text on disk.
-        missing: the names that are not here.
+        missing: the names that recinfer lacks.
         by_hand: (line, description) of uses of torchrec that are not rewritten, such as a string.
     """
 

@@ -15,10 +15,10 @@ __all__ = ["instead_of", "is_here"]
 def is_here(name: str) -> bool:
     """Whether recinfer has an object at ``name``, as in ``torchrec.sparse.jagged_tensor.KeyedJaggedTensor``.
 
-    Modules are imported on the way. Of a class its attribute is looked at too; further than that nothing is.
+    Imports modules as needed. Attributes of classes are checked one level deep.
 
     Raises:
-        ModuleNotFoundError: a module that is here needs a package that is not installed.
+        ModuleNotFoundError: a module of recinfer needs a package that is not installed.
     """
     path, *parts = ("recinfer" + name.removeprefix("torchrec")).split(".")
     found: object = importlib.import_module(path)

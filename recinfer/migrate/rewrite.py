@@ -28,7 +28,7 @@ def migrate_file(path: Path) -> FileChange:
     """The migration of ``path``; the file is not written.
 
     Raises:
-        InputError: it is no Python text, or Python of another version.
+        InputError: it is not Python, or Python of another version.
         OSError: it cannot be read.
     """
     text, encoding = read_text(path)
@@ -56,7 +56,7 @@ class _Uses:
 
     Attributes:
         names: (line, dotted name) of what is imported or used.
-        by_hand: (line, text) of what is left as it is.
+        by_hand: (line, text) of uses that are not rewritten.
     """
 
     text: str

@@ -222,7 +222,7 @@ class DLRM(nn.Module):
         dense_device: where the dense parameters are made.
 
     Raises:
-        ConfigError: sizes that do not fit together.
+        ConfigError: inconsistent sizes.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class DLRM_Projection(DLRM):
             is a multiple of ``D``. The others are those of :class:`DLRM`.
 
     Raises:
-        ConfigError: sizes that do not fit together.
+        ConfigError: inconsistent sizes.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class DLRM_DCN(DLRM):
         dcn_low_rank_dim: their rank. The others are those of :class:`DLRM`.
 
     Raises:
-        ConfigError: sizes that do not fit together.
+        ConfigError: inconsistent sizes.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class DLRMTrain(nn.Module):
     """A DLRM with its loss, binary cross entropy on the logits.
 
     Args:
-        dlrm_module: the model; it gives one logit an example.
+        dlrm_module: the model, with one logit per example.
     """
 
     def __init__(self, dlrm_module: DLRM) -> None:

@@ -131,12 +131,12 @@ class BaseEmbeddingConfig:
         data_type: element type of the float table.
         feature_names: the features that look rows up in this table (several share it).
         weight_init_max, weight_init_min: bounds of the uniform initial values; default ``±1/sqrt(num_embeddings)``.
-        num_embeddings_post_pruning: does nothing (:mod:`recinfer.ignored`): tables are not pruned.
+        num_embeddings_post_pruning: no effect (:mod:`recinfer.ignored`): tables are not pruned.
         init_fn: fills the weight in place instead of the uniform values.
         need_pos: the features carry positions (position-weighted processors).
         input_dim, total_num_buckets, use_virtual_table, virtual_table_eviction_policy, enable_embedding_update,
-            stash_weights: TorchRec's settings of tables that allocate, evict or move rows while they train. Here a table has
-            all its rows from the start: only the defaults (and ``input_dim`` equal to the rows) are taken.
+            stash_weights: TorchRec's settings of tables that allocate, evict or move rows while they train. recinfer
+                allocates all rows at the start and accepts only the defaults (and ``input_dim`` equal to the rows).
 
     Raises:
         ConfigError: rows or dim below 1; a setting of tables that allocate rows while they train.
@@ -195,8 +195,8 @@ class QuantConfig(NamedTuple):
     """The quantization settings that ``from_float`` of the quantized collections reads from ``module.qconfig``.
 
     Attributes:
-        activation: call it for an object whose ``dtype`` is that of the outputs.
-        weight: the same, of the packed rows (``qint8``, ``quint4x2``, ``quint2x4``, ``float16`` ...).
+        activation: a factory of an object whose ``dtype`` is that of the outputs.
+        weight: the same, for the packed rows (``qint8``, ``quint4x2``, ``quint2x4``, ``float16`` ...).
         per_table_weight_dtype: table -> precision, where it differs.
     """
 
@@ -237,9 +237,8 @@ class EmbeddingTableConfig(BaseEmbeddingConfig):
 
     Args:
         pooling: NONE for an unpooled table.
-        is_weighted: ids come with weights.
-        has_feature_processor: a feature processor makes the weights.
-        embedding_names: names of the outputs, one a feature.
+        is_weighted: ids have weights. has_feature_processor: whether a feature processor computes the weights.
+        embedding_names: names of the outputs, one per feature.
     """
 
     pooling: PoolingType = PoolingType.SUM

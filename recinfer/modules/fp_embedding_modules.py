@@ -26,7 +26,7 @@ def apply_feature_processors_to_kjt(
     """``features`` with the weights from the processor of each key; keys without a processor get weight 1.
 
     Raises:
-        InputError: a processor that gives no weights, or not one an id.
+        InputError: a processor that returns no weights, or not one weight per id.
     """
     weights = []
     for key in features.keys():  # noqa: SIM118 - not a dict
@@ -69,7 +69,7 @@ class FeatureProcessedEmbeddingBagCollection(Opaque, nn.Module):
         feature_processors: a collection, or one processor for each feature of the tables.
 
     Raises:
-        ConfigError: tables that take no weights, or processors that are not those of the tables' features.
+        ConfigError: tables without weights, or processors for other features than the tables'.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class FeatureProcessedEmbeddingBagCollection(Opaque, nn.Module):
         """Pooled vectors, see :meth:`EmbeddingBagCollection.forward`.
 
         Raises:
-            InputError: a bag that its processor refuses.
+            InputError: a bag that its processor rejects.
         """
         if isinstance(self._feature_processors, nn.ModuleDict):
             processed = apply_feature_processors_to_kjt(features, self._feature_processors)  # type: ignore[arg-type]

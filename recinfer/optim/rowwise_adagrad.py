@@ -27,14 +27,14 @@ class RowWiseAdagrad(Optimizer):
     Gradients may be sparse (only their rows are read and written, also by ``weight_decay``) or dense (all rows).
 
     Args:
-        params: tables, ``[rows, D]`` each; a parameter of one dimension has one accumulator an element.
+        params: tables, ``[rows, D]`` each; a parameter of one dimension has one accumulator per element.
         lr: the rate.
         lr_decay: the rate of step ``t``, from 1, is ``lr / (1 + (t - 1) * lr_decay)``.
         weight_decay: times the weights, added to the gradient.
         initial_accumulator_value: what ``sum`` starts from.
         eps: added to the root of the accumulator.
         maximize: go up the gradient.
-        unused: how torch's Adagrad runs (``foreach``, ``fused``, ``differentiable``): without a meaning here.
+        unused: options of torch's Adagrad without effect here (``foreach``, ``fused``, ``differentiable``).
 
     Raises:
         ConfigError: negative numbers, or other arguments.

@@ -38,7 +38,7 @@ class WarmupStage:
     """One stage of a schedule.
 
     Attributes:
-        policy: how the multiplier is made.
+        policy: how the multiplier is computed.
         max_iters: the last step of the stage, counted from the start of training.
         value: of the policy.
         lr_scale: factor of every multiplier of the stage.
@@ -103,11 +103,11 @@ def _multiplier(stage: WarmupStage, step: int) -> float:
 class WarmupOptimizer(OptimizerWrapper):
     """Sets the learning rate of another optimizer, ``lr`` times the stage's multiplier, for each step.
 
-    Step 0 has its rate from the start. After the last stage the multiplier is 1. The step and stage are saved in the
-    state dict under ``param_name``, ``{"warmup": int64 [step, stage]}``, and so are the param_groups.
+    The rate of step 0 is set at construction. After the last stage the multiplier is 1. The step and stage are saved in
+    the state dict under ``param_name``, ``{"warmup": int64 [step, stage]}``, and so are the param_groups.
 
     Args:
-        optimizer: whose rate is set.
+        optimizer: the optimizer whose rate is set.
         stages: one after another, by ``max_iters``.
         lr: the rate at multiplier 1.
         lr_param: the key of param_groups that is set.

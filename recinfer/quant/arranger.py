@@ -30,10 +30,10 @@ _MAX_ORDERS = 64  # that are remembered; clients send a handful
 class FeatureArranger:
     """Puts a KeyedJaggedTensor's features in a fixed order (repeats allowed) and checks ids.
 
-    The permutation for each order of keys that is met is computed once.
+    The permutation for each order of keys is computed once.
 
     Args:
-        features: names in the order wanted; a repeated name reads its ids again.
+        features: names in the required order; a repeated name reads its ids again.
         rows: of each feature's table.
     """
 

@@ -40,9 +40,9 @@ class Placed:
     """The packed rows of a rectangle: consecutive from byte ``offset`` of a buffer.
 
     Attributes:
-        rect: which rows and columns of which table.
+        rect: the table and its rows and columns.
         data_type: INT8, INT4, INT2, FP16 or FP32.
-        offset: of its first row.
+        offset: byte offset of its first row.
         memory: ``"near"``: the first of two :class:`Buffers`; ``"managed"``: the second, which a GPU reads over the bus;
             ``"cached"``: the second, behind a cache in GPU memory. Without a second one all is in the first.
     """
@@ -73,7 +73,7 @@ class Buffers:
     Attributes:
         near: uint8, 1-D, on the device that looks rows up.
         managed: the same for rectangles that are not ``"near"``; None: ``near`` has those too.
-        row_alignment: rows are zero-padded to a multiple of so many bytes.
+        row_alignment: rows are zero-padded to a multiple of this many bytes.
     """
 
     near: Tensor
@@ -111,7 +111,7 @@ def allocate(
 
     Args:
         tables: what to hold; their offsets are not read.
-        row_alignment: None: what the device needs.
+        row_alignment: None: the device's requirement.
     """
     alignment = row_alignment or row_alignment_for(device)
     placed: list[Placed] = []

@@ -58,13 +58,13 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
     """Quantized pooled tables.
 
     Args:
-        tables: configs; ``data_type`` is the packed precision (INT8, INT4, INT2, FP16, FP32), mixed as you like.
+        tables: configs; ``data_type`` is the packed precision (INT8, INT4, INT2, FP16, FP32), in any mix.
         is_weighted: ids carry weights.
         device: ``"cpu"``, a CUDA device, or ``"meta"`` (planning).
         output_dtype: float32, float16 or bfloat16.
         table_name_to_quantized_weights: table -> (codes [R, bytes], scale and bias [R, 4 bytes] or None for floats).
-        register_tbes, quant_state_dict_split_scale_bias, cache_features_order: do nothing (:mod:`recinfer.ignored`); TBEs
-            can always be had from :meth:`tbes`, orders of keys are always cached.
+        register_tbes, quant_state_dict_split_scale_bias, cache_features_order: no effect (:mod:`recinfer.ignored`);
+        :meth:`tbes` always returns the TBEs, and orders of keys are always cached.
         row_alignment: default 1 on CPU, 16 on a GPU.
 
     ``forward(features: KeyedJaggedTensor) -> KeyedTensor``: keys in module order, values [B, sum of dims]. Tables never
@@ -128,9 +128,9 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
         """Quantize a float collection (recinfer's, or any with ``embedding_bags[name].weight``), table by table.
 
         Args:
-            module: the collection; ``module.qconfig``, where it has one (how TorchRec's users say it), is a
+            module: the collection; its optional ``module.qconfig``, as in TorchRec, is a
                 ``torch.ao.quantization.QConfig`` or TorchRec's QuantConfig.
-            use_precomputed_fake_quant: does nothing (:mod:`recinfer.ignored`).
+            use_precomputed_fake_quant: no effect (:mod:`recinfer.ignored`).
             data_type: precision of all tables; None: what the weight observer of ``module.qconfig`` and its
                 ``per_table_weight_dtype`` say, INT8 without them.
             per_table: table -> precision, where it differs.
@@ -139,7 +139,7 @@ class EmbeddingBagCollection(QuantizedCollection[EmbeddingBagConfig, PooledLooku
 
         Raises:
             InputError: a weight that is not finite, naming table and row.
-            ConfigError: an unknown table, or a type that lookups do not have.
+            ConfigError: an unknown table, or a type that lookups do not support.
         """
         of = "quant.embedding_modules.EmbeddingBagCollection.from_float"
         warn_ignored(of, "use_precomputed_fake_quant", use_precomputed_fake_quant)

@@ -29,8 +29,8 @@ class Kernel(NamedTuple):
 def choose_kernel(device: torch.device | str) -> Kernel:
     """Choose the kernel for tables on ``device``; works without a GPU.
 
-    ``RECINFER_KERNEL`` decides where it is set. Else FBGEMM where its build for the device is installed; on CUDA without it,
-    Triton.
+    ``RECINFER_KERNEL`` decides if set. The default is FBGEMM if its build for the device is installed; on CUDA
+    otherwise Triton.
 
     Raises:
         UnavailableError: the kernel is not installed.

@@ -52,7 +52,7 @@ def _reads(
 
     Raises:
         NotFoundError: a table has no pieces.
-        ConfigError: pieces that are not whole columns of their table, or do not cover them once.
+        ConfigError: pieces that are not whole columns of their table, or do not cover the columns exactly once.
     """
     reads = []
     for config in configs:

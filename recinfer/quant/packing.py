@@ -51,16 +51,17 @@ class RowError:
 class RowPacker:
     """Packs blocks of rows of one width: fill :attr:`block`, call :meth:`pack`. For one thread at a time.
 
-    All memory and every view on it are made here once: fresh pages cost more than the work, and views a third of it.
+    All memory and views are created once: fresh pages take more time than packing, and views a third of it.
 
     Args:
         dim: columns.
         data_type: INT8, INT4, INT2, FP16 or FP32.
         measure: gather :attr:`error` as well.
-        most_rows: no more will come; keeps small jobs small.
+        most_rows: the most rows that will be packed; limits memory for small tables.
 
     Attributes:
-        block: float32 [rows, dim], the input; ``len(block)`` rows are the most to pack at a time, and the quickest.
+        block: float32 [rows, dim], the input; at most ``len(block)`` rows are packed at a time, which is also the
+            fastest.
         error: of all blocks since it was last set.
     """
 
@@ -79,7 +80,7 @@ class RowPacker:
         """Quantize and pack the first ``rows`` rows of :attr:`block`.
 
         Args:
-            out_RP: uint8 [rows, row bytes]; its rows may be longer, and are then left as they are behind that.
+            out_RP: uint8 [rows, row bytes]; its rows may be longer; the rest is unchanged.
             table, first_row: for messages.
 
         Raises:

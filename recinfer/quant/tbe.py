@@ -96,15 +96,15 @@ class TableBatch(nn.Module):
     """One FBGEMM call over packed tables of any precision and width.
 
     Args:
-        reads: what each feature reads, in the order in which the ids come; features may read the same.
+        reads: the table of each feature, in the order of the ids; features may share a table.
         pooling: SUM or MEAN for bags; NONE for one row per id (then all reads have one padded width).
-        buffers: hold the rows. Kept and read, never copied or written.
+        buffers: hold the rows. They are referenced and read, never copied or written.
         output_dtype: float32, float16 or bfloat16.
 
     Attributes:
-        tables: what is read, each once.
+        tables: the tables, each once.
         widths: columns of each read in the output, padded.
-        knows_rows: whether the op refuses ids beyond the tables' rows.
+        knows_rows: whether the operator rejects ids beyond the tables' rows.
         real_columns: int64, those of the op's output that are columns of a table; None: all are. The op pads columns of INT4
             and INT2 tables to whole bytes.
     """
@@ -191,9 +191,9 @@ class TableBatch(nn.Module):
     def _offset(self, read: Placed) -> int:
         """Byte offset for the operator. On CPU it takes one buffer, so tables of the second are at a distance from it.
 
-        Giving it both would not do: it takes the bytes between the offsets of two features' tables for the first one's
-        rows, in whichever buffers they are, and refuses ids beyond. A distance is larger than any table, or negative,
-        which the op reads as unsigned.
+        Passing both buffers would not work: the operator treats the bytes between the offsets of two features' tables
+        as the first one's rows, in either buffer, and rejects ids beyond. A distance is larger than any table, or
+        negative, which the operator reads as unsigned.
         """
         if self.storage.memory_of(read) == "near" or self.weights.device.type != "cpu":
             return read.offset
@@ -204,7 +204,7 @@ class TableBatch(nn.Module):
 
         It does not get the number of rows: it treats the bytes up to the next feature's table (or the buffer's end) as
         the table's. So tables must follow one another in the order of the features, with less than a row between them.
-        It lets -1 through in any case: the id of a row pruned away.
+        It always skips -1, the id of a pruned row.
         """
         reads = self.reads
         ends = [read.offset for read in reads[1:]] + [size]
@@ -219,7 +219,7 @@ class TableBatch(nn.Module):
     def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
         """Look up ``indices`` [N] (int32 or int64), bags bounded by ``offsets`` [features x B + 1], feature-major.
 
-        With :attr:`knows_rows` ids beyond the rows raise RuntimeError, -1 is skipped; else nothing is checked here.
+        With :attr:`knows_rows` ids beyond the rows raise RuntimeError and -1 is skipped; otherwise ids are not checked.
 
         Returns:
             [B, total padded columns], or [N, padded width] when unpooled.

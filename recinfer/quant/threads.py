@@ -69,12 +69,13 @@ class SplitLookup:
     """Runs an operator over F features as runs of neighbouring features, one run per thread.
 
     Args:
-        threads: how many, the caller's own among them; 2 or more.
+        threads: number of threads, including the caller's; 2 or more.
         widths: output columns of each feature.
-        part: ``part(first, last)`` gives the op over features ``first:last``, which takes all ids and the offsets of its
+        part: ``part(first, last)`` returns the operator over features ``first:last``, which takes all ids and the
+            offsets of its
             features, and returns ``[B, sum of their widths]``.
         dtype: of the output.
-        trial: where what is learned is kept; a new one by default.
+        trial: stores the measured times; a new one by default.
 
     Raises:
         ConfigError: fewer than 2 threads.

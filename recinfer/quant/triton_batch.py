@@ -19,7 +19,7 @@ __all__ = ["TritonBatch"]
 class TritonBatch:
     """One launch over packed tables of any precision and width; see :class:`recinfer.quant.tbe.TableBatch`.
 
-    It differs in that columns have no padding, unpooled tables may have several widths, ids may come from the host (they are
+    Differences: columns have no padding, unpooled tables may have several widths, ids may come from the host (they are
     copied through pinned memory), and ids out of range give zeros, which :meth:`out_of_range` counts.
     """
 

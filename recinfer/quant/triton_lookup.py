@@ -170,7 +170,7 @@ class Read(NamedTuple):
         placed: the rows. Ids count from the table's first row: those of other rows than ``placed.rect``'s give zeros, so
             the sum over the row pieces of a table is the table's lookup.
         key: number of the input's key whose ids it takes.
-        pooling: SUM or MEAN; NONE for one row an id.
+        pooling: SUM or MEAN; NONE for one row per id.
         table_rows: rows of the whole table, beyond which ids are out of range; None: ``placed.rect.row_stop``.
         default: the row used for an id out of range; None gives zeros, and the caller rejects the request.
     """
@@ -195,16 +195,17 @@ class TritonTables:
 
     Args:
         reads: in the order of the output's columns; all pooled or all unpooled. Column pieces of a table are neighbours.
-        buffers: hold the rows; kept, never copied. INT rows may begin at any byte; at an alignment of 4 or more the kernel
+        buffers: hold the rows; referenced, never copied. INT rows may begin at any byte; at an alignment of 4 or more
+            the kernel
             loads scale and bias at once.
         output_dtype: float32 or float16. Sums are float32.
-        launch: how the kernel is cut.
+        launch: launch parameters of the kernel.
 
     Attributes:
         total_dim: columns of the output: of all reads, or of the widest output of a key when unpooled.
 
     Raises:
-        ConfigError: reads that do not go together, or an output type that is not offered.
+        ConfigError: incompatible reads, or an unsupported output type.
     """
 
     def __init__(
@@ -307,7 +308,7 @@ class TritonTables:
             weights: of ids, float ``[N]``; None: 1.
             batch: B.
             bad: int32 ``[reads]``; each read's ids out of range are added to its count. Zeros for those that have no default
-                row; read it when the answer is needed anyway.
+                row; read it together with the result.
             keys: int32 ``[reads]``, the key that each read takes in this input; None: those of the reads.
             most_ids: unpooled only: no key has more ids than this; None: N.
             out: where to write, contiguous.
