@@ -113,14 +113,14 @@ class Output:
         with progress.Progress(*columns, console=self.progress, transient=True) as shown:
             task, last = shown.add_task(what, total=1), ""
 
-            def tell(what: str, done: int, total: int) -> None:
+            def update(what: str, done: int, total: int) -> None:
                 nonlocal last
                 shown.update(task, description=what, completed=done, total=total)
                 if lines and not self.progress.is_terminal and what != last:
                     self.note(what)
                     last = what
 
-            yield tell
+            yield update
 
     def finish(self, payload: dict[str, Any]) -> None:
         """With ``--json``, print ``payload`` as the last line of stdout."""

@@ -160,7 +160,7 @@ def _score_rows(options: PredictOptions, output: Output) -> None:
             if names is None and row.outputs is not None:
                 names = list(row.outputs)
                 writer.writerow(["row", *names, "error"])
-                writer.writerows([at, *("" for _ in names), said] for at, said in waiting)
+                writer.writerows([at, *("" for _ in names), error] for at, error in waiting)
                 waiting.clear()
             if row.outputs is not None:
                 cells = [_text(row.outputs[name]) for name in names or ()]

@@ -32,7 +32,7 @@ def read_rows(path: Path) -> Iterator[Any]:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(f"--rows {path}: unknown suffix {path.suffix!r}, expected {', '.join(readers)}")
-    path.stat()  # one that is not there is said now, and not with the first row
+    path.stat()  # fails now for a missing file, not at the first row
     return reader(path)
 
 

@@ -263,17 +263,17 @@ def _show_what_is_assumed(
     output.note("assumption: a host's knee grows with its number of cores; where you can, measure on the host itself")
     if sharded is not None and sharded.service_s and any(each.shards > 1 and each.replicas for each in found):
         paper = agreement(sharded)
-        said = (
+        figures = (
             f"p99 at {paper.qps:,.0f} requests/s: {paper.carried_s * 1e3:.2f} ms, measured {paper.measured_s * 1e3:.2f}"
         )
         if paper.agrees:
             output.note(
                 f"p99 with several shard servers is computed with a queueing model; on the measured server the model "
-                f"gives {said}"
+                f"gives {figures}"
             )
         else:
             output.note(
-                f"no p99 with several shard servers: the queueing model disagrees with the measurement ({said})"
+                f"no p99 with several shard servers: the queueing model disagrees with the measurement ({figures})"
             )
     priced = {text.partition("=")[0] for text in given.price or []}
     made_up = [] if given.hosts is not None else [host.name for host in hosts if host.name not in priced]

@@ -31,7 +31,7 @@ __all__ = ["process_group", "run_ranks"]
 
 _GRACE = 5.0  # seconds a rank has to end before it is killed
 _START = "spawn"  # ranks begin with nothing of this process
-_told: Callable[[BaseException], None] | None = None  # on a rank of run_ranks: writes down why it fails
+_report_error: Callable[[BaseException], None] | None = None  # on a rank of run_ranks: writes its error to a file
 
 
 @contextlib.contextmanager
@@ -60,8 +60,8 @@ def process_group(timeout: float = 600.0) -> Iterator[tuple[int, int]]:
         yield rank, world_size
     except BaseException as error:
         # Before the others lose this rank, and fail too.
-        if _told is not None:
-            _told(error)
+        if _report_error is not None:
+            _report_error(error)
             raise
         reports.write(error)
         if not is_lost_peer(error):
@@ -115,8 +115,8 @@ def _rank_main(rank: int, world_size: int, port: int, folder: str, function: Cal
     env.set_torchrun(rank, world_size, port)
     # torch deprecates its ShardedTensor, which TorchRec's checkpoints consist of, in favour of DTensor.
     warnings.filterwarnings("ignore", message="Please use DTensor instead")
-    global _told
-    _told = partial(_tell, Path(folder), rank)
+    global _report_error
+    _report_error = partial(_write_error, Path(folder), rank)
     try:
         result = function(*args)
         if rank == 0:
@@ -124,22 +124,22 @@ def _rank_main(rank: int, world_size: int, port: int, folder: str, function: Cal
             part.write_bytes(pickle.dumps(result))
             part.rename(Path(folder) / "result")
     except BaseException as error:
-        _told(error)
+        _report_error(error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
-def _tell(folder: Path, rank: int, error: BaseException) -> None:
+def _write_error(folder: Path, rank: int, error: BaseException) -> None:
     """Write this rank's first error and its time to a file; later errors are ignored."""
     path = folder / f"error-{rank}"
     if path.exists():
         return
     known = error if isinstance(error, RecinferError) else None
-    story = time.monotonic(), type(error).__name__, known, "".join(traceback.format_exception(error))
+    record = time.monotonic(), type(error).__name__, known, "".join(traceback.format_exception(error))
     with contextlib.suppress(Exception):
         part = folder / f".error-{rank}"
-        part.write_bytes(pickle.dumps(story))
+        part.write_bytes(pickle.dumps(record))
         part.rename(path)
 
 
@@ -181,10 +181,10 @@ def _stop(ranks: list[Any]) -> None:
 
 def _error(folder: Path, failed: dict[int, int]) -> Exception:
     """The error to raise: a rank that was killed or wrote no error, else the error of the rank that failed first."""
-    stories = {int(path.name.rpartition("-")[2]): pickle.loads(path.read_bytes()) for path in folder.glob("error-*")}
-    rank, code = min(failed.items(), key=lambda item: (item[1] >= 0, item[0] in stories))
-    if code > 0 and rank in stories:
-        rank, (_, name, known, text) = min(stories.items(), key=lambda item: item[1][0])
+    records = {int(path.name.rpartition("-")[2]): pickle.loads(path.read_bytes()) for path in folder.glob("error-*")}
+    rank, code = min(failed.items(), key=lambda item: (item[1] >= 0, item[0] in records))
+    if code > 0 and rank in records:
+        rank, (_, name, known, text) = min(records.items(), key=lambda item: item[1][0])
         if known is not None:
             return known
         return UnavailableError(f"rank {rank} failed with {name}; the other ranks were stopped\n{text}")

@@ -140,7 +140,7 @@ def wait_until_ready(name: str, seconds: float, report: Callable[[str], None]) -
             server and the reason.
     """
     start = time.monotonic()
-    said = ""
+    reported = ""
     while True:
         now = status(name)
         if now["ready"]:
@@ -157,8 +157,8 @@ def wait_until_ready(name: str, seconds: float, report: Callable[[str], None]) -
             if failing:
                 raise UnavailableError(f"{server['name']}: {server['why']}")
         line = "; ".join(f"{server['name']}: {server['why']}" for server in lacking[:3])
-        if line and line != said:
-            said = line
+        if line and line != reported:
+            reported = line
             report(f"waiting: {line}")
         if time.monotonic() - start > seconds:
             raise UnavailableError(f"not ready within {seconds:g} s: {line or 'servers are missing'}")

@@ -85,8 +85,8 @@ class ServerProcess:
             env=inherited,
             start_new_session=True,
         )
-        self._said: dict[str, Any] = {}
-        self._reader = threading.Thread(target=self._read, name="recinfer-said", daemon=True)
+        self._output: dict[str, Any] = {}
+        self._reader = threading.Thread(target=self._read, name="recinfer-output", daemon=True)
         self._reader.start()
 
     @property
@@ -99,16 +99,16 @@ class ServerProcess:
         code = self._process.poll()
         if code is not None:
             self._reader.join(1.0)
-        said = dict(self._said)
-        pid = int(said.get("pid", 0))
-        why = said["error"]["message"] if "error" in said else ""
+        output = dict(self._output)
+        pid = int(output.get("pid", 0))
+        why = output["error"]["message"] if "error" in output else ""
         if code is not None and not why:
             why = f"ended with exit code {code}" if code < 128 else f"was killed by signal {code - 128}"
         running = code is None
         return Life(
             running=running,
-            port=int(said.get("port") or 0),
-            metrics_port=int(said.get("metrics_port") or 0),
+            port=int(output.get("port") or 0),
+            metrics_port=int(output.get("metrics_port") or 0),
             pid=pid,
             memory=_resident(pid) if running and pid else 0,
             why=why,
@@ -144,7 +144,7 @@ class ServerProcess:
             with suppress(ValueError):
                 found = json.loads(line)
                 if isinstance(found, dict):
-                    self._said.update(found)
+                    self._output.update(found)
 
 
 def _resident(pid: int) -> int:

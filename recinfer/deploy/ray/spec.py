@@ -108,16 +108,16 @@ class Deployment:
 
     def arguments(self, group: int | None, version: str, host: str, port: int = 0) -> list[str]:
         """Arguments of ``recinfer serve``, except a ranker's ``--shards``."""
-        said = [self.archive_of(version), "--host", host, "--port", str(port), "--metrics-port", "0"]
+        arguments = [self.archive_of(version), "--host", host, "--port", str(port), "--metrics-port", "0"]
         if self.store is not None:
-            said += ["--model-store", self.store]
+            arguments += ["--model-store", self.store]
         if group is not None:
-            said += ["--ranks", ",".join(map(str, self.groups[group])), "--preload"]
+            arguments += ["--ranks", ",".join(map(str, self.groups[group])), "--preload"]
         elif self.store is not None:
-            said.append("--admin")
+            arguments.append("--admin")
         if self.tls is not None:
-            said += self.tls.arguments()
-        return [*said, "--insecure"] if self.insecure else said
+            arguments += self.tls.arguments()
+        return [*arguments, "--insecure"] if self.insecure else arguments
 
     def settings(self) -> dict[str, str]:
         """Settings of shards.json for the connections from rankers to shard servers."""

@@ -50,8 +50,8 @@ class Tls:
 
     def arguments(self) -> list[str]:
         """Arguments of ``recinfer serve``."""
-        said = ["--tls-cert", self.cert, "--tls-key", self.key]
-        return said if self.client_ca is None else [*said, "--tls-client-ca", self.client_ca]
+        arguments = ["--tls-cert", self.cert, "--tls-key", self.key]
+        return arguments if self.client_ca is None else [*arguments, "--tls-client-ca", self.client_ca]
 
     def settings(self) -> dict[str, str]:
         """Settings of shards.json: see recinfer.serving.shards.config.ShardsSettings."""
