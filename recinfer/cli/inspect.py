@@ -33,7 +33,7 @@ def run(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the contents of an archive, a plan or a delta (.rqd): tables, shards, precisions, sizes and hashes.
+    """Show the contents of an archive, a plan file or an .rqd file: tables, shards, precisions, sizes and hashes.
 
     For a delta: the tables and rows that it changes, its size, and the archive and earlier delta that it applies to.
     """

@@ -117,7 +117,7 @@ def test_what_cannot_be_measured_is_refused(case: tuple, contract: FeatureContra
         export(case, contract, tmp_path / "m.rqa", eval_output="click")
     with pytest.raises(ConfigError, match="eval_data"):
         export_archive(model, reader, make_plan(model, 1), tmp_path / "m.rqa", name="m", version="1", max_auc_drop=0.1)
-    with pytest.raises(ConfigError, match="no feature contract"):
+    with pytest.raises(ConfigError, match="needs a feature contract"):
         EvalData.read(tmp_path / "rows.csv", "criteo", None)
     one_class = model, reader, columns | {"label": np.zeros(ROWS, dtype=np.int64)}
     with pytest.raises(InputError, match="one class"):

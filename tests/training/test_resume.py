@@ -89,7 +89,7 @@ def test_resuming_with_other_batches_is_refused(
         stop_at(patch, 12)
         with pytest.raises(KeyboardInterrupt):
             run(dataset, tmp_path / "out", Curve())
-    with pytest.raises(ConfigError, match="trained 64 rows a step"):
+    with pytest.raises(ConfigError, match="trained with 64 rows per step"):
         run(dataset, tmp_path / "out", Curve(), resume=True, batch_size=32)
     saved = json.loads((resume_folder(tmp_path / "out") / "step-000000010" / "train.json").read_text())
     assert saved["step"] == 10
