@@ -200,7 +200,7 @@ class OverArch(nn.Module):
     def __init__(self, in_features: int, layer_sizes: list[int], device: torch.device | None = None) -> None:
         super().__init__()
         if len(layer_sizes) < 2:
-            raise ConfigError(f"DLRM: over_arch_layer_sizes is {layer_sizes}; expected at least two sizes")
+            raise ConfigError(f"DLRM: over_arch_layer_sizes is {layer_sizes}; expected at least two layers")
         self.model = nn.Sequential(
             MLP(in_features, layer_sizes[:-1], bias=True, activation="relu", device=device),
             nn.Linear(layer_sizes[-2], layer_sizes[-1], bias=True, device=device),
